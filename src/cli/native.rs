@@ -21,8 +21,8 @@ use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-pub use ddp_worker::train::{Advice, Candidate, Comparison, Machines};
-use ddp_worker::train::{Estimate, TrainError, check_initial_weights, run_worker};
+pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, Machines};
+use ddp_worker::train::{TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -260,14 +260,9 @@ fn exit_code(error: &TrainError) -> u8 {
         TrainError::NotSaved {
             cause: Some(error), ..
         } if of_checkpoint(error) != FAILED => return exit::DISK,
-        TrainError::Contradiction { .. }
-        | TrainError::Rescale { .. }
-        | TrainError::Offload { .. }
+        TrainError::Refused(_)
         | TrainError::Mesh(_)
         | TrainError::ParamGroup { .. }
-        | TrainError::NeedsGpu { .. }
-        | TrainError::TooFewGpus { .. }
-        | TrainError::SharedGpu { .. }
         | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)

@@ -22,7 +22,6 @@ use ddp_proto::env::WorkerEnv;
 use ddp_worker::collective::{Communicator, Executor, Launch, ReduceOp, Traffic, Work};
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device};
 use ddp_worker::parallel::{JoinOptions, join_world};
-use ddp_worker::plan::AllReduce;
 use ddp_worker::session::{KeyValue, Session, StoreError};
 
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -204,12 +203,9 @@ impl Bench<'_> {
         let [median, least, most] = samples.map(|s| s / batch as f64);
         let rate = size as f64 / median / 1e9;
         if self.comm.rank() == 0 {
-            let ranks = self.comm.size() as u64;
-            let moved = AllReduce {
-                ranks,
-                bytes: size as u64,
-            };
-            let bus = moved.rate(median) / 1e9;
+            // An all-reduce moves 2(N−1)/N of it on each rank.
+            let ranks = self.comm.size() as f64;
+            let bus = 2.0 * (ranks - 1.0) / ranks * rate;
             println!(
                 "{size:>12} {:>12.1} {:>12.1} {:>12.1} {rate:>10.2} {bus:>10.2} {:>12.1}",
                 median * 1e6,

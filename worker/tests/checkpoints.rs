@@ -309,7 +309,7 @@ fn another_training_text_is_no_continuation() {
     job.config.train.steps = 4;
     let outcome = job.run(1).remove(0);
     let error = outcome.unwrap_err();
-    assert!(matches!(error, TrainError::Contradiction { .. }), "{error}");
+    assert!(matches!(error, TrainError::Refused(_)), "{error}");
     let message = error.to_string();
     assert!(
         message.contains("`training text of `data.train`` is "),

@@ -4,7 +4,6 @@ mod collective_world;
 
 use collective_world::{Rank, World, done, fill, launch, numbers, read};
 use ddp_worker::collective::{Executor, Launch, ReduceOp, Traffic, WireBytes};
-use ddp_worker::plan::AllReduce;
 use half::bf16;
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -272,7 +271,7 @@ fn wire_bytes_equal_the_formulas() {
         (&[5, 1, 2], true),
     ] {
         let (n, s) = (8_u64, 1_u64 << 20);
-        let all_reduce = |bytes| AllReduce { ranks: n, bytes }.bytes_a_rank();
+        let all_reduce = |bytes| 2 * (n - 1) * (bytes / n);
         assert_eq!(all_reduce(64 * s), 117_440_512);
         let counted = World::of(nodes).run(Executor::Inline, |rank| {
             let arena = rank.arena(shared, &vec![1.0_f32; (s / 4) as usize]);

@@ -148,38 +148,33 @@ fn check_memory(case: Case) {
     let told = estimate(&job, case.world);
     assert_eq!(told.parameters as usize, PARAMETERS);
     let found = [memory.params, memory.grads, memory.optimizer];
-    let held = told.held();
+    let held = told.held;
     assert_eq!(found, [held.params, held.grads, held.optimizer], "{case:?}");
-    assert_eq!(memory.gathered, told.buffers.gathered, "{case:?}");
-    assert_eq!(memory.activations, told.activations, "{case:?}");
+    assert_eq!(memory.gathered, held.gathered, "{case:?}");
+    assert_eq!(memory.activations, held.activations, "{case:?}");
 
-    let padding = told.buffers.padding;
-    let declared = [
-        padding.params,
-        padding.grads + told.buffers.in_flight,
-        padding.optimizer,
-    ];
-    for (kind, formula) in case.formula(PARAMETERS).into_iter().enumerate() {
+    let declared = [0, held.in_flight, 0];
+    for (kind, formula) in case.formula(told.padded as usize).into_iter().enumerate() {
         let expected = formula + declared[kind] as f64;
         let what = format!("{case:?}: kind {kind}, {} for {expected}", found[kind]);
         assert!(close(found[kind] as f64, expected), "{what}");
     }
     // What is declared is what the reasons for it ask for, and no more.
     let [in_flight, gathered] = case.slots();
-    assert_eq!(told.buffers.gathered, gathered as u64, "{case:?}");
+    assert_eq!(held.gathered, gathered as u64, "{case:?}");
     if case.strategy == Strategy::Zero3 && case.world > 1 {
-        assert_eq!(told.buffers.in_flight, in_flight as u64, "{case:?}");
+        assert_eq!(held.in_flight, in_flight as u64, "{case:?}");
         let groups = [HEAD, WPE, WTE].map(|len| case.padded(len)).iter().sum::<usize>();
         let whole = groups + LAYERS * case.padded(BLOCK);
         assert_eq!(told.padded as usize, whole, "{case:?}");
     }
-    assert!(told.buffers.in_flight <= in_flight as u64, "{case:?}: {told:?}");
+    assert!(held.in_flight <= in_flight as u64, "{case:?}: {told:?}");
     // A bucket or a part ends on a chunk of each rank. Two neighbouring buckets are more than one can hold.
     let buckets = 2 * (4 * PARAMETERS).div_ceil(BUCKET_BYTES) + 2;
     let most = (buckets + GROUPS) * case.world * CHUNK;
     assert!(told.padded as usize - PARAMETERS <= most, "{case:?}: {told:?}");
     let of_padding = case.formula(told.padded as usize - PARAMETERS);
-    assert!(close(padding.total() as f64, of_padding.iter().sum()), "{case:?}");
+    assert!(close(held.padding as f64, of_padding.iter().sum()), "{case:?}");
 }
 
 fn memory_of_all(types: (Precision, ReduceDtype)) {
@@ -224,7 +219,8 @@ fn padding_of_a_gpt2_of_124_million_parameters_is_below_three_percent() {
             });
             let told = estimate(&job, world);
             assert_eq!(told.parameters, 124_439_808);
-            let (padding, formula) = (told.buffers.padding.total(), told.formula.total());
+            let (padding, held) = (told.held.padding, told.held);
+            let formula = held.params + held.grads - held.in_flight + held.optimizer - padding;
             // Most of it where both buckets and groups are cut, over eight ranks.
             assert!(
                 100 * padding <= 3 * formula,
@@ -264,7 +260,7 @@ fn check_traffic(job: &Job, world: usize, multiples: (usize, usize), again: usiz
     let unit = |elements: usize, each: usize| ((world - 1) * (elements / world) * each) as u64;
     let grads = multiples.0 as u64 * unit(all, wire);
     let params = multiples.1 as u64 * unit(all, params) + again as u64 * unit(blocks, params);
-    let told = estimate(job, world).traffic;
+    let told = estimate(job, world).sent;
     for line in &trained.metrics {
         let (parallel, k) = (&config.parallel, config.train.grad_accumulation);
         let what = format!(
@@ -349,16 +345,16 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
             let (trained, told) = (job.train(4), estimate(&job, 4));
             for line in &trained.metrics {
                 let what = format!("{strategy:?}, {group:?}, below {persist_below}, {k} micro-batches");
-                let (sent, memory, held) = (line.wire_bytes, line.memory, told.held());
+                let (sent, memory, held) = (line.wire_bytes, line.memory, told.held);
                 assert_eq!(
                     (sent.grads, sent.params),
-                    (told.traffic.grads, told.traffic.params),
+                    (told.sent.grads, told.sent.params),
                     "{what}"
                 );
                 assert_eq!([memory.params, memory.grads], [held.params, held.grads], "{what}");
                 assert_eq!(
                     [memory.optimizer, memory.gathered],
-                    [held.optimizer, told.buffers.gathered],
+                    [held.optimizer, held.gathered],
                     "{what}"
                 );
             }

@@ -11,7 +11,7 @@ use ddp_worker::config::{
     Strategy, TrainConfig,
 };
 use ddp_worker::session::Session;
-use ddp_worker::train::{Estimate, TrainError, run_worker_on};
+use ddp_worker::train::{Estimate, Substitutes, TrainError, run_worker_with};
 use train_support::agent::with_agent;
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
@@ -81,7 +81,10 @@ fn activations_of_a_block(recompute: Recompute) -> u64 {
         });
         // After the last step comes an evaluation.
         let held = job.train(1).metrics[1].memory.activations;
-        let told = Estimate::of(&job.config, &job.env(0, 1)).unwrap().activations;
+        let told = Estimate::of(&job.config, &job.env(0, 1))
+            .unwrap()
+            .held
+            .activations;
         assert_eq!(held, told, "something found no place in what was planned");
         held
     };
@@ -400,7 +403,11 @@ fn a_run_on_an_asynchronous_device_stops_with_all_steps_told() {
         _ => None,
     };
     let (outcome, _) = with_agent(job.env(0, 1), stop, |session| {
-        run_worker_on(Arc::new(DeferredDevice::new()), &job.config, session)
+        let parts = Substitutes {
+            device: Some(Arc::new(DeferredDevice::new())),
+            ..Substitutes::default()
+        };
+        run_worker_with(parts, &job.config, session)
     });
     let summary = outcome.unwrap();
     assert_eq!(summary.stopped.as_deref(), Some("SIGTERM"));

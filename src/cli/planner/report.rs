@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Candidate, Comparison, Machines, Strategy};
+use crate::cli::native::{Advice, Candidate, Comparison, Estimate, Machines, Strategy};
 
 /// What a cell says of a number that is not known.
 const UNKNOWN: &str = "–";
@@ -17,7 +17,7 @@ const NOTHING: [&str; 2] = ["0 B", "0.000 ms"];
 
 /// For people.
 pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
-    let mut text = lines(&facts(comparison, machines, device, mfu));
+    let mut text = facts(comparison, machines, device, mfu);
     text.push('\n');
     // What is reckoned with less than the whole rate is no bound any more.
     let [least, most] = if mfu < 1.0 {
@@ -25,23 +25,21 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planne
     } else {
         [", at least", ", at most"]
     };
-    text.push_str(&strategies(comparison, machines, [least, most]));
+    text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
     text.push_str(&advice(comparison, machines));
-    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.bound.is_some()) {
+    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
         text.push('\n');
         text.push_str(&scaling(comparison, [least, most]));
     }
     text
 }
 
-fn facts(
-    comparison: &Comparison,
-    machines: &Machines,
-    device: &Planned,
-    mfu: f64,
-) -> Vec<(&'static str, String)> {
-    let (cluster, batch) = (machines.cluster, comparison.batch);
+fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
+    let Comparison {
+        batch, work, model, ..
+    } = comparison;
+    let cluster = machines.cluster;
     let mut of_device = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
         let _ = write!(of_device, "; {} of its {} to train in", bytes(memory), bytes(all));
@@ -52,52 +50,46 @@ fn facts(
             let _ = write!(of_device, ", of which {mfu} are reached");
         }
     }
-    let tokens_a_rank = batch.tokens() / batch.ranks;
-    vec![
+    let ranks = format!(
+        "{} = {} × {}",
+        cluster.ranks(),
+        counted(cluster.nodes, "node"),
+        cluster.ranks_a_node
+    );
+    let global_batch = format!(
+        "{} samples = {} tokens ({} × {} × {} of {} tokens)",
+        grouped(batch.samples()),
+        grouped(batch.tokens()),
+        counted(batch.ranks, "rank"),
+        counted(batch.accumulation, "micro-batch"),
+        counted(batch.micro_batch, "sample"),
+        grouped(batch.block_size),
+    );
+    let again = match work.repeated {
+        0 => String::new(),
+        repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
+    };
+    let of_rank = work.total() as f64 * (batch.tokens() / batch.ranks) as f64;
+    let arithmetic = format!(
+        "{} GFLOP a token{again}, {} TFLOP a rank and step",
+        shortened(work.total() as f64 / 1e9),
+        shortened(of_rank / 1e12),
+    );
+    let mut text = String::new();
+    for (name, value) in [
         (
             "model",
-            format!(
-                "{}, {} parameters",
-                comparison.model,
-                grouped(comparison.parameters)
-            ),
+            format!("{model}, {} parameters", grouped(comparison.parameters)),
         ),
-        (
-            "ranks",
-            format!(
-                "{} = {} × {}",
-                cluster.ranks(),
-                counted(cluster.nodes, "node"),
-                cluster.ranks_a_node
-            ),
-        ),
+        ("ranks", ranks),
         ("device", of_device),
         ("wires", wires(&cluster)),
-        (
-            "global batch",
-            format!(
-                "{} samples = {} tokens ({} × {} × {} of {} tokens)",
-                grouped(batch.samples()),
-                grouped(batch.tokens()),
-                counted(batch.ranks, "rank"),
-                counted(batch.accumulation, "micro-batch"),
-                counted(batch.micro_batch, "sample"),
-                grouped(batch.block_size),
-            ),
-        ),
-        (
-            "arithmetic",
-            format!(
-                "{} GFLOP a token{}, {} TFLOP a rank and step",
-                shortened(comparison.work.total() as f64 / 1e9),
-                match comparison.work.repeated {
-                    0 => String::new(),
-                    repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
-                },
-                shortened(comparison.work.total() as f64 * tokens_a_rank as f64 / 1e12),
-            ),
-        ),
-    ]
+        ("global batch", global_batch),
+        ("arithmetic", arithmetic),
+    ] {
+        let _ = writeln!(text, "{name:<14}  {value}");
+    }
+    text
 }
 
 fn wires(cluster: &Cluster) -> String {
@@ -122,56 +114,41 @@ fn wires(cluster: &Cluster) -> String {
 }
 
 /// A strategy a column. `bounds` is said of times and of rates.
-fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -> String {
-    type Cell<'a> = Box<dyn Fn(&Candidate) -> String + 'a>;
-    let known =
-        |value: Option<f64>, words: &dyn Fn(f64) -> String| value.map_or_else(|| UNKNOWN.to_owned(), words);
+fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
+    let candidates = &comparison.candidates;
+    let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
+        let cells = candidates.iter().map(cell);
+        std::iter::once(title.to_owned()).chain(cells).collect()
+    };
+    let size = |title: &str, bytes_of: fn(&Candidate) -> u64| row(title, &|c| bytes(bytes_of(c)));
+    // Left out where no strategy has it.
+    let known = |title: &str, value: &dyn Fn(&Candidate) -> Option<String>| {
+        let is_known = candidates.iter().any(|c| value(c).is_some());
+        is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
+    };
     let tokens = comparison.batch.tokens() as f64;
-    let [step_title, rate_title] = [format!("a step{}", bounds[0]), format!("tokens/s{}", bounds[1])];
-    let mut rows: Vec<(&str, Cell<'_>)> = vec![
-        ("parameters", Box::new(|c| bytes(c.estimate.held().params))),
-        ("gathered", Box::new(|c| bytes(c.estimate.buffers.gathered))),
-        ("gradients", Box::new(|c| bytes(c.estimate.held().grads))),
-        ("optimizer", Box::new(|c| bytes(c.estimate.held().optimizer))),
-        ("activations", Box::new(|c| bytes(c.estimate.activations))),
-        ("on the device", Box::new(|c| bytes(c.held))),
+    let mut rows = vec![
+        row("", &|c| name(c).to_owned()),
+        size("parameters", |c| c.estimate.held.params),
+        size("gathered", |c| c.estimate.held.gathered),
+        size("gradients", |c| c.estimate.held.grads),
+        size("optimizer", |c| c.estimate.held.optimizer),
+        size("activations", |c| c.estimate.held.activations),
+        size("on the device", |c| c.held),
     ];
-    if machines.memory.is_some() {
-        let words = |fits| if fits { "yes" } else { "no" };
-        rows.push((
-            "fits",
-            Box::new(move |c| c.fits.map_or(UNKNOWN, words).to_owned()),
-        ));
-    }
-    rows.push(("a rank moves", Box::new(|c| bytes(c.estimate.traffic.total()))));
-    if machines.flops.is_some() {
-        rows.push(("arithmetic", Box::new(move |c| known(c.compute, &duration))));
-    }
-    if comparison.candidates.iter().any(|c| c.communication.is_some()) {
-        rows.push((
-            "communication",
-            Box::new(move |c| known(c.communication, &duration)),
-        ));
-    }
-    if comparison.candidates.iter().any(|c| c.bound.is_some()) {
-        let step = |c: &Candidate| c.bound.map(|bound| bound.seconds());
-        rows.push((&step_title, Box::new(move |c| known(step(c), &duration))));
-        let rate = move |c: &Candidate| step(c).map(|seconds| tokens / seconds);
-        rows.push((
-            &rate_title,
-            Box::new(move |c| known(rate(c), &|rate| grouped(rate as u64))),
-        ));
-    }
-    let names = comparison.candidates.iter().map(|c| name(c).to_owned());
-    let mut table = vec![std::iter::once(String::new()).chain(names).collect()];
-    for (title, cell) in rows {
-        let cells: Vec<String> = comparison.candidates.iter().map(cell).collect();
-        if cells.iter().all(|cell| NOTHING.contains(&cell.as_str())) {
-            continue;
-        }
-        table.push(std::iter::once(title.to_owned()).chain(cells).collect());
-    }
-    columns(table)
+    rows.extend(known("fits", &|c| {
+        Some(if c.fits? { "yes" } else { "no" }.to_owned())
+    }));
+    rows.push(size("a rank moves", |c| c.estimate.sent.total()));
+    rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
+    rows.extend(known("communication", &|c| c.communication.map(duration)));
+    rows.extend(known(&format!("a step{least}"), &|c| c.seconds().map(duration)));
+    rows.extend(known(&format!("tokens/s{most}"), &|c| {
+        Some(grouped((tokens / c.seconds()?) as u64))
+    }));
+    let is_nothing = |row: &Vec<String>| row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str()));
+    rows.retain(|row| !is_nothing(row));
+    columns(rows)
 }
 
 fn name(candidate: &Candidate) -> &'static str {
@@ -219,7 +196,9 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
     let mut table = vec![title.map(str::to_owned).to_vec()];
     for point in &comparison.scaling {
-        let Some(bound) = point.bound else { continue };
+        let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
+            continue;
+        };
         let ranks = point.cluster.ranks();
         let batch = GlobalBatch {
             ranks,
@@ -229,9 +208,9 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
             ranks.to_string(),
             point.cluster.nodes.to_string(),
             grouped(batch.samples()),
-            duration(bound.seconds()),
-            grouped((batch.tokens() as f64 / bound.seconds()) as u64),
-            format!("{:.0} %", bound.efficiency() * 100.0),
+            duration(seconds),
+            grouped((batch.tokens() as f64 / seconds) as u64),
+            format!("{:.0} %", compute / seconds * 100.0),
         ]);
     }
     let strategy = comparison.scaling.first().map_or("", name);
@@ -252,14 +231,6 @@ fn columns(rows: Vec<Vec<String>>) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table.trim_fmt() + "\n"
-}
-
-fn lines(rows: &[(&str, String)]) -> String {
-    let mut text = String::new();
-    for (name, value) in rows {
-        let _ = writeln!(text, "{name:<14}  {value}");
-    }
-    text
 }
 
 /// `12.3 ms`, `12.3 s`
@@ -310,22 +281,22 @@ pub(super) fn json(comparison: &Comparison, machines: &Machines) -> Value {
 }
 
 fn candidate(candidate: &Candidate) -> Value {
-    let (held, estimate) = (candidate.estimate.held(), &candidate.estimate);
+    let Estimate { held, sent, .. } = candidate.estimate;
     json!({
         "strategy": candidate.strategy,
         "ranks": candidate.cluster.ranks(),
         "nodes": candidate.cluster.nodes,
         "parameter_bytes": held.params,
-        "gathered_bytes": estimate.buffers.gathered,
+        "gathered_bytes": held.gathered,
         "gradient_bytes": held.grads,
         "optimizer_bytes": held.optimizer,
-        "activation_bytes": estimate.activations,
+        "activation_bytes": held.activations,
         "device_bytes": candidate.held,
         "fits": candidate.fits,
-        "wire_bytes": { "grads": estimate.traffic.grads, "params": estimate.traffic.params },
+        "wire_bytes": { "grads": sent.grads, "params": sent.params },
         "compute_s": candidate.compute,
         "communication_s": candidate.communication,
-        "step_s": candidate.bound.map(|bound| bound.seconds()),
+        "step_s": candidate.seconds(),
     })
 }
 

@@ -9,7 +9,6 @@
 //! | [`ReplicaSet`] | who sums, owns, counts and writes a parameter |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
-//! | [`StepTraffic`] | what a rank of a sharded strategy sends in a step, by its terms |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
@@ -36,8 +35,8 @@ pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
-pub use parameters::{Difference, Parameters, ReshardPolicy, gathered_elements, gathering_slots};
-pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step, in_flight_slots};
+pub use parameters::{Difference, Parameters, ReshardPolicy};
+pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::ReplicaSet;
 pub use schedule::{Action, sequential};
-pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding, StepTraffic};
+pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};

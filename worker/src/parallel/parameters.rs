@@ -42,32 +42,6 @@ pub enum ReshardPolicy {
     },
 }
 
-/// Elements of the units that are gathered in a step of so many micro-batches, each as often as it is gathered.
-#[must_use]
-pub fn gathered_elements(
-    model: &Model,
-    sharding: &Sharding,
-    policy: ReshardPolicy,
-    micro_batches: usize,
-) -> usize {
-    if sharding.world() == 1 {
-        return 0;
-    }
-    let times = GatherPlan::new(model, sharding, policy).gatherings(micro_batches);
-    let units = sharding.units().iter().zip(times);
-    units.map(|(unit, times)| unit.whole.len() * times).sum()
-}
-
-/// Elements of the slots that parameters are gathered into.
-#[must_use]
-pub fn gathering_slots(model: &Model, sharding: &Sharding, policy: ReshardPolicy) -> usize {
-    if policy == ReshardPolicy::KeepAll {
-        return 0;
-    }
-    let (sizes, _) = GatherPlan::new(model, sharding, policy).slots(sharding);
-    sizes.iter().sum()
-}
-
 /// What this rank owns of the parameters, and the units that are gathered at the moment.
 ///
 /// A block's parameters are unsharded before its pass is enqueued, and resharded after it.
@@ -478,24 +452,6 @@ impl GatherPlan {
             forward,
             backward,
         }
-    }
-
-    /// How often each unit is gathered in a step of so many micro-batches, the one after the update included.
-    fn gatherings(&self, micro_batches: usize) -> Vec<usize> {
-        let mut there = self.persists.clone();
-        let mut times: Vec<usize> = there.iter().map(|there| usize::from(*there)).collect();
-        let blocks = self.forward.len();
-        let forward = (0..blocks).map(|block| (block, Pass::Forward));
-        let passes = forward.chain((0..blocks).rev().map(|block| (block, Pass::Backward)));
-        for (block, pass) in (0..micro_batches).flat_map(|_| passes.clone()) {
-            for &unit in self.needed(block, pass) {
-                times[unit] += usize::from(!std::mem::replace(&mut there[unit], true));
-            }
-            for unit in self.released(block, pass) {
-                there[unit] = false;
-            }
-        }
-        times
     }
 
     /// Units that a block's pass reads.

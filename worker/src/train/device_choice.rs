@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use ddp_proto::words::counted;
+
 use super::TrainError;
 use super::reporting::warn;
 use crate::collective::nccl::{Nccl, Version};
@@ -52,17 +54,8 @@ enum GpuSharing {
 }
 
 impl GpuSharing {
-    /// What the environment asks for and NCCL allows. That there is no NCCL is said where it is needed.
-    fn here() -> Self {
-        if is_set(SHARE_GPUS) {
-            let version = Nccl::load().ok().map(|nccl| nccl.version());
-            Self::asked(version, std::env::var_os(HOST_NAME).is_some())
-        } else {
-            Self::No
-        }
-    }
-
-    /// With this version, and with a name for the host or without.
+    /// Asked for where NCCL has this version, if there is one, and ranks name their hosts or not. That there is no NCCL is
+    /// said where it is needed.
     fn asked(nccl: Option<Version>, host_named: bool) -> Self {
         match nccl {
             Some(version) if !version.is_at_least(2, 30) && !host_named => Self::Refused(version),
@@ -75,46 +68,40 @@ impl Situation {
     /// The decision. All ranks of a node decide alike, all nodes only if they have GPUs alike, which the check that
     /// ranks agree makes sure of.
     fn decide(&self) -> Result<Choice, TrainError> {
-        let wanted = match self.backend {
+        let (gpus, workers) = (*self.gpus.as_ref().unwrap_or(&0), self.local_world_size);
+        let is_wanted = match self.backend {
             Backend::Cpu => false,
             Backend::Nccl => true,
-            Backend::Auto => matches!(self.gpus, Ok(count) if count > 0),
+            Backend::Auto => gpus > 0,
         };
-        if !wanted {
-            return match self.precision {
-                Precision::Tf32 => Err(TrainError::NeedsGpu {
-                    key: "train.precision: tf32",
-                    why: self.why_no_gpu(),
-                }),
-                Precision::F32 | Precision::Bf16 => Ok(Choice::Cpu),
-            };
+        match (is_wanted, self.precision) {
+            (true, _) if gpus == 0 => return Err(self.needs_gpu("parallel.backend: nccl")),
+            (true, _) => {}
+            (false, Precision::Tf32) => return Err(self.needs_gpu("train.precision: tf32")),
+            (false, Precision::F32 | Precision::Bf16) => return Ok(Choice::Cpu),
         }
-        let count = match &self.gpus {
-            Ok(count) if *count > 0 => *count,
-            _ => {
-                return Err(TrainError::NeedsGpu {
-                    key: "parallel.backend: nccl",
-                    why: self.why_no_gpu(),
-                });
-            }
-        };
-        let (gpus, workers) = (count, self.local_world_size);
+        let crowded = format!(
+            "{workers} workers on this node, which has {}",
+            counted(gpus, "GPU")
+        );
         match self.sharing {
-            GpuSharing::No if workers > gpus => return Err(TrainError::TooFewGpus { gpus, workers }),
-            GpuSharing::Refused(nccl) if workers > gpus => {
-                return Err(TrainError::SharedGpu { gpus, workers, nccl });
-            }
-            _ => {}
+            GpuSharing::No if workers > gpus => Err(TrainError::Refused(format!(
+                "{crowded}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)"
+            ))),
+            GpuSharing::Refused(nccl) if workers > gpus => Err(TrainError::Refused(format!(
+                "{crowded}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own"
+            ))),
+            _ => Ok(Choice::Gpu(self.local_rank % gpus)),
         }
-        Ok(Choice::Gpu(self.local_rank % count))
     }
 
-    fn why_no_gpu(&self) -> String {
-        match (&self.backend, &self.gpus) {
+    fn needs_gpu(&self, key: &str) -> TrainError {
+        let why = match (self.backend, &self.gpus) {
             (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
             (_, Ok(_)) => "the driver shows no GPU".to_owned(),
             (_, Err(error)) => error.to_string(),
-        }
+        };
+        TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
     }
 }
 
@@ -141,13 +128,19 @@ impl Choice {
         {
             warn(&format!("no GPU is used: {error}"));
         }
+        let sharing = if is_set(SHARE_GPUS) {
+            let version = Nccl::load().ok().map(|nccl| nccl.version());
+            GpuSharing::asked(version, std::env::var_os(HOST_NAME).is_some())
+        } else {
+            GpuSharing::No
+        };
         let situation = Situation {
             backend,
             precision: config.train.precision,
             gpus,
             local_rank: env.local_rank.get() as usize,
             local_world_size: env.local_world_size as usize,
-            sharing: GpuSharing::here(),
+            sharing,
         };
         situation.decide()
     }

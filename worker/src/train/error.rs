@@ -1,9 +1,8 @@
 //! Why a worker cannot go on.
 
-use ddp_proto::words::{counted, numbered};
+use ddp_proto::words::numbered;
 
 use crate::checkpoint::CheckpointError;
-use crate::collective::nccl::Version;
 use crate::collective::{CollectiveError, WorkError};
 use crate::data::DataError;
 use crate::device::DeviceError;
@@ -41,34 +40,9 @@ pub enum TrainError {
         /// Who saw it first, and where.
         seen: String,
     },
-    /// The configuration contradicts the checkpoint that the run is to be resumed from.
-    #[error(
-        "cannot resume from `{checkpoint}`: `{key}` is {found}, the run was begun with {begun}\n  hint: set it back, or start another run with another `run.out_dir`"
-    )]
-    Contradiction {
-        /// Folder of the checkpoint.
-        checkpoint: String,
-        /// The first differing key.
-        key: String,
-        /// Its value now.
-        found: String,
-        /// Its value in the checkpoint.
-        begun: String,
-    },
-    /// The global batch of the run cannot be kept on this number of ranks.
-    #[error(
-        "the run was trained in global batches of {samples} samples, and {ranks} ranks with `train.micro_batch: {micro_batch}` cannot make one: {samples} is no multiple of {ranks} × {micro_batch}\n  hint: {fits}`train.rescale: keep_micro_batch` lets the global batch change"
-    )]
-    Rescale {
-        /// Samples of a step, as the checkpoint has it.
-        samples: u64,
-        /// Ranks now.
-        ranks: u64,
-        /// Samples of a pass on one rank.
-        micro_batch: u64,
-        /// What would fit, in words; may be empty.
-        fits: String,
-    },
+    /// The configuration asks for what the machine lacks, or what the run that is to be resumed does not allow, in words.
+    #[error("{0}")]
+    Refused(String),
     /// The last state of a run is lost, although training is done or was stopped in order.
     #[error(
         "training ended after step {step}, but the state after it could not be saved on {}, {}{}",
@@ -86,14 +60,6 @@ pub enum TrainError {
         /// Why, if this rank is one of them.
         cause: Option<Box<CheckpointError>>,
     },
-    /// The optimizer's state cannot be where it is wanted.
-    #[error(
-        "`train.offload.optimizer: file` needs a device whose memory is the host's, and {device} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or take `train.offload.optimizer: host`"
-    )]
-    Offload {
-        /// Name of the device.
-        device: String,
-    },
     /// The ranks cannot be cut into groups as asked.
     #[error(transparent)]
     Mesh(#[from] MeshError),
@@ -110,38 +76,6 @@ pub enum TrainError {
         params: usize,
         /// The name of one.
         example: String,
-    },
-    /// The configuration asks for a GPU, and there is none.
-    #[error("`{key}` needs a GPU: {why}")]
-    NeedsGpu {
-        /// Key and value.
-        key: &'static str,
-        /// Why there is none.
-        why: String,
-    },
-    /// Ranks would have to share GPUs.
-    #[error(
-        "{workers} workers on this node, which has {}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)",
-        counted(*gpus, "GPU")
-    )]
-    TooFewGpus {
-        /// GPUs that the driver shows.
-        gpus: usize,
-        /// Workers of this node.
-        workers: usize,
-    },
-    /// Ranks would share a GPU, which NCCL of this version refuses.
-    #[error(
-        "{workers} workers on this node, which has {}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own",
-        counted(*gpus, "GPU")
-    )]
-    SharedGpu {
-        /// GPUs that the driver shows.
-        gpus: usize,
-        /// Workers of this node.
-        workers: usize,
-        /// That is there.
-        nccl: Version,
     },
     /// The other ranks could not be joined.
     #[error(transparent)]
@@ -228,11 +162,7 @@ impl TrainError {
             Self::Device(DeviceError::TooOld { .. })
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
-            | Self::Contradiction { .. }
-            | Self::Rescale { .. }
-            | Self::NeedsGpu { .. }
-            | Self::TooFewGpus { .. }
-            | Self::SharedGpu { .. }
+            | Self::Refused(_)
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)

@@ -20,10 +20,9 @@ use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
 use crate::mesh::DATA;
 use crate::metrics::{Request, RunDir, Start};
-use crate::model::Model;
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
-use crate::parallel::{Agreement, GradientLayout, Parameters, Reducer, Signature};
+use crate::parallel::{Agreement, Parameters, Reducer, Signature};
 use crate::session::Session;
 
 /// Parts of the machine to use instead of what the configuration leads to.
@@ -76,8 +75,7 @@ pub(super) fn open(
     let mut blueprint = Blueprint::of(config, env)?;
     let dataset = Dataset::open(&config.data, config.model.block_size)?;
     let choice = Choice::of(config, session, parts.device)?;
-    let signature = signature(config, &blueprint.model, &blueprint.layout, &dataset)?;
-    agree(config, session, signature, &choice)?;
+    agree(config, session, &blueprint, &dataset, &choice)?;
     if !is_restarted(env) && RunDir::begins(&config.run, &env.run_id) {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
@@ -190,9 +188,10 @@ fn state_home(
         OptimizerOffload::None => Ok(StateMemory::on_device(device)),
         OptimizerOffload::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
         OptimizerOffload::File if parameters.own().arena().memory().host_ptr().is_none() => {
-            Err(TrainError::Offload {
-                device: device.name(),
-            })
+            Err(TrainError::Refused(format!(
+                "`train.offload.optimizer: file` needs a device whose memory is the host's, and {} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or take `train.offload.optimizer: host`",
+                device.name()
+            )))
         }
         OptimizerOffload::File => {
             let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
@@ -249,19 +248,13 @@ fn broadcast_from_host(
     for start in (0..masters.len()).step_by(PIECE) {
         let piece = masters.slice(start..masters.len().min(start + PIECE));
         let carried = bounce.slice(0..piece.len());
-        let (there, back) = (
-            Cast {
-                x: piece.clone(),
-                out: carried.clone(),
-            },
-            Cast {
-                x: carried.clone(),
-                out: piece,
-            },
-        );
-        home.enqueue_all(world.stream, vec![there.into()]);
+        let copy = |x: &Buffer, out: &Buffer| {
+            let (x, out) = (x.clone(), out.clone());
+            home.enqueue_all(world.stream, vec![Cast { x, out }.into()]);
+        };
+        copy(&piece, &carried);
         parameters.broadcast(&carried)?;
-        home.enqueue_all(world.stream, vec![back.into()]);
+        copy(&carried, &piece);
     }
     Ok(())
 }
@@ -303,33 +296,14 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
     Ok(RunDir::open(request, session.store().as_ref())?)
 }
 
+/// Refuses to begin unless all that ranks must have in common is the same. Paths and threads are each node's own affair.
 fn agree(
     config: &TrainConfig,
     session: &Session,
-    mut signature: Signature,
+    blueprint: &Blueprint,
+    dataset: &Dataset,
     choice: &Choice,
 ) -> Result<(), TrainError> {
-    signature.field("kind of device", choice.kind());
-    let env = session.env();
-    let store = session.store();
-    let agreement = Agreement {
-        store: store.as_ref(),
-        name: "start",
-        rank: env.rank.get() as usize,
-        world_size: env.world_size.get() as usize,
-        deadline: Instant::now() + timeout(config),
-    };
-    Ok(agreement.check(&signature)?)
-}
-
-/// All that ranks must have in common. Paths and threads are each node's own affair.
-fn signature(
-    config: &TrainConfig,
-    model: &Model,
-    layout: &GradientLayout,
-    dataset: &Dataset,
-) -> Result<Signature, TrainError> {
-    let mut signature = Signature::new();
     let mut document = document(config, dataset);
     for (section, key) in [
         ("/data", "train"),
@@ -344,10 +318,20 @@ fn signature(
             section.remove(key);
         }
     }
+    let mut signature = Signature::new();
     signature.document("", &document);
     signature.field("rule of the data order", ORDER_VERSION);
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
-    signature.model(model, layout);
-    Ok(signature)
+    signature.model(&blueprint.model, &blueprint.layout);
+    signature.field("kind of device", choice.kind());
+    let (env, store) = (session.env(), session.store());
+    let agreement = Agreement {
+        store: store.as_ref(),
+        name: "start",
+        rank: env.rank.get() as usize,
+        world_size: env.world_size.get() as usize,
+        deadline: Instant::now() + timeout(config),
+    };
+    Ok(agreement.check(&signature)?)
 }

@@ -32,21 +32,6 @@ use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
 
-/// Elements of the slots that gradients cross the wire in, of the layout's type. A pure function: the reducer allocates
-/// as many.
-#[must_use]
-pub fn in_flight_slots(
-    layout: &GradientLayout,
-    sharding: &Sharding,
-    accumulate: Accumulate,
-    sync: Sync,
-) -> usize {
-    let reductions = Reduction::all(layout, sharding, sync);
-    slots_of(&reductions, layout, is_staged(sharding, accumulate))
-        .0
-        .iter()
-        .sum()
-}
 
 /// True if gradients of other ranks' parameters exist in slots only.
 fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {

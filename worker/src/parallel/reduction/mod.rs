@@ -10,7 +10,6 @@ mod grad_units;
 mod readiness;
 mod reducer;
 
-pub use grad_units::in_flight_slots;
 pub(super) use grad_units::slots_for;
 pub use readiness::ReduceError;
 pub use reducer::{Reduced, Reducer, ReducerConfig, Step};

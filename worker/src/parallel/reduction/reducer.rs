@@ -183,6 +183,12 @@ impl Reducer {
         self.grads.bytes()
     }
 
+    /// What of it is slots for gradients that are in flight.
+    #[must_use]
+    pub fn in_flight_bytes(&self) -> usize {
+        self.grads.bytes() - self.grads.sums().arena().bytes()
+    }
+
     /// Number of operations in which all gradients are reduced.
     #[must_use]
     pub fn operations(&self) -> usize {

@@ -141,30 +141,27 @@ pub(super) fn load(
 }
 
 fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
-    let contradiction = |key: &str, found: String, begun: String| TrainError::Contradiction {
-        checkpoint: checkpoint.display().to_string(),
-        key: key.to_owned(),
-        found,
-        begun,
+    let contradiction = |key: &str, found: &str, begun: &str| {
+        TrainError::Refused(format!(
+            "cannot resume from `{}`: `{key}` is {found}, the run was begun with {begun}\n  hint: set it back, or start another run with another `run.out_dir`",
+            checkpoint.display()
+        ))
     };
     for pointer in FIXED_KEYS {
         let path = pointer[1..].replace('/', ".");
         let [now, then] = [now, then].map(|state| lasting(&state.config, pointer));
         if let Some((key, found, begun)) = difference(&path, now.as_ref(), then.as_ref()) {
-            return Err(contradiction(&key, found, begun));
+            return Err(contradiction(&key, &found, &begun));
         }
     }
     let (order, begun) = (&now.rng.data_order, &then.rng.data_order);
     if order != begun || order != ORDER_VERSION {
-        let key = "rule of the data order";
-        return Err(contradiction(key, order.clone(), begun.clone()));
+        return Err(contradiction("rule of the data order", order, begun));
     }
     match (&now.data, &then.data) {
-        (Some(found), Some(begun)) if found != begun => Err(contradiction(
-            "training text of `data.train`",
-            found.clone(),
-            begun.clone(),
-        )),
+        (Some(found), Some(begun)) if found != begun => {
+            Err(contradiction("training text of `data.train`", found, begun))
+        }
         _ => Ok(()),
     }
 }

@@ -2,17 +2,11 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `estimate.rs` | memory and traffic of a rank: the formulas of [`crate::plan`], and the buffers beside them |
-//! | `candidate.rs` | a strategy on a number of ranks |
-//! | `advice.rs` | which strategy to take, and what to change where none fits |
-//! | `planner.rs` | every strategy beside the others, and how the step grows with the ranks |
+//! | `estimate.rs` | memory and traffic of a rank: the run's own types on a device that does nothing |
+//! | `planner.rs` | every strategy beside the others, how the step grows with the ranks, and advice |
 
-mod advice;
-mod candidate;
 mod estimate;
 mod planner;
 
-pub use advice::{Adjustment, Advice};
-pub use candidate::{Candidate, Machines};
-pub use estimate::{Buffers, Estimate, Exchanges};
-pub use planner::Comparison;
+pub use estimate::{Estimate, Footprint, StepTraffic};
+pub use planner::{Adjustment, Advice, Candidate, Comparison, Machines};

@@ -1,9 +1,14 @@
 //! What a configuration would cost on machines that need not be here: every strategy beside the others, which one to
-//! take, and how the step grows with the ranks.
+//! take, how the step grows with the ranks, and what to change where nothing fits into the memory of a device.
 
-use super::advice::{Advice, adjustments, choice};
-use super::candidate::{Candidate, Machines, candidate, doublings, work};
-use crate::config::{Strategy, Sync, TrainConfig};
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
+
+use super::estimate::Estimate;
+use crate::config::{
+    Accumulate, OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, Sync, TrainConfig,
+};
+use crate::data::Vocabulary;
 use crate::parallel::Dtypes;
 use crate::plan::{Cluster, GlobalBatch, Work};
 use crate::train::TrainError;
@@ -11,6 +16,9 @@ use crate::train::strategy::network;
 
 /// Each saves memory that the one before holds. Of those that send as much the first is preferred.
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
+
+/// More nodes are no answer.
+const MAX_NODES: u64 = 1 << 10;
 
 /// What every strategy would cost, and which one to take.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,16 +43,15 @@ impl Comparison {
     /// Of a configuration on machines. Nothing is allocated.
     pub fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
         let Machines { cluster, .. } = *machines;
-        let with = |strategy| candidate(&under(config, strategy), machines, cluster);
+        let with = |strategy| Candidate::of(&under(config, strategy), machines, cluster);
         let mut candidates = Vec::with_capacity(STRATEGIES.len());
         for strategy in STRATEGIES {
             let found = with(strategy)?;
             // On one rank, or in groups of one, nothing can be sharded.
-            if found.estimate.setting.strategy == strategy {
+            if found.estimate.strategy == strategy {
                 candidates.push(found);
             }
         }
-        let micro_batches = config.train.grad_accumulation;
         let advice = match machines.memory {
             None => None,
             Some(_) => Some(match choice(&candidates, config) {
@@ -66,7 +73,7 @@ impl Comparison {
             parameters,
             batch: GlobalBatch {
                 ranks: cluster.ranks(),
-                accumulation: micro_batches as u64,
+                accumulation: config.train.grad_accumulation as u64,
                 micro_batch: config.train.micro_batch as u64,
                 block_size: config.model.block_size as u64,
             },
@@ -100,7 +107,7 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
         .chain([machines.cluster.ranks()]);
     let mut found = Vec::new();
     for ranks in sizes {
-        match candidate(config, machines, machines.cluster.of_ranks(ranks)) {
+        match Candidate::of(config, machines, machines.cluster.of_ranks(ranks)) {
             // So many ranks are no whole number of groups.
             Err(TrainError::Mesh(_)) => {}
             other => found.extend(Some(other?).filter(|point| point.fits != Some(false))),
@@ -109,9 +116,297 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
     Ok(found)
 }
 
+/// The machines of a plan.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machines {
+    /// Nodes, ranks, wires.
+    pub cluster: Cluster,
+    /// Bytes of a device that training may take; none if that is not known.
+    pub memory: Option<u64>,
+    /// Floating-point operations a second of a device; none if that is not known.
+    pub flops: Option<f64>,
+    /// Devices with memory of their own: what is offloaded to the host is not in it.
+    pub has_own_memory: bool,
+}
+
+/// A strategy on a number of ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// What is sharded.
+    pub strategy: Strategy,
+    /// On how many ranks, and where.
+    pub cluster: Cluster,
+    /// What a rank holds and sends.
+    pub estimate: Estimate,
+    /// Bytes in the memory of the device that a rank trains on.
+    pub held: u64,
+    /// Whether the device has room for that, if its memory is known.
+    pub fits: Option<bool>,
+    /// The least time of arithmetic in a step, in seconds, if the device's rate is known.
+    pub compute: Option<f64>,
+    /// The least time of communication in a step, in seconds, if the rates of the wires are known.
+    pub communication: Option<f64>,
+    /// Both at the same time.
+    overlaps: bool,
+}
+
+impl Candidate {
+    fn of(config: &TrainConfig, machines: &Machines, cluster: Cluster) -> Result<Self, TrainError> {
+        let env = WorkerEnv {
+            world_size: WorldSize(cluster.ranks() as u32),
+            local_world_size: cluster.ranks_a_node as u32,
+            node_count: cluster.nodes as u32,
+            ..WorkerEnv::single()
+        };
+        let estimate = Estimate::of(config, &env)?;
+        let elsewhere = match config.train.offload.optimizer {
+            OptimizerOffload::File => estimate.held.optimizer,
+            OptimizerOffload::Host if machines.has_own_memory => estimate.held.optimizer,
+            OptimizerOffload::Host | OptimizerOffload::None => 0,
+        };
+        let held = estimate.held.total() - elsewhere;
+        let between = estimate.sent.between_copies;
+        let sent = [estimate.sent.total() - between, between];
+        let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
+        let operations = tokens as f64 * work(config)?.total() as f64;
+        Ok(Self {
+            strategy: config.parallel.strategy,
+            cluster,
+            held,
+            fits: machines.memory.map(|memory| held <= memory),
+            compute: machines.flops.map(|rate| operations / rate),
+            communication: cluster.least_seconds(sent, estimate.shard_ranks),
+            overlaps: config.parallel.overlap && config.parallel.sync != Sync::Naive,
+            estimate,
+        })
+    }
+
+    /// The least time of a step, in seconds, if those of its parts are known: the longer of both where they overlap, else
+    /// their sum.
+    #[must_use]
+    pub fn seconds(&self) -> Option<f64> {
+        let (compute, communication) = (self.compute?, self.communication?);
+        Some(if self.overlaps {
+            compute.max(communication)
+        } else {
+            compute + communication
+        })
+    }
+}
+
+/// Arithmetic of a token.
+fn work(config: &TrainConfig) -> Result<Work, TrainError> {
+    let vocabulary = match config.model.vocab_size {
+        Some(size) => size,
+        None => Vocabulary::of(&config.data.tokenizer)?.size,
+    };
+    Ok(Work::of(&config.model, vocabulary as u64, config.train.recompute))
+}
+
+/// `from`, and twice as many again and again.
+fn doublings(from: u64) -> impl Iterator<Item = u64> {
+    std::iter::successors(Some(from), |n| n.checked_mul(2))
+}
+
+/// What to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Advice {
+    /// This strategy fits, and none that fits sends less.
+    Take(Strategy, &'static str),
+    /// None fits as the configuration stands; with one of these changes `zero3` does. Empty if not even all of them help.
+    Change(Vec<Adjustment>),
+}
+
+/// A change with which a configuration fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adjustment {
+    /// Keys and values of the YAML, or a number of nodes.
+    pub change: String,
+    /// Bytes that a device then holds.
+    pub held: u64,
+}
+
+/// Of the strategies that fit the one that sends least; of those that send as much the first.
+fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(Strategy, &'static str)> {
+    let repeats = config.train.grad_accumulation > 1 && config.parallel.accumulate == Accumulate::Sharded;
+    let fits = |strategy| {
+        let found = candidates.iter().find(|candidate| candidate.strategy == strategy);
+        found.is_some_and(|candidate| candidate.fits == Some(true))
+    };
+    let reason = |strategy| match strategy {
+        Strategy::Ddp => Some("everything fits on every rank, and nothing sends less"),
+        Strategy::Zero1 if repeats && fits(Strategy::Ddp) => {
+            Some("`ddp` fits too, but sends more; with sharded gradients every micro-batch would reduce them")
+        }
+        // With one reduction a step `zero2` sends as much and holds less.
+        Strategy::Zero1 => repeats.then_some(
+            "the optimizer has to be sharded; with sharded gradients every micro-batch would reduce them",
+        ),
+        Strategy::Zero2 if fits(Strategy::Ddp) => Some(
+            "`ddp` fits too, but sends more: gradients are reduced in f32, and parameters gathered in bf16",
+        ),
+        Strategy::Zero2 if fits(Strategy::Zero1) => {
+            Some("the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less")
+        }
+        Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
+        Strategy::Zero3 => Some("parameters have to be sharded too"),
+    };
+    let sent = |candidate: &Candidate| candidate.estimate.sent.total();
+    candidates
+        .iter()
+        .filter(|candidate| candidate.fits == Some(true))
+        .filter_map(|candidate| Some((candidate, reason(candidate.strategy)?)))
+        // Padding alone is no difference.
+        .reduce(|best, next| {
+            if sent(next.0) * 100 < sent(best.0) * 99 {
+                next
+            } else {
+                best
+            }
+        })
+        .map(|(candidate, why)| (candidate.strategy, why))
+}
+
+/// A configuration that may fit.
+#[derive(Clone)]
+struct Change {
+    /// What differs from the one that does not fit.
+    words: Vec<String>,
+    config: TrainConfig,
+    cluster: Cluster,
+}
+
+impl Change {
+    /// One more.
+    fn with(&self, words: String, change: impl FnOnce(&mut Self)) -> Self {
+        let mut next = self.clone();
+        next.words.push(words);
+        change(&mut next);
+        next
+    }
+}
+
+/// For each kind of change the smallest one with which `config` fits; if there is none, what to do together. Empty if that
+/// does not help either.
+fn adjustments(config: &TrainConfig, machines: &Machines) -> Result<Vec<Adjustment>, TrainError> {
+    let now = Change {
+        words: Vec::new(),
+        config: config.clone(),
+        cluster: machines.cluster,
+    };
+    let mut found = Vec::new();
+    for kind in [
+        recomputing(&now),
+        smaller_batches(&now),
+        offloading(&now, machines),
+        narrower_gradients(&now),
+        more_nodes(&now),
+    ] {
+        found.extend(first_fit(kind, machines)?);
+    }
+    if found.is_empty() {
+        found.extend(first_fit(together(&now, machines), machines)?);
+    }
+    Ok(found)
+}
+
+fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
+    for change in changes {
+        match Candidate::of(&change.config, machines, change.cluster) {
+            Ok(candidate) if candidate.fits == Some(true) => {
+                return Ok(Some(Adjustment {
+                    change: change.words.join(", "),
+                    held: candidate.held,
+                }));
+            }
+            // Another number of ranks may be no whole number of groups.
+            Ok(_) | Err(TrainError::Mesh(_)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn recomputing(now: &Change) -> Vec<Change> {
+    let further: &[_] = match now.config.train.recompute {
+        Recompute::None => &[(Recompute::Selective, "selective"), (Recompute::Full, "full")],
+        Recompute::Selective => &[(Recompute::Full, "full")],
+        Recompute::Full => &[],
+    };
+    let change = |(what, name): &(Recompute, &str)| {
+        now.with(format!("train.recompute: {name}"), |next| {
+            next.config.train.recompute = *what;
+        })
+    };
+    further.iter().map(change).collect()
+}
+
+/// The same global batch in smaller passes.
+fn smaller_batches(now: &Change) -> Vec<Change> {
+    let batch = now.config.train.micro_batch;
+    let parts = doublings(2).map(|parts| parts as usize);
+    parts
+        .take_while(|parts| *parts <= batch)
+        .filter(|parts| batch.is_multiple_of(*parts))
+        .map(|parts| smaller_batch(now, parts))
+        .collect()
+}
+
+fn smaller_batch(now: &Change, parts: usize) -> Change {
+    let train = &now.config.train;
+    let (batch, accumulation) = (train.micro_batch / parts, train.grad_accumulation * parts);
+    let words = format!("train.micro_batch: {batch} with train.grad_accumulation: {accumulation}");
+    now.with(words, |next| {
+        next.config.train.micro_batch = batch;
+        next.config.train.grad_accumulation = accumulation;
+    })
+}
+
+fn offloading(now: &Change, machines: &Machines) -> Vec<Change> {
+    if !machines.has_own_memory || now.config.train.offload.optimizer != OptimizerOffload::None {
+        return Vec::new();
+    }
+    vec![now.with("train.offload.optimizer: host".into(), |next| {
+        next.config.train.offload.optimizer = OptimizerOffload::Host;
+    })]
+}
+
+fn narrower_gradients(now: &Change) -> Vec<Change> {
+    let config = &now.config;
+    if config.train.precision != Precision::Bf16 || config.parallel.reduce_dtype == ReduceDtype::Bf16 {
+        return Vec::new();
+    }
+    vec![now.with("parallel.reduce_dtype: bf16".into(), |next| {
+        next.config.parallel.reduce_dtype = ReduceDtype::Bf16;
+    })]
+}
+
+fn more_nodes(now: &Change) -> Vec<Change> {
+    let numbers = doublings(now.cluster.nodes).skip(1);
+    let change = |nodes: u64| {
+        let ranks = nodes * now.cluster.ranks_a_node;
+        now.with(format!("{nodes} nodes: {ranks} ranks"), |next| {
+            next.cluster.nodes = nodes;
+        })
+    };
+    numbers.take_while(|n| *n <= MAX_NODES).map(change).collect()
+}
+
+/// All that needs no other machines, then that on more of them.
+fn together(now: &Change, machines: &Machines) -> Vec<Change> {
+    let mut all = now.with("train.recompute: full".to_owned(), |next| {
+        next.config.train.recompute = Recompute::Full;
+    });
+    if now.config.train.micro_batch > 1 {
+        all = smaller_batch(&all, now.config.train.micro_batch);
+    }
+    all = offloading(&all, machines).pop().unwrap_or(all);
+    let elsewhere = more_nodes(&all);
+    std::iter::once(all).chain(elsewhere).collect()
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::advice::Adjustment;
     use super::*;
     use crate::config;
 
@@ -207,7 +502,7 @@ mod tests {
     fn a_shard_group_needs_the_ranks_of_the_machines_only() {
         let grouped = config(&["parallel.strategy=zero2", "parallel.shard_group=4"]);
         let comparison = Comparison::of(&grouped, &machines(180 * GB)).unwrap();
-        assert_eq!(comparison.candidates[1].estimate.exchanges.shard_ranks, 4);
+        assert_eq!(comparison.candidates[1].estimate.shard_ranks, 4);
     }
 
     #[test]
@@ -263,10 +558,7 @@ mod tests {
             .map(|point| point.cluster.ranks())
             .collect();
         assert_eq!(ranks, [2, 4, 8, 16, 24], "it does not fit on one");
-        let steps = comparison
-            .scaling
-            .iter()
-            .map(|point| point.bound.unwrap().seconds());
+        let steps = comparison.scaling.iter().map(|point| point.seconds().unwrap());
         assert!(steps.is_sorted());
     }
 }

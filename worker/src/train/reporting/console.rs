@@ -22,7 +22,7 @@ pub(crate) fn warn(text: &str) {
 }
 
 /// Counts steps and tokens since the start of this life of the run.
-pub(super) struct Pace {
+pub(crate) struct Pace {
     started: Instant,
     first_step: u64,
     steps: u64,
@@ -30,19 +30,19 @@ pub(super) struct Pace {
 }
 
 /// What a step line shows.
-pub(super) struct StepNumbers {
+pub(crate) struct StepNumbers {
     /// Steps finished.
-    pub(super) step: u64,
-    pub(super) loss: f64,
+    pub(crate) step: u64,
+    pub(crate) loss: f64,
     /// Of this very step.
-    pub(super) val_loss: Option<f64>,
-    pub(super) lr: f32,
-    pub(super) tokens_per_s: f64,
+    pub(crate) val_loss: Option<f64>,
+    pub(crate) lr: f32,
+    pub(crate) tokens_per_s: f64,
 }
 
 impl Pace {
     /// `first_step` steps of `steps` are finished already.
-    pub(super) fn new(now: Instant, first_step: u64, steps: u64) -> Self {
+    pub(crate) fn new(now: Instant, first_step: u64, steps: u64) -> Self {
         Self {
             started: now,
             first_step,
@@ -52,7 +52,7 @@ impl Pace {
     }
 
     /// Seconds left after `step` steps, at the mean speed so far, pauses included.
-    pub(super) fn seconds_left(&self, now: Instant, step: u64) -> f64 {
+    pub(crate) fn seconds_left(&self, now: Instant, step: u64) -> f64 {
         let done = step.saturating_sub(self.first_step);
         if done == 0 {
             return 0.0;
@@ -63,7 +63,7 @@ impl Pace {
 
     /// The line for a finished step, if one is due: the first and the last step, new validation losses, and
     /// otherwise one a second at first, fewer later.
-    pub(super) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
+    pub(crate) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
         let [shortest, longest] = LINE_INTERVALS;
         let interval = (now.duration_since(self.started) / 100).clamp(shortest, longest);
         let recent = self

@@ -18,6 +18,6 @@ mod trainer;
 
 pub(super) use evaluation::Evaluation;
 pub(super) use rank_table::{RankTable, StepTable};
-pub(super) use replica::Replica;
-pub(super) use step_record::{StepRecord, StepTimes};
+pub(super) use replica::{MicroBatch, Replica};
+pub(super) use step_record::StepRecord;
 pub(super) use trainer::{Outcome, Trainer, TrainerParts};

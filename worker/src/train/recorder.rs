@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::console::{Pace, StepNumbers, say, warn};
+use super::reporting::{Pace, StepNumbers, say, warn};
+use super::step::{StepRecord, TrainerParts};
 use crate::metrics::{self, MetricsLine, MetricsLog};
-use crate::train::step::{StepRecord, StepTimes, TrainerParts};
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
 
 /// Speaks on rank 0 only.
-pub(crate) struct Recorder {
+pub(super) struct Recorder {
     log: Option<MetricsLog>,
     /// Steps whose line could not be written, since the last one that could.
     missed: u64,
@@ -31,7 +31,7 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     /// `log` on rank 0 only.
-    pub(crate) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+    pub(super) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
         let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
         Self {
             lines: log.is_some() && !bar,
@@ -45,7 +45,7 @@ impl Recorder {
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
-    pub(crate) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
+    pub(super) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
@@ -99,23 +99,14 @@ impl Recorder {
     }
 
     /// Tokens a second over the steps of this life, over all ranks.
-    pub(crate) fn tokens_per_s(&self) -> f64 {
+    pub(super) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
 }
 
 fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> MetricsLine {
     let env = trainer.session.env();
-    let StepTimes {
-        step,
-        data,
-        forward,
-        backward,
-        comm,
-        exposed,
-        share,
-        optimizer,
-    } = record.times;
+    let times = record.times;
     let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
     MetricsLine {
         step: record.step,
@@ -127,14 +118,14 @@ fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> M
         skipped: record.skipped,
         tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
         tokens_per_s,
-        step_ms: ms(step),
-        data_ms: ms(data),
-        forward_ms: ms(forward),
-        backward_ms: ms(backward),
-        comm_ms: ms(comm),
-        comm_exposed_ms: ms(exposed),
-        share_ms: ms(share),
-        optimizer_ms: ms(optimizer),
+        step_ms: ms(times.step),
+        data_ms: ms(times.data),
+        forward_ms: ms(times.forward),
+        backward_ms: ms(times.backward),
+        comm_ms: ms(times.comm),
+        comm_exposed_ms: ms(times.exposed),
+        share_ms: ms(times.share),
+        optimizer_ms: ms(times.optimizer),
         checkpoint_ms: ms(record.stalled),
         wire_bytes: metrics::WireBytes {
             grads: record.sent.grads,

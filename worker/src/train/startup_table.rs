@@ -3,93 +3,82 @@
 use comfy_table::{Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
 
+use super::TrainError;
+use super::planning::{Estimate, Footprint};
+use super::setup::Prepared;
+use super::step::TrainerParts;
 use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
-use crate::plan::Footprint;
-use crate::train::planning::Estimate;
-use crate::train::setup::Prepared;
-use crate::train::step::TrainerParts;
-use crate::train::strategy::Scheme;
 
 /// The table.
-pub(crate) fn startup_table(prepared: &Prepared<'_>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    for (name, value) in rows(prepared) {
-        table.add_row([name.to_owned(), value]);
-    }
-    table.trim_fmt()
-}
-
-fn rows(prepared: &Prepared<'_>) -> Vec<(&'static str, String)> {
+pub(super) fn startup_table(prepared: &Prepared<'_>) -> Result<String, TrainError> {
     let trainer = prepared.trainer.parts();
-    let config = trainer.config;
-    let world = trainer.world.size();
-    let train = &config.train;
+    let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
     let batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(world, "rank"),
+        counted(trainer.world.size(), "rank"),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,
     );
-    let parameters = trainer.replica.model.param_count() as u64;
-    let steps = steps(train, trainer.first_step);
-    let env = trainer.session.env();
-    let transport = match (world, env.node_count) {
+    let held = Footprint::of(&trainer.replica, &prepared.reducer, &trainer.optimizer);
+    let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
+    let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());
+    let mut table = Rows::new();
+    table.add("model", trainer.replica.model.name.clone());
+    table.add("parameters", grouped(trainer.replica.model.param_count() as u64));
+    table.add("data", data(&prepared.dataset, config.data.val.is_some()));
+    table.add("global batch", batch);
+    table.add("steps", steps(train, trainer.first_step));
+    table.add("memory of a rank", memory(&held, snapshot));
+    table.add("device", trainer.world.device.name());
+    table.add("backend", backend(trainer));
+    table.add("precision", precision(config));
+    table.add("strategy", strategy(trainer));
+    table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
+    table.add("tokenizer", tokenizer(&prepared.dataset));
+    table.add("initial weights", prepared.pretrained.clone());
+    table.add("rescaled", prepared.rescaled.clone());
+    table.add("optimizer state", offloaded(prepared));
+    table.add("accumulation", accumulation(prepared)?);
+    table.add("recomputation", recomputation(train.recompute));
+    table.add("learning rate", scaled_rate(train, global_batch.samples()));
+    table.add("schedule", prepared.steps_before.and_then(stretched));
+    table.add("out_dir", prepared.run_dir.path().display().to_string());
+    Ok(table.0.trim_fmt())
+}
+
+struct Rows(Table);
+
+impl Rows {
+    fn new() -> Self {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        Self(table)
+    }
+
+    /// A row, if there is something to say.
+    fn add(&mut self, name: &str, value: impl Into<Option<String>>) {
+        if let Some(value) = value.into() {
+            self.0.add_row([name, &value]);
+        }
+    }
+}
+
+fn backend(trainer: &TrainerParts<'_>) -> String {
+    let world = trainer.world.size();
+    match (world, trainer.session.env().node_count) {
         (1, _) => "one rank".to_owned(),
         _ if trainer.world.device.peak_bytes().is_some() => format!("{world} ranks, NCCL"),
         (_, 1) => format!("{world} ranks in shared memory"),
         (_, nodes) => format!("{world} ranks on {nodes} nodes, shared memory and TCP"),
-    };
-    let mut rows = vec![
-        ("model", trainer.replica.model.name.clone()),
-        ("parameters", grouped(parameters)),
-        ("data", data(&prepared.dataset, config.data.val.is_some())),
-        ("global batch", batch),
-        ("steps", steps),
-        (
-            "memory of a rank",
-            memory(
-                footprint(trainer),
-                &estimate(prepared, trainer.scheme),
-                trainer.checkpoints.snapshot_bytes() as u64,
-            ),
-        ),
-        ("device", trainer.world.device.name()),
-        ("backend", transport),
-        ("precision", precision(trainer.config)),
-        ("strategy", strategy(trainer)),
-        ("gradient sync", sync(trainer, prepared.reducer.operations())),
-        ("out_dir", prepared.run_dir.path().display().to_string()),
-    ];
-    let optional = [
-        ("tokenizer", tokenizer(&prepared.dataset)),
-        ("initial weights", prepared.pretrained.clone()),
-        ("rescaled", prepared.rescaled.clone()),
-        ("optimizer state", offloaded(prepared)),
-        ("accumulation", accumulation(prepared)),
-        ("recomputation", recomputation(train.recompute)),
-        ("learning rate", scaled_rate(train, global_batch.samples())),
-        (
-            "schedule",
-            prepared
-                .steps_before
-                .and_then(|before| stretched(train, before, trainer.first_step, global_batch.samples())),
-        ),
-    ];
-    let before_last = rows.len() - 1;
-    let told = optional
-        .into_iter()
-        .filter_map(|(name, value)| Some((name, value?)));
-    rows.splice(before_last..before_last, told);
-    rows
+    }
 }
 
 fn data(dataset: &Dataset, has_val: bool) -> String {
@@ -186,51 +175,21 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
     ))
 }
 
-/// What this rank has allocated, by kind.
-fn footprint(trainer: &TrainerParts<'_>) -> Footprint {
-    Footprint {
-        params: trainer.replica.parameters.bytes() as u64,
-        grads: trainer.grad_bytes as u64,
-        optimizer: trainer.optimizer.bytes_by_place().device as u64,
-    }
-}
-
-/// What it holds and moves under a scheme: its own, or one that it might have had.
-fn estimate(prepared: &Prepared<'_>, scheme: Scheme) -> Estimate {
-    let trainer = prepared.trainer.parts();
-    let layout = prepared.reducer.layout();
-    let activations = trainer.replica.pool.allocated_bytes();
-    Estimate::new(
-        trainer.config,
-        &trainer.replica.model,
-        layout,
-        scheme,
-        activations,
-    )
-}
-
-fn memory(footprint: Footprint, estimate: &Estimate, snapshot_bytes: u64) -> String {
-    let Estimate {
-        buffers, activations, ..
-    } = estimate;
-    let aside = |number: u64, words: &dyn Fn(String) -> String| match number {
+fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
+    let aside = |number: u64, words: fn(String) -> String| match number {
         0 => String::new(),
         number => words(bytes(number)),
     };
     format!(
         "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
-        bytes(footprint.params),
-        aside(buffers.gathered, &|gathered| format!(
-            " (and {gathered} gathered)"
-        )),
-        bytes(footprint.grads),
-        in_flight(buffers.in_flight),
-        bytes(footprint.optimizer),
-        aside(buffers.padding.total(), &|padding| format!(
-            ", {padding} of padding included"
-        )),
-        bytes(*activations),
-        aside(snapshot_bytes, &|snapshot| format!(
+        bytes(held.params),
+        aside(held.gathered, |gathered| format!(" (and {gathered} gathered)")),
+        bytes(held.grads),
+        in_flight(held.in_flight),
+        bytes(held.optimizer),
+        aside(held.padding, |padding| format!(", {padding} of padding included")),
+        bytes(held.activations),
+        aside(snapshot_bytes, |snapshot| format!(
             ", checkpoint snapshot {snapshot}"
         )),
     )
@@ -321,31 +280,39 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 }
 
 /// What both ways to accumulate cost, where there is a choice.
-fn accumulation(prepared: &Prepared<'_>) -> Option<String> {
-    let (config, scheme) = (prepared.trainer.parts().config, prepared.trainer.parts().scheme);
+fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
+    let trainer = prepared.trainer.parts();
+    let (config, scheme) = (trainer.config, trainer.scheme);
     if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
-        return None;
+        return Ok(None);
     }
-    let [sharded, full] = [Accumulate::Sharded, Accumulate::Full]
-        .map(|accumulate| estimate(prepared, scheme.accumulating(accumulate)));
-    Some(both_ways(config.parallel.accumulate, &sharded, &full))
+    let estimate = |accumulate| {
+        let (model, layout) = (&trainer.replica.model, prepared.reducer.layout());
+        let activations = trainer.replica.pool.allocated_bytes();
+        Estimate::new(
+            config,
+            model,
+            layout,
+            scheme.accumulating(accumulate),
+            activations,
+        )
+    };
+    let (sharded, full) = (estimate(Accumulate::Sharded)?, estimate(Accumulate::Full)?);
+    let of = |estimate: Estimate| (estimate.held, estimate.sent.total());
+    Ok(Some(both_ways(config.parallel.accumulate, of(sharded), of(full))))
 }
 
-fn both_ways(chosen: Accumulate, sharded: &Estimate, full: &Estimate) -> String {
-    let sent = |estimate: &Estimate| bytes(estimate.traffic.total());
-    let [shard, whole] = [sharded, full].map(|estimate| bytes(estimate.held().grads));
-    let in_flight = |estimate: &Estimate| in_flight(estimate.buffers.in_flight);
-    let (of_shard, of_whole) = (in_flight(sharded), in_flight(full));
+/// Each way with what a rank holds, and the bytes that it sends in a step.
+fn both_ways(chosen: Accumulate, sharded: (Footprint, u64), full: (Footprint, u64)) -> String {
+    let held = |held: Footprint| (bytes(held.grads), in_flight(held.in_flight));
+    let ((shard, of_shard), (whole, of_whole)) = (held(sharded.0), held(full.0));
+    let (sent_sharded, sent_full) = (bytes(sharded.1), bytes(full.1));
     match chosen {
         Accumulate::Sharded => format!(
-            "sharded: {shard} of gradients{of_shard}, {} sent a step; full would take {whole}{of_whole} and send {}",
-            sent(sharded),
-            sent(full)
+            "sharded: {shard} of gradients{of_shard}, {sent_sharded} sent a step; full would take {whole}{of_whole} and send {sent_full}"
         ),
         Accumulate::Full => format!(
-            "full: {whole} of gradients{of_whole}, {} sent a step; sharded would take {shard}{of_shard} and send {}",
-            sent(full),
-            sent(sharded)
+            "full: {whole} of gradients{of_whole}, {sent_full} sent a step; sharded would take {shard}{of_shard} and send {sent_sharded}"
         ),
     }
 }
@@ -357,16 +324,18 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
-    let is_whole = trainer.scheme.accumulate == Some(Accumulate::Full);
     let how = match (trainer.scheme.strategy, parallel.sync) {
-        (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
-        (Strategy::Zero1 | Strategy::Zero2, _) => {
-            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        (Strategy::Ddp, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
+        (Strategy::Ddp, Sync::PerParameter) => "per-parameter".to_owned(),
+        (Strategy::Ddp, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
+        (strategy, _) => {
+            let unit = match (strategy, trainer.scheme.accumulate) {
+                (Strategy::Zero3, _) => "group",
+                (Strategy::Zero2, Some(Accumulate::Sharded)) => "part",
+                _ => "bucket",
+            };
+            format!("reduce-scatter ({})", counted(reductions, unit))
         }
-        (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
-        (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
-        (_, Sync::PerParameter) => "per-parameter".to_owned(),
-        (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
     };
     match trainer.scheme.accumulate {
         Some(Accumulate::Sharded) if !parallel.overlap => format!("{how}, between the blocks of backward"),
@@ -378,8 +347,6 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::config::LearningRate;
-    use crate::plan::{Among, Exchange, Setting, Traffic};
-    use crate::train::planning::{Buffers, Exchanges};
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
@@ -411,48 +378,14 @@ mod tests {
         assert_eq!(stretched(&train, 300, 280, 16), None);
     }
 
-    /// Of seven billion parameters, and no padding.
-    fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Estimate {
-        let parameters = 7_000_000_000;
-        let nothing = Exchange {
-            bytes: 0,
-            times: 0,
-            among: Among::Shards,
-        };
-        Estimate {
-            setting,
-            parameters,
-            formula: Footprint::of(&setting, parameters),
-            buffers: Buffers {
-                padding: Footprint::default(),
-                in_flight,
-                gathered,
-            },
+    /// Of parameters, gradients and AdamW's state of seven billion parameters in f32.
+    fn seven_billion([params, grads, optimizer]: [u64; 3]) -> Footprint {
+        Footprint {
+            params: params * 1_000_000_000,
+            grads: grads * 1_000_000_000,
+            optimizer: optimizer * 1_000_000_000,
             activations: 48 << 30,
-            padded: parameters,
-            traffic: Traffic::of(&setting, parameters),
-            exchanges: Exchanges {
-                grads: nothing,
-                params: nothing,
-                copies: nothing,
-                shard_ranks: setting.ranks,
-            },
-        }
-    }
-
-    fn setting(strategy: Strategy, accumulate: Accumulate) -> Setting {
-        Setting {
-            strategy,
-            ranks: 8,
-            micro_batches: 4,
-            accumulate,
-            reshard_after_forward: true,
-            dtypes: Dtypes {
-                params: DType::F32,
-                reduced: DType::F32,
-                accumulated: DType::F32,
-            },
-            state_slots: 2,
+            ..Footprint::default()
         }
     }
 
@@ -464,21 +397,31 @@ mod tests {
 
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = |estimate: &Estimate, snapshot| memory(estimate.held(), estimate, snapshot);
-        let ddp = seven_billion(setting(Strategy::Ddp, Accumulate::Sharded), 0, 0);
-        // 28, 28 and 56 GB.
-        insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
-        let mut zero3 = seven_billion(setting(Strategy::Zero3, Accumulate::Sharded), 1 << 30, 2 << 30);
-        zero3.buffers.padding.params = 5 << 20;
-        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
+        let ddp = seven_billion([28, 28, 56]);
+        insta::assert_snapshot!(memory(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
+        // An eighth of it.
+        let zero3 = Footprint {
+            params: 3_500_000_000,
+            grads: 3_500_000_000 + (1 << 30),
+            in_flight: 1 << 30,
+            gathered: 2 << 30,
+            padding: 5 << 20,
+            ..seven_billion([0, 0, 7])
+        };
+        insta::assert_snapshot!(memory(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
     }
 
     #[test]
     fn the_line_of_both_ways_to_accumulate() {
-        let sharded = seven_billion(setting(Strategy::Zero2, Accumulate::Sharded), 1 << 30, 0);
-        let full = seven_billion(setting(Strategy::Zero2, Accumulate::Full), 0, 0);
+        let sharded = Footprint {
+            grads: 3_500_000_000 + (1 << 30),
+            in_flight: 1 << 30,
+            ..Footprint::default()
+        };
         // k + 1 = 5 times 24.5 GB, and 2 times.
-        insta::assert_snapshot!(both_ways(Accumulate::Sharded, &sharded, &full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
-        insta::assert_snapshot!(both_ways(Accumulate::Full, &sharded, &full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
+        let sharded = (sharded, 5 * 24_500_000_000);
+        let full = (seven_billion([28, 28, 7]), 2 * 24_500_000_000);
+        insta::assert_snapshot!(both_ways(Accumulate::Sharded, sharded, full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Full, sharded, full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
     }
 }

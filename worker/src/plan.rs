@@ -1,0 +1,374 @@
+//! What a run costs that no code of the run computes: arithmetic of a token, samples of a step, and least times on the
+//! wires between ranks; with GPUs by their data sheets.
+//!
+//! | type | what it says |
+//! |---|---|
+//! | [`Work`] | arithmetic of a token |
+//! | [`GlobalBatch`] | samples and tokens of one optimizer step |
+//! | [`Cluster`] | nodes, ranks and wires, and the least time of what they send |
+//! | [`Accelerator`] | GPUs by their data sheets |
+//!
+//! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
+//! out on a device that does nothing.
+
+use crate::config::{Model, ModelKind, Precision, Recompute};
+
+/// Floating-point operations of one token of training that no implementation can leave out; a multiply-add is two.
+///
+/// Products alone count, each once in forward and twice in backward: the blocks' matrices and the head's, and in attention
+/// the scores and the weighted sum over the positions up to the token's own, (positions + 1)/2 on average. Embeddings are
+/// looked up, and the masked half of attention need not be computed. The usual 6Ψ + 12·layers·width·positions (Chowdhery
+/// et al. 2022, appendix B) counts both, and is no lower bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// Of forward and backward.
+    pub model: u64,
+    /// What recomputation does again.
+    pub repeated: u64,
+}
+
+impl Work {
+    /// Of a model with a vocabulary of so many tokens.
+    #[must_use]
+    pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
+        let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
+        // 4·width² of attention, if it has any, and 8·width² of the feed-forward layer, half of it in each of two products.
+        let square = layers * width * width;
+        let (matrices, attention) = match model.kind {
+            ModelKind::Gpt2 => (12 * square, 2 * layers * width * (positions + 1)),
+            ModelKind::Mlp => (8 * square, 0),
+        };
+        Self {
+            model: 3 * (2 * (matrices + vocabulary * width) + attention),
+            repeated: match recompute {
+                Recompute::None => 0,
+                // The first of the feed-forward layer's two products.
+                Recompute::Selective => 2 * 4 * square,
+                // All but the second one, whose output nobody reads.
+                Recompute::Full => 2 * (matrices - 4 * square) + attention,
+            },
+        }
+    }
+
+    /// All that the device does.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.model + self.repeated
+    }
+}
+
+/// The factors of a global batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GlobalBatch {
+    /// Data-parallel ranks.
+    pub ranks: u64,
+    /// Micro-batches of one step on one rank.
+    pub accumulation: u64,
+    /// Samples of one micro-batch.
+    pub micro_batch: u64,
+    /// Tokens of one sample.
+    pub block_size: u64,
+}
+
+impl GlobalBatch {
+    /// Samples of one step, over all ranks.
+    #[must_use]
+    pub const fn samples(&self) -> u64 {
+        self.ranks * self.accumulation * self.micro_batch
+    }
+
+    /// Tokens of one step, over all ranks.
+    #[must_use]
+    pub const fn tokens(&self) -> u64 {
+        self.samples() * self.block_size
+    }
+}
+
+const GB: u64 = 1_000_000_000;
+
+/// A GPU by its data sheet: rates of dense matrices without sparsity, which no program exceeds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Accelerator {
+    /// As people call it.
+    pub name: &'static str,
+    /// Bytes of its memory.
+    pub memory: u64,
+    /// Floating-point operations a second in f32, in tf32 and in bf16 with sums in f32.
+    flops: [f64; 3],
+    /// Bytes a second that it sends to the other GPUs of its node over NVLink: half of what data sheets say, which
+    /// add both directions.
+    pub link: f64,
+}
+
+impl Accelerator {
+    /// Those with a name of their own, as SXM modules. Sources: NVIDIA's data sheets of A100 (June 2021), H100 and H200
+    /// (2024), and HGX B200 (2025, a GPU's eighth).
+    pub const ALL: [Self; 5] = [
+        Self::sheet("a100-40gb", 40, [19.5e12, 156e12, 312e12], 300e9),
+        Self::sheet("a100", 80, [19.5e12, 156e12, 312e12], 300e9),
+        Self::sheet("h100", 80, [67e12, 494.7e12, 989.4e12], 450e9),
+        Self::sheet("h200", 141, [67e12, 494.7e12, 989.4e12], 450e9),
+        Self::sheet("b200", 180, [75e12, 1100e12, 2250e12], 900e9),
+    ];
+
+    const fn sheet(name: &'static str, gigabytes: u64, flops: [f64; 3], link: f64) -> Self {
+        Self {
+            name,
+            memory: gigabytes * GB,
+            flops,
+            link,
+        }
+    }
+
+    /// The one of that name, in capitals or not.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        let known = |accelerator: &Self| accelerator.name.eq_ignore_ascii_case(name);
+        Self::ALL.into_iter().find(known)
+    }
+
+    /// Operations a second of matrix products in a precision.
+    #[must_use]
+    pub const fn flops(&self, precision: Precision) -> f64 {
+        let [f32, tf32, bf16] = self.flops;
+        match precision {
+            Precision::F32 => f32,
+            Precision::Tf32 => tf32,
+            Precision::Bf16 => bf16,
+        }
+    }
+}
+
+/// Nodes of equal size, and how fast their ranks reach each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cluster {
+    /// Machines.
+    pub nodes: u64,
+    /// Ranks on each.
+    pub ranks_a_node: u64,
+    /// Bytes a second that a rank sends to ranks of its node; none if it is not known.
+    pub link: Option<f64>,
+    /// Bytes a second that a node sends to the others, all its adapters together; none if it is not known.
+    pub network: Option<f64>,
+}
+
+/// Where the ranks of a group are.
+struct Spread {
+    nodes: f64,
+    /// On each of these nodes.
+    ranks: f64,
+    /// Groups that share a node's way to the others.
+    beside: f64,
+}
+
+impl Cluster {
+    /// All ranks.
+    #[must_use]
+    pub const fn ranks(&self) -> u64 {
+        self.nodes * self.ranks_a_node
+    }
+
+    /// The same machines, so many ranks of them: some of one node, or whole nodes.
+    #[must_use]
+    pub fn of_ranks(&self, ranks: u64) -> Self {
+        Self {
+            nodes: ranks.div_ceil(self.ranks_a_node),
+            ranks_a_node: ranks.min(self.ranks_a_node),
+            ..*self
+        }
+    }
+
+    /// The least time of what a rank sends, in seconds, where `shard_ranks` ranks hold a copy of the state; none if it depends
+    /// on a rate that is not known. `sent` are bytes to ranks of its copy, and to those of other copies.
+    ///
+    /// Links within nodes and the network between them work at the same time, so this is the longer of both. Of S bytes that
+    /// are reduce-scattered or gathered by g ranks on each of m nodes, where each rank sends (gm − 1)/gm · S, a rank sends
+    /// (g − 1)/g · S to its node, and a node (m − 1)/m · S to the others, once for all its ranks: within one node the bound of
+    /// a ring (Patarasuk & Yuan 2009). An all-reduce is both, one after the other.
+    #[must_use]
+    pub fn least_seconds(&self, sent: [u64; 2], shard_ranks: u64) -> Option<f64> {
+        let (mut inside, mut between) = (0.0, 0.0);
+        for (sent, spread) in sent.into_iter().zip(self.spreads(shard_ranks)) {
+            let Spread { nodes, ranks, beside } = spread;
+            if sent > 0 {
+                let bytes = sent as f64 * (nodes * ranks) / (nodes * ranks - 1.0);
+                inside += (ranks - 1.0) / ranks * bytes;
+                between += (nodes - 1.0) / nodes * bytes * beside;
+            }
+        }
+        let seconds = |bytes: f64, rate: Option<f64>| match rate {
+            _ if bytes == 0.0 => Some(0.0),
+            rate => rate.map(|rate| bytes / rate),
+        };
+        Some(seconds(inside, self.link)?.max(seconds(between, self.network)?))
+    }
+
+    /// Of the ranks of a copy, which are neighbours, and of those that hold the same part of each copy.
+    fn spreads(&self, shard_ranks: u64) -> [Spread; 2] {
+        let (all, here) = (self.ranks() as f64, self.ranks_a_node as f64);
+        let copy = shard_ranks as f64;
+        let nodes = (copy / here).ceil();
+        let ranks = copy / nodes;
+        let of_copy = Spread {
+            nodes,
+            ranks,
+            beside: here / ranks,
+        };
+        let over_copies = if copy < here {
+            Spread {
+                nodes: self.nodes as f64,
+                ranks: here / copy,
+                beside: copy,
+            }
+        } else {
+            Spread {
+                nodes: all / copy,
+                ranks: 1.0,
+                beside: here,
+            }
+        };
+        [of_copy, over_copies]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        let h100 = Accelerator::named("H100").unwrap();
+        assert_eq!(h100.flops(Precision::Bf16), 989.4e12);
+        assert_eq!(Accelerator::named("h1000"), None);
+    }
+
+    fn cluster(nodes: u64, ranks_a_node: u64) -> Cluster {
+        Cluster {
+            nodes,
+            ranks_a_node,
+            link: Some(100e9),
+            network: Some(50e9),
+        }
+    }
+
+    /// What each of `ranks` ranks sends of so many bytes that are reduce-scattered or gathered `times` times.
+    const fn sent(bytes: u64, times: u64, ranks: u64) -> u64 {
+        times * (ranks - 1) * (bytes / ranks)
+    }
+
+    #[test]
+    fn within_a_node_it_is_the_ring() {
+        const MIB: u64 = 1 << 20;
+        // Milliseconds on 8 ranks, at 900 and at 50 GB/s, as published.
+        for (bytes, published) in [
+            (2 * GB, [3.9, 70.0]),
+            (25 * MIB, [0.051, 0.92]),
+            (64 * MIB, [0.130, 2.35]),
+        ] {
+            for (rate, expected) in [900e9, 50e9].into_iter().zip(published) {
+                let node = Cluster {
+                    link: Some(rate),
+                    network: None,
+                    ..cluster(1, 8)
+                };
+                let found = node.least_seconds([0, sent(bytes, 2, 8)], 1).unwrap() * 1e3;
+                assert!((found / expected - 1.0).abs() < 0.01, "{bytes}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn between_nodes_the_slower_of_both_wires_counts() {
+        // An all-reduce of 8 GB: a rank sends 2 · 3/4 · 8 within its node, a node 2 · 1/2 · 8 to the other.
+        let found = cluster(2, 4).least_seconds([0, sent(8 * GB, 2, 8)], 1);
+        assert_eq!(found, Some(0.16));
+        let fast = Cluster {
+            network: Some(800e9),
+            ..cluster(2, 4)
+        };
+        let found = fast.least_seconds([0, sent(8 * GB, 2, 8)], 1);
+        assert_eq!(found, Some(0.12));
+    }
+
+    #[test]
+    fn a_copy_within_a_node_leaves_the_network_to_the_copies() {
+        // 4 nodes of 2, a copy on each: parameters are gathered within it, shards of 4 GB averaged over the nodes,
+        // two of them through each node's adapters.
+        let nodes = cluster(4, 2);
+        let gathered = nodes.least_seconds([sent(8 * GB, 1, 2), 0], 2);
+        assert_eq!(gathered, Some(0.04));
+        let averaged = nodes.least_seconds([0, sent(4 * GB, 2, 4)], 2);
+        assert_eq!(averaged, Some(2.0 * 0.75 * 8.0 / 50.0));
+        // Over all ranks each of the gatherings crosses the network.
+        let gathered = nodes.least_seconds([sent(8 * GB, 1, 8), 0], 8);
+        assert_eq!(gathered, Some(0.75 * 8.0 / 50.0));
+    }
+
+    #[test]
+    fn an_unknown_rate_matters_only_where_something_is_sent() {
+        let unknown = Cluster {
+            network: None,
+            ..cluster(2, 4)
+        };
+        assert_eq!(unknown.least_seconds([0, sent(GB, 2, 8)], 1), None);
+        let node = unknown.of_ranks(4).least_seconds([0, sent(GB, 2, 4)], 1);
+        assert!(node.is_some());
+        assert_eq!(unknown.of_ranks(1).least_seconds([0, 0], 1), Some(0.0));
+    }
+
+    #[test]
+    fn gpt2_124m_at_1024_positions() {
+        let model = Model {
+            kind: ModelKind::Gpt2,
+            n_layer: 12,
+            n_head: 12,
+            n_embd: 768,
+            block_size: 1024,
+            vocab_size: None,
+            init_from: None,
+            dropout: 0.0,
+        };
+        let of = |recompute| Work::of(&model, 50_304, recompute);
+        // The blocks' matrices have 84,934,656 parameters. A token sees 512.5 positions on average.
+        let (blocks, attention) = (84_934_656, 4 * 12 * 768 * 1025 / 2);
+        assert_eq!(
+            of(Recompute::None).total(),
+            6 * (blocks + 50_304 * 768) + 3 * attention
+        );
+        // Forward once more, of the blocks alone, without the last of their products: a third of the matrices.
+        assert_eq!(of(Recompute::Full).repeated, 2 * blocks * 2 / 3 + attention);
+        assert_eq!(of(Recompute::Selective).repeated * 3, 2 * blocks);
+    }
+
+    /// One layer, 128 wide, 4,096 positions: bound by attention and full of positions.
+    #[test]
+    fn neither_position_embeddings_nor_masked_positions_are_counted() {
+        let model = Model {
+            kind: ModelKind::Gpt2,
+            n_layer: 1,
+            n_head: 1,
+            n_embd: 128,
+            block_size: 4096,
+            vocab_size: None,
+            init_from: None,
+            dropout: 0.0,
+        };
+        let products = 6 * (12 * 128 * 128 + 256 * 128);
+        let scores_and_sums = 6 * 128 * 4097;
+        assert_eq!(
+            Work::of(&model, 256, Recompute::None).total(),
+            products + scores_and_sums
+        );
+    }
+
+    #[test]
+    fn four_mi_tokens_are_32_micro_batches_of_4_on_8_ranks() {
+        let batch = GlobalBatch {
+            ranks: 8,
+            accumulation: 32,
+            micro_batch: 4,
+            block_size: 4096,
+        };
+        assert_eq!((batch.samples(), batch.tokens()), (1024, 4_194_304));
+    }
+}

@@ -1,0 +1,153 @@
+//! Published numbers, which what is laid out must come to, but for padding and buffers.
+
+use ddp_proto::ids::WorldSize;
+
+use super::*;
+use crate::config;
+
+const ALL: [&str; 4] = ["ddp", "zero1", "zero2", "zero3"];
+
+/// Of a GPT-2 of so many layers and channels, on nodes of 4 ranks.
+fn estimate([layers, channels]: [usize; 2], ranks: u32, strategy: &str, overrides: &[&str]) -> Estimate {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("train.yaml");
+    let text = format!(
+        "model: {{kind: gpt2, n_layer: {layers}, n_head: 4, n_embd: {channels}, block_size: 32}}\ndata: {{train: absent.txt}}\nparallel: {{strategy: {strategy}}}\n"
+    );
+    std::fs::write(&path, text).unwrap();
+    let overrides: Vec<String> = overrides.iter().map(|&words| words.to_owned()).collect();
+    let config = config::load_without_data(&path, &overrides).unwrap().config;
+    let env = WorkerEnv {
+        world_size: WorldSize(ranks),
+        local_world_size: ranks.min(4),
+        node_count: ranks.div_ceil(4),
+        ..WorkerEnv::single()
+    };
+    Estimate::of(&config, &env).unwrap()
+}
+
+/// Bytes a parameter: of parameters, of gradients but for those in flight, and of the optimizer.
+fn bytes_a_parameter(estimate: &Estimate) -> [f64; 3] {
+    let held = estimate.held;
+    let kinds = [held.params, held.grads - held.in_flight, held.optimizer];
+    kinds.map(|bytes| bytes as f64 / estimate.parameters as f64)
+}
+
+fn assert_close(found: f64, expected: f64, what: &str) {
+    assert!(
+        (found - expected).abs() <= 0.02 * expected,
+        "{what}: {found}, not {expected}"
+    );
+}
+
+/// Rajbhandari et al. 2020, over 8 ranks: of ten billion parameters 160, 55, 37.5 and 20 GB.
+#[test]
+fn ten_billion_parameters_in_bf16_take_16_5_and_a_half_3_and_three_quarters_and_2_bytes_each() {
+    let f32s = ["train.precision=bf16"];
+    let bf16s = ["train.precision=bf16", "parallel.reduce_dtype=bf16"];
+    for (overrides, published) in [
+        (&bf16s[..], [16.0, 5.5, 3.75, 2.0]),
+        (&f32s[..], [18.0, 7.5, 4.0, 2.25]),
+    ] {
+        for (strategy, expected) in ALL.into_iter().zip(published) {
+            let told = estimate([48, 4096], 8, strategy, overrides);
+            let found = bytes_a_parameter(&told).iter().sum();
+            assert_close(found, expected, strategy);
+            let (padding, sum) = (told.held.padding as f64, expected * told.parameters as f64);
+            assert!(padding < 0.01 * sum, "{strategy}: {padding}");
+        }
+    }
+}
+
+#[test]
+fn in_f32_it_is_4_4_and_8_bytes_whole_and_sharded_over_4_and_8() {
+    for (strategy, ranks, expected) in [
+        ("ddp", 8, [4.0, 4.0, 8.0]),
+        ("zero1", 4, [4.0, 4.0, 2.0]),
+        ("zero2", 4, [4.0, 1.0, 2.0]),
+        ("zero3", 4, [1.0, 1.0, 2.0]),
+        ("zero3", 8, [0.5, 0.5, 1.0]),
+    ] {
+        let told = estimate([24, 2048], ranks, strategy, &[]);
+        for (found, expected) in bytes_a_parameter(&told).into_iter().zip(expected) {
+            assert_close(found, expected, &format!("{strategy} over {ranks}"));
+        }
+    }
+}
+
+#[test]
+fn gradients_that_are_added_up_take_four_bytes_and_whole_ones_give_the_saving_up() {
+    let grads = |more: &str| {
+        let overrides = ["train.precision=bf16", "parallel.reduce_dtype=bf16", more];
+        bytes_a_parameter(&estimate([24, 2048], 8, "zero2", &overrides))[1]
+    };
+    assert_close(grads("train.grad_accumulation=4"), 0.5, "sharded");
+    assert_close(grads("parallel.accumulate=full"), 0.25, "nothing is between");
+    let both = [
+        "train.precision=bf16",
+        "parallel.accumulate=full",
+        "train.grad_accumulation=4",
+    ];
+    let whole = estimate([24, 2048], 8, "zero2", &both);
+    assert_close(bytes_a_parameter(&whole)[1], 4.0, "whole");
+}
+
+#[test]
+fn an_optimizer_with_less_state_takes_less() {
+    for (kind, expected) in [("adamw", 12.0), ("lion", 8.0), ("sgd", 8.0)] {
+        let kind = format!("train.optimizer.kind={kind}");
+        let told = estimate([12, 512], 1, "ddp", &["train.precision=bf16", &kind]);
+        assert_close(bytes_a_parameter(&told)[2], expected, &kind);
+    }
+}
+
+/// In units of (N−1)/N of all gradients or parameters in f32. With resharding `zero3` sends a little less than 3k: what
+/// backward begins with is still there from forward, and what it does not read is not gathered again.
+#[test]
+fn a_step_sends_the_multiples_of_the_published_table() {
+    type Multiple = fn(u64) -> u64;
+    let table: [(&str, &str, bool, Multiple); 8] = [
+        ("ddp", "sharded", true, |_| 2),
+        ("zero1", "sharded", true, |_| 2),
+        ("zero2", "sharded", true, |k| k + 1),
+        ("zero2", "full", true, |_| 2),
+        ("zero3", "sharded", true, |k| 3 * k),
+        ("zero3", "sharded", false, |k| 2 * k),
+        ("zero3", "full", true, |k| 2 * k + 1),
+        ("zero3", "full", false, |k| k + 1),
+    ];
+    for (strategy, accumulate, reshard, multiple) in table {
+        for k in [1, 4, 8] {
+            let overrides = [
+                format!("train.grad_accumulation={k}"),
+                format!("parallel.accumulate={accumulate}"),
+                format!("parallel.reshard_after_forward={reshard}"),
+            ];
+            let told = estimate([24, 1024], 8, strategy, &overrides.each_ref().map(String::as_str));
+            let unit = told.padded as f64 * 4.0 * 7.0 / 8.0;
+            let expected = multiple(k) as f64 * unit;
+            let what = format!("{strategy}, {accumulate}, reshard {reshard}, {k} micro-batches");
+            assert_close(told.sent.total() as f64, expected, &what);
+        }
+    }
+}
+
+#[test]
+fn copies_exchange_their_shards_once_a_step() {
+    for k in [1, 3] {
+        let accumulation = format!("train.grad_accumulation={k}");
+        for strategy in ["zero1", "zero2", "zero3"] {
+            let told = estimate([2, 64], 8, strategy, &["parallel.shard_group=2", &accumulation]);
+            // An all-reduce of half of all over 4 copies.
+            let expected = 2 * 3 * (told.padded / 2 / 4) * 4;
+            assert_eq!(
+                told.sent.between_copies, expected,
+                "{strategy}, {k} micro-batches"
+            );
+        }
+        let all = estimate([2, 64], 8, "ddp", &[&accumulation]).sent;
+        assert_eq!(all.between_copies, all.total());
+    }
+    assert_eq!(estimate([2, 64], 8, "zero3", &[]).sent.between_copies, 0);
+    assert_eq!(estimate([2, 64], 1, "zero3", &[]).sent, StepTraffic::default());
+}
