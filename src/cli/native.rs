@@ -298,13 +298,7 @@ fn of_run_files(error: &RunFilesError) -> u8 {
 fn of_checkpoint(error: &CheckpointError) -> u8 {
     match error {
         CheckpointError::Io { kind, .. } => of_io(*kind),
-        CheckpointError::Stalled { .. }
-        | CheckpointError::Stuck { .. }
-        | CheckpointError::GivenUp { .. }
-        | CheckpointError::Source { .. }
-        | CheckpointError::Overtaken { .. }
-        | CheckpointError::Misuse(_)
-        | CheckpointError::Coverage { .. } => FAILED,
+        CheckpointError::Stalled(_) | CheckpointError::NotSaved(_) | CheckpointError::Misuse(_) => FAILED,
         _ => exit::USAGE,
     }
 }

@@ -4,16 +4,19 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::layout::{self, LATEST};
+use super::CheckpointError;
+use super::folder::{self, file_stem};
 use super::manifest::TensorKind;
-use super::part::PartWriter;
-use super::{CheckpointError, Extent, Reader, Storage, Writer, file_stem, share_of};
+use super::part::{Extent, PartWriter, share_of, write_part};
+use super::reader::{EMBEDDING, Reader};
+use super::storage::{DiskStep, Storage, write_file};
+use super::writer::Writer;
 use crate::device::DType;
 use crate::model::Region;
 
@@ -34,47 +37,26 @@ pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Res
     source.check_model()?;
     let temporary = beside(target)?;
     // Of an export that crashed.
-    let stale = storage.remove_folder(&temporary);
-    stale.map_err(|e| CheckpointError::io("delete", &temporary, &e))?;
-    let written = write(storage, source, &temporary).and_then(|()| publish(storage, &temporary, target));
+    storage.run(DiskStep::RemoveFolder(&temporary))?;
+    let written = export_to(storage.as_ref(), source, &temporary).and_then(|()| {
+        storage.run(DiskStep::SyncFolder(&temporary))?;
+        storage.run(DiskStep::Rename(&temporary, target))?;
+        storage.run(DiskStep::SyncFolder(parent(target)))
+    });
     if written.is_err() {
         // The error that counts is on its way; a left-over is deleted by the next export.
-        let _ = storage.remove_folder(&temporary);
+        let _ = storage.run(DiskStep::RemoveFolder(&temporary));
     }
     written
 }
 
-fn write(storage: &Arc<dyn Storage>, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
-    storage
-        .create_folder(folder)
-        .map_err(|e| CheckpointError::io("create", folder, &e))?;
+fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
+    storage.run(DiskStep::CreateFolder(folder))?;
     let extents = whole_tensors(source, &TensorKind::Parameter);
     let config = config(source, &extents)?;
-    let mut part = PartWriter::create(storage.clone(), &folder.join(MODEL), &extents)?;
-    copy(source, &extents, &mut part)?;
-    part.sync()?;
-    part.finish(MODEL)?;
-    let path = folder.join(CONFIG);
-    let text = format!("{config:#}\n");
-    storage
-        .write(&path, &[text.as_bytes()])
-        .map_err(|e| CheckpointError::io("write", &path, &e))?;
-    storage
-        .sync_file(&path)
-        .map_err(|e| CheckpointError::io("sync", &path, &e))
-}
-
-fn publish(storage: &Arc<dyn Storage>, folder: &Path, target: &Path) -> Result<(), CheckpointError> {
-    let sync = |path: &Path| {
-        storage
-            .sync_folder(path)
-            .map_err(|e| CheckpointError::io("sync", path, &e))
-    };
-    sync(folder)?;
-    storage
-        .rename(folder, target)
-        .map_err(|e| CheckpointError::io("rename to", target, &e))?;
-    sync(parent(target))
+    let fill = |index: usize, part: &mut PartWriter<'_>| copy(source, &extents[index], part);
+    write_part((storage, &folder.join(MODEL), true), &extents, fill)?;
+    write_file(storage, &folder.join(CONFIG), format!("{config:#}\n").as_bytes())
 }
 
 /// A hidden folder in the same file system.
@@ -113,10 +95,8 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         DType::Bf16 => "bfloat16",
         _ => "float32",
     };
-    let rows = |name: &str| {
-        let found = parameters.iter().find(|extent| extent.tensor.key == name);
-        found.and_then(|extent| extent.shape.first().copied())
-    };
+    let table = parameters.iter().find(|extent| extent.tensor.key == EMBEDDING);
+    let rows = table.and_then(|extent| extent.shape.first());
     if model["kind"] != "gpt2" {
         let mut config = model.clone();
         if let Some(keys) = config.as_object_mut() {
@@ -125,7 +105,7 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         }
         config["model_type"] = model["kind"].clone();
         config["torch_dtype"] = torch_dtype.into();
-        config["vocab_size"] = json!(rows("wte.weight"));
+        config["vocab_size"] = json!(rows);
         return Ok(config);
     }
     // Checkpoints of older builds have none.
@@ -141,7 +121,7 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         "n_inner": null,
         "n_ctx": model["block_size"],
         "n_positions": model["block_size"],
-        "vocab_size": rows("wte.weight"),
+        "vocab_size": rows,
         "attn_pdrop": dropout,
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,
@@ -162,18 +142,17 @@ pub fn reshard(
     out_dir: &Path,
     ranks: usize,
 ) -> Result<PathBuf, CheckpointError> {
-    let root = layout::folder(out_dir);
-    refuse_checkpoints(&root)?;
+    let root = folder::checkpoints(out_dir);
+    folder::refuse_checkpoints(&root)?;
     let state = &source.manifest().state;
     source.check_model()?;
     // One wait for the disk, not one for each of thousands of small files.
     let writer = Writer::on(storage.clone(), out_dir, state.step, 0).deferring_sync();
     writer.lead()?;
-    let failed = |e: io::Error| CheckpointError::io("sync", &root, &e);
-    // Before the first write: what fails from then on is told to it.
-    let opened = File::open(&root).map_err(failed)?;
+    // Before the first write: what fails from then on is reported to it.
+    let opened = File::open(&root).map_err(|e| CheckpointError::io("sync", &root, &e))?;
     let written = write_resharded(&writer, source, ranks).and_then(|stems| {
-        storage.sync_file_system(&opened).map_err(failed)?;
+        storage.run(DiskStep::SyncFileSystem(&root, &opened))?;
         Ok(stems)
     });
     match written {
@@ -183,20 +162,6 @@ pub fn reshard(
             let _ = writer.abort();
             Err(error)
         }
-    }
-}
-
-/// An error if there is any checkpoint below `root`, also one that `latest` does not name.
-fn refuse_checkpoints(root: &Path) -> Result<(), CheckpointError> {
-    let latest = root.join(LATEST);
-    let steps = match layout::saved_steps(root) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
-        steps => steps.map_err(|e| CheckpointError::io("list", root, &e))?,
-    };
-    let newest = steps.last().map(|step| root.join(layout::step_name(*step)));
-    match newest.or_else(|| latest.exists().then_some(latest)) {
-        Some(path) => Err(CheckpointError::Occupied { path }),
-        None => Ok(()),
     }
 }
 
@@ -219,9 +184,7 @@ fn write_resharded(writer: &Writer, source: &Reader, ranks: usize) -> Result<Vec
                 })
                 .collect();
             let stem = file_stem(kind, rank, ranks);
-            let mut part = writer.part(&stem, &own)?;
-            copy(source, &own, &mut part)?;
-            writer.close(&stem, part)?;
+            writer.file(&stem, &own, |index, part| copy(source, &own[index], part))?;
             stems.push(stem);
         }
     }
@@ -233,38 +196,21 @@ fn whole_tensors(source: &Reader, kind: &TensorKind) -> Vec<Extent> {
     let tensors = source.manifest().tensors.iter();
     tensors
         .filter(|tensor| tensor.name.kind == *kind)
-        .map(|tensor| Extent {
-            tensor: tensor.name.clone(),
-            shape: tensor.shape.clone(),
-            dtype: tensor.dtype,
-            region: Region::whole(&tensor.shape),
+        .map(|tensor| {
             // Opening the checkpoint has counted them.
-            range: 0..tensor.elements().unwrap_or(0),
+            let all = 0..tensor.elements().unwrap_or(0);
+            Extent::of(tensor, Region::whole(&tensor.shape), all)
         })
         .collect()
 }
 
-/// Fills a file that was begun with `extents`.
-pub(super) fn copy(
-    source: &Reader,
-    extents: &[Extent],
-    part: &mut PartWriter,
-) -> Result<(), CheckpointError> {
-    for index in part.order() {
-        let Extent {
-            tensor,
-            dtype,
-            region,
-            range,
-            ..
-        } = &extents[index];
-        let step = CHUNK_BYTES / dtype.bytes() as u64;
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + step);
-            part.put(&source.read(tensor, region, start..end)?)?;
-            start = end;
-        }
+/// Copies an extent to a file.
+fn copy(source: &Reader, extent: &Extent, part: &mut PartWriter<'_>) -> Result<(), CheckpointError> {
+    let Range { start, end } = extent.range;
+    let step = CHUNK_BYTES / extent.dtype.bytes() as u64;
+    for first in (start..end).step_by(step as usize) {
+        let range = first..end.min(first + step);
+        part.put(&source.read(&extent.tensor, &extent.region, range)?)?;
     }
     Ok(())
 }

@@ -2,8 +2,10 @@
 //!
 //! Version 2 names a tensor by the key of its parameter and by its kind. The tensor consists of regions, boxes of its
 //! global shape, and each region of ranges of its elements, which files hold. So a checkpoint describes any layout, and
-//! names no rank. Version 1 has no regions: its tensors are read as one region, the whole.
+//! names no rank. Version 1 has no regions: [`Manifest::read`] makes one region of each tensor, the whole, and nothing
+//! else knows of version 1. [`TensorRecord::check`] finds gaps and overlaps.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
@@ -11,6 +13,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
+use super::error::type_and_shape;
+use super::storage::read_bounded;
 use crate::device::DType;
 use crate::model::Region;
 
@@ -21,7 +25,9 @@ const VERSION_1: u32 = 1;
 /// Most steps, and most samples, of a run: far from where sums of them wrap, and exact in every reader of JSON.
 const MAX_COUNT: u64 = 1 << 53;
 /// Longest manifest that is read.
-pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Most corners that the regions of a tensor may have, 2 to the number of cut dimensions each: it bounds memory and time.
+const MAX_CORNERS: u64 = 1 << 18;
 
 /// How far the run was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,6 +57,44 @@ impl State {
     #[must_use]
     pub const fn updates(&self) -> u64 {
         self.step.saturating_sub(self.skipped)
+    }
+
+    /// Checks that so many steps can have consumed so many samples; the error is in words.
+    fn check(&self) -> Result<(), String> {
+        let (step, samples) = (self.step, self.consumed_samples);
+        let contradiction = |why: &str| Err(format!("step {step} after {samples} samples, {why}"));
+        if step.max(samples) > MAX_COUNT {
+            return contradiction("which is more than a run can count");
+        }
+        if samples < step || (step == 0) != (samples == 0) {
+            return contradiction("but each step has at least one");
+        }
+        if self.skipped > step {
+            return contradiction(&format!("but {} steps skipped", self.skipped));
+        }
+        let Some((batch, since)) = self.batch.and_then(|batch| Some((batch, batch.since?))) else {
+            return Ok(());
+        };
+        let counts = step
+            .checked_sub(since.step)
+            .zip(samples.checked_sub(since.consumed_samples));
+        // The last batch of an epoch may be short.
+        let is_exact = self
+            .config
+            .pointer("/data/last_batch")
+            .is_none_or(|last| last != "short");
+        let is_possible = counts.is_some_and(|(steps, samples)| {
+            let most = u128::from(steps) * u128::from(batch.samples);
+            let least = if is_exact { most } else { steps.into() };
+            (least..=most).contains(&samples.into())
+        });
+        if is_possible {
+            return Ok(());
+        }
+        contradiction(&format!(
+            "but steps of {} samples from step {} after {} samples on",
+            batch.samples, since.step, since.consumed_samples
+        ))
     }
 }
 
@@ -88,46 +132,6 @@ impl Since {
             step: state.step,
             consumed_samples: state.consumed_samples,
         }
-    }
-}
-
-impl State {
-    /// Checks that so many steps can have consumed so many samples; the error is in words.
-    fn check(&self) -> Result<(), String> {
-        let (step, samples) = (self.step, self.consumed_samples);
-        let contradiction = |why: &str| Err(format!("step {step} after {samples} samples, {why}"));
-        if step.max(samples) > MAX_COUNT {
-            return contradiction("which is more than a run can count");
-        }
-        if samples < step || (step == 0) != (samples == 0) {
-            return contradiction("but each step has at least one");
-        }
-        if self.skipped > step {
-            return contradiction(&format!("but {} steps skipped", self.skipped));
-        }
-        let Some((batch, since)) = self.batch.and_then(|batch| Some((batch, batch.since?))) else {
-            return Ok(());
-        };
-        let counts = step
-            .checked_sub(since.step)
-            .zip(samples.checked_sub(since.consumed_samples));
-        // The last batch of an epoch may be short.
-        let is_exact = self
-            .config
-            .pointer("/data/last_batch")
-            .is_none_or(|last| last != "short");
-        let is_possible = counts.is_some_and(|(steps, samples)| {
-            let most = u128::from(steps) * u128::from(batch.samples);
-            let least = if is_exact { most } else { steps.into() };
-            (least..=most).contains(&samples.into())
-        });
-        if is_possible {
-            return Ok(());
-        }
-        contradiction(&format!(
-            "but steps of {} samples from step {} after {} samples on",
-            batch.samples, since.step, since.consumed_samples
-        ))
     }
 }
 
@@ -178,6 +182,14 @@ pub struct TensorName {
 }
 
 impl TensorName {
+    /// What a box of the tensor is called, which has this shape: `h.0.ln_1.bias[0..8]`, and as the tensor if it is all.
+    pub(super) fn of_region(&self, region: &Region, shape: &[u64]) -> String {
+        if region.is_whole(shape) {
+            return self.to_string();
+        }
+        format!("{self}{region}")
+    }
+
     /// The name that version 1 gave as one text.
     fn of_version_1(name: &str) -> Self {
         let slots = [("optimizer.m.", "exp_avg"), ("optimizer.v.", "exp_avg_sq")];
@@ -277,6 +289,60 @@ impl TensorRecord {
     pub fn ranges(&self) -> impl Iterator<Item = &RangeRecord> {
         self.regions.iter().flat_map(|region| &region.ranges)
     }
+
+    /// The ranges of all regions.
+    pub(super) fn ranges_mut(&mut self) -> impl Iterator<Item = &mut RangeRecord> {
+        self.regions.iter_mut().flat_map(|region| &mut region.ranges)
+    }
+
+    /// Sorts the regions of a tensor and their ranges, and checks that each element is in exactly one range; the error
+    /// is in words.
+    pub(super) fn check(&mut self) -> Result<(), String> {
+        self.regions.sort_by(|a, b| a.region.cmp(&b.region));
+        let tiled = check_regions(self).and_then(|()| self.regions.iter_mut().try_for_each(check_ranges));
+        tiled.map_err(|what| self.contradiction(&what))
+    }
+
+    /// Adds what another file holds of the tensor; the error is in words.
+    fn add(&mut self, other: Self) -> Result<(), String> {
+        if (self.dtype, &self.shape) != (other.dtype, &other.shape) {
+            let [one, other] = [&*self, &other].map(|tensor| type_and_shape(tensor.dtype, &tensor.shape));
+            return Err(self.contradiction(&format!("one file says {one}, another {other}")));
+        }
+        self.regions.extend(other.regions);
+        Ok(())
+    }
+
+    fn contradiction(&self, what: &str) -> String {
+        let name = &self.name;
+        format!("the regions and ranges of tensor `{name}` do not make it up: {what}")
+    }
+}
+
+/// Joins what each file holds to whole tensors, by name, in which each box is one region; the error is in words.
+pub(super) fn join(parts: Vec<TensorRecord>) -> Result<Vec<TensorRecord>, String> {
+    let mut tensors: BTreeMap<TensorName, TensorRecord> = BTreeMap::new();
+    for part in parts {
+        match tensors.get_mut(&part.name) {
+            Some(known) => known.add(part)?,
+            None => {
+                tensors.insert(part.name.clone(), part);
+            }
+        }
+    }
+    let mut tensors: Vec<TensorRecord> = tensors.into_values().collect();
+    for tensor in &mut tensors {
+        tensor.regions.sort_by(|a, b| a.region.cmp(&b.region));
+        tensor.regions.dedup_by(|next, kept| {
+            let is_same = next.region == kept.region;
+            if is_same {
+                kept.ranges.append(&mut next.ranges);
+            }
+            is_same
+        });
+        tensor.check()?;
+    }
+    Ok(tensors)
 }
 
 /// A tensor of version 1.
@@ -311,32 +377,34 @@ impl Manifest {
     }
 
     /// The bytes of `manifest.json`.
-    pub(super) fn to_bytes(&self) -> Result<Vec<u8>, serde_json::Error> {
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>, CheckpointError> {
         let unsealed = Self {
             format_version: FORMAT_VERSION,
             blake3: NO_SEAL.into(),
             ..self.clone()
         };
-        let text = serde_json::to_string_pretty(&unsealed)? + "\n";
+        let text = serde_json::to_string_pretty(&unsealed);
+        let text = text.map_err(|e| CheckpointError::Misuse(e.to_string()))? + "\n";
         // The field comes before everything that could contain 64 zeros of its own.
         let seal = blake3::hash(text.as_bytes()).to_hex();
         Ok(text.replacen(NO_SEAL, &seal, 1).into_bytes())
     }
 
-    /// Reads `manifest.json`, found at `path`.
-    pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
+    /// Reads `manifest.json`, which is at `path`.
+    pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
+        let bytes = read_bounded(path, MAX_MANIFEST_BYTES).map_err(|e| CheckpointError::unread(path, &e))?;
         let damaged = |e: &dyn fmt::Display| CheckpointError::damaged(path, e.to_string());
-        let text = std::str::from_utf8(bytes).map_err(|e| damaged(&e))?;
+        let text = std::str::from_utf8(&bytes).map_err(|e| damaged(&e))?;
         // Before all else: a later version may have other fields, and another seal.
         let version: OnlyVersion = serde_json::from_str(text).map_err(|e| damaged(&e))?;
         let read = match version.format_version {
             FORMAT_VERSION => parse::<TensorRecord>(text),
             VERSION_1 => parse::<TensorVersion1>(text),
             found => {
-                return Err(CheckpointError::Version {
+                return Err(CheckpointError::Foreign {
                     path: path.to_owned(),
-                    found,
-                    newest: FORMAT_VERSION,
+                    what: format!(" has format version {found}, this build reads up to {FORMAT_VERSION}"),
+                    hint: "resume with the release that wrote it, or a newer one",
                 });
             }
         };
@@ -375,3 +443,108 @@ const NO_SEAL: &str = "000000000000000000000000000000000000000000000000000000000
 struct OnlyVersion {
     format_version: u32,
 }
+
+/// Each element of the tensor is in one region; the error is in words.
+///
+/// A corner of a box counts +1 or −1, by whether it has an even or an odd number of ends. These sums determine how many
+/// boxes each element is in: they are those of the whole tensor exactly if the boxes tile it. At the first corner that
+/// differs no earlier one contributes, so its sum is by how much the element there is counted wrongly.
+fn check_regions(tensor: &TensorRecord) -> Result<(), String> {
+    let shape = &tensor.shape;
+    if tensor.elements().is_none() {
+        return Err(format!("shape {shape:?} has more elements than can be counted"));
+    }
+    if let Some(found) = tensor.regions.iter().find(|found| !found.region.is_within(shape)) {
+        return Err(format!("region {} is no box of shape {shape:?}", found.region));
+    }
+    if tensor.elements() == Some(0) {
+        return Ok(());
+    }
+    let is_cut = |dim: &usize| {
+        let mut bounds = tensor.regions.iter().map(|found| found.region.bounds()[*dim]);
+        bounds.any(|bounds| bounds != [0, shape[*dim]])
+    };
+    let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
+    let each = u32::try_from(cut.len())
+        .ok()
+        .and_then(|dims| 1_u64.checked_shl(dims));
+    let corners = each.and_then(|each| each.checked_mul(tensor.regions.len() as u64 + 1));
+    let Some(each) = each.filter(|_| corners.is_some_and(|corners| corners <= MAX_CORNERS)) else {
+        let regions = tensor.regions.len();
+        return Err(format!(
+            "it has {regions} regions, cut along {} dimensions: more than are checked",
+            cut.len()
+        ));
+    };
+    let whole = cut.iter().map(|&dim| [0, shape[dim]]).collect::<Vec<_>>();
+    let boxes = tensor.regions.iter().map(|found| {
+        let bounds = found.region.bounds();
+        (1_i64, cut.iter().map(|&dim| bounds[dim]).collect())
+    });
+    let mut sums: BTreeMap<Vec<u64>, i64> = BTreeMap::new();
+    for (weight, bounds) in boxes.chain([(-1, whole)]) {
+        for corner in 0..each {
+            let ends = |dim: usize| (corner >> dim & 1) as usize;
+            let at = bounds
+                .iter()
+                .enumerate()
+                .map(|(dim, bounds)| bounds[ends(dim)])
+                .collect();
+            let sign = if corner.count_ones().is_multiple_of(2) {
+                weight
+            } else {
+                -weight
+            };
+            *sums.entry(at).or_default() += sign;
+        }
+    }
+    let Some((at, sum)) = sums.into_iter().find(|(_, sum)| *sum != 0) else {
+        return Ok(());
+    };
+    let mut element = vec![0; shape.len()];
+    cut.iter().zip(at).for_each(|(&dim, index)| element[dim] = index);
+    let times = if sum < 0 {
+        "no region"
+    } else {
+        "more than one region"
+    };
+    Err(format!("element {element:?} is in {times}"))
+}
+
+/// Sorts the ranges of a region, and checks that each element is in one of them; the error is in words.
+fn check_ranges(found: &mut RegionRecord) -> Result<(), String> {
+    let elements = found.region.elements().unwrap_or(0);
+    let region = &found.region;
+    found.ranges.sort_by_key(|range| (range.start, range.end));
+    let mut covered = 0;
+    for range in &found.ranges {
+        let (start, end, file) = (range.start, range.end, &range.file);
+        if start > end || end > elements {
+            return Err(format!(
+                "`{file}` has elements {start}..{end} of {elements} of region {region}"
+            ));
+        }
+        if start > covered {
+            return Err(format!(
+                "elements {covered}..{start} of region {region} are in no file"
+            ));
+        }
+        if start < covered {
+            let both = covered.min(end);
+            return Err(format!(
+                "elements {start}..{both} of region {region} are twice, also in `{file}`"
+            ));
+        }
+        covered = end;
+    }
+    if covered < elements {
+        return Err(format!(
+            "elements {covered}..{elements} of region {region} are in no file"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "manifest_tests.rs"]
+mod tests;

@@ -2,15 +2,13 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `manifest.rs` | [`Manifest`], versions 1 and 2: tensors, their regions, and the ranges that files hold |
-//! | `coverage.rs` | do regions make up each tensor, and ranges each region |
+//! | `manifest.rs` | [`Manifest`], versions 1 and 2: tensors, their regions, the ranges that files hold, and whether they make up each tensor |
 //! | `part.rs` | [`Extent`]: what a file is to hold of a tensor; one safetensors file, its header and its hashes |
 //! | `writer.rs` | [`Writer`]: files of many ranks to one checkpoint, all of it or nothing |
 //! | `reader.rs` | [`Reader`]: any range of any region of any tensor, verified |
 //! | `convert.rs` | the same state for another number of ranks; one file for other tools |
-//! | `retention.rs` | [`Keep`]: which checkpoints stay, and how the others are deleted |
+//! | `folder.rs` | names and paths below `checkpoints/`; which steps are there, and which stay ([`Keep`]) |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
-//! | `layout.rs` | names and paths below `checkpoints/` |
 //!
 //! A checkpoint names tensors by the keys of parameters, with global shapes, and the boxes of them that files hold. Which
 //! rank held which elements is not recorded, so that any layout reads it.
@@ -20,13 +18,11 @@
 //! text file with the name of the folder.
 
 mod convert;
-mod coverage;
 mod error;
-mod layout;
+mod folder;
 mod manifest;
 mod part;
 mod reader;
-mod retention;
 mod storage;
 #[cfg(test)]
 mod tests;
@@ -34,15 +30,16 @@ mod writer;
 
 pub use convert::{export, reshard};
 pub use error::CheckpointError;
-pub use layout::{file_stem, latest_step, step_name, step_to_go_on_from};
+pub use folder::{
+    Keep, delete_all, delete_unfinished, file_stem, latest_step, retain, step_name, step_to_go_on_from,
+};
 pub use manifest::{
     Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, Since, State, TensorKind,
     TensorName, TensorRecord,
 };
 pub use part::{Extent, PartWriter, share_of};
-pub(crate) use part::{Header, HeaderError, read_header};
-pub use reader::{Expected, Reader, Which};
-pub use retention::{Keep, delete_all, retain};
-pub(crate) use storage::open_to_read;
-pub use storage::{Disk, Storage, ignore_file_size_signal};
-pub use writer::{Writer, delete_unfinished};
+pub(crate) use part::{Header, read_header};
+pub use reader::{Reader, Which};
+pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal};
+pub(crate) use storage::{open_to_read, read_bounded};
+pub use writer::Writer;

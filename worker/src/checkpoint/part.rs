@@ -1,5 +1,5 @@
-//! One safetensors file of a checkpoint: what it is to hold, its layout, writing it in bounded memory, and what a file says
-//! of itself.
+//! One safetensors file of a checkpoint: what it is to hold, its layout, writing it in bounded memory, its header and its
+//! hashes.
 //!
 //! A range that is a whole tensor is stored under the tensor's own name and shape, so that any reader of safetensors can
 //! load it; a whole region as `name[0..3, 8..16]`, with the region's shape; a part of either as a flat entry
@@ -9,12 +9,11 @@
 //! BLAKE3 is a tree over the bytes. The hash of a block is the node above it, and the hash of the range the root above all
 //! of them, so that every byte is hashed once for both.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, ErrorKind, Read};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 
 use blake3::hazmat::{
     ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
@@ -26,13 +25,13 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointError;
 use super::error::type_and_shape;
 use super::manifest::{FileRecord, RangeRecord, RegionRecord, TensorKind, TensorName, TensorRecord};
-use super::storage::Storage;
+use super::storage::{DiskStep, Storage};
 use crate::device::DType;
 use crate::model::{ParamSpec, Region};
 
 /// The data begins at a multiple of it, so that a mapped file is aligned.
 const ALIGNMENT: usize = 8;
-/// Bytes that are written at once; small pieces are gathered up to it.
+/// Bytes that are written at once.
 const CHUNK_BYTES: usize = 4 << 20;
 /// Bytes between two syncs: what the last one has to wait for is bounded, and so is what the system must cache.
 const SYNC_BYTES: usize = 256 << 20;
@@ -40,147 +39,6 @@ const SYNC_BYTES: usize = 256 << 20;
 const LENGTH_BYTES: usize = 8;
 /// Longest header that is read; the format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// A safetensors file that is being written. Its pieces are given in [`PartWriter::order`].
-pub struct PartWriter {
-    storage: Arc<dyn Storage>,
-    path: PathBuf,
-    layout: PartLayout,
-    /// Hashes of the pieces that are complete.
-    hashes: Vec<PieceHashes>,
-    hasher: PieceHasher,
-    /// Bytes of the piece whose turn it is that are still to come.
-    missing: u64,
-    buffered: Vec<u8>,
-    unsynced: usize,
-}
-
-impl PartWriter {
-    /// Creates the file, or replaces its content.
-    pub(super) fn create(
-        storage: Arc<dyn Storage>,
-        path: &Path,
-        extents: &[Extent],
-    ) -> Result<Self, CheckpointError> {
-        let layout = PartLayout::new(extents)?;
-        storage
-            .write(path, &[&layout.header])
-            .map_err(|e| CheckpointError::io("write", path, &e))?;
-        let mut part = Self {
-            storage,
-            path: path.to_owned(),
-            layout,
-            hashes: Vec::with_capacity(extents.len()),
-            hasher: PieceHasher::new(),
-            missing: 0,
-            buffered: Vec::new(),
-            unsynced: 0,
-        };
-        part.turn();
-        Ok(part)
-    }
-
-    /// The order in which the pieces are wanted, by their number in what was asked for.
-    #[must_use]
-    pub fn order(&self) -> Vec<usize> {
-        self.layout.order.clone()
-    }
-
-    /// More bytes, little-endian, of the piece whose turn it is; behind its end those of the next.
-    pub fn put(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
-        while !bytes.is_empty() {
-            if self.missing == 0 {
-                let path = self.path.display();
-                return Err(CheckpointError::Misuse(format!(
-                    "{} bytes too many for `{path}`",
-                    bytes.len()
-                )));
-            }
-            let room = CHUNK_BYTES - self.buffered.len();
-            let here = bytes.len().min(self.missing.min(room as u64) as usize);
-            let (chunk, rest) = bytes.split_at(here);
-            self.hasher.update(chunk);
-            if here == CHUNK_BYTES {
-                self.append(chunk)?;
-            } else {
-                self.buffered.extend_from_slice(chunk);
-                self.flush_full()?;
-            }
-            self.missing -= here as u64;
-            self.end_piece();
-            bytes = rest;
-        }
-        Ok(())
-    }
-
-    /// Ends the file. Whether it is on the disk is up to [`PartWriter::sync`].
-    pub(super) fn finish(mut self, file_name: &str) -> Result<Index, CheckpointError> {
-        if self.missing > 0 {
-            let (missing, path) = (self.missing, self.path.display());
-            return Err(CheckpointError::Misuse(format!(
-                "`{path}` lacks {missing} bytes of a piece"
-            )));
-        }
-        self.flush()?;
-        Ok(self.layout.index(file_name, &self.hashes))
-    }
-
-    /// Closes a piece that is complete, and those behind it that have no elements.
-    fn end_piece(&mut self) {
-        if self.missing == 0 {
-            self.hashes.push(self.hasher.finish());
-            self.turn();
-        }
-    }
-
-    fn turn(&mut self) {
-        while self.hashes.len() < self.layout.order.len() {
-            self.missing = self.layout.extent(self.hashes.len()).bytes();
-            if self.missing > 0 {
-                break;
-            }
-            self.hashes.push(self.hasher.finish());
-        }
-    }
-
-    fn flush_full(&mut self) -> Result<(), CheckpointError> {
-        if self.buffered.len() < CHUNK_BYTES {
-            return Ok(());
-        }
-        self.flush()
-    }
-
-    fn flush(&mut self) -> Result<(), CheckpointError> {
-        if self.buffered.is_empty() {
-            return Ok(());
-        }
-        let buffered = std::mem::take(&mut self.buffered);
-        self.append(&buffered)?;
-        self.buffered = buffered;
-        self.buffered.clear();
-        Ok(())
-    }
-
-    fn append(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
-        self.storage
-            .append(&self.path, bytes)
-            .map_err(|e| CheckpointError::io("write", &self.path, &e))?;
-        self.unsynced += bytes.len();
-        if self.unsynced >= SYNC_BYTES {
-            self.sync()?;
-        }
-        Ok(())
-    }
-
-    /// Puts what was given so far on the disk.
-    pub(super) fn sync(&mut self) -> Result<(), CheckpointError> {
-        self.flush()?;
-        self.unsynced = 0;
-        self.storage
-            .sync_file(&self.path)
-            .map_err(|e| CheckpointError::io("sync", &self.path, &e))
-    }
-}
 
 /// What one rank wrote: merged into the manifest by the rank that commits.
 #[derive(Debug, Serialize, Deserialize)]
@@ -190,108 +48,185 @@ pub(super) struct Index {
     pub(super) tensors: Vec<TensorRecord>,
 }
 
-/// Where everything will lie in a file: the header, and the order of the pieces behind it.
-struct PartLayout {
-    header: Vec<u8>,
-    /// Pieces in the order of the file, by their number in what was asked for.
-    order: Vec<usize>,
-    extents: Vec<Extent>,
-    /// Name of the entry of each piece, in the order of the file.
-    entries: Vec<String>,
+/// A safetensors file that is being written, extent after extent.
+pub struct PartWriter<'a> {
+    storage: &'a dyn Storage,
+    path: &'a Path,
+    /// In the order of the file, with the names of their entries.
+    extents: Vec<(String, &'a Extent)>,
+    /// Of the extents that are complete.
+    index: Index,
+    hasher: RangeHasher,
+    /// Bytes of the next extent that are here.
+    filled: u64,
+    buffered: Vec<u8>,
+    unsynced: usize,
 }
 
-impl PartLayout {
-    /// Lays out a file with these pieces.
-    fn new(extents: &[Extent]) -> Result<Self, CheckpointError> {
-        let mut order: Vec<usize> = (0..extents.len()).collect();
-        // Wider elements first, so that each entry is aligned to its own; then by name, for a fixed order.
-        order.sort_by_key(|&i| {
-            let Extent {
-                dtype,
-                tensor,
-                region,
-                range,
-                ..
-            } = &extents[i];
-            (std::cmp::Reverse(dtype.bytes()), tensor, region, range.start)
-        });
-        let mut infos = Vec::with_capacity(order.len());
-        let mut offset = 0;
-        for extent in order.iter().map(|&i| &extents[i]) {
-            let (entry, shape) = extent.entry()?;
-            let end = offset + extent.bytes() as usize;
-            let info = TensorInfo {
-                dtype: to_safetensors(extent.dtype),
-                shape,
-                data_offsets: (offset, end),
+/// Creates a file with these extents, or replaces its content. `fill` is called for each extent by its number, in the
+/// order of the file, and puts its bytes, little-endian. Where the file `is_synced`, all of it is on the disk then.
+pub(super) fn write_part(
+    (storage, path, is_synced): (&dyn Storage, &Path, bool),
+    extents: &[Extent],
+    mut fill: impl FnMut(usize, &mut PartWriter<'_>) -> Result<(), CheckpointError>,
+) -> Result<Index, CheckpointError> {
+    let mut order: Vec<usize> = (0..extents.len()).collect();
+    // Wider elements first, so that each entry is aligned to its own; then by name, for a fixed order.
+    order.sort_by_key(|&i| {
+        let extent = &extents[i];
+        let width = std::cmp::Reverse(extent.dtype.bytes());
+        (width, &extent.tensor, &extent.region, extent.range.start)
+    });
+    let mut part = PartWriter::create(storage, path, order.iter().map(|&i| &extents[i]))?;
+    order.into_iter().try_for_each(|i| fill(i, &mut part))?;
+    if let Some((_, extent)) = part.current() {
+        let (missing, path) = (extent.bytes() - part.filled, path.display());
+        return Err(CheckpointError::Misuse(format!(
+            "`{path}` lacks {missing} bytes of a piece"
+        )));
+    }
+    part.flush()?;
+    if is_synced {
+        part.sync()?;
+    }
+    Ok(part.index)
+}
+
+impl<'a> PartWriter<'a> {
+    /// Writes the header.
+    fn create(
+        storage: &'a dyn Storage,
+        path: &'a Path,
+        extents: impl Iterator<Item = &'a Extent>,
+    ) -> Result<Self, CheckpointError> {
+        let extents: Result<Vec<_>, _> = extents.map(|extent| Ok((extent.entry()?, extent))).collect();
+        let extents = extents?;
+        let header = header(&extents)?;
+        storage.run(DiskStep::Write(path, &header))?;
+        let data: u64 = extents.iter().map(|(_, extent)| extent.bytes()).sum();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let file = FileRecord {
+            name: name.into_owned(),
+            bytes: header.len() as u64 + data,
+        };
+        let mut part = Self {
+            storage,
+            path,
+            index: Index {
+                file,
+                tensors: Vec::with_capacity(extents.len()),
+            },
+            extents,
+            hasher: RangeHasher::default(),
+            filled: 0,
+            buffered: Vec::new(),
+            unsynced: 0,
+        };
+        part.end_extents();
+        Ok(part)
+    }
+
+    /// More bytes, little-endian, of the extent whose turn it is; behind its end those of the next.
+    pub fn put(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
+        while !bytes.is_empty() {
+            let Some((_, extent)) = self.current() else {
+                let (many, path) = (bytes.len(), self.path.display());
+                return Err(CheckpointError::Misuse(format!(
+                    "{many} bytes too many for `{path}`"
+                )));
             };
-            infos.push((entry, info));
-            offset = end;
+            let missing = extent.bytes() - self.filled;
+            let room = CHUNK_BYTES - self.buffered.len();
+            let here = bytes.len().min(missing.min(room as u64) as usize);
+            let (chunk, rest) = bytes.split_at(here);
+            self.hasher.update(chunk);
+            self.buffered.extend_from_slice(chunk);
+            self.filled += here as u64;
+            self.end_extents();
+            if self.buffered.len() == CHUNK_BYTES {
+                self.flush()?;
+            }
+            bytes = rest;
         }
-        let entries = infos.iter().map(|(entry, _)| entry.clone()).collect();
-        Ok(Self {
-            header: header(infos)?,
-            order,
-            extents: extents.to_vec(),
-            entries,
-        })
+        Ok(())
     }
 
-    /// The piece at a position in the file.
-    fn extent(&self, position: usize) -> &Extent {
-        &self.extents[self.order[position]]
-    }
-
-    /// The index, when the hash of each range is known, in the order of the file.
-    fn index(&self, file_name: &str, hashes: &[PieceHashes]) -> Index {
-        assert_eq!(hashes.len(), self.order.len(), "a hash for each range");
-        let hex = |hash: &[u8; 32]| blake3::Hash::from_bytes(*hash).to_hex().to_string();
-        let record = |(position, hashes): (usize, &PieceHashes)| {
-            let extent = self.extent(position).clone();
+    /// Closes the extent whose turn it is, if it is complete, and those behind it that have no elements.
+    fn end_extents(&mut self) {
+        while let Some((entry, extent)) = self.current()
+            && self.filled == extent.bytes()
+        {
+            let entry = entry.to_owned();
+            let (hash, blocks) = std::mem::take(&mut self.hasher).finish();
+            let hex = |block: &ChainingValue| Hash::from_bytes(*block).to_hex().to_string();
             let range = RangeRecord {
-                file: file_name.to_owned(),
-                entry: self.entries[position].clone(),
+                file: self.index.file.name.clone(),
+                entry,
                 start: extent.range.start,
                 end: extent.range.end,
-                blake3: hashes.whole.to_hex().to_string(),
-                blocks: hashes.blocks.iter().map(hex).collect(),
+                blake3: hash.to_hex().to_string(),
+                blocks: blocks.iter().map(hex).collect(),
             };
-            TensorRecord {
-                name: extent.tensor,
-                shape: extent.shape,
+            self.index.tensors.push(TensorRecord {
+                name: extent.tensor.clone(),
+                shape: extent.shape.clone(),
                 dtype: extent.dtype,
                 regions: vec![RegionRecord {
-                    region: extent.region,
+                    region: extent.region.clone(),
                     ranges: vec![range],
                 }],
-            }
-        };
-        let data: u64 = self.extents.iter().map(Extent::bytes).sum();
-        Index {
-            file: FileRecord {
-                name: file_name.to_owned(),
-                bytes: self.header.len() as u64 + data,
-            },
-            tensors: hashes.iter().enumerate().map(record).collect(),
+            });
+            self.filled = 0;
         }
+    }
+
+    /// The extent whose turn it is, with the name of its entry; none when all are complete.
+    fn current(&self) -> Option<(&str, &'a Extent)> {
+        let next = self.extents.get(self.index.tensors.len());
+        next.map(|(entry, extent)| (entry.as_str(), *extent))
+    }
+
+    fn flush(&mut self) -> Result<(), CheckpointError> {
+        if self.buffered.is_empty() {
+            return Ok(());
+        }
+        self.storage.run(DiskStep::Append(self.path, &self.buffered))?;
+        self.unsynced += self.buffered.len();
+        self.buffered.clear();
+        if self.unsynced >= SYNC_BYTES {
+            self.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Puts what was written so far on the disk.
+    fn sync(&mut self) -> Result<(), CheckpointError> {
+        self.unsynced = 0;
+        self.storage.run(DiskStep::SyncFile(self.path))
     }
 }
 
-/// Length and JSON, padded with spaces so that the data is aligned.
-fn header(entries: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, CheckpointError> {
+/// Length and JSON, padded with spaces so that the data is aligned. Extents come with the names of their entries.
+fn header(extents: &[(String, &Extent)]) -> Result<Vec<u8>, CheckpointError> {
     let misuse =
         |what: String| CheckpointError::Misuse(format!("the pieces of one file do not go together: {what}"));
-    let mut names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
-    names.sort_unstable();
-    if let Some((twice, _)) = names
-        .iter()
-        .zip(&names[1.min(names.len())..])
-        .find(|(a, b)| a == b)
-    {
+    let mut names = HashSet::new();
+    if let Some((twice, _)) = extents.iter().find(|(name, _)| !names.insert(name)) {
         return Err(misuse(format!("`{twice}` is there twice")));
     }
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let metadata = Metadata::new(Some(metadata), entries).map_err(|e| misuse(e.to_string()))?;
+    let mut offset = 0;
+    let infos = extents.iter().map(|(name, extent)| {
+        let start = offset;
+        offset += extent.bytes() as usize;
+        let info = TensorInfo {
+            dtype: dtype_on_disk(extent.dtype),
+            shape: extent.entry_shape(),
+            data_offsets: (start, offset),
+        };
+        (name.clone(), info)
+    });
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(format), infos.collect()).map_err(|e| misuse(e.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).map_err(|e| misuse(e.to_string()))?;
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
@@ -299,7 +234,7 @@ fn header(entries: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, CheckpointError
     Ok(bytes)
 }
 
-/// What a file says of itself.
+/// What a safetensors file says of itself.
 pub(crate) struct Header {
     /// Names, types, shapes, and bytes from [`Header::data`] on; without gaps, and each as long as type and shape say.
     pub(crate) metadata: Metadata,
@@ -307,72 +242,26 @@ pub(crate) struct Header {
     pub(crate) data: u64,
 }
 
-/// Why there is none.
-pub(crate) enum HeaderError {
-    /// The system refused.
-    Io(io::Error),
-    /// In words.
-    Damaged(String),
-}
-
-impl From<io::Error> for HeaderError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
-/// Reads the header of a safetensors file from its start. Whether the data is there is left to the caller.
-pub(crate) fn read_header(file: &mut File) -> Result<Header, HeaderError> {
+/// Reads the header of a safetensors file from its start; one that says nothing is [`ErrorKind::InvalidData`]. Whether
+/// the data is there is left to the caller.
+pub(crate) fn read_header(file: &mut File) -> io::Result<Header> {
+    let damaged = |what| io::Error::new(ErrorKind::InvalidData, what);
     let mut length = [0; LENGTH_BYTES];
     file.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
     if length > MAX_HEADER_BYTES {
-        return Err(HeaderError::Damaged(format!("its header claims {length} bytes")));
+        return Err(damaged(format!("its header claims {length} bytes")));
     }
     let mut json = vec![0; length as usize];
     file.read_exact(&mut json)?;
-    let metadata =
-        serde_json::from_slice(&json).map_err(|e| HeaderError::Damaged(format!("its header: {e}")))?;
     Ok(Header {
-        metadata,
+        metadata: serde_json::from_slice(&json).map_err(|e| damaged(format!("its header: {e}")))?,
         data: LENGTH_BYTES as u64 + length,
     })
 }
 
-/// An entry of an opened file.
-pub(super) struct Entry {
-    pub(super) dtype: DType,
-    /// Bytes from the start of the file.
-    pub(super) offset: u64,
-    pub(super) bytes: u64,
-}
-
-/// Reads the header of the safetensors file at `path`.
-pub(super) fn read_entries(path: &Path, file: &mut File) -> Result<HashMap<String, Entry>, CheckpointError> {
-    let Header { metadata, data } = read_header(file).map_err(|e| match e {
-        HeaderError::Io(e) => CheckpointError::io("read", path, &e),
-        HeaderError::Damaged(what) => CheckpointError::damaged(path, what),
-    })?;
-    let mut entries = HashMap::new();
-    for (name, info) in metadata.tensors() {
-        let Some(dtype) = from_safetensors(info.dtype) else {
-            return Err(CheckpointError::damaged(
-                path,
-                format!("entry `{name}` has the foreign type {:?}", info.dtype),
-            ));
-        };
-        let (from, to) = info.data_offsets;
-        let entry = Entry {
-            dtype,
-            offset: data + from as u64,
-            bytes: (to - from) as u64,
-        };
-        entries.insert(name, entry);
-    }
-    Ok(entries)
-}
-
-fn to_safetensors(dtype: DType) -> Dtype {
+/// What safetensors calls a type.
+pub(super) fn dtype_on_disk(dtype: DType) -> Dtype {
     match dtype {
         DType::F64 => Dtype::F64,
         DType::F32 => Dtype::F32,
@@ -382,30 +271,12 @@ fn to_safetensors(dtype: DType) -> Dtype {
     }
 }
 
-fn from_safetensors(dtype: Dtype) -> Option<DType> {
-    Some(match dtype {
-        Dtype::F64 => DType::F64,
-        Dtype::F32 => DType::F32,
-        Dtype::BF16 => DType::Bf16,
-        Dtype::I32 => DType::I32,
-        Dtype::U8 => DType::U8,
-        _ => return None,
-    })
-}
-
 /// Bytes of a block: a power of two, so that each one is a subtree.
 const BLOCK_BYTES: u64 = 16 << 20;
 
-/// The hashes of a piece.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct PieceHashes {
-    pub(super) whole: Hash,
-    /// Of each block; none where the piece is a single one.
-    pub(super) blocks: Vec<ChainingValue>,
-}
-
-/// Hashes a piece from its first byte to its last.
-struct PieceHasher {
+/// Hashes a range from its first byte to its last.
+#[derive(Default)]
+struct RangeHasher {
     /// Of the block whose turn it is.
     hasher: Hasher,
     /// Its bytes so far.
@@ -414,16 +285,8 @@ struct PieceHasher {
     blocks: Vec<ChainingValue>,
 }
 
-impl PieceHasher {
-    pub(super) fn new() -> Self {
-        Self {
-            hasher: Hasher::new(),
-            filled: 0,
-            blocks: Vec::new(),
-        }
-    }
-
-    pub(super) fn update(&mut self, mut bytes: &[u8]) {
+impl RangeHasher {
+    fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             // Only when more follows: the last block is never empty, and a single one is the root itself.
             if self.filled == BLOCK_BYTES {
@@ -437,20 +300,13 @@ impl PieceHasher {
         }
     }
 
-    /// The hashes; the next piece begins.
-    pub(super) fn finish(&mut self) -> PieceHashes {
-        let mut done = std::mem::replace(self, Self::new());
-        if done.blocks.is_empty() {
-            return PieceHashes {
-                whole: done.hasher.finalize(),
-                blocks: Vec::new(),
-            };
+    /// The hash of the range, and those of its blocks: none where it is a single one.
+    fn finish(mut self) -> (Hash, Vec<ChainingValue>) {
+        if self.blocks.is_empty() {
+            return (self.hasher.finalize(), self.blocks);
         }
-        done.end_block();
-        PieceHashes {
-            whole: root(&done.blocks),
-            blocks: done.blocks,
-        }
+        self.end_block();
+        (root(&self.blocks), self.blocks)
     }
 
     fn end_block(&mut self) {
@@ -460,14 +316,14 @@ impl PieceHasher {
     }
 }
 
-/// Block `index` of a piece of several.
+/// Block `index` of a range of several.
 fn block_hasher(index: usize) -> Hasher {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(index as u64 * BLOCK_BYTES);
     hasher
 }
 
-/// The piece that has these blocks, of which there are two or more.
+/// The range that has these blocks, of which there are two or more.
 fn root(blocks: &[ChainingValue]) -> Hash {
     let (left, right) = children(blocks);
     merge_subtrees_root(&node(left), &node(right), Mode::Hash)
@@ -487,72 +343,49 @@ fn children(blocks: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
     blocks.split_at(left as usize)
 }
 
-/// Where one block of a piece lies, from the piece's first byte, and how its hash is made.
-pub(super) struct HashBlock {
-    pub(super) bytes: std::ops::Range<u64>,
-    hasher: Hasher,
-    is_root: bool,
-}
-
-impl HashBlock {
-    /// Blocks of a piece of so many bytes, as its record has hashes of them: one where it has none.
-    pub(super) fn count(piece: &RangeRecord) -> usize {
-        piece.blocks.len().max(1)
-    }
-
-    /// Blocks that hold bytes of a range that is not empty.
-    pub(super) fn holding(piece: &RangeRecord, range: &std::ops::Range<u64>) -> std::ops::Range<usize> {
-        if piece.blocks.is_empty() {
+/// A block of a range has a hash of its own. A range without such hashes is one block, as long as it may be.
+impl RangeRecord {
+    /// The blocks that hold bytes of `bytes`, which are not empty and count from the range's first.
+    pub(super) fn blocks_of(&self, bytes: &Range<u64>) -> Range<usize> {
+        if self.blocks.is_empty() {
             return 0..1;
         }
-        (range.start / BLOCK_BYTES) as usize..range.end.div_ceil(BLOCK_BYTES) as usize
+        (bytes.start / BLOCK_BYTES) as usize..bytes.end.div_ceil(BLOCK_BYTES) as usize
     }
 
-    /// Block `index` of a piece of so many bytes.
-    pub(super) fn of(piece: &RangeRecord, bytes: u64, index: usize) -> Self {
-        let is_root = piece.blocks.is_empty();
+    /// The bytes of block `index`, of a range of `len` bytes.
+    pub(super) fn block(&self, index: usize, len: u64) -> Range<u64> {
+        if self.blocks.is_empty() {
+            return 0..len;
+        }
         let start = index as u64 * BLOCK_BYTES;
-        let end = if is_root {
-            bytes
-        } else {
-            bytes.min(start + BLOCK_BYTES)
+        start..len.min(start + BLOCK_BYTES)
+    }
+
+    /// True if `bytes` are those of block `index`, by its hash.
+    pub(super) fn is_block(&self, index: usize, bytes: impl Read) -> io::Result<bool> {
+        let mut hasher = block_hasher(index);
+        hasher.update_reader(bytes)?;
+        let (hash, expected) = match self.blocks.get(index) {
+            Some(block) => (Hash::from_bytes(hasher.finalize_non_root()), block),
+            None => (hasher.finalize(), &self.blake3),
         };
-        Self {
-            bytes: start..end,
-            hasher: block_hasher(index),
-            is_root,
+        Ok(hash.to_hex().as_str() == expected)
+    }
+
+    /// True if the hashes of the blocks, if there are some, make up that of the range, which has `len` bytes.
+    pub(super) fn blocks_agree(&self, len: u64) -> bool {
+        if self.blocks.is_empty() {
+            return true;
         }
+        let hash = |hex: &String| Some(*Hash::from_hex(hex).ok()?.as_bytes());
+        let blocks: Option<Vec<ChainingValue>> = self.blocks.iter().map(hash).collect();
+        blocks.is_some_and(|blocks| {
+            blocks.len() > 1
+                && blocks.len() as u64 == len.div_ceil(BLOCK_BYTES)
+                && root(&blocks).to_hex().as_str() == self.blake3
+        })
     }
-
-    pub(super) fn update(&mut self, bytes: &[u8]) {
-        self.hasher.update(bytes);
-    }
-
-    /// Its hash, as a record has it.
-    pub(super) fn hash(&self) -> Hash {
-        if self.is_root {
-            self.hasher.finalize()
-        } else {
-            Hash::from_bytes(self.hasher.finalize_non_root())
-        }
-    }
-}
-
-/// True if a record's hashes of blocks, if it has some, make up its hash of a piece of so many bytes.
-pub(super) fn agree(piece: &RangeRecord, bytes: u64) -> bool {
-    if piece.blocks.is_empty() {
-        return true;
-    }
-    let blocks: Option<Vec<ChainingValue>> = piece
-        .blocks
-        .iter()
-        .map(|hex| Some(*Hash::from_hex(hex).ok()?.as_bytes()))
-        .collect();
-    blocks.is_some_and(|blocks| {
-        blocks.len() > 1
-            && blocks.len() as u64 == bytes.div_ceil(BLOCK_BYTES)
-            && root(&blocks).to_hex().as_str() == piece.blake3
-    })
 }
 
 /// A range of the elements of a tensor's region.
@@ -586,38 +419,79 @@ impl Extent {
         }
     }
 
+    /// A range of a box of a tensor that a checkpoint holds.
+    pub(super) fn of(tensor: &TensorRecord, region: Region, range: Range<u64>) -> Self {
+        Self {
+            tensor: tensor.name.clone(),
+            shape: tensor.shape.clone(),
+            dtype: tensor.dtype,
+            region,
+            range,
+        }
+    }
+
+    /// All tensors of these kinds of a model.
+    #[must_use]
+    pub fn of_model(kinds: &[TensorKind], params: &[ParamSpec]) -> Vec<Self> {
+        let of_kind = |kind| params.iter().map(move |spec| Self::whole(kind, spec));
+        kinds.iter().flat_map(of_kind).collect()
+    }
+
     /// Size of the range.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.range.end.saturating_sub(self.range.start) * self.dtype.bytes() as u64
     }
 
-    /// Name and shape of the entry in the file: a whole region has its shape, a part of one is flat.
-    pub(super) fn entry(&self) -> Result<(String, Vec<usize>), CheckpointError> {
+    /// An error unless it is a range of a box of the tensor, of a size that can be counted.
+    pub(super) fn check(&self) -> Result<(), CheckpointError> {
         let Range { start, end } = self.range;
         let is_counted = Region::whole(&self.shape).elements().is_some();
         let is_within = is_counted && self.region.is_within(&self.shape);
         let elements = self.region.elements().filter(|_| is_within);
         let is_countable = |n: u64| n.checked_mul(self.dtype.bytes() as u64).is_some();
-        let fits = elements.is_some_and(|n| start <= end && end <= n && is_countable(n));
-        if !fits || self.tensor.to_string().contains(['@', '[']) {
-            return Err(CheckpointError::Misuse(format!(
-                "elements {start}..{end} of region {} of tensor `{}`, {}",
-                self.region,
-                self.tensor,
-                type_and_shape(self.dtype, &self.shape)
-            )));
+        if elements.is_some_and(|n| start <= end && end <= n && is_countable(n)) {
+            return Ok(());
         }
-        let mut name = self.tensor.to_string();
-        if !self.region.is_whole(&self.shape) {
-            name += &self.region.to_string();
+        Err(self.misused())
+    }
+
+    fn misused(&self) -> CheckpointError {
+        let Range { start, end } = self.range;
+        CheckpointError::Misuse(format!(
+            "elements {start}..{end} of region {} of tensor `{}`, {}",
+            self.region,
+            self.tensor,
+            type_and_shape(self.dtype, &self.shape)
+        ))
+    }
+
+    /// Name of the entry in the file.
+    fn entry(&self) -> Result<String, CheckpointError> {
+        self.check()?;
+        if self.tensor.to_string().contains(['@', '[']) {
+            return Err(self.misused());
         }
-        if elements == Some(end - start) {
-            let shape = self.region.shape();
-            Ok((name, shape.iter().map(|d| *d as usize).collect()))
+        let mut name = self.tensor.of_region(&self.region, &self.shape);
+        if !self.is_region() {
+            let Range { start, end } = self.range;
+            name = format!("{name}@{start}..{end}");
+        }
+        Ok(name)
+    }
+
+    /// Shape of the entry in the file: a whole region has its own, a part of one is flat.
+    fn entry_shape(&self) -> Vec<usize> {
+        if self.is_region() {
+            self.region.shape().iter().map(|d| *d as usize).collect()
         } else {
-            Ok((format!("{name}@{start}..{end}"), vec![(end - start) as usize]))
+            vec![(self.range.end - self.range.start) as usize]
         }
+    }
+
+    /// True if the range is all of the region.
+    fn is_region(&self) -> bool {
+        self.region.elements() == Some(self.range.end - self.range.start)
     }
 }
 
@@ -654,7 +528,6 @@ mod tests {
     fn the_hash_of_a_piece_is_that_of_its_bytes_whatever_its_blocks() {
         let block = BLOCK_BYTES as usize;
         let bytes: Vec<u8> = (0..5 * block + 3).map(|i| (i * i / 7) as u8).collect();
-        let mut hasher = PieceHasher::new();
         for (len, blocks) in [
             (0, 0),
             (1, 0),
@@ -665,12 +538,13 @@ mod tests {
             (4 * block, 4),
             (5 * block + 3, 6),
         ] {
+            let mut hasher = RangeHasher::default();
             for part in bytes[..len].chunks(3_000_017) {
                 hasher.update(part);
             }
-            let found = hasher.finish();
-            assert_eq!(found.whole, blake3::hash(&bytes[..len]), "{len} bytes");
-            assert_eq!(found.blocks.len(), blocks, "{len} bytes");
+            let (hash, found) = hasher.finish();
+            assert_eq!(hash, blake3::hash(&bytes[..len]), "{len} bytes");
+            assert_eq!(found.len(), blocks, "{len} bytes");
         }
     }
 

@@ -1,7 +1,7 @@
-//! The steps that touch the disk, so that a test can stop after each of them.
+//! The steps of a save that touch the disk, as data, so that a test can stop after each of them.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
@@ -9,27 +9,56 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 
 use super::CheckpointError;
 
-/// The operations of a save. Each is one step that a crash can come after.
-pub trait Storage: Send + Sync {
+/// One step of a save that touches the disk. A crash can come after each.
+#[derive(Clone, Copy, Debug)]
+pub enum DiskStep<'a> {
     /// Creates a folder and those above it; one that exists is fine.
-    fn create_folder(&self, path: &Path) -> io::Result<()>;
+    CreateFolder(&'a Path),
     /// Writes a new file, or replaces its content. Not yet on the disk.
-    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()>;
+    Write(&'a Path, &'a [u8]),
     /// Writes more at the end of a file. Not yet on the disk.
-    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
+    Append(&'a Path, &'a [u8]),
     /// Puts the content of a file on the disk.
-    fn sync_file(&self, path: &Path) -> io::Result<()>;
+    SyncFile(&'a Path),
     /// Puts the names in a folder on the disk.
-    fn sync_folder(&self, path: &Path) -> io::Result<()>;
-    /// Puts all that was written to the file system of `opened` on its disk. An error of a write is told to a descriptor
-    /// that was open by then.
-    fn sync_file_system(&self, opened: &File) -> io::Result<()>;
+    SyncFolder(&'a Path),
+    /// Puts all that was written to the file system of a folder on its disk. The system reports the error of a write
+    /// to a descriptor that was open by then.
+    SyncFileSystem(&'a Path, &'a File),
     /// Renames a file, replacing what is there, or a folder, to a name that is free.
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    Rename(&'a Path, &'a Path),
     /// Deletes a file; one that is not there is fine.
-    fn remove_file(&self, path: &Path) -> io::Result<()>;
+    RemoveFile(&'a Path),
     /// Deletes a folder with all that is in it; one that is not there is fine.
-    fn remove_folder(&self, path: &Path) -> io::Result<()>;
+    RemoveFolder(&'a Path),
+}
+
+impl<'a> DiskStep<'a> {
+    /// What the file system is asked for, as in "cannot write", and on which path.
+    #[must_use]
+    pub fn words(&self) -> (&'static str, &'a Path) {
+        match *self {
+            Self::CreateFolder(path) => ("create", path),
+            Self::Write(path, _) | Self::Append(path, _) => ("write", path),
+            Self::SyncFile(path) | Self::SyncFolder(path) | Self::SyncFileSystem(path, _) => ("sync", path),
+            Self::Rename(_, to) => ("rename to", to),
+            Self::RemoveFile(path) | Self::RemoveFolder(path) => ("delete", path),
+        }
+    }
+}
+
+/// Takes the steps of a save.
+pub trait Storage: Send + Sync {
+    /// Takes one step.
+    fn perform(&self, step: DiskStep<'_>) -> io::Result<()>;
+
+    /// [`Storage::perform`], with the error that people read.
+    fn run(&self, step: DiskStep<'_>) -> Result<(), CheckpointError> {
+        self.perform(step).map_err(|error| {
+            let (doing, path) = step.words();
+            CheckpointError::io(doing, path, &error)
+        })
+    }
 }
 
 /// The file system.
@@ -37,50 +66,33 @@ pub trait Storage: Send + Sync {
 pub struct Disk;
 
 impl Storage for Disk {
-    fn create_folder(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir_all(path)
-    }
-
-    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()> {
-        let mut file = File::create(path)?;
-        content.iter().try_for_each(|bytes| file.write_all(bytes))
-    }
-
-    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        OpenOptions::new().append(true).open(path)?.write_all(bytes)
-    }
-
-    fn sync_file(&self, path: &Path) -> io::Result<()> {
-        // `fsync` concerns the file, whichever descriptor wrote it.
-        OpenOptions::new().write(true).open(path)?.sync_all()
-    }
-
-    fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        File::open(path)?.sync_all()
-    }
-
-    fn sync_file_system(&self, opened: &File) -> io::Result<()> {
-        Ok(nix::unistd::syncfs(opened)?)
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::rename(from, to)
-    }
-
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        unless_gone(fs::remove_file(path))
-    }
-
-    fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        unless_gone(fs::remove_dir_all(path))
+    fn perform(&self, step: DiskStep<'_>) -> io::Result<()> {
+        match step {
+            DiskStep::CreateFolder(path) => fs::create_dir_all(path),
+            DiskStep::Write(path, content) => File::create(path)?.write_all(content),
+            DiskStep::Append(path, bytes) => OpenOptions::new().append(true).open(path)?.write_all(bytes),
+            // `fsync` concerns the file, whichever descriptor wrote it.
+            DiskStep::SyncFile(path) => OpenOptions::new().write(true).open(path)?.sync_all(),
+            DiskStep::SyncFolder(path) => File::open(path)?.sync_all(),
+            DiskStep::SyncFileSystem(_, opened) => Ok(nix::unistd::syncfs(opened)?),
+            DiskStep::Rename(from, to) => fs::rename(from, to),
+            DiskStep::RemoveFile(path) => unless_gone(fs::remove_file(path)),
+            DiskStep::RemoveFolder(path) => unless_gone(fs::remove_dir_all(path)),
+        }
     }
 }
 
 fn unless_gone(result: io::Result<()>) -> io::Result<()> {
     match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         other => other,
     }
+}
+
+/// Writes a file, and puts its content on the disk.
+pub(super) fn write_file(storage: &dyn Storage, path: &Path, content: &[u8]) -> Result<(), CheckpointError> {
+    storage.run(DiskStep::Write(path, content))?;
+    storage.run(DiskStep::SyncFile(path))
 }
 
 /// Opens a file to read it. A pipe would otherwise be waited for until somebody writes to it.
@@ -88,34 +100,20 @@ pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "not a regular file"));
+        return Err(io::Error::new(ErrorKind::InvalidData, "not a regular file"));
     }
     Ok(file)
 }
 
-/// Writes a file, and puts its content on the disk.
-pub(super) fn write_file(
-    storage: &dyn Storage,
-    path: &Path,
-    content: &[&[u8]],
-) -> Result<(), CheckpointError> {
-    let failed = |doing| move |e: io::Error| CheckpointError::io(doing, path, &e);
-    storage.write(path, content).map_err(failed("write"))?;
-    storage.sync_file(path).map_err(failed("sync"))
-}
-
-/// [`Storage::sync_folder`], with the error that people read.
-pub(super) fn sync_folder(storage: &dyn Storage, path: &Path) -> Result<(), CheckpointError> {
-    storage
-        .sync_folder(path)
-        .map_err(|e| CheckpointError::io("sync", path, &e))
-}
-
-/// [`Storage::rename`], with the error that people read.
-pub(super) fn rename(storage: &dyn Storage, from: &Path, to: &Path) -> Result<(), CheckpointError> {
-    storage
-        .rename(from, to)
-        .map_err(|e| CheckpointError::io("rename to", to, &e))
+/// Reads a file of at most so many bytes. A longer one is [`ErrorKind::FileTooLarge`].
+pub(crate) fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_to_read(path)?.take(most + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
+        let what = format!("it is longer than {most} bytes");
+        return Err(io::Error::new(ErrorKind::FileTooLarge, what));
+    }
+    Ok(bytes)
 }
 
 /// Ignores SIGXFSZ in this process and those that it starts, so that a write beyond a limit on file sizes (`ulimit -f`)

@@ -40,9 +40,8 @@ impl Region {
     /// Number of elements; `None` where it does not fit, or an end comes before its start.
     #[must_use]
     pub fn elements(&self) -> Option<u64> {
-        let lens = self.0.iter().map(|[start, end]| end.checked_sub(*start));
-        lens.into_iter()
-            .try_fold(1_u64, |product, len| product.checked_mul(len?))
+        let mut lens = self.0.iter().map(|[start, end]| end.checked_sub(*start));
+        lens.try_fold(1_u64, |product, len| product.checked_mul(len?))
     }
 
     /// True if it is a box of a tensor of this shape.
@@ -55,8 +54,7 @@ impl Region {
     /// True if it is all of a tensor of this shape.
     #[must_use]
     pub fn is_whole(&self, shape: &[u64]) -> bool {
-        let fits = |(&[start, end], &len): (&[u64; 2], &u64)| start == 0 && end == len;
-        self.0.len() == shape.len() && self.0.iter().zip(shape).all(fits)
+        *self == Self::whole(shape)
     }
 }
 
@@ -182,36 +180,10 @@ pub struct Cut {
     index: usize,
 }
 
-/// A parameter cannot be cut so.
+/// A parameter cannot be cut so; why, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CutError {
-    /// There is no such dimension, or the stretches are not all of it.
-    #[error("stretches {stretches:?} do not make up dimension {dim} of shape {shape:?}")]
-    Stretches {
-        /// The lengths.
-        stretches: Vec<usize>,
-        /// The dimension.
-        dim: usize,
-        /// The parameter's global shape.
-        shape: Vec<usize>,
-    },
-    /// A stretch cannot be divided evenly.
-    #[error("{len} elements cannot be divided into {parts} equal parts")]
-    Uneven {
-        /// Length of the stretch.
-        len: usize,
-        /// How many parts.
-        parts: usize,
-    },
-    /// There is no such part.
-    #[error("there is no part {index} of {parts}")]
-    Part {
-        /// Number of the part, from 0.
-        index: usize,
-        /// How many there are.
-        parts: usize,
-    },
-}
+#[error("{0}")]
+pub struct CutError(String);
 
 impl Cut {
     /// Part `index` of `parts` of each stretch of dimension `dim` of `shape`.
@@ -220,21 +192,22 @@ impl Cut {
         stretches: &[usize],
         (index, parts): (usize, usize),
     ) -> Result<Self, CutError> {
+        let refused = |why: String| Err(CutError(why));
         if index >= parts {
-            return Err(CutError::Part { index, parts });
+            return refused(format!("there is no part {index} of {parts}"));
         }
         let sum = stretches
             .iter()
             .try_fold(0_usize, |sum, len| sum.checked_add(*len));
         if sum.is_none() || shape.get(dim).copied() != sum {
-            return Err(CutError::Stretches {
-                stretches: stretches.to_vec(),
-                dim,
-                shape: shape.to_vec(),
-            });
+            return refused(format!(
+                "stretches {stretches:?} do not make up dimension {dim} of shape {shape:?}"
+            ));
         }
         match stretches.iter().find(|len| !len.is_multiple_of(parts)) {
-            Some(&len) => Err(CutError::Uneven { len, parts }),
+            Some(len) => refused(format!(
+                "{len} elements cannot be divided into {parts} equal parts"
+            )),
             None => Ok(Self {
                 dim,
                 stretches: stretches.to_vec(),
@@ -255,13 +228,13 @@ impl Cut {
     /// The boxes that this rank's part consists of, one a stretch, in order.
     #[must_use]
     pub fn regions(&self, shape: &[usize]) -> Vec<Region> {
-        let own = self.own().into_iter();
-        own.map(|range| {
-            let mut bounds: Vec<[u64; 2]> = shape.iter().map(|&len| [0, len as u64]).collect();
+        let whole: Vec<[u64; 2]> = shape.iter().map(|&len| [0, len as u64]).collect();
+        let own = self.own().into_iter().map(|range| {
+            let mut bounds = whole.clone();
             bounds[self.dim] = [range.start as u64, range.end as u64];
             Region::new(bounds)
-        })
-        .collect()
+        });
+        own.collect()
     }
 
     /// This rank's part of each stretch, along the dimension.

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::{Dtypes, GradientLayout};
+use super::GradientLayout;
 use crate::device::{Arena, Buffer};
 use crate::model::ParamId;
 use crate::ops::CHUNK;
@@ -319,7 +319,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::device::DType;
     use crate::parallel::{GradSpec, LayoutConfig};
 
     fn layout(sizes: &[(usize, usize)], bucket_bytes: usize, world_size: usize) -> GradientLayout {

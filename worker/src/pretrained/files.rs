@@ -1,16 +1,16 @@
-//! Which files hold the weights, and which tensors they say that they hold.
+//! Which files hold the weights, which tensors their headers name, and why they cannot be used.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::fs::{self, File};
-use std::io::{self, Read as _};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
 
-use super::PretrainedError;
-use crate::checkpoint::{Header, HeaderError, read_header};
+use crate::checkpoint::{Header, open_to_read, read_bounded, read_header};
 
 /// One file with all tensors.
 const MODEL: &str = "model.safetensors";
@@ -27,6 +27,83 @@ const POINTER: &[u8] = b"version https://git-lfs";
 const MARKS_OF_RUNS: &[&str] = &["checkpoints", "manifest.json", "latest"];
 /// Longest index and configuration that are read.
 const MAX_JSON_BYTES: u64 = 16 << 20;
+
+/// What to do about a file that is damaged.
+const AGAIN: &str = "fetch it, or write it, once more";
+
+/// The weights that `model.init_from` names cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PretrainedError {
+    /// The system refused.
+    #[error("cannot read `{}`: {cause}{}", path.display(), hint_of(*kind))]
+    Io {
+        /// Which file or folder.
+        path: PathBuf,
+        /// The system's words.
+        cause: String,
+        /// Its kind.
+        kind: ErrorKind,
+    },
+    /// They are no weights, or another model's: what is wrong, and what to do, in words.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+impl PretrainedError {
+    pub(super) fn io(path: &Path, error: &io::Error) -> Self {
+        Self::Io {
+            path: path.to_owned(),
+            cause: error.to_string(),
+            kind: error.kind(),
+        }
+    }
+
+    /// `what` is the rest of the sentence that begins with the path.
+    pub(super) fn unusable(path: &Path, what: impl Display, hint: impl Display) -> Self {
+        Self::Unusable(format!("`{}`{what}\n  hint: {hint}", path.display()))
+    }
+
+    fn damaged(path: &Path, what: impl Display) -> Self {
+        let what = format!(" is no safetensors file, or a damaged one: {what}");
+        Self::unusable(path, what, AGAIN)
+    }
+
+    pub(super) fn json(path: &Path, what: impl Display) -> Self {
+        Self::unusable(path, format!(" cannot be used: {what}"), AGAIN)
+    }
+
+    fn pickle(path: &Path) -> Self {
+        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let folder = folder.unwrap_or_else(|| Path::new(".")).display();
+        let hint = format!(
+            "convert it once: `python3 -c \"from transformers import GPT2LMHeadModel as M; M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\"`, and name the new folder"
+        );
+        let what = " is a pickle, which only Python can read, and only by running it";
+        Self::unusable(path, what, hint)
+    }
+
+    /// A folder without weights, perhaps that of a run.
+    fn none(folder: &Path) -> Self {
+        let hint = if MARKS_OF_RUNS.iter().any(|mark| folder.join(mark).exists()) {
+            let folder = folder.display();
+            format!(
+                "it is of a run: `ddp-train ckpt export {folder} --to FOLDER` makes such a file of its checkpoint"
+            )
+        } else {
+            "name a folder that `save_pretrained` or `ddp-train ckpt export` has written, or one `.safetensors` file".into()
+        };
+        Self::unusable(folder, format!(" holds neither `{MODEL}` nor `{INDEX}`"), hint)
+    }
+}
+
+fn hint_of(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NotFound => {
+            "\n  hint: a relative path of `model.init_from` counts from the folder of the configuration"
+        }
+        _ => "",
+    }
+}
 
 /// The files, opened, and what is in them.
 pub(super) struct WeightFiles {
@@ -68,72 +145,54 @@ impl WeightFiles {
     /// Of a folder, or of one file.
     pub(super) fn open(path: &Path) -> Result<Self, PretrainedError> {
         let metadata = fs::metadata(path).map_err(|e| PretrainedError::io(path, &e))?;
-        if metadata.is_dir() {
-            return Self::of_folder(path);
-        }
-        if path
-            .extension()
-            .is_some_and(|found| PICKLE_EXTENSIONS.iter().any(|e| found == *e))
-        {
-            return Err(PretrainedError::Pickle {
-                path: path.to_owned(),
-            });
-        }
-        // Beside a file of another name lies perhaps the configuration of another model.
-        let config = path
-            .file_name()
-            .filter(|name| *name == MODEL)
-            .and_then(|_| config_in(path.parent()?));
-        let mut files = Self::empty(config);
-        files.add(path.to_owned(), |_| true)?;
-        Ok(files.sorted())
-    }
-
-    fn of_folder(folder: &Path) -> Result<Self, PretrainedError> {
-        let mut files = Self::empty(config_in(folder));
-        let (model, index) = (folder.join(MODEL), folder.join(INDEX));
-        if model.exists() {
-            files.add(model, |_| true)?;
-        } else if index.exists() {
-            files.add_indexed(folder, &index)?;
-        } else if folder.join(PICKLE).exists() {
-            return Err(PretrainedError::Pickle {
-                path: folder.join(PICKLE),
-            });
+        let folder = if metadata.is_dir() {
+            Some(path)
         } else {
-            return Err(PretrainedError::None {
-                path: folder.to_owned(),
-                is_run: MARKS_OF_RUNS.iter().any(|mark| folder.join(mark).exists()),
-            });
-        }
-        Ok(files.sorted())
-    }
-
-    fn empty(config: Option<PathBuf>) -> Self {
-        Self {
+            path.parent()
+        };
+        // Beside a file of another name lies perhaps the configuration of another model.
+        let is_ours = metadata.is_dir() || path.file_name().is_some_and(|name| name == MODEL);
+        let config = folder.filter(|_| is_ours).map(|folder| folder.join(CONFIG));
+        let mut files = Self {
             files: Vec::new(),
             tensors: Vec::new(),
-            config,
+            config: config.filter(|config| config.exists()),
+        };
+        let is_pickle = |ending| PICKLE_EXTENSIONS.iter().any(|pickle| ending == *pickle);
+        if metadata.is_dir() {
+            files.add_folder(path)?;
+        } else if path.extension().is_some_and(is_pickle) {
+            return Err(PretrainedError::pickle(path));
+        } else {
+            files.add(path.to_owned(), |_| true)?;
         }
+        files.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(files)
     }
 
-    fn sorted(mut self) -> Self {
-        self.tensors.sort_by(|a, b| a.name.cmp(&b.name));
-        self
+    fn add_folder(&mut self, folder: &Path) -> Result<(), PretrainedError> {
+        let [model, index, pickle] = [MODEL, INDEX, PICKLE].map(|name| folder.join(name));
+        if model.exists() {
+            self.add(model, |_| true)
+        } else if index.exists() {
+            self.add_indexed(folder, &index)
+        } else if pickle.exists() {
+            Err(PretrainedError::pickle(&pickle))
+        } else {
+            Err(PretrainedError::none(folder))
+        }
     }
 
     /// All files that an index names.
     fn add_indexed(&mut self, folder: &Path, index: &Path) -> Result<(), PretrainedError> {
-        let Index { weight_map } = serde_json::from_slice(&read_json(index)?)
-            .map_err(|e| PretrainedError::json(index, e.to_string()))?;
+        let Index { weight_map } =
+            serde_json::from_slice(&read_json(index)?).map_err(|e| PretrainedError::json(index, e))?;
         let names: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
         for name in names {
             // They must not lead out of the folder.
             if Path::new(name).file_name() != Some(name.as_ref()) {
-                return Err(PretrainedError::json(
-                    index,
-                    format!("`{name}` is no name of a file"),
-                ));
+                let what = format!("`{name}` is no name of a file");
+                return Err(PretrainedError::json(index, what));
             }
             if !folder.join(name).exists() {
                 let what = format!("it names `{name}`, which is missing");
@@ -177,40 +236,35 @@ impl WeightFiles {
     }
 }
 
-/// The configuration in a folder.
-fn config_in(folder: &Path) -> Option<PathBuf> {
-    let path = folder.join(CONFIG);
-    path.exists().then_some(path)
-}
-
 fn open(path: PathBuf) -> Result<WeightFile, PretrainedError> {
-    // A pipe would otherwise be waited for until somebody writes to it.
-    let mut options = File::options();
-    options.read(true).custom_flags(libc::O_NONBLOCK);
-    let file = options.open(&path).map_err(|e| PretrainedError::io(&path, &e))?;
-    let metadata = file.metadata().map_err(|e| PretrainedError::io(&path, &e))?;
-    if !metadata.is_file() {
-        return Err(PretrainedError::NotAFile { path });
+    let opened = open_to_read(&path).and_then(|file| Ok((file.metadata()?.len(), file)));
+    match opened {
+        Ok((len, file)) => Ok(WeightFile { path, file, len }),
+        // It is no file.
+        Err(e) if e.kind() == ErrorKind::InvalidData => {
+            Err(PretrainedError::Unusable(format!("`{}` is {e}", path.display())))
+        }
+        Err(e) => Err(PretrainedError::io(&path, &e)),
     }
-    Ok(WeightFile {
-        file,
-        len: metadata.len(),
-        path,
-    })
 }
 
 /// The header of a file that is as long as it says.
 fn header(WeightFile { path, file, len }: &mut WeightFile) -> Result<Header, PretrainedError> {
     let mut start = [0; POINTER.len()];
     if file.read_exact_at(&mut start, 0).is_ok() && start == POINTER {
-        return Err(PretrainedError::Pointer { path: path.clone() });
+        let what = " is a pointer of Git LFS, not the file itself";
+        return Err(PretrainedError::unusable(
+            path,
+            what,
+            "`git lfs pull` in its folder fetches it",
+        ));
     }
-    let header = read_header(file).map_err(|error| match error {
-        HeaderError::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+    let header = read_header(file).map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => {
             PretrainedError::damaged(path, format!("it ends within its header, after {len} bytes"))
         }
-        HeaderError::Io(e) => PretrainedError::io(path, &e),
-        HeaderError::Damaged(what) => PretrainedError::damaged(path, what),
+        ErrorKind::InvalidData => PretrainedError::damaged(path, error),
+        _ => PretrainedError::io(path, &error),
     })?;
     let expected = header.data + header.metadata.data_len() as u64;
     if *len != expected {
@@ -222,17 +276,8 @@ fn header(WeightFile { path, file, len }: &mut WeightFile) -> Result<Header, Pre
 
 /// The bytes of a file of JSON.
 pub(super) fn read_json(path: &Path) -> Result<Vec<u8>, PretrainedError> {
-    let failed = |e: io::Error| PretrainedError::io(path, &e);
-    let mut bytes = Vec::new();
-    let file = File::open(path).map_err(failed)?;
-    file.take(MAX_JSON_BYTES + 1)
-        .read_to_end(&mut bytes)
-        .map_err(failed)?;
-    if bytes.len() as u64 > MAX_JSON_BYTES {
-        return Err(PretrainedError::json(
-            path,
-            format!("it is longer than {MAX_JSON_BYTES} bytes"),
-        ));
-    }
-    Ok(bytes)
+    read_bounded(path, MAX_JSON_BYTES).map_err(|error| match error.kind() {
+        ErrorKind::FileTooLarge => PretrainedError::json(path, error),
+        _ => PretrainedError::io(path, &error),
+    })
 }

@@ -8,8 +8,7 @@ use std::path::Path;
 use safetensors::tensor::Dtype;
 use serde_json::{Map, Value};
 
-use super::PretrainedError;
-use super::files::{StoredTensor, read_json};
+use super::files::{PretrainedError, StoredTensor, read_json};
 use crate::config::{Model, ModelKind};
 use crate::model::ParamSpec;
 use crate::ops::LAYERNORM_EPSILON;
@@ -26,41 +25,19 @@ const POSITIONS: &str = "wpe.weight";
 /// Where the first elements of a parameter come from. The rest of it, if there is one, keeps its random first values.
 #[derive(Clone, Debug)]
 pub(super) struct ParamSource {
-    /// As in the file, prefix included.
-    pub(super) name: String,
-    pub(super) dtype: Dtype,
-    pub(super) file: usize,
-    /// Bytes from the start of the file.
-    pub(super) offset: u64,
+    /// Its name is that of the file, prefix included.
+    pub(super) tensor: StoredTensor,
     /// How many elements.
     pub(super) elements: usize,
 }
 
-/// Whether the first axis of a parameter must be as long as the tensor's.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum RowsRule {
-    Equal,
-    /// The table of a vocabulary may be padded here.
-    AtLeast,
-    /// Later positions are not needed here.
-    AtMost,
-}
-
-impl RowsRule {
-    fn of(parameter: &str) -> Self {
-        match parameter {
-            TOKENS | HEAD => Self::AtLeast,
-            POSITIONS => Self::AtMost,
-            _ => Self::Equal,
-        }
-    }
-
-    fn fit(self, here: usize, there: usize) -> bool {
-        match self {
-            Self::Equal => here == there,
-            Self::AtLeast => here >= there,
-            Self::AtMost => here <= there,
-        }
+/// True if the first axis of a parameter may be `here` where the tensor's is `there`: the table of a vocabulary may be
+/// padded here, and later positions are not needed.
+fn rows_fit(parameter: &str, here: usize, there: usize) -> bool {
+    match parameter {
+        TOKENS | HEAD => here >= there,
+        POSITIONS => here <= there,
+        _ => here == there,
     }
 }
 
@@ -134,10 +111,10 @@ pub(super) fn sources(
 }
 
 fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<ParamSource> {
-    let (name, rows) = (&spec.key, RowsRule::of(&spec.key));
+    let name = spec.key.as_str();
     let fits = match (spec.global_shape.as_slice(), tensor.shape.as_slice()) {
         ([here, others @ ..], [there, others_there @ ..]) => {
-            others == others_there && rows.fit(*here, *there)
+            others == others_there && rows_fit(name, *here, *there)
         }
         _ => false,
     };
@@ -146,7 +123,7 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
             "`{name}` is {:?} there and {:?} here",
             tensor.shape, spec.global_shape
         ));
-        if rows == RowsRule::AtLeast && tensor.shape.first() > spec.global_shape.first() {
+        if matches!(name, TOKENS | HEAD) && tensor.shape.first() > spec.global_shape.first() {
             misfit.write("vocab_size", tensor.shape[0]);
         }
         return None;
@@ -159,16 +136,10 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
         );
         return None;
     }
+    let [here, there] = [&spec.global_shape, &tensor.shape].map(|shape| shape.iter().product::<usize>());
     Some(ParamSource {
-        name: tensor.name.clone(),
-        dtype: tensor.dtype,
-        file: tensor.file,
-        offset: tensor.offset,
-        elements: spec
-            .global_shape
-            .iter()
-            .product::<usize>()
-            .min(tensor.shape.iter().product()),
+        tensor: (*tensor).clone(),
+        elements: here.min(there),
     })
 }
 
@@ -179,15 +150,12 @@ pub(super) fn remainder(named: &BTreeMap<&str, &StoredTensor>, params: &[ParamSp
             *spec.global_shape.first()?,
             *named.get(spec.key.as_str())?.shape.first()?,
         );
-        match RowsRule::of(&spec.key) {
-            RowsRule::AtLeast if here > there => {
-                let name = &spec.key;
-                Some(format!(
-                    "the last {} of {here} rows of `{name}` are random",
-                    here - there
-                ))
-            }
-            RowsRule::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
+        match spec.key.as_str() {
+            name @ (TOKENS | HEAD) if here > there => Some(format!(
+                "the last {} of {here} rows of `{name}` are random",
+                here - there
+            )),
+            POSITIONS if here < there => Some(format!("the first {here} of its {there} positions")),
             _ => None,
         }
     });
@@ -253,11 +221,8 @@ impl Misfit {
             }
             None => format!("write {} in section `model`", self.changes.join(", ")),
         };
-        Err(PretrainedError::Misfit {
-            path: path.to_owned(),
-            differences: words.join("; "),
-            hint,
-        })
+        let what = format!(" does not fit the `model` section: {}", words.join("; "));
+        Err(PretrainedError::unusable(path, what, hint))
     }
 }
 
@@ -270,8 +235,7 @@ pub(super) struct Settings(Map<String, Value>);
 impl Settings {
     pub(super) fn read(path: &Path) -> Result<Self, PretrainedError> {
         let keys = serde_json::from_slice(&read_json(path)?);
-        keys.map(Self)
-            .map_err(|e| PretrainedError::json(path, e.to_string()))
+        keys.map(Self).map_err(|e| PretrainedError::json(path, e))
     }
 
     /// The head is the table of the tokens, whatever else the file may hold.
@@ -317,21 +281,16 @@ impl Settings {
     }
 
     fn compare_kind(&self, here: ModelKind, misfit: &mut Misfit) {
-        let name = |kind| match kind {
+        let name = match here {
             ModelKind::Gpt2 => "gpt2",
             ModelKind::Mlp => "mlp",
         };
-        let Some(there) = self.0.get("model_type").and_then(Value::as_str) else {
+        let there = self.0.get("model_type").and_then(Value::as_str);
+        let Some(there) = there.filter(|there| *there != name) else {
             return;
         };
-        if there == name(here) {
-            return;
-        }
-        let words = format!("`model_type` is `{there}` there and `{}` here", name(here));
-        if [ModelKind::Gpt2, ModelKind::Mlp]
-            .into_iter()
-            .any(|kind| name(kind) == there)
-        {
+        let words = format!("`model_type` is `{there}` there and `{name}` here");
+        if matches!(there, "gpt2" | "mlp") {
             misfit.write("kind", there);
             misfit.differs(words);
         } else {

@@ -1,6 +1,7 @@
 //! Any range of any parameter of published weights, as f32.
 
 use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -8,11 +9,8 @@ use std::path::{Path, PathBuf};
 use bytemuck::Pod;
 use safetensors::tensor::Dtype;
 
-use super::PretrainedError;
-use super::files::{StoredTensor, WeightFile, WeightFiles};
-use super::fit::Misfit;
-use super::fit::Settings;
-use super::fit::{self, ParamSource};
+use super::files::{PretrainedError, StoredTensor, WeightFile, WeightFiles};
+use super::fit::{self, Misfit, ParamSource, Settings};
 use crate::config;
 use crate::model::{ParamId, ParamSpec};
 
@@ -88,11 +86,12 @@ impl PretrainedWeights {
     /// If the range is not within [`PretrainedWeights::elements`], or `out` has another length.
     pub fn read(&self, id: ParamId, range: Range<usize>, out: &mut [f32]) -> Result<(), PretrainedError> {
         let source = &self.sources[id.0];
-        assert!(range.end <= source.elements, "{range:?} of `{}`", source.name);
-        assert_eq!(range.len(), out.len(), "elements of `{}`", source.name);
-        let WeightFile { path, file, .. } = &self.files[source.file];
-        let at = |bytes: usize| source.offset + (range.start * bytes) as u64;
-        match source.dtype {
+        let StoredTensor { name, offset, .. } = &source.tensor;
+        assert!(range.end <= source.elements, "{range:?} of `{name}`");
+        assert_eq!(range.len(), out.len(), "elements of `{name}`");
+        let WeightFile { path, file, .. } = &self.files[source.tensor.file];
+        let at = |bytes: usize| offset + (range.start * bytes) as u64;
+        match source.tensor.dtype {
             Dtype::F16 => widen::<half::f16>(file, at(2), out),
             Dtype::BF16 => widen::<half::bf16>(file, at(2), out),
             _ => widen::<f32>(file, at(4), out),
@@ -101,10 +100,9 @@ impl PretrainedWeights {
         if out.iter().all(|value| value.is_finite()) {
             return Ok(());
         }
-        Err(PretrainedError::NotFinite {
-            path: path.clone(),
-            tensor: source.name.clone(),
-        })
+        let what = format!(": tensor `{name}` has a value that is not finite");
+        let hint = "the training that made it has diverged, or the file is damaged";
+        Err(PretrainedError::unusable(path, what, hint))
     }
 
     /// What `model.init_from` names.
@@ -122,18 +120,10 @@ impl PretrainedWeights {
     /// Types in which they are stored: `f16`, or `f16 and f32`.
     #[must_use]
     pub fn types(&self) -> String {
-        let of = |dtype, name| {
-            self.sources
-                .iter()
-                .any(|source| source.dtype == dtype)
-                .then_some(name)
-        };
         let types = [(Dtype::F16, "f16"), (Dtype::BF16, "bf16"), (Dtype::F32, "f32")];
-        let types: Vec<&str> = types
-            .into_iter()
-            .filter_map(|(dtype, name)| of(dtype, name))
-            .collect();
-        types.join(" and ")
+        let is_there = |dtype: Dtype| self.sources.iter().any(|source| source.tensor.dtype == dtype);
+        let types = types.into_iter().filter(|(dtype, _)| is_there(*dtype));
+        types.map(|(_, name)| name).collect::<Vec<_>>().join(" and ")
     }
 
     /// What is not taken from the files, or not all of it, in words.
@@ -175,21 +165,18 @@ fn widen<T: Pod + Into<f32>>(file: &File, offset: u64, out: &mut [f32]) -> std::
 
 /// True if two tensors have the same type, shape and bytes.
 fn is_same(files: &[WeightFile], one: &StoredTensor, other: &StoredTensor) -> Result<bool, PretrainedError> {
-    if (one.dtype, &one.shape) != (other.dtype, &other.shape) {
-        return Ok(false);
-    }
-    let bytes = one.shape.iter().product::<usize>() * one.dtype.bitsize() / 8;
-    let mut chunks = [vec![0; CHUNK], vec![0; CHUNK]];
-    for start in (0..bytes).step_by(CHUNK) {
-        let len = CHUNK.min(bytes - start);
-        for (chunk, tensor) in chunks.iter_mut().zip([one, other]) {
-            let WeightFile { path, file, .. } = &files[tensor.file];
-            file.read_exact_at(&mut chunk[..len], tensor.offset + start as u64)
-                .map_err(|e| PretrainedError::io(path, &e))?;
-        }
-        if chunks[0][..len] != chunks[1][..len] {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+    let hash = |tensor: &StoredTensor| {
+        let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.bitsize() / 8;
+        let WeightFile { path, file, .. } = &files[tensor.file];
+        let (mut reader, mut hasher) = (file, blake3::Hasher::new());
+        reader
+            .seek(SeekFrom::Start(tensor.offset))
+            .and_then(|_| {
+                hasher
+                    .update_reader(reader.take(bytes as u64))
+                    .map(|h| h.finalize())
+            })
+            .map_err(|e| PretrainedError::io(path, &e))
+    };
+    Ok((one.dtype, &one.shape) == (other.dtype, &other.shape) && hash(one)? == hash(other)?)
 }

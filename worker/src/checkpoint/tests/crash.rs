@@ -177,8 +177,7 @@ fn the_first_save_of_a_run_is_whole_or_not_there() {
     let ordeal = Ordeal {
         prepare: |_| (),
         act: |disk, out_dir| {
-            let made = disk.create_folder(out_dir);
-            made.map_err(|e| CheckpointError::io("create", out_dir, &e))?;
+            disk.run(DiskStep::CreateFolder(out_dir))?;
             saved(20, 1).save(disk.clone(), out_dir)
         },
         usable: [None, Some(saved(20, 1))],

@@ -2,8 +2,8 @@
 
 use std::fs;
 
+use super::super::Manifest;
 use super::super::latest_step;
-use super::super::reader::read_manifest;
 use super::*;
 
 #[test]
@@ -99,22 +99,13 @@ fn a_latest_checkpoint_that_is_gone_is_named() {
 #[test]
 fn a_file_system_that_does_not_answer_is_named_with_what_it_was_asked() {
     let path = PathBuf::from("out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors");
-    let stalled = CheckpointError::Stalled {
-        step: 4,
-        doing: "sync",
-        path: path.clone(),
-        seconds: 300.0,
-    };
+    let asked = ("sync", path);
+    let stalled = CheckpointError::stalled(4, &asked, 300.0);
     insta::assert_snapshot!(stalled, @r"
     the checkpoint of step 4 cannot be written: the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors` and has not answered for 300 s
       hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
     ");
-    let stuck = CheckpointError::Stuck {
-        step: 6,
-        before: 4,
-        doing: "sync",
-        path,
-    };
+    let stuck = CheckpointError::stuck(6, 4, &asked);
     insta::assert_snapshot!(stuck, @r"
     the checkpoint of step 6 cannot begin: for that of step 4 the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`, and it has still not answered
       hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
@@ -195,7 +186,7 @@ fn who_reads_a_part_of_a_piece_hashes_its_blocks_only() {
 fn a_checkpoint_without_hashes_of_blocks_is_read() {
     let (folder, path, bytes) = saved_in_blocks();
     let manifest = path.join("manifest.json");
-    let mut old = read_manifest(&manifest).unwrap();
+    let mut old = Manifest::read(&manifest).unwrap();
     old.tensors[0].regions[0].ranges[0].blocks.clear();
     let whole = blake3::hash(&bytes).to_hex();
     assert_eq!(old.tensors[0].regions[0].ranges[0].blake3, whole.as_str());
@@ -216,7 +207,7 @@ fn a_checkpoint_without_hashes_of_blocks_is_read() {
 fn hashes_of_blocks_that_are_not_those_of_the_piece_are_refused() {
     let (folder, path, _) = saved_in_blocks();
     let manifest = path.join("manifest.json");
-    let good = read_manifest(&manifest).unwrap();
+    let good = Manifest::read(&manifest).unwrap();
     let changes: [fn(&mut Vec<String>); 3] = [
         |blocks| blocks.swap(0, 1),
         |blocks| blocks[0] = "no hash".into(),
@@ -238,20 +229,22 @@ fn hashes_of_blocks_that_are_not_those_of_the_piece_are_refused() {
 fn another_model_is_refused_by_the_first_difference() {
     let (folder, _) = saved(20);
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    let [w, m, v] = ["w", "m", "v"].map(parameter);
-    let tensor = |tensor, shape, dtype| Expected { tensor, shape, dtype };
-    let (w, m) = (tensor(&w, SHAPE, DType::F32), tensor(&m, SHAPE, DType::F32));
+    let tensor = |key, shape: &[u64], dtype| Extent {
+        dtype,
+        ..extent(parameter(key), shape, 0..12)
+    };
+    let [w, m, v] = ["w", "m", "v"].map(|key| tensor(key, SHAPE, DType::F32));
     reader.expect(&[w.clone(), m.clone()]).unwrap();
-    let error = |expected: &[Expected<'_>]| message(&reader.expect(expected).unwrap_err(), folder.path());
-    insta::assert_snapshot!(error(&[tensor(w.tensor, &[4, 4], DType::F32), m.clone()]), @r"
+    let error = |expected: &[Extent]| message(&reader.expect(expected).unwrap_err(), folder.path());
+    insta::assert_snapshot!(error(&[tensor("w", &[4, 4], DType::F32), m.clone()]), @r"
     checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is f32[4, 4]
       hint: resume with the model section that it was written with
     ");
-    insta::assert_snapshot!(error(&[tensor(w.tensor, SHAPE, DType::Bf16), m.clone()]), @r"
+    insta::assert_snapshot!(error(&[tensor("w", SHAPE, DType::Bf16), m.clone()]), @r"
     checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is bf16[3, 4]
       hint: resume with the model section that it was written with
     ");
-    insta::assert_snapshot!(error(&[w.clone(), m, tensor(&v, SHAPE, DType::F32)]), @r"
+    insta::assert_snapshot!(error(&[w.clone(), m, v]), @r"
     checkpoint `OUT/checkpoints/step_00000020` has no tensor `v`
       hint: it belongs to another model or optimizer
     ");
@@ -265,6 +258,6 @@ fn another_model_is_refused_by_the_first_difference() {
     ));
     assert!(matches!(
         read(&reader, "v", 0..1),
-        Err(CheckpointError::Missing { .. })
+        Err(CheckpointError::Foreign { .. })
     ));
 }

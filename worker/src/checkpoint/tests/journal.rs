@@ -102,24 +102,34 @@ impl Journal {
         self.notes.lock().unwrap().steps.len()
     }
 
-    /// Does an operation, or fails; `half` is done of one that fails.
-    fn take(
-        &self,
-        steps: impl FnOnce() -> Vec<Step>,
-        act: impl FnOnce() -> io::Result<()>,
-        half: impl FnOnce() -> Vec<Step>,
-    ) -> io::Result<()> {
-        let mut notes = self.notes.lock().unwrap();
-        notes.operations += 1;
-        if (self.fails)(notes.operations - 1) {
-            notes.failed = notes.failed.or(Some(notes.steps.len()));
-            notes.steps.extend(half());
-            return Err(io::Error::new(io::ErrorKind::StorageFull, "failed by the test"));
+    /// What an operation changes, before it happens.
+    fn changes(&self, step: DiskStep<'_>) -> Vec<Step> {
+        let mut steps = Vec::new();
+        match step {
+            DiskStep::CreateFolder(path) => {
+                let mut missing: Vec<&Path> =
+                    path.ancestors().take_while(|folder| !folder.exists()).collect();
+                missing.reverse();
+                steps.extend(missing.into_iter().map(|folder| Step::Folder(self.below(folder))));
+            }
+            DiskStep::Write(path, content) => {
+                steps.push(Step::Empty(self.below(path)));
+                steps.push(Step::Append(self.below(path), content.to_vec()));
+            }
+            DiskStep::Append(path, bytes) => steps.push(Step::Append(self.below(path), bytes.to_vec())),
+            DiskStep::SyncFile(path) => steps.push(Step::SyncFile(self.below(path))),
+            // Folders above the base were there before.
+            DiskStep::SyncFolder(path) => {
+                let below = path.strip_prefix(&self.base);
+                steps.extend(below.map(|path| Step::SyncFolder(path.to_owned())));
+            }
+            DiskStep::SyncFileSystem(..) => steps.push(Step::SyncAll),
+            DiskStep::Rename(from, to) => steps.push(Step::Rename(self.below(from), self.below(to))),
+            DiskStep::RemoveFile(path) if !path.exists() => {}
+            DiskStep::RemoveFile(path) => steps.push(Step::Unlink(self.below(path))),
+            DiskStep::RemoveFolder(path) => self.unlinks(path, &mut steps),
         }
-        let steps = steps();
-        act()?;
-        notes.steps.extend(steps);
-        Ok(())
+        steps
     }
 
     fn below(&self, path: &Path) -> PathBuf {
@@ -144,91 +154,33 @@ impl Journal {
 }
 
 impl Storage for Journal {
-    fn create_folder(&self, path: &Path) -> io::Result<()> {
-        let missing = || {
-            let mut missing: Vec<&Path> = path.ancestors().take_while(|folder| !folder.exists()).collect();
-            missing.reverse();
-            missing
-                .into_iter()
-                .map(|folder| Step::Folder(self.below(folder)))
-                .collect()
+    fn perform(&self, step: DiskStep<'_>) -> io::Result<()> {
+        let mut notes = self.notes.lock().unwrap();
+        notes.operations += 1;
+        let act = |step: DiskStep<'_>| match step {
+            DiskStep::SyncFile(path) if !path.is_file() => Err(io::ErrorKind::NotFound.into()),
+            DiskStep::SyncFile(_) | DiskStep::SyncFolder(_) | DiskStep::SyncFileSystem(..) => Ok(()),
+            step => Disk.perform(step),
         };
-        self.take(missing, || Disk.create_folder(path), Vec::new)
-    }
-
-    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()> {
-        let steps = |content: Vec<u8>| {
-            vec![
-                Step::Empty(self.below(path)),
-                Step::Append(self.below(path), content),
-            ]
-        };
-        let half = || {
-            let all = content.concat();
-            let half = all[..all.len() / 2].to_vec();
-            Disk.write(path, &[&half])
-                .map_or_else(|_| Vec::new(), |()| steps(half))
-        };
-        self.take(|| steps(content.concat()), || Disk.write(path, content), half)
-    }
-
-    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let steps = |bytes: &[u8]| vec![Step::Append(self.below(path), bytes.to_vec())];
-        let half = || {
-            let half = &bytes[..bytes.len() / 2];
-            Disk.append(path, half)
-                .map_or_else(|_| Vec::new(), |()| steps(half))
-        };
-        self.take(|| steps(bytes), || Disk.append(path, bytes), half)
-    }
-
-    fn sync_file(&self, path: &Path) -> io::Result<()> {
-        let exists = || {
-            if path.is_file() {
-                Ok(())
-            } else {
-                Err(io::ErrorKind::NotFound.into())
+        if (self.fails)(notes.operations - 1) {
+            notes.failed = notes.failed.or(Some(notes.steps.len()));
+            let half = match step {
+                DiskStep::Write(path, bytes) => Some(DiskStep::Write(path, &bytes[..bytes.len() / 2])),
+                DiskStep::Append(path, bytes) => Some(DiskStep::Append(path, &bytes[..bytes.len() / 2])),
+                _ => None,
+            };
+            if let Some(half) = half {
+                let steps = self.changes(half);
+                if act(half).is_ok() {
+                    notes.steps.extend(steps);
+                }
             }
-        };
-        self.take(|| vec![Step::SyncFile(self.below(path))], exists, Vec::new)
-    }
-
-    fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        // Folders above the base were there before.
-        let steps = || match path.strip_prefix(&self.base) {
-            Ok(path) => vec![Step::SyncFolder(path.to_owned())],
-            Err(_) => Vec::new(),
-        };
-        self.take(steps, || Ok(()), Vec::new)
-    }
-
-    fn sync_file_system(&self, _: &fs::File) -> io::Result<()> {
-        self.take(|| vec![Step::SyncAll], || Ok(()), Vec::new)
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        let steps = || vec![Step::Rename(self.below(from), self.below(to))];
-        self.take(steps, || Disk.rename(from, to), Vec::new)
-    }
-
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        let steps = || {
-            if path.exists() {
-                vec![Step::Unlink(self.below(path))]
-            } else {
-                Vec::new()
-            }
-        };
-        self.take(steps, || Disk.remove_file(path), Vec::new)
-    }
-
-    fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        let steps = || {
-            let mut steps = Vec::new();
-            self.unlinks(path, &mut steps);
-            steps
-        };
-        self.take(steps, || Disk.remove_folder(path), Vec::new)
+            return Err(io::Error::new(io::ErrorKind::StorageFull, "failed by the test"));
+        }
+        let steps = self.changes(step);
+        act(step)?;
+        notes.steps.extend(steps);
+        Ok(())
     }
 }
 

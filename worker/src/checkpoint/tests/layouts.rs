@@ -2,10 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::super::layout::MANIFEST;
+use super::super::folder::MANIFEST;
 use super::super::{Disk, Manifest, RegionRecord, reshard, share_of};
 use super::*;
-use crate::checkpoint::reader::read_manifest;
 use crate::model::Cut;
 
 /// q, k and v of 2, 4 and 2 rows, or columns.
@@ -300,7 +299,7 @@ fn refused(folder: &Path, bad: &Manifest) -> String {
 fn four_regions() -> (TempDir, Manifest) {
     let folder = saved_as(Layout::Grid, 1);
     let path = folder.path().join("checkpoints/step_00000001").join(MANIFEST);
-    let manifest = read_manifest(&path).unwrap();
+    let manifest = Manifest::read(&path).unwrap();
     (folder, manifest)
 }
 

@@ -31,8 +31,7 @@ fn model() -> config::Model {
 fn tensors() -> Vec<Extent> {
     let params = model::build(&model(), 300).unwrap().params;
     let kinds = TensorKind::with_slots(optim::rule(&config::OptimizerConfig::default()).slots);
-    let of_kind = |kind| params.iter().map(move |spec| Extent::whole(kind, spec));
-    kinds.iter().flat_map(of_kind).collect()
+    Extent::of_model(&kinds, &params)
 }
 
 fn content_of(tensor: &Extent) -> Vec<u8> {

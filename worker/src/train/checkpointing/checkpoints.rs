@@ -2,7 +2,7 @@
 //!
 //! At a save each rank copies what it is to write ([`super::owned_state`]) to memory of the host that was set aside at the
 //! start, and training goes on; a thread ([`super::save_thread`]) writes the copy. With the losses of each step the ranks
-//! tell each other how far they are, and when all have written, rank 0's thread makes the checkpoint of it. One save is under
+//! exchange how far they are, and when all have written, rank 0's thread makes the checkpoint of it. One save is under
 //! way at a time: the next one waits for it. The last one of a run, and every one with `train.checkpoint_async: false`,
 //! needs no copy, because training stands still.
 //!
@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::owned_state::{OwnFile, RankState, copy, files, stems};
-use super::resume::load;
-use super::save_thread::{Leader, Order, SaveTask, SaveThread, Source, Stage, Wait};
-use super::save_verdict::{self, SaveReport, Told, Verdict};
+use ddp_proto::words::{counted, numbered};
+
+use super::owned_state::{RankState, copy, load, written};
+use super::save_thread::{Leader, Order, SaveTask, SaveThread, Stage, unreadable};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
@@ -24,7 +24,7 @@ use crate::train::TrainError;
 use crate::train::reporting::warn;
 use crate::train::world::World;
 
-/// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
+/// Time between two exchanges of how far a save is, when there is nothing else to do. A rank that
 /// writes for long stays in touch, and is not taken for a lost one.
 const ROUND: Duration = Duration::from_millis(250);
 /// A disk that deletes nothing for so long, of a save that failed, is not waited for.
@@ -53,7 +53,7 @@ pub(crate) struct Checkpoints {
     stream: Stream,
     /// Room for the copy of what this rank writes; none where all saves are made while training stands still.
     snapshot: Option<Arena>,
-    pending: Option<PendingSave>,
+    pending: Option<SaveThread>,
     /// The save before, whose thread may still be cleaning up, or hang.
     before: Option<SaveThread>,
     /// Step of the last checkpoint that was saved or loaded.
@@ -65,16 +65,6 @@ pub(crate) struct Checkpoints {
     stalled: Duration,
 }
 
-/// A save under way.
-struct PendingSave {
-    thread: SaveThread,
-    /// As [`Checkpoints::patience`].
-    patience: Duration,
-    /// Rank 0's thread has been told to commit.
-    ordered: bool,
-    told: Told,
-}
-
 /// Steps finished, and samples consumed by them.
 #[derive(Clone, Copy)]
 pub(crate) struct Position {
@@ -84,10 +74,43 @@ pub(crate) struct Position {
     pub(crate) skipped: u64,
 }
 
+/// How far a save is on all ranks together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Somebody writes.
+    Pending,
+    /// All have written: rank 0 may commit.
+    Written,
+    /// Nobody writes any more. It is the latest checkpoint, unless these ranks have failed.
+    Ended { failed: Vec<usize> },
+}
+
+impl Verdict {
+    /// From the codes of the stages of all ranks, in rank order: the same on every rank, because they are.
+    fn of(codes: &[f64]) -> Self {
+        let at = |code: f64| -> Vec<usize> { (0..codes.len()).filter(|&rank| codes[rank] == code).collect() };
+        let failed = at(FAILED);
+        if !at(WRITING).is_empty() {
+            // Also if others have failed: what is to be deleted must not be written meanwhile.
+            Self::Pending
+        } else if !failed.is_empty() || codes.first() == Some(&COMMITTED) {
+            Self::Ended { failed }
+        } else {
+            Self::Written
+        }
+    }
+}
+
+const WRITING: f64 = 0.0;
+const WRITTEN: f64 = 1.0;
+const COMMITTED: f64 = 2.0;
+const FAILED: f64 = 3.0;
+
 /// How a save ended, on all ranks alike but for the error, which is each rank's own.
 struct Ended {
-    verdict: Verdict,
     step: u64,
+    /// The ranks that failed.
+    failed: Vec<usize>,
     own: Option<CheckpointError>,
 }
 
@@ -130,8 +153,8 @@ impl Checkpoints {
         if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerOffload::File {
             return Ok(());
         }
-        let files = files(here);
-        let bytes: u64 = files.iter().flat_map(|f| &f.extents).map(Extent::bytes).sum();
+        let own = written(here);
+        let bytes: u64 = own.iter().flat_map(|own| &own.extents).map(Extent::bytes).sum();
         let spec = ArenaSpec::private(SNAPSHOT, DType::U8, bytes as usize);
         let arena = Arena::new(&spec, HostMemory::private(SNAPSHOT, spec.bytes())?);
         // The system gives the pages now, not in the middle of the first save.
@@ -162,7 +185,7 @@ impl Checkpoints {
 
     /// Loads the state of an opened checkpoint. Every rank calls it.
     pub(crate) fn load(&mut self, here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
-        load(saved, (here.world, here.replica, here.optimizer))?;
+        load(here, saved)?;
         let State { step, skipped, .. } = saved.manifest().state;
         self.last = Some(step);
         self.resumed_from = Some(step);
@@ -173,14 +196,14 @@ impl Checkpoints {
     /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
     pub(crate) fn save(&mut self, here: RankState<'_>, at: Position) -> Result<(), TrainError> {
         let started = Instant::now();
-        let before = self.pending.as_ref().map(|pending| pending.thread.step());
+        let before = self.pending.as_ref().map(SaveThread::step);
         self.drain(here)?;
         let waited = started.elapsed();
         if let Some(before) = before
             && waited > LONG_WAIT
             && here.world.rank() == 0
         {
-            warn(&save_verdict::waited(before, at.step, waited));
+            warn(&waited_words(before, at.step, waited));
         }
         let snapshot = self.snapshot.clone();
         self.begin(here, at, snapshot.as_ref());
@@ -199,13 +222,10 @@ impl Checkpoints {
             let Some(ended) = self.wait_for_end(here)? else {
                 break;
             };
-            let Verdict::Failed { ranks } = &ended.verdict else {
+            if ended.failed.is_empty() {
                 break;
-            };
-            let hangs = matches!(
-                ended.own,
-                Some(CheckpointError::Stalled { .. } | CheckpointError::Stuck { .. })
-            );
+            }
+            let hangs = matches!(ended.own, Some(CheckpointError::Stalled(_)));
             if attempt < LAST_ATTEMPTS && !hangs {
                 self.report(here, &ended, Some(LAST_PAUSE));
                 pause(here, LAST_PAUSE)?;
@@ -214,7 +234,7 @@ impl Checkpoints {
             return Err(TrainError::NotSaved {
                 step: at.step,
                 latest: self.last(),
-                ranks: ranks.clone(),
+                ranks: ended.failed,
                 cause: ended.own.map(Box::new),
             });
         }
@@ -229,14 +249,17 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// How far the save under way is on this rank, as a number for the others, who are told with the losses of a step.
-    pub(crate) fn code(&mut self, is_leader: bool) -> f64 {
-        let pending = self.pending.as_mut();
-        let stage = pending.map(|pending| pending.stage(is_leader, &self.out_dir));
-        stage.map_or(0.0, |stage| save_verdict::code(&stage))
+    /// How far the save under way is on this rank, as a number for the others, sent with the losses of a step.
+    pub(crate) fn code(&self) -> f64 {
+        match self.pending.as_ref().map(|thread| thread.stage(self.patience)) {
+            None | Some(Stage::Writing) => WRITING,
+            Some(Stage::Written) => WRITTEN,
+            Some(Stage::Committed(_)) => COMMITTED,
+            Some(Stage::Failed(_)) => FAILED,
+        }
     }
 
-    /// Acts on what all ranks told of a step. Every rank calls it, at the same step.
+    /// Acts on the numbers of all ranks of a step. Every rank calls it, at the same step.
     pub(crate) fn receive(&mut self, here: RankState<'_>, codes: &[f64]) {
         if let Some(ended) = self.finish(here.world.rank() == 0, codes) {
             self.note(here, &ended);
@@ -245,28 +268,28 @@ impl Checkpoints {
 
     /// Counts a save in the middle of the run that failed, and says so.
     fn note(&mut self, here: RankState<'_>, ended: &Ended) {
-        self.failed += u64::from(matches!(ended.verdict, Verdict::Failed { .. }));
+        self.failed += u64::from(!ended.failed.is_empty());
         self.report(here, ended, None);
     }
 
     /// Gives up the save under way, because training has failed on some rank.
     pub(crate) fn abandon(&mut self) {
-        if let Some(pending) = self.pending.take() {
-            pending.thread.abandon(Instant::now() + ABANDON_BOUND);
+        if let Some(thread) = self.pending.take() {
+            thread.abandon(ABANDON_BOUND);
         }
     }
 
     /// Waits for the end of the save under way. What a failed one wrote is gone then, unless the disk hangs.
     fn wait_for_end(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
-        while let Some(pending) = &self.pending {
+        while let Some(thread) = &self.pending {
             here.world.check()?;
             // A disk that takes nothing any more has a deadline of its own, `patience`.
             here.session.still_alive();
-            let stage = pending.thread.stage();
-            if pending.is_busy(&stage, here.world.rank() == 0) {
-                pending.thread.await_change(&stage, Instant::now() + ROUND);
-            }
-            if let Some(ended) = self.round(here)? {
+            thread.await_change(ROUND);
+            let own = [self.code(), 0.0];
+            let rows = here.exchange.gather("progress of the checkpoint", own)?;
+            let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
+            if let Some(ended) = self.finish(here.world.rank() == 0, &codes) {
                 self.has_ended();
                 return Ok(Some(ended));
             }
@@ -274,45 +297,32 @@ impl Checkpoints {
         Ok(None)
     }
 
-    /// One round of telling each other, when training stands still.
-    fn round(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
-        let is_leader = here.world.rank() == 0;
-        let own = [self.code(is_leader), 0.0];
-        let rows = here.rank_table.gather("progress of the checkpoint", own)?;
-        let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
-        Ok(self.finish(is_leader, &codes))
-    }
-
     fn finish(&mut self, is_leader: bool, codes: &[f64]) -> Option<Ended> {
-        let pending = self.pending.as_mut()?;
-        let stage = pending.stage(is_leader, &self.out_dir);
-        let verdict = save_verdict::of(codes);
-        match &verdict {
+        let thread = self.pending.as_ref()?;
+        let failed = match Verdict::of(codes) {
             Verdict::Pending => return None,
             Verdict::Written => {
-                if is_leader && !pending.ordered {
-                    pending.thread.order(Order::Commit);
+                if is_leader {
+                    thread.order(Order::Commit);
                 }
-                pending.ordered = true;
                 return None;
             }
-            Verdict::Saved => self.last = Some(pending.thread.step()),
-            Verdict::Failed { .. } => pending.thread.order(Order::GiveUp),
-        }
-        let own = match stage {
+            Verdict::Ended { failed } => failed,
+        };
+        let own = match thread.stage(self.patience) {
             Stage::Failed(error) => Some(error),
             Stage::Committed(trouble) => trouble,
             Stage::Writing | Stage::Written => None,
         };
-        let ended = Ended {
-            verdict,
-            step: pending.thread.step(),
-            own,
-        };
-        let thread = self.pending.take().map(|pending| pending.thread);
+        let step = thread.step();
+        if failed.is_empty() {
+            self.last = Some(step);
+        } else {
+            thread.order(Order::GiveUp);
+        }
         // A save that could not begin because of the one before has no thread to wait for.
-        self.before = self.before.take().or(thread);
-        Some(ended)
+        self.before = self.before.take().or(self.pending.take());
+        Some(Ended { step, failed, own })
     }
 
     /// True if the thread of the save before touches nothing any more. It is waited for only while its disk answers.
@@ -322,37 +332,20 @@ impl Checkpoints {
         self.before.is_none()
     }
 
-    /// Says on one rank what went wrong, and what comes next: another attempt, or the next save that is due.
+    /// Reports on one rank what went wrong, and what comes next: another attempt, or the next save that is due.
     fn report(&self, here: RankState<'_>, ended: &Ended, retry: Option<Duration>) {
-        let speaks = match &ended.verdict {
-            Verdict::Failed { ranks } => ranks.first() == Some(&here.world.rank()),
-            _ => ended.own.is_some(),
-        };
+        let rank = here.world.rank();
+        let speaks = ended.failed.first().is_none_or(|first| *first == rank);
         if let (true, Some(error)) = (speaks, &ended.own) {
-            let report = SaveReport {
-                step: ended.step,
-                verdict: &ended.verdict,
-                error,
-                next_due: (self.every > 0).then(|| (ended.step / self.every + 1) * self.every),
-                retry,
-                latest: self.last,
-            };
-            warn(&report.to_string());
+            let next_due = (self.every > 0).then(|| (ended.step / self.every + 1) * self.every);
+            warn(&ended.words(error, (retry, next_due), self.last));
         }
     }
 
     /// Copies, and starts the thread. Fails only as a save does.
     fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
-        let thread = match self.task(here, at, snapshot) {
-            Ok(task) => SaveThread::start(task),
-            Err(error) => SaveThread::failed(at.step, error),
-        };
-        self.pending = Some(PendingSave {
-            thread,
-            patience: self.patience,
-            ordered: false,
-            told: Told::default(),
-        });
+        let task = self.task(here, at, snapshot);
+        self.pending = Some(SaveThread::start(&self.out_dir, at.step, task));
     }
 
     /// What the thread is to do.
@@ -366,27 +359,16 @@ impl Checkpoints {
             && let Some(before) = &self.before
         {
             // It may still read the copy, or rename what it wrote.
-            let Wait { doing, path } = before.wait(&self.out_dir);
-            return Err(CheckpointError::Stuck {
-                step: at.step,
-                before: before.step(),
-                doing,
-                path,
-            });
+            return Err(CheckpointError::stuck(at.step, before.step(), &before.asked()));
         }
-        let files = files(here);
-        let (home, stream) = (here.optimizer.home(), &here.world.stream);
-        let sources = match snapshot {
-            Some(arena) => copy(here, &files, arena),
+        let mut tensors = written(here);
+        let home = here.optimizer.home();
+        let readable = match snapshot {
+            Some(arena) => copy(here, &mut tensors, arena),
             // The thread reads on another stream.
-            None => home
-                .synchronize(*stream)
-                .map(|()| files.iter().map(|f| Source::Live(f.buffers.clone())).collect()),
+            None => home.synchronize(here.world.stream),
         };
-        let sources = sources.map_err(|e| CheckpointError::Source {
-            step: at.step,
-            cause: e.to_string(),
-        })?;
+        readable.map_err(|e| unreadable(at.step, &e))?;
         let leader = (here.world.rank() == 0).then(|| Leader {
             state: State {
                 step: at.step,
@@ -394,7 +376,6 @@ impl Checkpoints {
                 skipped: self.identity.skipped.saturating_add(at.skipped),
                 ..self.identity.clone()
             },
-            stems: stems(here),
             keep: self.keep,
             needed: self.resumed_from.into_iter().collect(),
         });
@@ -403,12 +384,41 @@ impl Checkpoints {
             out_dir: self.out_dir.clone(),
             step: at.step,
             generation: self.generation,
-            files: files.into_iter().zip(sources).map(OwnFile::with).collect(),
+            rank: (here.world.rank(), here.world.size()),
+            tensors,
+            live: snapshot.is_none().then(|| (home.clone(), self.stream)),
             leader,
-            home: home.clone(),
-            stream: self.stream,
             cancel: here.world.cancel.clone(),
         })
+    }
+}
+
+impl Ended {
+    /// What went wrong, for people, with what comes next: another attempt after a pause, or the step of the next save.
+    /// `latest` is the step of the latest checkpoint.
+    fn words(
+        &self,
+        error: &CheckpointError,
+        next: (Option<Duration>, Option<u64>),
+        latest: Option<u64>,
+    ) -> String {
+        let step = self.step;
+        if self.failed.is_empty() {
+            return format!(
+                "the checkpoint of step {step} is saved, but older ones that are not kept could not be deleted: {error}"
+            );
+        }
+        let ranks = numbered("rank", &self.failed);
+        let next = match next {
+            (Some(pause), _) => format!("it is tried again in {} s", pause.as_secs()),
+            (None, Some(due)) => format!("training goes on, and the next one is due after step {due}"),
+            (None, None) => "training goes on".into(),
+        };
+        let latest = match latest {
+            Some(latest) => format!("the latest is `{}`", step_name(latest)),
+            None => "there is none yet".into(),
+        };
+        format!("the checkpoint of step {step} was not saved on {ranks}; {next} ({latest})\n  {error}")
     }
 }
 
@@ -438,32 +448,6 @@ pub(crate) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::V
 /// For errors and memory accounts.
 const SNAPSHOT: &str = "checkpoint snapshot";
 
-impl PendingSave {
-    /// The thread's stage, or that its disk takes nothing any more; a failure once, a failure ever after.
-    fn stage(&mut self, is_leader: bool, out_dir: &Path) -> Stage {
-        let mut stage = self.thread.stage();
-        if self.is_busy(&stage, is_leader) && self.thread.silence() > self.patience {
-            let Wait { doing, path } = self.thread.wait(out_dir);
-            stage = Stage::Failed(CheckpointError::Stalled {
-                step: self.thread.step(),
-                doing,
-                path,
-                seconds: self.patience.as_secs_f64(),
-            });
-        }
-        self.told.now(stage)
-    }
-
-    /// The thread has something to do on this rank.
-    fn is_busy(&self, stage: &Stage, is_leader: bool) -> bool {
-        match stage {
-            Stage::Writing => true,
-            Stage::Written => is_leader && self.ordered,
-            Stage::Committed(_) | Stage::Failed(_) => false,
-        }
-    }
-}
-
 /// Lets time pass, unless the generation ends.
 fn pause(here: RankState<'_>, duration: Duration) -> Result<(), TrainError> {
     let until = Instant::now() + duration;
@@ -473,4 +457,85 @@ fn pause(here: RankState<'_>, duration: Duration) -> Result<(), TrainError> {
         std::thread::sleep(left.min(ROUND));
     }
     Ok(())
+}
+
+/// Training stood still because a save took long.
+fn waited_words(before: u64, step: u64, waited: Duration) -> String {
+    format!(
+        "training stood still for {:.1} s: the checkpoint of step {step} was due before that of step {before} was written\n  hint: raise `train.checkpoint_every`, or save to a faster disk",
+        waited.as_secs_f64()
+    )
+}
+
+/// At the end of a run: how many of its saves were lost on the way, and what is left.
+pub(crate) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
+    if saves == 0 {
+        return None;
+    }
+    let latest = latest.map_or_else(
+        || "there is none".to_owned(),
+        |name| format!("the latest is `{name}`"),
+    );
+    Some(format!(
+        "{} of this run could not be saved, as said above; {latest}",
+        counted(saves, "checkpoint")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_ranks_must_have_written_and_one_that_fails_fails_for_all() {
+        let ended = |failed: &[usize]| Verdict::Ended {
+            failed: failed.to_vec(),
+        };
+        assert_eq!(Verdict::of(&[WRITTEN, WRITING, FAILED]), Verdict::Pending);
+        assert_eq!(Verdict::of(&[WRITTEN, WRITTEN]), Verdict::Written);
+        assert_eq!(Verdict::of(&[COMMITTED, WRITTEN]), ended(&[]));
+        assert_eq!(Verdict::of(&[WRITTEN, FAILED, FAILED]), ended(&[1, 2]));
+        // Rank 0 could not commit.
+        assert_eq!(Verdict::of(&[FAILED, WRITTEN]), ended(&[0]));
+        assert_eq!(Verdict::of(&[WRITTEN]), Verdict::Written);
+    }
+
+    #[test]
+    fn a_failed_save_says_where_why_and_what_comes_next() {
+        let error = CheckpointError::Io {
+            doing: "write",
+            path: PathBuf::from("out/x"),
+            cause: "No space left on device (os error 28)".into(),
+            kind: std::io::ErrorKind::StorageFull,
+        };
+        let ended = Ended {
+            step: 40,
+            failed: vec![1, 2],
+            own: None,
+        };
+        insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
+        the checkpoint of step 40 was not saved on ranks 1, 2; training goes on, and the next one is due after step 60 (the latest is `step_00000020`)
+          cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there
+        ");
+        insta::assert_snapshot!(ended.words(&error, (Some(Duration::from_secs(2)), None), None), @r"
+        the checkpoint of step 40 was not saved on ranks 1, 2; it is tried again in 2 s (there is none yet)
+          cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there
+        ");
+        let ended = Ended {
+            failed: Vec::new(),
+            ..ended
+        };
+        insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
+        the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there
+        ");
+        assert_eq!(failed_saves(0, None), None);
+        insta::assert_snapshot!(failed_saves(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved, as said above; the latest is `step_00000060`");
+        insta::assert_snapshot!(waited_words(20, 40, Duration::from_millis(2340)), @r"
+        training stood still for 2.3 s: the checkpoint of step 40 was due before that of step 20 was written
+          hint: raise `train.checkpoint_every`, or save to a faster disk
+        ");
+    }
 }

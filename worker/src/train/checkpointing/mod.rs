@@ -2,11 +2,9 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `checkpoints.rs` | saves as the training loop sees them |
-//! | `save_thread.rs` | one save, written beside the training |
-//! | `save_storage.rs` | what a save waits for |
-//! | `save_verdict.rs` | what follows from how far each rank is with a save |
-//! | `owned_state.rs` | what of the state a rank writes and reads |
+//! | `checkpoints.rs` | saves as the training loop sees them; what follows from how far each rank is |
+//! | `save_thread.rs` | one save, written beside the training; what it waits for |
+//! | `owned_state.rs` | what of the state a rank owns, writes and reads |
 //! | `resume.rs` | where the state of a run comes from: the seed, published weights, a checkpoint |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 
@@ -14,13 +12,10 @@ mod checkpoints;
 mod owned_state;
 mod rescale;
 mod resume;
-mod save_storage;
 mod save_thread;
-mod save_verdict;
 
-pub(super) use checkpoints::{Checkpoints, Position, document, identity};
+pub(super) use checkpoints::{Checkpoints, Position, document, failed_saves, identity};
 pub(super) use owned_state::RankState;
 pub(super) use rescale::{BatchBefore, ranks_divide, rescale};
 pub use resume::check_initial_weights;
 pub(super) use resume::{Origin, open_checkpoint};
-pub(super) use save_verdict::failed_saves;

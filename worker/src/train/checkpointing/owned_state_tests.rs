@@ -3,7 +3,7 @@
 use tempfile::TempDir;
 
 use super::*;
-use crate::checkpoint::{Reader, Rng, State, Which, Writer, file_stem};
+use crate::checkpoint::{Rng, State, Which, Writer, file_stem};
 use crate::config;
 use crate::model::{self, Model};
 use crate::parallel::{GradientLayout, LayoutConfig};
@@ -74,8 +74,9 @@ fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Shardin
 }
 
 /// What `rank` of `ranks` writes.
-fn written(sharding: &Sharding, rank: usize, ranks: usize) -> Vec<OwnPiece> {
-    written_by(sharding, (rank / sharding.world(), ranks / sharding.world()))
+fn written(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Vec<OwnPiece> {
+    let sharding = sharding(model, owners, rank, ranks);
+    written_by(&sharding, (rank / sharding.world(), ranks / sharding.world()))
 }
 
 /// Bytes that belong to these elements and to no others.
@@ -100,10 +101,10 @@ fn save(model: &Model, owners: Owners, ranks: usize) -> TempDir {
         })
         .collect();
     for (rank, writer) in writers.iter().enumerate() {
-        let own = written(&sharding(model, owners, rank, ranks), rank, ranks);
+        let own = written(model, owners, rank, ranks);
         for kind in kinds() {
             let extents = own.iter().flat_map(|piece| extents(&kind, piece, &model.params));
-            let extents: Vec<Extent> = extents.map(|own| own.extent).collect();
+            let extents: Vec<Extent> = extents.map(|(extent, _)| extent).collect();
             let bytes: Vec<Vec<u8>> = extents.iter().map(bytes_of).collect();
             let pieces: Vec<(Extent, &[u8])> =
                 extents.into_iter().zip(bytes.iter().map(Vec::as_slice)).collect();
@@ -142,7 +143,7 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
                         for (kind, piece) in
                             kinds().iter().flat_map(|kind| own.iter().map(move |p| (kind, p)))
                         {
-                            for OwnExtent { extent, .. } in extents(kind, piece, &model.params) {
+                            for (extent, _) in extents(kind, piece, &model.params) {
                                 let found = reader
                                     .read(&extent.tensor, &extent.region, extent.range.clone())
                                     .unwrap();
@@ -166,7 +167,7 @@ fn copies_share_the_writing() {
         for ranks in [2, 4, 8] {
             let copy = ranks_of_a_copy(ranks);
             let writes = |rank| -> usize {
-                let own = written(&sharding(&model, owners, rank, ranks), rank, ranks);
+                let own = written(&model, owners, rank, ranks);
                 own.iter().map(|piece| piece.elements.len()).sum()
             };
             for rank in 0..copy {
@@ -186,7 +187,7 @@ fn ranks_with_the_same_state_write_equal_parts_of_it() {
     let total: usize = model.params.iter().map(ParamSpec::len).sum();
     for ranks in SIZES {
         for rank in 0..ranks {
-            let own = written(&sharding(&model, Owners::All, rank, ranks), rank, ranks);
+            let own = written(&model, Owners::All, rank, ranks);
             let elements: usize = own.iter().map(|piece| piece.elements.len()).sum();
             assert!(elements.abs_diff(total / ranks) <= 1, "rank {rank} of {ranks}");
             for piece in own {

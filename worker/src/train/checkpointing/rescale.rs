@@ -68,17 +68,15 @@ pub(crate) fn ranks_divide(train: &Train, ranks: u64) -> Option<u64> {
 
 /// The accumulation that makes a step of so many samples.
 fn kept(micro_batch: u64, ranks: u64, samples: u64) -> Result<usize, TrainError> {
-    let refused = || {
+    let of_a_pass = ranks * micro_batch;
+    let accumulation = samples.is_multiple_of(of_a_pass).then(|| samples / of_a_pass);
+    let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
+    accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
             "the run was trained in global batches of {samples} samples, and {ranks} ranks with `train.micro_batch: {micro_batch}` cannot make one: {samples} is no multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` lets the global batch change",
             fits(micro_batch, ranks, samples)
         ))
-    };
-    let of_a_pass = ranks * micro_batch;
-    if !samples.is_multiple_of(of_a_pass) {
-        return Err(refused());
-    }
-    usize::try_from(samples / of_a_pass).map_err(|_| refused())
+    })
 }
 
 /// What would make steps of so many samples: the nearest numbers of ranks, the next smaller micro-batch.

@@ -1,5 +1,5 @@
 //! Where the state of a run comes from. A run that goes on from a checkpoint must have some things in common with the
-//! one that wrote it, and each rank reads what it owns. Published weights count at the beginning of a run only.
+//! one that wrote it. Published weights count at the beginning of a run only.
 
 use std::path::Path;
 use std::time::Instant;
@@ -7,19 +7,16 @@ use std::time::Instant;
 use ddp_proto::words::grouped;
 use serde_json::Value;
 
-use super::owned_state::{OwnExtent, StateTensors, extents, tensors};
-use crate::checkpoint::{Expected, Extent, Reader, State, Which, step_name};
+use crate::checkpoint::{Reader, State, Which};
 use crate::config::TrainConfig;
 use crate::data::ORDER_VERSION;
 use crate::model::Model;
-use crate::optim::{Optimizer, evict};
 use crate::parallel::{Agreement, Dtypes, Signature};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
 use crate::train::TrainError;
-use crate::train::step::Replica;
 use crate::train::strategy::network;
-use crate::train::world::{World, timeout};
+use crate::train::world::timeout;
 
 /// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
 /// run. Steps, schedule, batch and everything about ranks may change.
@@ -101,43 +98,8 @@ impl Origin {
 /// step.
 pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
     let reader = Reader::open(out_dir, Which::Step(step))?;
-    let state = &reader.manifest().state;
-    let folder = out_dir.join("checkpoints").join(step_name(state.step));
-    compare(&folder, identity, state)?;
+    compare(reader.path(), identity, &reader.manifest().state)?;
     Ok(reader)
-}
-
-/// Loads what this rank owns. Every rank calls it.
-pub(super) fn load(
-    reader: &Reader,
-    (world, replica, optimizer): (&World, &Replica, &Optimizer),
-) -> Result<(), TrainError> {
-    let parts = tensors(replica.parameters.own(), optimizer);
-    let params = &replica.model.params;
-    let all = |part: &StateTensors<'_>| -> Vec<Extent> {
-        let specs = params.iter();
-        specs.map(|spec| Extent::whole(&part.kind, spec)).collect()
-    };
-    let whole: Vec<Extent> = parts.iter().flat_map(all).collect();
-    let expected: Vec<Expected<'_>> = whole.iter().map(Expected::of).collect();
-    reader.expect(&expected)?;
-    for part in &parts {
-        let pieces = replica.parameters.sharding().own_pieces();
-        let own = pieces.iter().flat_map(|piece| extents(&part.kind, piece, params));
-        for OwnExtent { extent, places } in own {
-            let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
-            let mut rest = bytes.as_slice();
-            for place in &places {
-                let target = part.portion.slice(place);
-                let (here, later) = rest.split_at(target.bytes());
-                optimizer.home().upload(world.stream, &target, here);
-                evict(&target);
-                rest = later;
-            }
-        }
-    }
-    optimizer.home().synchronize(world.stream)?;
-    Ok(())
 }
 
 fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {

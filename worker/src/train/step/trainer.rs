@@ -108,7 +108,7 @@ impl TrainerParts<'_> {
                     if run.forwards == micro_batches {
                         let began = Instant::now();
                         let stop = self.session.stop_requested().is_some();
-                        let save = self.checkpoints.code(self.world.rank() == 0);
+                        let save = self.checkpoints.code();
                         sharing = Some(self.step_table.share(run.positions, stop, save));
                         times.share += began.elapsed();
                     }

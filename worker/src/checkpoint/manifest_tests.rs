@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use crate::checkpoint::{RangeRecord, TensorKind};
+
 use crate::device::DType;
 use crate::model::Region;
 
@@ -39,7 +39,7 @@ fn check_ranges(shape: &[u64], ranges: &[(u64, u64)]) -> Result<Vec<u64>, String
     let ranges = ranges.iter().map(|&(start, end)| range(start, end)).collect();
     let whole = Region::whole(shape).bounds().to_vec();
     let mut tensor = tensor(shape, vec![(whole, ranges)]);
-    check(&mut tensor).map_err(|e| e.to_string())?;
+    tensor.check()?;
     Ok(tensor.ranges().map(|p| p.start).collect())
 }
 
@@ -50,7 +50,7 @@ fn check_boxes(shape: &[u64], boxes: &[Bounds]) -> Result<(), String> {
         (bounds.clone(), vec![range(0, elements)])
     };
     let mut tensor = tensor(shape, boxes.iter().map(with_range).collect());
-    check(&mut tensor).map_err(|e| e.to_string())
+    tensor.check()
 }
 
 #[test]
