@@ -32,7 +32,6 @@ use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
 
-
 /// True if gradients of other ranks' parameters exist in slots only.
 fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
     sharding.world() > 1 && accumulate == Accumulate::Sharded

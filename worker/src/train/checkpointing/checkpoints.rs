@@ -287,7 +287,7 @@ impl Checkpoints {
             here.session.still_alive();
             thread.await_change(ROUND);
             let own = [self.code(), 0.0];
-            let rows = here.exchange.gather("progress of the checkpoint", own)?;
+            let rows = here.rank_table.gather("progress of the checkpoint", own)?;
             let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
             if let Some(ended) = self.finish(here.world.rank() == 0, &codes) {
                 self.has_ended();
