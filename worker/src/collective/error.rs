@@ -156,8 +156,11 @@ impl Failure {
             }
             Self::Library { of_peer, .. } => *of_peer,
             Self::GivenUp { failure, .. } => failure.is_consequence(),
-            Self::TimedOut { .. } | Self::Mismatch { .. } | Self::Invalid(_) => false,
-            Self::Device(_) | Self::System { .. } => false,
+            Self::TimedOut { .. }
+            | Self::Mismatch { .. }
+            | Self::Invalid(_)
+            | Self::Device(_)
+            | Self::System { .. } => false,
         }
     }
 }

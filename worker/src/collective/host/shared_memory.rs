@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::header::OperationHeader;
+use super::header::{HEADER_BYTES, OperationHeader};
 use super::sockets::Connection;
 use crate::collective::error::Failure;
 use crate::collective::wait::{Wait, hung_up};
@@ -111,16 +111,18 @@ impl ControlSegments {
     /// Begins an operation: takes the next slot and writes this rank's header there.
     pub(super) fn announce(&mut self, header: &OperationHeader) {
         self.turn ^= 1;
-        let at = self.at(self.me, slot_offset(self.turn)).cast::<OperationHeader>();
-        // SAFETY: aligned, within the segment, and ours; no rank reads the slot any more (see the module).
-        unsafe { at.write(*header) };
+        let at = self
+            .at(self.me, slot_offset(self.turn))
+            .cast::<[u8; HEADER_BYTES]>();
+        // SAFETY: within the segment, and ours; no rank reads the slot any more (see the module).
+        unsafe { at.write(bytemuck::cast(*header)) };
     }
 
     /// The header of a rank that has reached the first barrier of this operation.
     pub(super) fn header(&self, rank: usize) -> OperationHeader {
-        let at = self.at(rank, slot_offset(self.turn)).cast::<OperationHeader>();
-        // SAFETY: aligned and within the segment; its owner wrote it before the barrier and does not touch it now.
-        unsafe { at.read() }
+        let at = self.at(rank, slot_offset(self.turn)).cast::<[u8; HEADER_BYTES]>();
+        // SAFETY: within the segment; its owner wrote it before the barrier and does not touch it now.
+        bytemuck::cast(unsafe { at.read() })
     }
 
     /// The elements beside the header of this operation.

@@ -94,7 +94,8 @@ fn exchange_addresses(
     let published = ranks.map(|rank| {
         // If it does not in time: which ranks after it did not either.
         let absent = || {
-            let (now, later) = (Instant::now(), Vec::from_iter(rank + 1..info.world_size));
+            let later: Vec<usize> = (rank + 1..info.world_size).collect();
+            let now = Instant::now();
             let (absent, _) = absent_ranks(&later, now, |rank| Ok(store.get(&key(rank), now)?.is_some()));
             [vec![rank], absent].concat()
         };
