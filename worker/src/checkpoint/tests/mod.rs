@@ -47,10 +47,13 @@ impl Writer {
 }
 
 impl Reader {
-    /// The first damage of the content.
+    /// The first damage, whatever model it is.
     pub(crate) fn verify(&self) -> Result<(), CheckpointError> {
-        let is_content = |error: &CheckpointError| error.to_string().contains("does not match its hash");
-        self.damages().into_iter().find(is_content).map_or(Ok(()), Err)
+        let foreign = self.check_model().err();
+        let mut damages = self.damages().into_iter();
+        damages
+            .find(|damage| Some(damage) != foreign.as_ref())
+            .map_or(Ok(()), Err)
     }
 }
 
