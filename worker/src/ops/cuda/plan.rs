@@ -80,7 +80,7 @@ impl From<Call> for Plan {
 
 impl Plan {
     /// Puts its kernels on a stream.
-    pub(in crate::ops) fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+    pub(crate) fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let scratch = match self.scratch_bytes {
             0 => DevicePtr::NULL,
             bytes => cx.scratch(bytes)?,
@@ -118,7 +118,7 @@ impl Plan {
 /// Arguments are added in the order of the kernel's parameters.
 impl Call {
     /// Without arguments yet.
-    pub(in crate::ops) const fn new(
+    pub(crate) const fn new(
         source: &'static KernelSource,
         kernel: &'static str,
         defines: Vec<Define>,
@@ -134,70 +134,70 @@ impl Call {
     }
 
     /// Arguments as data.
-    pub(in crate::ops) fn with(mut self, args: impl IntoIterator<Item = Arg>) -> Self {
+    pub(crate) fn with(mut self, args: impl IntoIterator<Item = Arg>) -> Self {
         self.args.extend(args);
         self
     }
 
     /// Elements that are only read.
-    pub(in crate::ops) fn read<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
+    pub(crate) fn read<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
         self.with(buffers.map(|buffer| Arg::Read(buffer.clone())))
     }
 
     /// Elements that are only read, or no pointer.
-    pub(in crate::ops) fn read_if(self, buffer: Option<&Buffer>) -> Self {
+    pub(crate) fn read_if(self, buffer: Option<&Buffer>) -> Self {
         self.with([buffer.map_or(Arg::Null, |buffer| Arg::Read(buffer.clone()))])
     }
 
     /// Elements that are written, or read and written.
-    pub(in crate::ops) fn write<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
+    pub(crate) fn write<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
         self.with(buffers.map(|buffer| Arg::Write(buffer.clone())))
     }
 
     /// Elements that are written, or no pointer.
-    pub(in crate::ops) fn write_if(self, buffer: Option<&Buffer>) -> Self {
+    pub(crate) fn write_if(self, buffer: Option<&Buffer>) -> Self {
         self.with([buffer.map_or(Arg::Null, |buffer| Arg::Write(buffer.clone()))])
     }
 
     /// Places in the scratch memory.
-    pub(in crate::ops) fn scratch<const N: usize>(self, offsets: [usize; N]) -> Self {
+    pub(crate) fn scratch<const N: usize>(self, offsets: [usize; N]) -> Self {
         self.with(offsets.map(Arg::Scratch))
     }
 
     /// `u32`
-    pub(in crate::ops) fn u32<const N: usize>(self, values: [u32; N]) -> Self {
+    pub(crate) fn u32<const N: usize>(self, values: [u32; N]) -> Self {
         self.with(values.map(Arg::U32))
     }
 
     /// `u64`
-    pub(in crate::ops) fn u64<const N: usize>(self, values: [u64; N]) -> Self {
+    pub(crate) fn u64<const N: usize>(self, values: [u64; N]) -> Self {
         self.with(values.map(Arg::U64))
     }
 
     /// `f32`
-    pub(in crate::ops) fn f32<const N: usize>(self, values: [f32; N]) -> Self {
+    pub(crate) fn f32<const N: usize>(self, values: [f32; N]) -> Self {
         self.with(values.map(Arg::F32))
     }
 
     /// `u32`, 0 or 1.
-    pub(in crate::ops) fn flag(self, value: bool) -> Self {
+    pub(crate) fn flag(self, value: bool) -> Self {
         self.u32([u32::from(value)])
     }
 
     /// A structure: the last argument.
-    pub(in crate::ops) fn table(self, values: Vec<u64>) -> Self {
+    pub(crate) fn table(self, values: Vec<u64>) -> Self {
         self.with([Arg::Table(values)])
     }
 }
 
 /// Elements that a kernel loads at once at most.
-pub(in crate::ops) const WIDEST: usize = 8;
+pub(crate) const WIDEST: usize = 8;
 
 /// Threads of a block of the kernels that have no reason for another number.
-pub(in crate::ops) const THREADS: u32 = 256;
+pub(crate) const THREADS: u32 = 256;
 
 /// An element type in CUDA C.
-pub(in crate::ops) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
+pub(crate) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
     match buffer.dtype() {
         DType::F32 => Ok("f32"),
         DType::Bf16 => Ok("bf16"),
@@ -212,21 +212,18 @@ pub(in crate::ops) fn element(op: &'static str, buffer: &Buffer) -> Result<&'sta
 }
 
 /// Refuses buffers of any other type.
-pub(in crate::ops) fn expect_dtype<B: Borrow<Buffer>>(
-    dtype: DType,
-    buffers: &[B],
-) -> Result<(), DeviceError> {
+pub(crate) fn expect_dtype<B: Borrow<Buffer>>(dtype: DType, buffers: &[B]) -> Result<(), DeviceError> {
     let mut buffers = buffers.iter().map(Borrow::borrow);
     buffers.try_for_each(|buffer| buffer.expect_dtype(dtype))
 }
 
 /// True if the elements start at a multiple of 16 bytes. Arenas do.
-pub(in crate::ops) fn is_aligned(buffer: &Buffer) -> bool {
+pub(crate) fn is_aligned(buffer: &Buffer) -> bool {
     buffer.start().is_multiple_of(16)
 }
 
 /// Elements that are loaded at once, `VEC`: 8 if every row of every buffer starts at a multiple of 16 bytes, else 1.
-pub(in crate::ops) fn width(row: usize, buffers: &[&Buffer]) -> usize {
+pub(crate) fn width(row: usize, buffers: &[&Buffer]) -> usize {
     if row.is_multiple_of(WIDEST) && buffers.iter().all(|buffer| is_aligned(buffer)) {
         WIDEST
     } else {
@@ -235,17 +232,17 @@ pub(in crate::ops) fn width(row: usize, buffers: &[&Buffer]) -> usize {
 }
 
 /// The definition of `VEC`.
-pub(in crate::ops) fn vec_define(width: usize) -> Define {
+pub(crate) fn vec_define(width: usize) -> Define {
     Define::number("VEC", width as i64)
 }
 
 /// Definitions of a kernel that knows one type, and the elements that it loads at once.
-pub(in crate::ops) fn act_defines(act: &'static str, width: usize) -> Vec<Define> {
+pub(crate) fn act_defines(act: &'static str, width: usize) -> Vec<Define> {
     vec![Define::word("ACT", act), vec_define(width)]
 }
 
 /// Definitions of a kernel that adds activations of one type to gradients of another.
-pub(in crate::ops) fn grad_defines(act: &'static str, grad: &'static str, width: usize) -> Vec<Define> {
+pub(crate) fn grad_defines(act: &'static str, grad: &'static str, width: usize) -> Vec<Define> {
     vec![
         Define::word("ACT", act),
         Define::word("GRAD", grad),
@@ -254,7 +251,7 @@ pub(in crate::ops) fn grad_defines(act: &'static str, grad: &'static str, width:
 }
 
 /// A file with each set of definitions.
-pub(in crate::ops) fn units_with(
+pub(crate) fn units_with(
     source: &'static KernelSource,
     defines: impl IntoIterator<Item = Vec<Define>>,
 ) -> Vec<CompileUnit> {
@@ -265,20 +262,20 @@ pub(in crate::ops) fn units_with(
 }
 
 /// All that a file with [`act_defines`] is compiled as.
-pub(in crate::ops) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+pub(crate) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
     let all = ["f32", "bf16"].map(|act| [8, 1].map(|width| act_defines(act, width)));
     units_with(source, all.into_iter().flatten())
 }
 
 /// All that a file with [`grad_defines`] is compiled as.
-pub(in crate::ops) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+pub(crate) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
     let types = [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")];
     let all = types.map(|(act, grad)| [8, 1].map(|width| grad_defines(act, grad, width)));
     units_with(source, all.into_iter().flatten())
 }
 
 /// A number as kernels count with it.
-pub(in crate::ops) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, DeviceError> {
+pub(crate) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, DeviceError> {
     // Half the range, so that kernels can go one block past the end.
     if number > usize::try_from(i32::MAX).unwrap_or(usize::MAX) {
         let what = format!("{number} {name} are more than a kernel counts");
@@ -288,7 +285,7 @@ pub(in crate::ops) fn count(op: &'static str, name: &str, number: usize) -> Resu
 }
 
 /// The grid of an element-wise kernel with so many packs a thread.
-pub(in crate::ops) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> Grid {
+pub(crate) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> Grid {
     // At least one block, for what is left of less than a pack.
     let packs = (elements / width).max(usize::from(elements > 0));
     Grid::covering(packs.div_ceil(unroll), THREADS)
@@ -296,7 +293,7 @@ pub(in crate::ops) fn elementwise_grid(elements: usize, width: usize, unroll: us
 
 /// An element-wise kernel of `op` on buffers of one type, the first's, with so many packs a thread; in rows of `row`
 /// elements, 0 where there are none. The number of elements is its last argument: the caller adds all.
-pub(in crate::ops) fn elementwise(
+pub(crate) fn elementwise(
     op: &'static str,
     source: &'static KernelSource,
     (buffers, row): (&[&Buffer], usize),
@@ -311,7 +308,7 @@ pub(in crate::ops) fn elementwise(
 
 /// Lays arrays out one after the other in scratch memory.
 #[derive(Debug, Default)]
-pub(in crate::ops) struct Scratch {
+pub(crate) struct Scratch {
     bytes: usize,
 }
 
@@ -319,14 +316,14 @@ impl Scratch {
     const ALIGNMENT: usize = 256;
 
     /// Room for so many bytes: where it starts.
-    pub(in crate::ops) fn take(&mut self, bytes: usize) -> usize {
+    pub(crate) fn take(&mut self, bytes: usize) -> usize {
         let start = self.bytes;
         self.bytes += bytes.next_multiple_of(Self::ALIGNMENT);
         start
     }
 
     /// What runs in it.
-    pub(in crate::ops) fn plan(self, calls: Vec<Call>) -> Plan {
+    pub(crate) fn plan(self, calls: Vec<Call>) -> Plan {
         Plan {
             scratch_bytes: self.bytes,
             calls,
