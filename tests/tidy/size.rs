@@ -1,7 +1,7 @@
 //! How large the product is: lines of production code, files, files in a folder. `.ci/run lines` prints the table.
 //!
 //! A line of production code is neither blank nor a comment nor part of a test. Lines of Rust have a limit; those of CUDA
-//! are counted beside them. Each limit that is above what the style asks for only goes down.
+//! are counted beside them. A limit only goes down.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,10 +13,10 @@ use crate::{Breach, assert_none};
 
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
-/// Lines of Rust in `worker/src`. The style asks for 32,000.
-const WORKER_LINES: usize = 37_400;
-/// Files of `worker/src`. The style asks for 200.
-const WORKER_FILES: usize = 235;
+/// Lines of Rust in `worker/src`.
+const WORKER_LINES: usize = 32_000;
+/// Files of `worker/src`.
+const WORKER_FILES: usize = 200;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only wires;
@@ -74,7 +74,9 @@ impl Size {
             .iter()
             .filter(|file| Path::new(file.path).starts_with(folder))
         {
-            let is_rust = file.path.ends_with(".rs");
+            let is_rust = Path::new(file.path)
+                .extension()
+                .is_some_and(|ending| ending == "rs");
             *(if is_rust { &mut size.rust } else { &mut size.cuda }) += file.lines;
             size.files += 1;
         }

@@ -138,7 +138,7 @@ impl Link {
 
         let (sender, assignment) = channel();
         link.start("ddp-control-in", move |shared, stream| {
-            shared.read(stream, &sender)
+            shared.read(stream, &sender);
         })?;
         let cause = || link.shared.cancel.cause().unwrap_or_default();
         let left = deadline.saturating_duration_since(Instant::now());
@@ -163,7 +163,7 @@ impl Link {
                 assigned.protocol
             )));
         }
-        link.start("ddp-control-out", |shared, stream| shared.write(stream))?;
+        link.start("ddp-control-out", Shared::write)?;
         Ok((link, assigned))
     }
 

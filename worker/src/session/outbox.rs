@@ -25,6 +25,7 @@ pub(super) struct Outbox {
     cancel: Cancel,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
 struct State {
     lines: VecDeque<Vec<u8>>,
     /// The writer has taken a line that is not yet written.
@@ -44,9 +45,10 @@ struct State {
 impl State {
     /// The last heartbeat, with what is waited for; a repetition has its age.
     fn take_heartbeat(&mut self, now: Instant, cancel: &Cancel) -> ToAgent {
-        let quiet = match std::mem::replace(&mut self.is_repeated, true) {
-            true => now.saturating_duration_since(self.reported_at),
-            false => Duration::ZERO,
+        let quiet = if std::mem::replace(&mut self.is_repeated, true) {
+            now.saturating_duration_since(self.reported_at)
+        } else {
+            Duration::ZERO
         };
         let all = cancel.waits();
         let lasting = all.iter().filter(|wanted| wanted.waited >= LASTING);

@@ -21,7 +21,7 @@ use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
 use crate::train::world::World;
 
 /// Bound of waits for what is there at once.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// What a rank holds and sends, under one strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,12 +178,11 @@ fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> R
 /// Bytes of gradients, of parameters, and of both between copies of the state that were sent so far.
 fn sent(mesh: &Mesh) -> Result<[u64; 3], TrainError> {
     let all = mesh.wire_bytes();
-    let between_copies = match mesh.size(&[Axis::Replicate]) {
-        1 => 0,
-        _ => {
-            let copies = mesh.group(&[Axis::Replicate])?.wire_bytes();
-            copies.grads + copies.params
-        }
+    let between_copies = if mesh.size(&[Axis::Replicate]) == 1 {
+        0
+    } else {
+        let copies = mesh.group(&[Axis::Replicate])?.wire_bytes();
+        copies.grads + copies.params
     };
     Ok([all.grads, all.params, between_copies])
 }
