@@ -11,7 +11,7 @@ use crate::device::DeviceError;
 pub struct CollectiveError {
     /// Global rank of this process.
     pub rank: usize,
-    /// Which one: see [`name`].
+    /// Which one: the operation, its number in its communicator, what it is for and its bytes.
     pub operation: String,
     /// What happened.
     pub failure: Failure,
