@@ -79,7 +79,9 @@ struct Account {
 impl Account {
     fn of(program: &Path, strategy: &str, precision: &str, ranks: i64) -> Self {
         let job = job(strategy, precision);
+        // Otherwise glibc keeps what was freed, up to a bound that depends on the largest allocation so far.
         let launch = launch_from(program)
+            .env("MALLOC_TRIM_THRESHOLD_", "131072")
             .nproc(ranks as u32)
             .dir(job.dir())
             .target("tiny.yaml");

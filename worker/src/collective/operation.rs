@@ -263,19 +263,25 @@ impl Work {
 
     /// Blocks the host until the operation is done. Returns when it ran, if it moved anything.
     pub fn wait(&self, deadline: Instant) -> Result<Option<Interval>, WorkError> {
+        let began = Instant::now();
         loop {
             if let Some(outcome) = (self.outcome)() {
                 return Ok(outcome?);
             }
             let until = deadline.min(Instant::now() + POLL_INTERVAL);
             let waited = self.event.wait(until);
-            let is_over = until == deadline || self.event.poll().is_some();
-            if is_over && (self.outcome)().is_none() {
-                let error = waited
-                    .err()
-                    .unwrap_or_else(|| DeviceError::Upstream("the communicator was shut down".into()));
-                return Err(WorkError::Pending(error));
+            let reached = self.event.poll();
+            if (until < deadline && reached.is_none()) || (self.outcome)().is_some() {
+                continue;
             }
+            return Err(WorkError::Pending(match (reached, waited) {
+                (None, Err(DeviceError::TimedOut { what, .. })) => DeviceError::TimedOut {
+                    what,
+                    waited_ms: began.elapsed().as_millis() as u64,
+                },
+                (Some(Err(error)), _) | (None, Err(error)) => error,
+                _ => DeviceError::Upstream("the communicator was shut down".into()),
+            }));
         }
     }
 

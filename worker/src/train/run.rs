@@ -111,7 +111,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         if let Some(words) = &prepared.rescaled {
             say(words);
         }
-        say(&startup_table(&prepared)?);
+        say(&startup_table(&prepared));
     }
     let mut recorder = Recorder::new(log, first_step, config.train.steps);
     let mut outcome = Outcome::default();

@@ -14,7 +14,7 @@ use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 
 /// The table.
-pub(super) fn startup_table(prepared: &Prepared<'_>) -> Result<String, TrainError> {
+pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
@@ -46,12 +46,14 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> Result<String, TrainErro
     table.add("initial weights", prepared.pretrained.clone());
     table.add("rescaled", prepared.rescaled.clone());
     table.add("optimizer state", offloaded(prepared));
-    table.add("accumulation", accumulation(prepared)?);
+    // A row for people must not end a run.
+    let accumulation = accumulation(prepared).inspect_err(|e| tracing::warn!("both ways to accumulate: {e}"));
+    table.add("accumulation", accumulation.unwrap_or_default());
     table.add("recomputation", recomputation(train.recompute));
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
     table.add("out_dir", prepared.run_dir.path().display().to_string());
-    Ok(table.0.trim_fmt())
+    table.0.trim_fmt()
 }
 
 struct Rows(Table);

@@ -12,7 +12,7 @@ use crate::device::DType;
 pub(super) const HEADER_BYTES: usize = 64;
 
 /// First half of every header: no other protocol has it, and no build with another format.
-const MAGIC: u32 = 0x6464_7001;
+const MAGIC: u32 = 0x6464_7002;
 
 /// The first bytes must be the same on all ranks; the others may differ.
 const COMMON_BYTES: usize = 32;

@@ -10,7 +10,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -21,8 +21,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, SockaddrLike,
-    SockaddrStorage, accept4, connect, getsockopt, listen, recv, recvmsg, send, sendmsg, setsockopt, socket,
-    sockopt,
+    SockaddrStorage, UnixAddr as AbstractAddr, accept4, connect, getsockopt, listen, recv, recvmsg, send,
+    sendmsg, setsockopt, socket, sockopt,
 };
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +36,8 @@ const PENDING_BOUND: usize = 256;
 const FOREIGN_CONNECTIONS: usize = 128;
 /// Longest wait for a TCP connection to a rank that listens: a firewall may drop packets without an answer.
 const CONNECT_BOUND: Duration = Duration::from_secs(10);
+/// Between two tries to connect to a rank whose backlog is full.
+const BACKLOG_PAUSE: Duration = Duration::from_millis(1);
 const MAGIC: u64 = 0x6464_7072_756e_0001;
 
 /// Who opens a connection, and to whom.
@@ -298,7 +300,7 @@ impl Address {
         let malformed = || Failure::Invalid(format!("rank {rank} published a malformed address"));
         let token = u128::from_str_radix(&self.token, 16).map_err(|_| malformed())?;
         let socket = if is_local {
-            connect_unix(&self.unix, rank)?
+            connect_unix(&self.unix, rank, wait)?
         } else {
             connect_tcp(self.tcp.ok_or_else(malformed)?, rank, wait)?
         };
@@ -317,16 +319,27 @@ impl Address {
     }
 }
 
-/// Its backlog has room for all ranks that know the address, so that this does not wait.
-fn connect_unix(name: &str, rank: usize) -> Result<OwnedFd, Failure> {
-    let refused = |e: io::Error| {
+/// Connects to the abstract Unix address of a global rank of this node.
+fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure> {
+    let refused = |errno: Errno| {
         let what = format!("connecting to rank {rank} at the abstract Unix address `{name}`");
-        system_failure(what, e)
+        system_failure(what, errno)
     };
-    let address = UnixAddr::from_abstract_name(name).map_err(refused)?;
-    UnixStream::connect_addr(&address)
-        .map(OwnedFd::from)
-        .map_err(refused)
+    let address = AbstractAddr::new_abstract(name.as_bytes()).map_err(refused)?;
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(refused)?;
+    loop {
+        match connect(socket.as_raw_fd(), &address) {
+            Ok(()) => return Ok(socket),
+            // The backlog is full: the listener is slow.
+            Err(Errno::EAGAIN) => {
+                wait.check(|| vec![rank])?;
+                std::thread::sleep(BACKLOG_PAUSE);
+            }
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(refused(error)),
+        }
+    }
 }
 
 /// To a rank that listens already: within [`CONNECT_BOUND`].
@@ -506,6 +519,8 @@ fn receive_fd(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, Option
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
     use crate::collective::wait::hung_up;
     use crate::session::Cancel;
@@ -535,6 +550,17 @@ mod tests {
         let (left, _right) = pair(3);
         let wait = Wait::new(Duration::from_millis(5), &Cancel::new());
         let error = left.receive_fd(1, &wait).unwrap_err();
+        assert!(matches!(error, Failure::TimedOut { waiting_for, .. } if waiting_for == [3]));
+    }
+
+    #[test]
+    fn a_rank_of_this_node_that_accepts_nobody_is_named_when_the_time_is_over() {
+        let name = format!("ddp-sockets-test-{}", std::process::id());
+        let _listener = listen_unix(&name, 1).unwrap();
+        let wait = Wait::new(Duration::from_millis(50), &Cancel::new());
+        // As many as the backlog has room for come through at once.
+        let connections: Result<Vec<_>, _> = (0..16).map(|_| connect_unix(&name, 3, &wait)).collect();
+        let error = connections.unwrap_err();
         assert!(matches!(error, Failure::TimedOut { waiting_for, .. } if waiting_for == [3]));
     }
 }

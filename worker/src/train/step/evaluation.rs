@@ -19,7 +19,7 @@ impl Evaluation {
         Self { tokens, block_size }
     }
 
-    /// Mean loss over all positions of all blocks. StepRows may be uneven: every position weighs the same. Every rank
+    /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
     /// must call it.
     pub(crate) fn mean_loss(
         &self,
