@@ -1,0 +1,94 @@
+//! The row of a rank, written action by action.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::parallel::pipeline::action::{Action, ActionKind, Cell};
+
+/// Writes the row of a rank. A generator says which stage does what; micro-batches follow, since every stage takes them
+/// in order.
+pub(super) struct RowWriter {
+    rank: usize,
+    cells: Vec<Cell>,
+    /// By stage, how many F were written.
+    forwards: HashMap<usize, usize>,
+    /// By stage, how many B and I were written.
+    backwards: HashMap<usize, usize>,
+    /// I whose W was not written yet, as (stage, micro-batch).
+    without_w: VecDeque<(usize, usize)>,
+}
+
+impl RowWriter {
+    pub(super) fn new(rank: usize) -> Self {
+        Self {
+            rank,
+            cells: Vec::new(),
+            forwards: HashMap::new(),
+            backwards: HashMap::new(),
+            without_w: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn cells(&self) -> &[Cell] {
+        &self.cells
+    }
+
+    pub(super) fn into_cells(self) -> Vec<Cell> {
+        self.cells
+    }
+
+    /// F, B or I of a stage's next micro-batch.
+    fn next(&mut self, stage: usize, kind: ActionKind) -> Action {
+        let written = match kind {
+            ActionKind::Forward => &mut self.forwards,
+            _ => &mut self.backwards,
+        };
+        let count = written.entry(stage).or_default();
+        let micro_batch = *count;
+        *count += 1;
+        if kind == ActionKind::InputGradient {
+            self.without_w.push_back((stage, micro_batch));
+        }
+        self.action(stage, kind, micro_batch)
+    }
+
+    fn action(&self, stage: usize, kind: ActionKind, micro_batch: usize) -> Action {
+        Action {
+            rank: self.rank,
+            stage,
+            kind,
+            micro_batch: Some(micro_batch),
+        }
+    }
+
+    /// Writes F, B or I of a stage's next micro-batch.
+    pub(super) fn write(&mut self, stage: usize, kind: ActionKind) {
+        let action = self.next(stage, kind);
+        self.cells.push(Cell::One(action));
+    }
+
+    /// Writes F of one stage and B of another that overlap.
+    pub(super) fn write_overlapped(&mut self, forward: usize, backward: usize) {
+        let (forward, backward) = (
+            self.next(forward, ActionKind::Forward),
+            self.next(backward, ActionKind::Backward),
+        );
+        self.cells.push(Cell::Overlapped { forward, backward });
+    }
+
+    /// Writes the W that is due for longest, if there is one: of `stage`, or of any. Says whether there was.
+    pub(super) fn write_w(&mut self, stage: Option<usize>) -> bool {
+        let is_of_it = |&(of, _): &(usize, usize)| stage.is_none_or(|stage| stage == of);
+        let Some(at) = self.without_w.iter().position(is_of_it) else {
+            return false;
+        };
+        let (stage, micro_batch) = self.without_w.remove(at).expect("its position");
+        let action = self.action(stage, ActionKind::WeightGradient, micro_batch);
+        self.cells.push(Cell::One(action));
+        true
+    }
+
+    /// Forwards written of a stage.
+    pub(super) fn forwards(&self, stage: usize) -> usize {
+        self.forwards.get(&stage).copied().unwrap_or(0)
+    }
+}

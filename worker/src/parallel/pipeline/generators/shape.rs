@@ -1,0 +1,62 @@
+//! Sizes of a pipeline, and the refusal of sizes that a schedule does not exist for.
+
+use crate::parallel::pipeline::action::{Cell, Schedule};
+use crate::parallel::pipeline::stages::Placement;
+
+/// Sizes of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PipelineShape {
+    /// Ranks along the pipeline's axis, P.
+    pub ranks: usize,
+    /// Stages of each rank, v.
+    pub chunks: usize,
+    /// Micro-batches of a step, M.
+    pub micro_batches: usize,
+}
+
+/// A schedule does not exist for these sizes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{schedule} does not exist for {} ranks, {} chunks a rank and {} micro-batches: {reason}",
+    shape.ranks, shape.chunks, shape.micro_batches
+)]
+pub struct ShapeError {
+    /// Name of the schedule.
+    pub schedule: &'static str,
+    /// What was asked for.
+    pub shape: PipelineShape,
+    /// What the schedule needs.
+    pub reason: &'static str,
+}
+
+impl PipelineShape {
+    /// Number of stages.
+    #[must_use]
+    pub fn stages(self) -> usize {
+        self.ranks * self.chunks
+    }
+
+    /// Refuses what no schedule can be made of, and what does not suit this one, for the reason given.
+    pub(super) fn check(
+        self,
+        schedule: &'static str,
+        unsuitable: Option<&'static str>,
+    ) -> Result<(), ShapeError> {
+        let has_zero = self.ranks == 0 || self.chunks == 0 || self.micro_batches == 0;
+        let zero = has_zero.then_some("each must be at least 1");
+        match zero.or(unsuitable) {
+            None => Ok(()),
+            Some(reason) => Err(ShapeError {
+                schedule,
+                shape: self,
+                reason,
+            }),
+        }
+    }
+
+    /// The rows that `row` makes for each rank.
+    pub(super) fn schedule(self, placement: Placement, row: impl FnMut(usize) -> Vec<Cell>) -> Schedule {
+        let rows = (0..self.ranks).map(row).collect();
+        Schedule::new(placement, self.micro_batches, rows)
+    }
+}

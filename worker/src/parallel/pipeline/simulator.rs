@@ -1,0 +1,425 @@
+//! Simulator: when each rank runs which action of a schedule, how long it waits, and what it keeps meanwhile.
+//!
+//! Time is in ticks and memory in bytes, of whatever size the caller counts in: whole numbers, so that results are
+//! exact. A rank runs its cells in order, each as soon as what it needs is there. Which rank waits for which follows
+//! from the order alone, not from the durations: a schedule that deadlocks here deadlocks always.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use super::action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
+
+/// What the actions of a stage cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageCosts {
+    /// Ticks of F.
+    pub forward: u64,
+    /// Ticks of B.
+    pub backward: u64,
+    /// Ticks of I.
+    pub input_gradient: u64,
+    /// Ticks of W.
+    pub weight_gradient: u64,
+    /// Ticks of gathering that nothing hides.
+    pub unshard: u64,
+    /// Ticks of the reduction of gradients that nothing hides.
+    pub reduce_gradient: u64,
+    /// Ticks of the update.
+    pub step: u64,
+    /// Bytes that are kept of a micro-batch from its F to its W or B. 0 for evaluation.
+    pub kept_bytes: u64,
+}
+
+impl StageCosts {
+    /// F, I and W take a tick each, B takes two, a micro-batch keeps a byte, and nothing else costs anything.
+    pub const UNIT: Self = Self {
+        forward: 1,
+        backward: 2,
+        input_gradient: 1,
+        weight_gradient: 1,
+        unshard: 0,
+        reduce_gradient: 0,
+        step: 0,
+        kept_bytes: 1,
+    };
+
+    fn ticks(&self, kind: ActionKind) -> u64 {
+        match kind {
+            ActionKind::Forward => self.forward,
+            ActionKind::Backward => self.backward,
+            ActionKind::InputGradient => self.input_gradient,
+            ActionKind::WeightGradient => self.weight_gradient,
+            ActionKind::Unshard => self.unshard,
+            ActionKind::ReduceGradient => self.reduce_gradient,
+            ActionKind::Step => self.step,
+            _ => 0,
+        }
+    }
+}
+
+/// How messages travel on each [`Edge`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Links {
+    /// Ticks from the start of a send to where the message can be received. An edge carries one message at a time.
+    pub transit: u64,
+    /// Ticks that a send or a receive occupies its rank. With 0 the rank computes meanwhile.
+    pub occupied: u64,
+    /// Messages that a queue holds, from their send to their receive. A send waits for a free place; with 0 places it
+    /// waits for its receive. None: any number.
+    pub capacity: Option<usize>,
+}
+
+impl Links {
+    /// Messages arrive at once, and nobody waits for a place.
+    pub const IDEAL: Self = Self {
+        transit: 0,
+        occupied: 0,
+        capacity: None,
+    };
+}
+
+/// A cell that ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interval {
+    /// What ran.
+    pub cell: Cell,
+    /// Tick of its start.
+    pub start: u64,
+    /// Tick of its end.
+    pub end: u64,
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankTimeline {
+    /// Its cells, in order.
+    pub intervals: Vec<Interval>,
+    /// Ticks in which it computed: F, B, I, W.
+    pub busy: u64,
+    /// What it kept for backward, as (tick, bytes from then on).
+    pub memory: Vec<(u64, u64)>,
+    /// The most that it kept.
+    pub peak_bytes: u64,
+}
+
+/// A simulated step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Simulation {
+    /// Ticks until the last action of the last rank has ended.
+    pub end: u64,
+    /// By rank.
+    pub ranks: Vec<RankTimeline>,
+    /// Most messages that were in one queue at once. With this capacity no send waits.
+    pub deepest_queue: usize,
+}
+
+impl Simulation {
+    /// Ticks in which a rank did not compute.
+    #[must_use]
+    pub fn bubble(&self, rank: usize) -> u64 {
+        self.end - self.ranks[rank].busy
+    }
+
+    /// The part of all ranks' time in which they did not compute.
+    #[must_use]
+    pub fn bubble_fraction(&self) -> f64 {
+        let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
+        bubbles as f64 / (self.end * self.ranks.len() as u64).max(1) as f64
+    }
+
+    /// The most that any rank kept.
+    #[must_use]
+    pub fn peak_bytes(&self) -> u64 {
+        let peaks = self.ranks.iter().map(|rank| rank.peak_bytes);
+        peaks.max().unwrap_or(0)
+    }
+}
+
+/// A rank that cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// What it would do next.
+    pub action: Action,
+    /// What has to happen before.
+    pub awaited: Action,
+}
+
+/// No rank can go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the schedule deadlocks: {}", chain(waiting, *is_cycle))]
+pub struct Deadlock {
+    /// Each one waits for the next. The last one waits for the first if it is a cycle.
+    pub waiting: Vec<Waiting>,
+    /// Otherwise the last one waits for what its rank never does.
+    pub is_cycle: bool,
+}
+
+fn chain(waiting: &[Waiting], is_cycle: bool) -> impl fmt::Display {
+    let mut links: Vec<String> = waiting
+        .iter()
+        .map(|wait| {
+            let (action, awaited) = (wait.action, wait.awaited);
+            format!(
+                "rank {} at `{action}` waits for `{awaited}` of rank {}",
+                action.rank, awaited.rank
+            )
+        })
+        .collect();
+    if !is_cycle && let Some(last) = links.last_mut() {
+        last.push_str(", which never comes");
+    }
+    links.join("; ")
+}
+
+/// Runs a schedule. `costs` has an entry for each stage, and every send and receive a rank at its other end.
+///
+/// A schedule without sends and receives takes data from stage to stage in [`Links::transit`] ticks, without queues.
+pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
+    assert_eq!(costs.len(), schedule.placement().stages(), "costs of each stage");
+    let run = Run::new(schedule, costs, links);
+    run.finish()
+}
+
+/// Messages from one rank to another.
+#[derive(Default)]
+struct Queue {
+    /// All messages since the start.
+    messages: Vec<Message>,
+    /// When each one left the queue.
+    left: Vec<u64>,
+}
+
+struct Message {
+    transfer: Transfer,
+    sent: u64,
+    arrives: u64,
+}
+
+impl Queue {
+    /// Most messages that were in it at once. A place that is freed at the tick of a send is free for it.
+    fn depth(&self) -> usize {
+        let places = self.messages.iter().enumerate().map(|(number, message)| {
+            let freed = self.left.partition_point(|&left| left <= message.sent);
+            number + 1 - freed.min(number)
+        });
+        places.max().unwrap_or(0)
+    }
+}
+
+struct Run<'a> {
+    schedule: &'a Schedule,
+    costs: &'a [StageCosts],
+    links: Links,
+    has_transfers: bool,
+    /// By rank, the cell that comes next, and when the one before ends.
+    next: Vec<(usize, u64)>,
+    /// When what was done ended, with I and W for B.
+    ended: HashMap<Action, u64>,
+    queues: HashMap<Edge, Queue>,
+    ranks: Vec<RankTimeline>,
+}
+
+impl<'a> Run<'a> {
+    fn new(schedule: &'a Schedule, costs: &'a [StageCosts], links: Links) -> Self {
+        let ranks = schedule.placement().ranks();
+        Self {
+            schedule,
+            costs,
+            links,
+            has_transfers: schedule.has_transfers(),
+            next: vec![(0, 0); ranks],
+            ended: HashMap::new(),
+            queues: HashMap::new(),
+            ranks: vec![RankTimeline::default(); ranks],
+        }
+    }
+
+    fn finish(mut self) -> Result<Simulation, Deadlock> {
+        let mut has_moved = true;
+        while has_moved {
+            has_moved = false;
+            for rank in 0..self.ranks.len() {
+                while let Some(Ok(())) = self.advance(rank) {
+                    has_moved = true;
+                }
+            }
+        }
+        match self.deadlock() {
+            Some(deadlock) => Err(deadlock),
+            None => Ok(Simulation {
+                end: self.next.iter().map(|&(_, end)| end).max().unwrap_or(0),
+                ranks: self.ranks,
+                deepest_queue: self.queues.values().map(Queue::depth).max().unwrap_or(0),
+            }),
+        }
+    }
+
+    /// The cell that comes next on a rank.
+    fn cell(&self, rank: usize) -> Option<Cell> {
+        self.schedule.rows()[rank].get(self.next[rank].0).copied()
+    }
+
+    /// Runs the next cell of a rank, if there is one and what it needs is there. Otherwise says what is not.
+    fn advance(&mut self, rank: usize) -> Option<Result<(), Waiting>> {
+        let cell = self.cell(rank)?;
+        let mut start = self.next[rank].1;
+        for action in cell.actions() {
+            let ready = match action.kind {
+                kind if kind.is_send() => self.may_send(action),
+                kind if kind.is_receive() => self.may_receive(action),
+                _ => self.may_compute(action),
+            };
+            match ready {
+                Ok(at) => start = start.max(at),
+                Err(awaited) => return Some(Err(Waiting { action, awaited })),
+            }
+        }
+        let end = start + cell.actions().map(|action| self.ticks(action)).sum::<u64>();
+        for action in cell.actions() {
+            self.carry_out(action, start, end);
+        }
+        self.ranks[rank].intervals.push(Interval { cell, start, end });
+        self.next[rank] = (self.next[rank].0 + 1, end);
+        Some(Ok(()))
+    }
+
+    fn ticks(&self, action: Action) -> u64 {
+        if action.kind.is_send() || action.kind.is_receive() {
+            self.links.occupied
+        } else {
+            self.costs[action.stage].ticks(action.kind)
+        }
+    }
+
+    /// When all that F, B, I or W needs is there.
+    fn may_compute(&self, action: Action) -> Result<u64, Action> {
+        let own = match action.kind {
+            ActionKind::Backward | ActionKind::InputGradient => Some(ActionKind::Forward),
+            ActionKind::WeightGradient => Some(ActionKind::InputGradient),
+            _ => None,
+        };
+        let placement = self.schedule.placement();
+        let own = own.map_or(Ok(0), |kind| self.end_of(action.with(kind)))?;
+        let input = match (action.transfer(placement), action.input(placement)) {
+            (Some(transfer), _) if self.has_transfers => self.end_of(transfer.receive)?,
+            (Some(transfer), _) => self.end_of(transfer.producer)? + self.links.transit,
+            (None, Some(input)) => self.end_of(input)?,
+            (None, None) => 0,
+        };
+        Ok(own.max(input))
+    }
+
+    fn end_of(&self, action: Action) -> Result<u64, Action> {
+        self.ended.get(&action).copied().ok_or(action)
+    }
+
+    /// When a send has something to send, and a place for it.
+    fn may_send(&mut self, send: Action) -> Result<u64, Action> {
+        let transfer = self.transfer(send);
+        let made = self.end_of(transfer.producer)?;
+        let is_free = match self.links.capacity {
+            None => 0,
+            // The receiver has to be there.
+            Some(0) if self.cell(transfer.receive.rank) == Some(Cell::One(transfer.receive)) => {
+                self.next[transfer.receive.rank].1
+            }
+            Some(0) => return Err(transfer.receive),
+            Some(capacity) => {
+                let queue = self.queue(&transfer);
+                match queue.messages.len().checked_sub(capacity) {
+                    None => 0,
+                    Some(last) => *queue
+                        .left
+                        .get(last)
+                        .ok_or(queue.messages[last].transfer.receive)?,
+                }
+            }
+        };
+        Ok(made.max(is_free))
+    }
+
+    /// When a message can be received: it is the first one in its queue.
+    fn may_receive(&mut self, receive: Action) -> Result<u64, Action> {
+        let transfer = self.transfer(receive);
+        let queue = self.queue(&transfer);
+        match queue.messages.get(queue.left.len()) {
+            Some(first) if first.transfer == transfer => Ok(first.arrives),
+            Some(first) => Err(first.transfer.receive),
+            None => Err(transfer.send),
+        }
+    }
+
+    fn transfer(&self, action: Action) -> Transfer {
+        let transfer = action.transfer(self.schedule.placement());
+        transfer.unwrap_or_else(|| panic!("`{action}` has another rank at its other end"))
+    }
+
+    fn queue(&mut self, transfer: &Transfer) -> &mut Queue {
+        self.queues.entry(transfer.edge()).or_default()
+    }
+
+    /// Notes that an action ran.
+    fn carry_out(&mut self, action: Action, start: u64, end: u64) {
+        self.ended.extend(action.parts().map(|part| (part, end)));
+        if action.kind.is_send() {
+            let transit = self.links.transit;
+            let transfer = self.transfer(action);
+            let messages = &mut self.queue(&transfer).messages;
+            let before = messages.last().map_or(0, |message| message.arrives);
+            messages.push(Message {
+                transfer,
+                sent: start,
+                arrives: start.max(before) + transit,
+            });
+        } else if action.kind.is_receive() {
+            let transfer = self.transfer(action);
+            self.queue(&transfer).left.push(end);
+        }
+        let StageCosts { kept_bytes, .. } = self.costs[action.stage];
+        let ticks = self.ticks(action);
+        let timeline = &mut self.ranks[action.rank];
+        if action.kind.is_compute() {
+            timeline.busy += ticks;
+        }
+        let kept = timeline.memory.last().map_or(0, |&(_, bytes)| bytes);
+        if action.kind == ActionKind::Forward {
+            timeline.memory.push((start, kept + kept_bytes));
+            timeline.peak_bytes = timeline.peak_bytes.max(kept + kept_bytes);
+        } else if action.kind.makes_weight_gradient() {
+            timeline.memory.push((end, kept - kept_bytes));
+        }
+    }
+
+    /// Who waits for whom, if any rank has not come to its end.
+    fn deadlock(&mut self) -> Option<Deadlock> {
+        let ranks = 0..self.ranks.len();
+        let mut waits: Vec<Option<Waiting>> = ranks.map(|rank| self.advance(rank)?.err()).collect();
+        for wait in waits.iter_mut().flatten() {
+            wait.awaited = self.schedule.as_written(wait.awaited);
+        }
+        let mut waiting = vec![(*waits.iter().flatten().next()?)];
+        loop {
+            let awaited = waiting[waiting.len() - 1].awaited.rank;
+            if let Some(first) = waiting.iter().position(|wait| wait.action.rank == awaited) {
+                waiting.drain(..first);
+                return Some(Deadlock {
+                    waiting,
+                    is_cycle: true,
+                });
+            }
+            match waits[awaited] {
+                Some(wait) => waiting.push(wait),
+                None => {
+                    return Some(Deadlock {
+                        waiting,
+                        is_cycle: false,
+                    });
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "simulator_tests.rs"]
+mod tests;

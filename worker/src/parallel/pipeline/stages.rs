@@ -1,0 +1,270 @@
+//! Stages of a pipeline: which rank holds which stage, and which layers a stage consists of.
+
+use std::ops::Range;
+
+/// Which rank holds which stage. Ranks are those along the pipeline's axis of the mesh.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    ranks: usize,
+    rank_of_stage: Vec<usize>,
+}
+
+impl Placement {
+    /// Stage `s` on rank `s mod ranks`, as interleaved schedules have it.
+    #[must_use]
+    pub fn looped(ranks: usize, chunks: usize) -> Self {
+        let rank_of_stage = (0..ranks * chunks).map(|stage| stage % ranks).collect();
+        Self { ranks, rank_of_stage }
+    }
+
+    /// There and back again: with two chunks rank 0 holds the first and the last stage.
+    #[must_use]
+    pub fn v_shaped(ranks: usize, chunks: usize) -> Self {
+        let rank_of = |stage: usize| {
+            let way = stage % ranks;
+            if (stage / ranks).is_multiple_of(2) {
+                way
+            } else {
+                ranks - 1 - way
+            }
+        };
+        let rank_of_stage = (0..ranks * chunks).map(rank_of).collect();
+        Self { ranks, rank_of_stage }
+    }
+
+    /// Any placement, by the ranks of the stages.
+    #[must_use]
+    pub fn new(ranks: usize, rank_of_stage: Vec<usize>) -> Self {
+        assert!(
+            rank_of_stage.iter().all(|&rank| rank < ranks),
+            "ranks of the pipeline"
+        );
+        Self { ranks, rank_of_stage }
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Number of stages.
+    #[must_use]
+    pub fn stages(&self) -> usize {
+        self.rank_of_stage.len()
+    }
+
+    /// The rank that holds a stage.
+    #[must_use]
+    pub fn rank_of(&self, stage: usize) -> usize {
+        self.rank_of_stage[stage]
+    }
+
+    /// The stages of a rank, in order. The rank calls them its chunks.
+    pub fn stages_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
+        (0..self.stages()).filter(move |&stage| self.rank_of(stage) == rank)
+    }
+}
+
+/// What the layers of a model cost, in any unit: operations, measured time, bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerCosts {
+    /// What comes before the layers, on the first stage.
+    pub embedding: u64,
+    /// Of each layer, in order.
+    pub layers: Vec<u64>,
+    /// What comes after the layers, on the last stage.
+    pub head: u64,
+}
+
+impl LayerCosts {
+    /// Layers that cost 1, with an embedding and a head that cost nothing.
+    #[must_use]
+    pub fn equal(layers: usize) -> Self {
+        Self {
+            embedding: 0,
+            layers: vec![1; layers],
+            head: 0,
+        }
+    }
+}
+
+/// There is nothing to put on some stage.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{layers} layers cannot be divided on {stages} stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
+)]
+pub struct TooFewLayers {
+    /// Of the model.
+    pub layers: usize,
+    /// Of the pipeline.
+    pub stages: usize,
+}
+
+/// Divides the layers on stages: consecutive ranges that hold every layer exactly once, and at least one each.
+///
+/// The dearest stage costs as little as possible. Of the divisions for which that is so, the sum of the squares of the
+/// costs is least; of several such ones, the first stages have more layers.
+pub fn divide_layers(costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usize>>, TooFewLayers> {
+    let layers = costs.layers.len();
+    if stages == 0 || layers < stages {
+        return Err(TooFewLayers { layers, stages });
+    }
+    let mut before = vec![0_u128];
+    before.extend(costs.layers.iter().scan(0, |sum, &cost| {
+        *sum += u128::from(cost);
+        Some(*sum)
+    }));
+    let cost = |stage: usize, range: &Range<usize>| {
+        let embedding = if stage == 0 { costs.embedding } else { 0 };
+        let head = if stage + 1 == stages { costs.head } else { 0 };
+        before[range.end] - before[range.start] + u128::from(embedding) + u128::from(head)
+    };
+    let sizes = Sizes { layers, stages };
+    let (dearest, _) = sizes
+        .least(|stage, range, later| Some(cost(stage, range).max(later)))
+        .expect("there are at least as many layers as stages");
+    let squares = |stage: usize, range: &Range<usize>, later: u128| {
+        let cost = cost(stage, range);
+        (cost <= dearest).then(|| later.saturating_add(cost.saturating_mul(cost)))
+    };
+    let (_, ranges) = sizes.least(squares).expect("one division has this dearest stage");
+    Ok(ranges)
+}
+
+/// How many layers are divided on how many stages.
+struct Sizes {
+    layers: usize,
+    stages: usize,
+}
+
+impl Sizes {
+    /// The division of the least value, and that value. `value` is given a stage, its layers and the least value of
+    /// all later stages (0 for none), and makes the value of them all; none refuses the range.
+    fn least(
+        &self,
+        value: impl Fn(usize, &Range<usize>, u128) -> Option<u128>,
+    ) -> Option<(u128, Vec<Range<usize>>)> {
+        // By stage, from the last one, and by first layer: the least value from there on, and where the stage ends.
+        let mut best = vec![vec![None; self.layers + 1]];
+        best[0][self.layers] = Some((0, self.layers));
+        for stage in (0..self.stages).rev() {
+            let later = &best[best.len() - 1];
+            let of_first = |first: usize| {
+                let ends = (first + 1..=self.layers).rev();
+                let values = ends.filter_map(|end| {
+                    let (later, _) = later[end]?;
+                    Some((value(stage, &(first..end), later)?, end))
+                });
+                // The first of equal ones: the one that ends last.
+                values.min_by_key(|&(value, _)| value)
+            };
+            let of_stage = (0..=self.layers).map(of_first).collect();
+            best.push(of_stage);
+        }
+        let (least, _) = best[self.stages][0]?;
+        let mut first = 0;
+        let ranges = best[1..].iter().rev().map(|of_stage| {
+            let range = first..of_stage[first]?.1;
+            first = range.end;
+            Some(range)
+        });
+        Some((least, ranges.collect::<Option<_>>()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lengths(costs: &LayerCosts, stages: usize) -> Vec<usize> {
+        let ranges = divide_layers(costs, stages).expect("enough layers");
+        let firsts: Vec<usize> = ranges.iter().map(|range| range.start).collect();
+        let ends: Vec<usize> = ranges.iter().map(|range| range.end).collect();
+        assert_eq!(firsts[0], 0);
+        assert_eq!(firsts[1..], ends[..stages - 1], "every layer once");
+        assert_eq!(ends[stages - 1], costs.layers.len());
+        ranges.iter().map(ExactSizeIterator::len).collect()
+    }
+
+    #[test]
+    fn equal_layers_are_divided_evenly() {
+        let ranges = divide_layers(&LayerCosts::equal(24), 4).expect("enough layers");
+        assert_eq!(ranges, [0..6, 6..12, 12..18, 18..24]);
+        assert_eq!(lengths(&LayerCosts::equal(30), 4), [8, 8, 7, 7]);
+        assert_eq!(lengths(&LayerCosts::equal(10), 3), [4, 3, 3]);
+        assert_eq!(lengths(&LayerCosts::equal(3), 3), [1, 1, 1]);
+    }
+
+    #[test]
+    fn embedding_and_head_count() {
+        let costs = LayerCosts {
+            embedding: 1,
+            head: 3,
+            ..LayerCosts::equal(20)
+        };
+        assert_eq!(lengths(&costs, 4), [5, 6, 6, 3]);
+        let dear_head = LayerCosts {
+            embedding: 0,
+            head: 100,
+            ..LayerCosts::equal(9)
+        };
+        assert_eq!(lengths(&dear_head, 3), [4, 4, 1]);
+    }
+
+    #[test]
+    fn the_dearest_stage_is_as_cheap_as_it_can_be() {
+        let costs = LayerCosts {
+            embedding: 2,
+            layers: vec![5, 1, 1, 7, 2, 2, 9, 1],
+            head: 4,
+        };
+        for stages in 1..=8 {
+            let cost = |ranges: &[Range<usize>]| {
+                let of = |(stage, range): (usize, &Range<usize>)| {
+                    let own: u64 = costs.layers[range.clone()].iter().sum();
+                    own + u64::from(stage == 0) * costs.embedding
+                        + u64::from(stage + 1 == stages) * costs.head
+                };
+                ranges.iter().enumerate().map(of).max()
+            };
+            let all = divisions(0, costs.layers.len(), stages);
+            let least = all.iter().map(|ranges| cost(ranges)).min().expect("one");
+            assert_eq!(cost(&divide_layers(&costs, stages).expect("enough")), least);
+        }
+    }
+
+    /// Every way to cut `first..end` into `parts` ranges that are not empty.
+    fn divisions(first: usize, end: usize, parts: usize) -> Vec<Vec<Range<usize>>> {
+        if parts == 1 {
+            return vec![vec![Range { start: first, end }]];
+        }
+        let cuts = first + 1..end + 2 - parts;
+        let with_rest = cuts.flat_map(|cut| {
+            let rest = divisions(cut, end, parts - 1).into_iter();
+            rest.map(move |rest| std::iter::once(first..cut).chain(rest).collect())
+        });
+        with_rest.collect()
+    }
+
+    #[test]
+    fn each_stage_needs_a_layer() {
+        let refused = divide_layers(&LayerCosts::equal(3), 4).expect_err("too few");
+        assert_eq!(
+            refused.to_string(),
+            "3 layers cannot be divided on 4 stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
+        );
+    }
+
+    #[test]
+    fn placements_are_loops_or_go_there_and_back() {
+        let ranks = |placement: &Placement| -> Vec<usize> {
+            (0..placement.stages())
+                .map(|stage| placement.rank_of(stage))
+                .collect()
+        };
+        assert_eq!(ranks(&Placement::looped(3, 2)), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(ranks(&Placement::v_shaped(3, 3)), [0, 1, 2, 2, 1, 0, 0, 1, 2]);
+        assert_eq!(Placement::v_shaped(4, 2).stages_of(1).collect::<Vec<_>>(), [1, 6]);
+    }
+}

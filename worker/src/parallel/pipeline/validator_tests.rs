@@ -1,0 +1,266 @@
+//! What each rule refuses, word for word.
+
+use super::*;
+use crate::parallel::pipeline::csv::{self, CsvFormat};
+use crate::parallel::pipeline::generators::{PipelineShape, gpipe, one_f_one_b, zb_h1};
+use crate::parallel::pipeline::passes::{
+    forward_only, with_gathering, with_reduction, with_steps, with_transfers,
+};
+
+const RULES: Rules<'static> = Rules {
+    purpose: Purpose::Training,
+    capacity: Some(1),
+    memory: None,
+};
+
+fn refused(text: &str) -> String {
+    let schedule = csv::read(text).expect("a schedule");
+    let refusal = validate(&schedule, RULES).expect_err("breaks a rule");
+    refusal.to_string()
+}
+
+const fn shape(ranks: usize, micro_batches: usize) -> PipelineShape {
+    PipelineShape {
+        ranks,
+        chunks: 1,
+        micro_batches,
+    }
+}
+
+#[test]
+fn a_complete_schedule_is_allowed() {
+    let compute = zb_h1(shape(4, 8)).expect("fits");
+    let complete = with_steps(&with_transfers(&with_gathering(&with_reduction(&compute), 1)));
+    for schedule in [compute, complete] {
+        assert_eq!(validate(&schedule, RULES), Ok(()));
+    }
+}
+
+#[test]
+fn each_micro_batch_passes_each_stage_once() {
+    assert_eq!(
+        refused("0F0,0F1,0B0\n1F0,1F1,1B0,1B1"),
+        "rank 0 is refused at `0B1`: the action is missing"
+    );
+    assert_eq!(
+        refused("0F0,0B0,0F0"),
+        "rank 0 is refused at `0F0`: the action is there twice, whole or in part"
+    );
+    assert_eq!(
+        refused("0F0,0I0\n1F0,1B0"),
+        "rank 0 is refused at `0W0`: the action is missing"
+    );
+    assert_eq!(
+        refused("0F0,0B0,0W0"),
+        "rank 0 is refused at `0W0`: the action is there twice, whole or in part"
+    );
+    assert_eq!(
+        refused("0F0,0I0,0B0"),
+        "rank 0 is refused at `0B0`: the action is there twice, whole or in part"
+    );
+    assert_eq!(
+        refused("0F0,0B0,0B0"),
+        "rank 0 is refused at `0B0`: the action is there twice, whole or in part"
+    );
+}
+
+#[test]
+fn no_cell_can_be_left_out() {
+    let schedule = with_transfers(&zb_h1(shape(3, 4)).expect("fits"));
+    for (rank, row) in schedule.rows().iter().enumerate() {
+        for number in 0..row.len() {
+            let mut rows = schedule.rows().to_vec();
+            let cell = rows[rank].remove(number);
+            let without = Schedule::new(schedule.placement().clone(), schedule.micro_batches(), rows);
+            assert!(validate(&without, RULES).is_err(), "{cell} of rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_row_is_in_order() {
+    assert_eq!(
+        refused("0B0,0F0"),
+        "rank 0 is refused at `0B0`: `0F0` has to come before it"
+    );
+    assert_eq!(
+        refused("0F0,0W0,0I0"),
+        "rank 0 is refused at `0W0`: `0I0` has to come before it"
+    );
+    assert_eq!(
+        refused("1F0,0F0,1B0,0B0"),
+        "rank 0 is refused at `1F0`: `0F0` has to come before it"
+    );
+    assert_eq!(
+        refused("0F0,1F0,0B0,1B0"),
+        "rank 0 is refused at `0B0`: `1B0` has to come before it"
+    );
+}
+
+#[test]
+fn gradients_are_added_in_the_order_of_micro_batches() {
+    assert_eq!(
+        refused("0F0,0F1,0I0,0I1,0W1,0W0"),
+        "rank 0 is refused at `0W0`: it comes after `0W1`, but a stage adds gradients in the order of the micro-batches"
+    );
+    assert!(refused("0F0,0F1,0B1,0B0").contains("`0B0`: it comes after `0B1`"));
+}
+
+#[test]
+fn nothing_comes_after_the_reduction_or_the_update() {
+    assert_eq!(
+        refused("0F0,0F1,0B0,0REDUCE_GRAD,0B1"),
+        "rank 0 is refused at `0B1`: it comes after `0REDUCE_GRAD`"
+    );
+    assert_eq!(
+        refused("0F0,0I0,0STEP,0W0"),
+        "rank 0 is refused at `0W0`: it comes after `0STEP`"
+    );
+    assert_eq!(
+        refused("0F0,0B0,0STEP,0REDUCE_GRAD"),
+        "rank 0 is refused at `0REDUCE_GRAD`: it comes after `0STEP`"
+    );
+}
+
+#[test]
+fn weights_are_gathered_where_they_are_used() {
+    let not = "the weights of the stage are not gathered at that point";
+    assert_eq!(
+        refused("0F0,0UNSHARD,0B0,0RESHARD"),
+        format!("rank 0 is refused at `0F0`: {not}")
+    );
+    assert_eq!(
+        refused("0UNSHARD,0F0,0RESHARD,0B0"),
+        format!("rank 0 is refused at `0B0`: {not}")
+    );
+    assert_eq!(
+        refused("0UNSHARD,0F0,0UNSHARD,0B0"),
+        "rank 0 is refused at `0UNSHARD`: the weights of the stage are gathered already"
+    );
+}
+
+#[test]
+fn messages_are_sent_and_received_once() {
+    let good = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
+    let schedule = csv::read(good).expect("a schedule");
+    assert_eq!(validate(&schedule, RULES), Ok(()));
+    assert_eq!(csv::write(&schedule, CsvFormat::ComputeComms), good);
+    let without = |cell: &str| refused(&good.replace(cell, ""));
+    assert_eq!(
+        without("0SEND_F0"),
+        "rank 0 is refused at `0SEND_F0`: the action is missing"
+    );
+    assert_eq!(
+        without("1SEND_B0"),
+        "rank 1 is refused at `1SEND_B0`: the action is missing"
+    );
+    assert_eq!(
+        without("1RECV_F0"),
+        "rank 1 is refused at `1F0`: `1RECV_F0` has to come before it"
+    );
+    assert_eq!(
+        refused("0F0,0SEND_F0,1RECV_F0,1F0,1B0,0B0"),
+        "rank 0 is refused at `0SEND_F0`: no other rank is at its other end"
+    );
+    assert_eq!(
+        refused(
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F1,1RECV_F0,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
+        ),
+        "the schedule deadlocks: rank 1 at `1RECV_F1` waits for `1RECV_F0` of rank 1"
+    );
+}
+
+#[test]
+fn a_deadlock_is_shown_as_a_cycle() {
+    let schedule = with_transfers(&one_f_one_b(shape(2, 2)).expect("fits"));
+    let without_queues = Rules {
+        capacity: Some(0),
+        ..RULES
+    };
+    let refusal = validate(&schedule, without_queues).expect_err("deadlocks");
+    assert_eq!(
+        refusal.to_string(),
+        "the schedule deadlocks: rank 0 at `0SEND_F1` waits for `1RECV_F1` of rank 1; rank 1 at `1SEND_B0` waits for `0RECV_B0` of rank 0"
+    );
+    let gpipe = with_transfers(&gpipe(shape(4, 8)).expect("fits"));
+    assert_eq!(validate(&gpipe, without_queues), Ok(()));
+    // By data alone.
+    assert_eq!(
+        refused("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"),
+        "the schedule deadlocks: rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0"
+    );
+}
+
+/// In pytorch 172668 and 188833 a step hung whose receives were all issued first.
+#[test]
+fn receives_at_the_front_deadlock() {
+    let schedule = with_transfers(&one_f_one_b(shape(3, 4)).expect("fits"));
+    let text = csv::write(&schedule, CsvFormat::ComputeComms);
+    let to_front = |row: &str| {
+        let (receives, others): (Vec<&str>, Vec<&str>) =
+            row.split(',').partition(|cell| cell.contains("RECV"));
+        [receives, others].concat().join(",")
+    };
+    let rows: Vec<String> = text.lines().map(to_front).collect();
+    assert_eq!(
+        refused(&rows.join("\n")),
+        "the schedule deadlocks: rank 0 at `0RECV_B0` waits for `1SEND_B0` of rank 1; rank 1 at `1RECV_F0` waits for `0SEND_F0` of rank 0"
+    );
+}
+
+#[test]
+fn what_is_kept_fits_the_budget() {
+    let schedule = one_f_one_b(shape(4, 8)).expect("fits");
+    let with_budget = |budget_bytes| {
+        let memory = Some(MemoryBudget {
+            kept_bytes: &[10; 4],
+            budget_bytes,
+        });
+        validate(&schedule, Rules { memory, ..RULES })
+    };
+    assert_eq!(with_budget(40), Ok(()));
+    assert_eq!(
+        with_budget(39).expect_err("too much").to_string(),
+        "rank 0 is refused at `0F3`: the rank would keep 40 bytes for backward, more than the 39 that there are"
+    );
+}
+
+#[test]
+fn evaluation_is_forward_only() {
+    let schedule = one_f_one_b(shape(4, 8)).expect("fits");
+    let rules = Rules {
+        purpose: Purpose::Evaluation,
+        ..RULES
+    };
+    assert_eq!(validate(&with_transfers(&forward_only(&schedule)), rules), Ok(()));
+    assert_eq!(
+        validate(&schedule, rules).expect_err("has backward").to_string(),
+        "rank 0 is refused at `0B0`: evaluation has no backward"
+    );
+    let without_backward = validate(&forward_only(&schedule), RULES).expect_err("no backward");
+    assert_eq!(
+        without_backward.to_string(),
+        "rank 0 is refused at `0I0`: the action is missing"
+    );
+}
+
+#[test]
+fn actions_belong_to_the_pipeline() {
+    let schedule = csv::read("0F0,0B0\n1F0,1B0").expect("a schedule");
+    let swapped = {
+        let mut rows = schedule.rows().to_vec();
+        rows.swap(0, 1);
+        Schedule::new(schedule.placement().clone(), 1, rows)
+    };
+    assert_eq!(
+        validate(&swapped, RULES)
+            .expect_err("on the wrong rank")
+            .to_string(),
+        "rank 1 is refused at `1F0`: the stage is on rank 1"
+    );
+    let fewer = Schedule::new(schedule.placement().clone(), 0, schedule.rows().to_vec());
+    assert_eq!(
+        validate(&fewer, RULES).expect_err("too many").to_string(),
+        "rank 0 is refused at `0F0`: there are 2 stages and 0 micro-batches"
+    );
+}
