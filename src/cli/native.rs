@@ -240,7 +240,7 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
 fn key_of(error: &TrainError) -> String {
     match error {
         TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
-        TrainError::Mesh(_) => "parallel.shard_group".to_owned(),
+        TrainError::Mesh(error) => error.key.to_owned(),
         _ => "parallel".to_owned(),
     }
 }

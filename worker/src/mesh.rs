@@ -2,18 +2,22 @@
 //!
 //! | axis | the ranks along it |
 //! |---|---|
+//! | [`Axis::Pipeline`] | hold different blocks of the model, and hand activations to each other |
 //! | [`Axis::Replicate`] | hold copies of one shard of the state, and read different samples |
 //! | [`Axis::Shard`] | hold one copy of the state together, each a shard of it, and read different samples |
+//! | [`Axis::Tensor`] | hold parts of the same matrices, and compute on the same samples together |
 //!
-//! Both together are the data-parallel ranks ([`DATA`]). DDP has one rank along `shard`, ZeRO (FSDP) one along
-//! `replicate`; hybrid sharding (HSDP) has several along both. The last axis varies fastest with the rank, so that
-//! its groups are neighbours, and lie within a node where they can.
+//! The two in the middle are the data-parallel ranks ([`DATA`]): DDP has one rank along `shard`, ZeRO (FSDP) one along
+//! `replicate`; hybrid sharding (HSDP) has several along both. Their number is what the others leave:
+//! dp = world / (pp · tp). The last axis varies fastest with the rank, so that the groups that exchange most lie within
+//! a node.
 //!
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
 use std::sync::{Mutex, PoisonError};
 
 use ddp_proto::env::WorkerEnv;
+use ddp_proto::words::counted;
 
 use crate::collective::{CollectiveError, Communicator, Executor, WireBytes};
 use crate::config::{Parallel, ShardGroup, Strategy};
@@ -21,10 +25,14 @@ use crate::config::{Parallel, ShardGroup, Strategy};
 /// A direction of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
+    /// Stages of a pipeline.
+    Pipeline,
     /// Copies of one shard.
     Replicate,
     /// Shards of one copy.
     Shard,
+    /// Parts of matrices.
+    Tensor,
 }
 
 /// The axes along which ranks read different samples.
@@ -32,28 +40,28 @@ pub const DATA: [Axis; 2] = [Axis::Replicate, Axis::Shard];
 
 impl Axis {
     /// All axes, the slowest first.
-    pub const ALL: [Self; 2] = [Self::Replicate, Self::Shard];
+    pub const ALL: [Self; 4] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Tensor];
 
     /// Name in configurations, errors and traces.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Pipeline => "pipeline",
             Self::Replicate => "replicate",
             Self::Shard => "shard",
+            Self::Tensor => "tensor",
         }
     }
 }
 
 /// The ranks do not make a mesh.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "`parallel.shard_group` is {found}, but {why}\n  hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`"
-)]
+#[error("{what}\n  hint: {hint}")]
 pub struct MeshError {
-    /// Value of the key.
-    pub found: String,
-    /// In words.
-    pub why: String,
+    /// The key that is to blame.
+    pub key: &'static str,
+    what: String,
+    hint: String,
 }
 
 /// Number of ranks along each axis: a pure function of configuration and job.
@@ -67,29 +75,46 @@ impl MeshShape {
     /// The mesh of a job. Every rank computes the same.
     pub fn new(parallel: &Parallel, env: &WorkerEnv) -> Result<Self, MeshError> {
         let ranks = env.world_size.get() as usize;
-        let refuse = |found: String, why: String| Err(MeshError { found, why });
+        let (stages, tensor) = (parallel.pipeline.stages, parallel.tensor);
+        let cell = stages * tensor;
+        if cell == 0 || !ranks.is_multiple_of(cell) {
+            let (above, below) = (ranks.next_multiple_of(cell.max(1)), ranks / cell.max(1) * cell);
+            let nearest = [below, above].map(|n| n.to_string());
+            let nearest = if below == 0 { nearest[1].clone() } else { nearest.join(" or ") };
+            return Err(MeshError {
+                key: if stages > 1 { "parallel.pipeline.stages" } else { "parallel.tensor" },
+                what: format!(
+                    "{} cannot be divided into {stages} pipeline stages × {tensor} tensor ranks, which are {cell}",
+                    counted(ranks as u64, "rank")
+                ),
+                hint: format!(
+                    "start {nearest} ranks, or change `parallel.pipeline.stages` or `parallel.tensor`"
+                ),
+            });
+        }
+        check_tensor_groups(parallel, env)?;
+        let data = ranks / cell;
         let shard = match (parallel.strategy, parallel.shard_group) {
             (Strategy::Ddp, _) => 1,
-            (_, None) => ranks,
-            (_, Some(ShardGroup::Node)) => {
-                let local = env.local_world_size as usize;
-                if local * env.node_count as usize != ranks {
-                    let why = format!(
-                        "the {ranks} ranks are not spread evenly over {} nodes: this one has {local}",
-                        env.node_count
-                    );
-                    return refuse("node".into(), why);
-                }
-                local
-            }
-            (_, Some(ShardGroup::Ranks(shard))) if shard == 0 || !ranks.is_multiple_of(shard) => {
-                let why = format!("{ranks} ranks are not groups of {shard}");
-                return refuse(shard.to_string(), why);
-            }
+            (_, None) => data,
+            (_, Some(ShardGroup::Node)) => (local_ranks(env)? / tensor).clamp(1, data),
             (_, Some(ShardGroup::Ranks(shard))) => shard,
         };
+        if shard == 0 || !data.is_multiple_of(shard) {
+            let found = match parallel.shard_group {
+                Some(ShardGroup::Ranks(shard)) => shard.to_string(),
+                _ => "node".into(),
+            };
+            return Err(MeshError {
+                key: "parallel.shard_group",
+                what: format!(
+                    "`parallel.shard_group` is {found}, but {data} data-parallel ranks are not groups of {shard}"
+                ),
+                hint: SAME_SIZE.into(),
+            });
+        }
         Ok(Self {
-            sizes: [ranks / shard, shard],
+            sizes: [stages, data / shard, shard, tensor],
         })
     }
 
@@ -127,16 +152,55 @@ impl MeshShape {
     /// A job can go on with another number of ranks only if it is a multiple of this one; none: with any.
     #[must_use]
     pub fn ranks_multiple_of(parallel: &Parallel) -> Option<u64> {
-        match (parallel.strategy, parallel.shard_group) {
-            (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node | ShardGroup::Ranks(1))) => None,
-            (_, Some(ShardGroup::Ranks(shard))) => Some(shard as u64),
-        }
+        let shard = match (parallel.strategy, parallel.shard_group) {
+            (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node)) => 1,
+            (_, Some(ShardGroup::Ranks(shard))) => shard,
+        };
+        let multiple = parallel.pipeline.stages * parallel.tensor * shard;
+        (multiple > 1).then_some(multiple as u64)
     }
 
     fn coordinate(&self, rank: usize, axis: Axis) -> usize {
         let faster = &Axis::ALL[axis as usize + 1..];
         rank / self.size(faster) % self.sizes[axis as usize]
     }
+}
+
+const SAME_SIZE: &str =
+    "all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`";
+
+/// Ranks of each node, if all nodes have as many.
+fn local_ranks(env: &WorkerEnv) -> Result<usize, MeshError> {
+    let (ranks, local) = (env.world_size.get(), env.local_world_size);
+    if local * env.node_count == ranks {
+        return Ok(local as usize);
+    }
+    Err(MeshError {
+        key: "parallel.shard_group",
+        what: format!(
+            "`parallel.shard_group` is node, but the {ranks} ranks are not spread evenly over {} nodes: this one has {local}",
+            env.node_count
+        ),
+        hint: SAME_SIZE.into(),
+    })
+}
+
+/// Tensor groups lie within nodes, unless the configuration asks otherwise: they exchange activations in every layer.
+fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), MeshError> {
+    let (tensor, local) = (parallel.tensor, env.local_world_size as usize);
+    if env.node_count == 1 || parallel.tensor_across_nodes || local.is_multiple_of(tensor) {
+        return Ok(());
+    }
+    Err(MeshError {
+        key: "parallel.tensor",
+        what: format!(
+            "`parallel.tensor` is {tensor}, but a node has {}: a tensor group would span nodes",
+            counted(local as u64, "rank")
+        ),
+        hint: format!(
+            "take a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
+        ),
+    })
 }
 
 /// This rank in the mesh, and the communicators of its groups.
@@ -232,6 +296,7 @@ mod tests {
     use ddp_proto::ids::WorldSize;
 
     use super::*;
+    use crate::config::Pipeline;
 
     /// The mesh of so many nodes of so many ranks, `ranks` in all.
     fn shape(group: Option<ShardGroup>, nodes: u32, local: u32, ranks: u32) -> Result<MeshShape, String> {
@@ -265,7 +330,7 @@ mod tests {
     #[test]
     fn groups_that_do_not_fit_are_refused() {
         insta::assert_snapshot!(shape(Some(ShardGroup::Ranks(4)), 2, 3, 6).unwrap_err(), @r"
-        `parallel.shard_group` is 4, but 6 ranks are not groups of 4
+        `parallel.shard_group` is 4, but 6 data-parallel ranks are not groups of 4
           hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`
         ");
         insta::assert_snapshot!(shape(Some(ShardGroup::Node), 2, 2, 3).unwrap_err(), @r"
@@ -303,5 +368,39 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// pp × dp × tp of eight ranks on two nodes.
+    #[test]
+    fn a_tensor_group_is_neighbours_and_a_pipeline_spans_the_nodes() {
+        let parallel = Parallel {
+            tensor: 2,
+            pipeline: Pipeline {
+                stages: 2,
+                ..Pipeline::default()
+            },
+            ..Parallel::default()
+        };
+        let env = |nodes: u32, local: u32| WorkerEnv {
+            world_size: WorldSize(nodes * local),
+            node_count: nodes,
+            local_world_size: local,
+            ..WorkerEnv::single()
+        };
+        let shape = MeshShape::new(&parallel, &env(2, 4)).unwrap();
+        assert_eq!(shape.members(5, &[Axis::Tensor]), [4, 5]);
+        assert_eq!(shape.members(5, &DATA), [5, 7]);
+        assert_eq!(shape.members(5, &[Axis::Pipeline]), [1, 5]);
+        assert_eq!(shape.members(5, &[Axis::Pipeline, Axis::Tensor]), [0, 1, 4, 5]);
+        assert_eq!(MeshShape::ranks_multiple_of(&parallel), Some(4));
+        let refused = |nodes, local| MeshShape::new(&parallel, &env(nodes, local)).unwrap_err().to_string();
+        insta::assert_snapshot!(refused(1, 6), @r"
+        6 ranks cannot be divided into 2 pipeline stages × 2 tensor ranks, which are 4
+          hint: start 4 or 8 ranks, or change `parallel.pipeline.stages` or `parallel.tensor`
+        ");
+        insta::assert_snapshot!(refused(4, 1), @r"
+        `parallel.tensor` is 2, but a node has 1 rank: a tensor group would span nodes
+          hint: take a divisor of 1, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network
+        ");
     }
 }

@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 
 use super::schema::{
-    ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Run, Schedule, ShardGroup,
+    ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule, Run, Schedule, ShardGroup,
     StepRange, Tokenizer, Train,
 };
 use super::source::{ConfigError, Node, Source, Value};
@@ -56,6 +56,8 @@ const NONE: Presence = Nullable(None);
 
 /// Larger sizes are mistakes; the bound keeps products of sizes far from overflow.
 const SIZE: Allowed = Whole(1..=1 << 24);
+/// Ranks along an axis, or chunks of a rank.
+const DEGREE: Allowed = Whole(1..=1 << 12);
 const STEPS: Allowed = Whole(1..=1 << 40);
 const FROM_ZERO: Allowed = Whole(0..=u64::MAX);
 const ABOVE_ZERO: Allowed = Number("a number above 0", |x| x > 0.0);
@@ -148,6 +150,14 @@ pub(super) const KEYS: &[Key] = &[
     key("parallel.persist_below", Or("0"), FROM_ZERO),
     key("parallel.reduce_dtype", Or("f32"), Word(&["f32", "bf16"])),
     key("parallel.shard_group", NONE, Form("`node` or a number of ranks, at least 1", is_shard_group)),
+    key("parallel.tensor", Or("1"), DEGREE),
+    key("parallel.sequence", Or("false"), Flag),
+    key("parallel.tensor_across_nodes", Or("false"), Flag),
+    key("parallel.pipeline.stages", Or("1"), DEGREE),
+    key("parallel.pipeline.schedule", Or("1f1b"), Word(PipelineSchedule::WORDS)),
+    key("parallel.pipeline.chunks", NONE, DEGREE),
+    key("parallel.pipeline.layers", NONE, Form("a list of numbers, each at least 1", are_layers)),
+    key("parallel.pipeline.file", NONE, Form("the path of a CSV file", is_path)),
     key("parallel.sync", Or("bucketed"), Word(&["bucketed", "per-parameter", "naive"])),
     key("parallel.overlap", Or("true"), Flag),
     key("parallel.unused", Or("error"), Word(&["error", "zero"])),
@@ -169,6 +179,11 @@ fn is_shard_group(value: &Value) -> bool {
 fn are_betas(value: &Value) -> bool {
     let betas = serde_json::from_value::<[f32; 2]>(value.json());
     betas.is_ok_and(|betas| betas.iter().all(|beta| (0.0..1.0).contains(beta)))
+}
+
+fn are_layers(value: &Value) -> bool {
+    let layers = serde_json::from_value::<Vec<u32>>(value.json());
+    layers.is_ok_and(|layers| !layers.is_empty() && layers.iter().all(|layers| *layers > 0))
 }
 
 fn are_groups(value: &Value) -> bool {
@@ -252,6 +267,12 @@ impl Default for OptimizerConfig {
 impl Default for Schedule {
     fn default() -> Self {
         defaults("train.schedule")
+    }
+}
+
+impl Default for Pipeline {
+    fn default() -> Self {
+        defaults("parallel.pipeline")
     }
 }
 

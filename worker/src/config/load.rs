@@ -49,6 +49,8 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
     data.val = data.val.as_ref().map(|val| val.below(folder));
     data.tokenizer = data.tokenizer.below(folder);
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
+    let pipeline = &mut config.parallel.pipeline;
+    pipeline.file = pipeline.file.take().map(|file| folder.join(file));
     check(&config, &source)?;
     Ok(Located { config, source })
 }
@@ -238,7 +240,7 @@ fn optimizer(config: &TrainConfig) -> Vec<Rule> {
 }
 
 /// Keys that only some strategies or precisions read.
-fn strategy(config: &TrainConfig) -> [Rule; 6] {
+fn strategy(config: &TrainConfig) -> [Rule; 7] {
     let parallel = &config.parallel;
     let strategy = parallel.strategy;
     let releases = strategy == Strategy::Zero3;
@@ -280,6 +282,12 @@ fn strategy(config: &TrainConfig) -> [Rule; 6] {
             "parallel.accumulate",
             "`parallel.accumulate: full` is set, but only `parallel.strategy: zero2` and `zero3` hold less than whole gradients".into(),
             "leave it out, or train with `zero2` or `zero3`",
+        ),
+        (
+            parallel.sequence && parallel.tensor == 1,
+            "parallel.sequence",
+            "`parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with".into(),
+            "set `parallel.tensor`, or leave it out",
         ),
     ]
 }

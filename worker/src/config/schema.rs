@@ -443,8 +443,16 @@ pub struct Parallel {
     pub persist_below: usize,
     /// Type of the gradients while they are averaged.
     pub reduce_dtype: ReduceDtype,
-    /// Ranks that hold one copy of the state; none: all of them.
+    /// Data-parallel ranks that hold one copy of the state; none: all of them.
     pub shard_group: Option<ShardGroup>,
+    /// Ranks of a tensor group: each holds a part of every matrix.
+    pub tensor: usize,
+    /// Norms and the residual stream hold a part of the rows on each rank of a tensor group.
+    pub sequence: bool,
+    /// A tensor group may span nodes.
+    pub tensor_across_nodes: bool,
+    /// Stages of a pipeline.
+    pub pipeline: Pipeline,
     /// How gradients are synchronised.
     pub sync: Sync,
     /// Communicate while backward runs.
@@ -459,6 +467,54 @@ pub struct Parallel {
     pub backend: Backend,
     /// Seconds that a collective waits for the other ranks.
     pub timeout_s: f64,
+}
+
+/// `parallel.pipeline`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pipeline {
+    /// Ranks of a pipeline.
+    pub stages: usize,
+    /// In which order they compute.
+    pub schedule: PipelineSchedule,
+    /// Parts of the model on each rank; none: as few as the schedule works with.
+    pub chunks: Option<usize>,
+    /// Layers of each part, in the order of the model; none: divided by cost.
+    pub layers: Option<Vec<usize>>,
+    /// A schedule as a table in PyTorch's CSV form, instead of `schedule`.
+    pub file: Option<PathBuf>,
+}
+
+/// `parallel.pipeline.schedule`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PipelineSchedule {
+    /// All forwards, then all backwards (Huang et al. 2019).
+    #[serde(rename = "gpipe")]
+    GPipe,
+    /// One forward, one backward (Narayanan et al. 2019; PipeDream-flush).
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+    /// 1F1B with several chunks a rank (Narayanan et al. 2021).
+    #[serde(rename = "interleaved")]
+    Interleaved,
+    /// Weight gradients fill the bubble (Qi et al. 2023).
+    #[serde(rename = "zb-h1")]
+    ZbH1,
+    /// The same with two chunks a rank in a V (Qi et al. 2024).
+    #[serde(rename = "zbv")]
+    Zbv,
+    /// Two chunks a rank in a V, forward beside backward (DeepSeek-AI 2024).
+    #[serde(rename = "dualpipev")]
+    DualPipeV,
+    /// What fits next, for few micro-batches.
+    #[serde(rename = "greedy")]
+    Greedy,
+}
+
+impl PipelineSchedule {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] =
+        &["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "greedy"];
 }
 
 /// `parallel.strategy`

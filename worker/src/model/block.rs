@@ -226,20 +226,34 @@ impl Saved {
 pub struct Model {
     /// For people: `gpt2 4 × 128`.
     pub name: String,
-    /// Parameters, in forward order.
+    /// Parameters that this rank holds, in forward order.
     pub params: Vec<ParamSpec>,
+    /// Those of the whole model, uncut, in forward order.
+    pub all_params: Arc<[ParamSpec]>,
     /// Groups, in forward order; every parameter is in exactly one.
     pub groups: Vec<ParamGroup>,
-    /// Blocks, in forward order.
+    /// Blocks that this rank holds, in forward order.
     pub blocks: Vec<Arc<dyn Block>>,
+    /// Which of these make up each chunk.
+    pub chunks: Vec<Range<usize>>,
+    /// This rank holds the first block of the whole model, which takes the tokens.
+    pub holds_embedding: bool,
+    /// This rank holds the last one, which makes the losses.
+    pub holds_head: bool,
     /// By block: its forward keeps its input only, and its backward begins with the forward (`train.recompute: full`).
     pub keeps_input: Vec<bool>,
 }
 
 impl Model {
-    /// Number of elements of all parameters, tied ones once.
+    /// Number of elements of all parameters of the whole model, tied ones once.
     #[must_use]
     pub fn param_count(&self) -> usize {
+        self.all_params.iter().map(ParamSpec::len).sum()
+    }
+
+    /// Number of elements that this rank holds a part of, tied ones once.
+    #[must_use]
+    pub fn held_count(&self) -> usize {
         self.params.iter().map(ParamSpec::len).sum()
     }
 
@@ -247,6 +261,14 @@ impl Model {
     #[must_use]
     pub fn whole(&self) -> Range<usize> {
         0..self.blocks.len()
+    }
+
+    /// Number of a parameter in the whole model.
+    #[must_use]
+    pub fn whole_id(&self, id: ParamId) -> ParamId {
+        let key = &self.params[id.0].key;
+        let found = self.all_params.iter().position(|spec| spec.key == *key);
+        ParamId(found.expect("the whole model has every parameter"))
     }
 
     /// Parameters of a block whose elements its backward reads: all of them if that begins with the forward.
@@ -269,9 +291,8 @@ impl Model {
     /// The same model with parameters of another type.
     #[must_use]
     pub fn with_dtype(mut self, dtype: DType) -> Self {
-        for param in &mut self.params {
-            param.dtype = dtype;
-        }
+        let params = self.params.iter_mut().chain(Arc::make_mut(&mut self.all_params));
+        params.for_each(|param| param.dtype = dtype);
         self
     }
 

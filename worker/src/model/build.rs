@@ -4,19 +4,64 @@
 //! (`c_attn`, `c_proj`, `c_fc`) are `[inputs, outputs]`, embeddings `[tokens or positions, channels]`. First values
 //! too: normal with σ = 0.02, and 0.02/√(2·layers) where a projection ends in the residual stream.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::transformer::{
     Attention, Dense, DropoutLayer, Embedding, FeedForward, Head, Norm, NormedDense, TransformerBlock,
 };
-use super::{AxisRole, Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
+use super::{AxisRole, Block, Cut, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
+use crate::mesh::Axis;
 use crate::ops::WeightLayout;
 
 const STD: f32 = 0.02;
 /// Width of a feed-forward layer, in channels.
 const EXPANSION: usize = 4;
+/// Name of the token embedding, which may be the head's matrix too.
+const TOKENS: &str = "wte.weight";
+
+/// The part of a model that a rank holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelPart {
+    /// Which part of every matrix that is cut, and in how many parts it is: this rank in its tensor group (Shoeybi et al.
+    /// 2019).
+    pub tensor: (usize, usize),
+    /// Norms and the residual stream hold a part of the rows (Korthikanti et al. 2022).
+    pub sequence: bool,
+    /// Blocks of the whole model by chunk, ascending, counted from the embedding. None: all of them, one chunk.
+    pub chunks: Option<Vec<Range<usize>>>,
+}
+
+impl ModelPart {
+    /// All of it.
+    pub const WHOLE: Self = Self {
+        tensor: (0, 1),
+        sequence: false,
+        chunks: None,
+    };
+
+    /// Of `chunks` of blocks.
+    #[must_use]
+    pub fn of_chunks(chunks: Vec<Range<usize>>) -> Self {
+        Self {
+            chunks: Some(chunks),
+            ..Self::WHOLE
+        }
+    }
+
+    fn holds(&self, block: usize) -> bool {
+        let holds = |chunks: &Vec<Range<usize>>| chunks.iter().any(|chunk| chunk.contains(&block));
+        self.chunks.as_ref().is_none_or(holds)
+    }
+}
+
+/// Blocks of a model: the embedding, a block a layer, the head.
+#[must_use]
+pub fn block_count(config: &config::Model) -> usize {
+    config.n_layer + 2
+}
 
 /// The network that a `model` section describes. `vocab` is the number of tokens that the tokenizer makes;
 /// `vocab_size`, where it is given, may be larger.
@@ -24,51 +69,80 @@ const EXPANSION: usize = 4;
 /// `mlp` is `gpt2` without attention and position embedding, with an untied head: every position sees itself only,
 /// so its loss cannot fall below the bigram entropy of the text.
 pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> {
+    build_part(config, vocab, &ModelPart::WHOLE)
+}
+
+/// What a rank holds of the network that [`build`] makes. Keys and global shapes of its parameters are those of the whole.
+pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Result<Model, ModelError> {
     let vocab = checked_vocab(config, vocab)?;
+    check_cuts(config, vocab, part.tensor.1)?;
     let channels = config.n_embd;
     let (kind, attention) = match config.kind {
         config::ModelKind::Gpt2 => ("gpt2", true),
         config::ModelKind::Mlp => ("mlp", false),
     };
-    let mut parts = Parts::default();
-    let mut blocks: Vec<Arc<dyn Block>> = Vec::with_capacity(config.n_layer + 2);
+    let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
+    let mut parts = Parts::new(part, ends[0] != ends[1]);
 
     let table = [vocab, channels];
-    let token_group = parts.group("wte");
-    let wte = parts.matrix(token_group, "wte.weight", table, STD);
-    let wpe = attention.then(|| {
-        let group = parts.group("wpe");
-        parts.matrix(group, "wpe.weight", [config.block_size, channels], STD)
+    parts.block(|parts| {
+        let token_group = parts.group("wte");
+        let wte = parts.matrix(token_group, TOKENS, table, STD, Along::Rows);
+        let wpe = attention.then(|| {
+            let group = parts.group("wpe");
+            parts.matrix(group, "wpe.weight", [config.block_size, channels], STD, Along::Nothing)
+        });
+        Arc::new(Embedding::new(wte, wpe, channels, config.dropout))
     });
-    blocks.push(Arc::new(Embedding::new(wte, wpe, channels, config.dropout)));
 
     for layer in 0..config.n_layer {
-        blocks.push(Arc::new(parts.transformer_block(config, layer, attention)));
+        parts.block(|parts| Arc::new(parts.transformer_block(config, layer, attention)));
     }
 
-    let group = parts.group("head");
-    let norm = parts.norm(group, "ln_f", channels);
-    let projection = if attention {
-        wte
-    } else {
-        parts.matrix(group, "lm_head.weight", table, STD)
-    };
-    let dense = Dense {
-        weight: projection,
-        bias: None,
-        inputs: channels,
-        outputs: vocab,
-        layout: WeightLayout::OutIn,
-    };
-    blocks.push(Arc::new(Head::new(NormedDense { norm, dense })));
+    parts.block(|parts| {
+        let group = parts.group("head");
+        let norm = parts.norm(group, "ln_f", channels);
+        let projection = if attention {
+            parts.tied(TOKENS)
+        } else {
+            parts.matrix(group, "lm_head.weight", table, STD, Along::Rows)
+        };
+        let dense = Dense {
+            weight: projection,
+            bias: None,
+            inputs: channels,
+            outputs: vocab / part.tensor.1,
+            layout: WeightLayout::OutIn,
+        };
+        Arc::new(Head::new(NormedDense { norm, dense }))
+    });
+    Ok(parts.into_model(format!("{kind} {} × {channels}", config.n_layer)))
+}
 
-    Ok(Model {
-        name: format!("{kind} {} × {channels}", config.n_layer),
-        params: parts.params,
-        groups: parts.groups,
-        keeps_input: vec![false; blocks.len()],
-        blocks,
-    })
+/// An error unless `parts` ranks can share the heads and the vocabulary. What a head has of channels, and the width of the
+/// feed-forward layer, then divide too.
+fn check_cuts(config: &config::Model, vocab: usize, parts: usize) -> Result<(), ModelError> {
+    let heads = match config.kind {
+        config::ModelKind::Gpt2 => ("n_head", config.n_head),
+        config::ModelKind::Mlp => ("n_embd", config.n_embd),
+    };
+    for (key, value) in [heads, ("vocab_size", vocab)] {
+        if value.is_multiple_of(parts) {
+            continue;
+        }
+        let (below, above) = (value / parts * parts, value.next_multiple_of(parts));
+        let hint = if below == 0 || key == "vocab_size" {
+            format!("set `model.{key}: {above}`, or another `parallel.tensor`")
+        } else {
+            format!("set `model.{key}` to {below} or {above}, or another `parallel.tensor`")
+        };
+        return Err(ModelError {
+            key,
+            what: format!("`model.{key}` ({value}) cannot be divided over {parts} tensor ranks"),
+            hint,
+        });
+    }
+    Ok(())
 }
 
 /// Rows of the token embedding, if all sizes fit each other.
@@ -114,61 +188,222 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
     Ok(vocab)
 }
 
-/// Parameters and groups so far, in forward order.
-#[derive(Default)]
-struct Parts {
-    params: Vec<ParamSpec>,
-    groups: Vec<ParamGroup>,
+/// Along which dimension a parameter is cut over a tensor group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Along {
+    /// Not at all.
+    Nothing,
+    /// The first one.
+    Rows,
+    /// The last one, each of so many stretches by itself.
+    Columns {
+        /// As many equal parts: 3 for fused q, k and v.
+        stretches: usize,
+    },
 }
 
-impl Parts {
-    fn group(&mut self, name: impl Into<String>) -> GroupId {
-        self.groups.push(ParamGroup {
-            name: name.into(),
+/// What this rank holds so far, in forward order.
+struct Parts<'a> {
+    part: &'a ModelPart,
+    /// First and last block are on different ranks.
+    ends_apart: bool,
+    /// Parameters of the whole model.
+    all: Vec<ParamSpec>,
+    /// Of those, what this rank holds.
+    params: Vec<ParamSpec>,
+    groups: Vec<ParamGroup>,
+    /// Blocks that this rank holds, by chunk.
+    blocks: Vec<Arc<dyn Block>>,
+    /// By number in the whole model.
+    numbers: Vec<usize>,
+    /// Blocks of the whole model so far.
+    count: usize,
+    /// This rank holds the block that is being made.
+    is_held: bool,
+}
+
+/// Of a parameter that this rank does not hold: the block that has it is dropped.
+const ABSENT: ParamId = ParamId(usize::MAX);
+
+impl<'a> Parts<'a> {
+    fn new(part: &'a ModelPart, ends_apart: bool) -> Self {
+        Self {
+            part,
+            ends_apart,
+            all: Vec::new(),
             params: Vec::new(),
-        });
-        GroupId(self.groups.len() - 1)
+            groups: Vec::new(),
+            blocks: Vec::new(),
+            numbers: Vec::new(),
+            count: 0,
+            is_held: false,
+        }
     }
 
-    fn matrix(&mut self, group: GroupId, name: &str, shape: [usize; 2], std: f32) -> ParamId {
-        self.param(group, name.to_owned(), shape.to_vec(), Init::Normal { std })
+    fn block(&mut self, make: impl FnOnce(&mut Self) -> Arc<dyn Block>) {
+        self.is_held = self.part.holds(self.count);
+        let block = make(self);
+        if self.is_held {
+            self.blocks.push(block);
+            self.numbers.push(self.count);
+        }
+        self.count += 1;
+    }
+
+    fn into_model(self, name: String) -> Model {
+        let chunks = self.part.chunks.clone().unwrap_or_else(|| vec![0..self.count]);
+        let position = |number: usize| self.numbers.partition_point(|&other| other < number);
+        let chunk = |chunk: &Range<usize>| position(chunk.start)..position(chunk.end);
+        Model {
+            name,
+            holds_embedding: self.part.holds(0),
+            holds_head: self.part.holds(self.count - 1),
+            chunks: chunks.iter().map(chunk).collect(),
+            keeps_input: vec![false; self.blocks.len()],
+            params: self.params,
+            all_params: self.all.into(),
+            groups: self.groups,
+            blocks: self.blocks,
+        }
+    }
+
+    fn group(&mut self, name: impl Into<String>) -> GroupId {
+        if self.is_held {
+            self.groups.push(ParamGroup {
+                name: name.into(),
+                params: Vec::new(),
+            });
+        }
+        GroupId(self.groups.len().saturating_sub(1))
+    }
+
+    fn matrix(
+        &mut self,
+        group: GroupId,
+        name: &str,
+        shape: [usize; 2],
+        std: f32,
+        along: Along,
+    ) -> ParamId {
+        self.param((group, name.to_owned()), &shape, Init::Normal { std }, along)
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, group: GroupId, key: String, shape: Vec<usize>, init: Init) -> ParamId {
-        let id = ParamId(self.params.len());
-        let decay = shape.len() > 1;
-        self.params.push(ParamSpec {
+    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along) -> ParamId {
+        self.all.push(ParamSpec {
             key,
-            global_shape: shape,
+            global_shape: shape.to_vec(),
             cut: None,
             roles: AxisRole::replicated(),
             dtype: DType::F32,
             init,
-            decay,
+            decay: shape.len() > 1,
             group,
         });
-        self.groups[group.0].params.push(id);
+        if !self.is_held {
+            return ABSENT;
+        }
+        let whole = &self.all[self.all.len() - 1];
+        let mut roles = whole.roles;
+        let cut = self.cut(shape, along);
+        roles[Axis::Tensor as usize] = match (&cut, self.part.sequence && shape.len() == 1) {
+            (Some(_), _) => AxisRole::Cut,
+            (None, true) => AxisRole::PartialGradients,
+            (None, false) => AxisRole::EqualGradients,
+        };
+        let spec = ParamSpec {
+            cut,
+            roles,
+            ..whole.clone()
+        };
+        self.hold(spec)
+    }
+
+    fn hold(&mut self, spec: ParamSpec) -> ParamId {
+        let id = ParamId(self.params.len());
+        self.groups[spec.group.0].params.push(id);
+        self.params.push(spec);
         id
     }
 
-    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32) -> ParamId {
-        self.param(group, key, vec![len], Init::Constant(value))
+    /// This rank's part of a parameter; none where all of it is on every rank.
+    fn cut(&self, shape: &[usize], along: Along) -> Option<Cut> {
+        let (dim, stretches) = match along {
+            _ if self.part.tensor.1 == 1 => return None,
+            Along::Nothing => return None,
+            Along::Rows => (0, 1),
+            Along::Columns { stretches } => (shape.len() - 1, stretches),
+        };
+        let stretches = vec![shape[dim] / stretches; stretches];
+        let cut = Cut::new((shape, dim), &stretches, self.part.tensor);
+        Some(cut.expect("the sizes were checked before"))
+    }
+
+    /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.
+    fn tied(&mut self, key: &str) -> ParamId {
+        if !self.is_held {
+            return ABSENT;
+        }
+        if let Some(id) = self.params.iter().position(|spec| spec.key == key) {
+            return self.share(ParamId(id));
+        }
+        let whole = self.all.iter().find(|spec| spec.key == key);
+        let whole = whole.expect("an earlier block has it").clone();
+        let group = self.group("wte");
+        let cut = self.cut(&whole.global_shape, Along::Rows);
+        let mut roles = whole.roles;
+        if cut.is_some() {
+            roles[Axis::Tensor as usize] = AxisRole::Cut;
+        }
+        let id = self.hold(ParamSpec {
+            cut,
+            roles,
+            group,
+            ..whole
+        });
+        self.share(id)
+    }
+
+    /// Of a parameter that first and last block use: where these are on different ranks, each has a part of its gradient.
+    fn share(&mut self, id: ParamId) -> ParamId {
+        if self.ends_apart {
+            self.params[id.0].roles[Axis::Pipeline as usize] = AxisRole::PartialGradients;
+        }
+        id
+    }
+
+    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32, along: Along) -> ParamId {
+        self.param((group, key), &[len], Init::Constant(value), along)
     }
 
     fn norm(&mut self, group: GroupId, name: &str, channels: usize) -> Norm {
+        let mut vector =
+            |what, value| self.vector(group, format!("{name}.{what}"), channels, value, Along::Nothing);
         Norm {
-            weight: self.vector(group, format!("{name}.weight"), channels, 1.0),
-            bias: self.vector(group, format!("{name}.bias"), channels, 0.0),
+            weight: vector("weight", 1.0),
+            bias: vector("bias", 0.0),
         }
     }
 
-    fn dense(&mut self, group: GroupId, name: &str, [inputs, outputs]: [usize; 2], std: f32) -> Dense {
+    /// A layer whose outputs are cut (`Columns`), or its inputs (`Rows`), whose bias is whole then.
+    fn dense(
+        &mut self,
+        group: GroupId,
+        name: &str,
+        [inputs, outputs]: [usize; 2],
+        (std, along): (f32, Along),
+    ) -> Dense {
+        let parts = self.part.tensor.1;
+        let (bias, local) = match along {
+            Along::Nothing => (along, [inputs, outputs]),
+            Along::Rows => (Along::Nothing, [inputs / parts, outputs]),
+            Along::Columns { .. } => (along, [inputs, outputs / parts]),
+        };
         Dense {
-            weight: self.matrix(group, &format!("{name}.weight"), [inputs, outputs], std),
-            bias: Some(self.vector(group, format!("{name}.bias"), outputs, 0.0)),
-            inputs,
-            outputs,
+            weight: self.matrix(group, &format!("{name}.weight"), [inputs, outputs], std, along),
+            bias: Some(self.vector(group, format!("{name}.bias"), outputs, 0.0, bias)),
+            inputs: local[0],
+            outputs: local[1],
             layout: WeightLayout::InOut,
         }
     }
@@ -185,21 +420,22 @@ impl Parts {
             rate: config.dropout,
             layer: layer as u32,
         };
-        let into_stream = STD / (2.0 * config.n_layer as f32).sqrt();
+        let into_stream = (STD / (2.0 * config.n_layer as f32).sqrt(), Along::Rows);
+        let columns = |stretches| (STD, Along::Columns { stretches });
         let attention = attention.then(|| Attention {
             qkv: NormedDense {
                 norm: self.norm(group, &format!("{name}.ln_1"), c),
-                dense: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], STD),
+                dense: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], columns(3)),
             },
             projection: self.dense(group, &format!("{name}.attn.c_proj"), [c, c], into_stream),
-            heads: config.n_head,
+            heads: config.n_head / self.part.tensor.1,
             dropout,
         });
         let wide = EXPANSION * c;
         let feed_forward = FeedForward {
             widen: NormedDense {
                 norm: self.norm(group, &format!("{name}.ln_2"), c),
-                dense: self.dense(group, &format!("{name}.mlp.c_fc"), [c, wide], STD),
+                dense: self.dense(group, &format!("{name}.mlp.c_fc"), [c, wide], columns(1)),
             },
             projection: self.dense(group, &format!("{name}.mlp.c_proj"), [wide, c], into_stream),
             keeps_wide: true,
@@ -233,7 +469,7 @@ pub struct ModelError {
 ///
 /// `selective` gives up the largest thing that a block keeps, for one product that needs nothing but the layer's
 /// input. Attention keeps what it has: per byte it is the more expensive part, since its core grows with the square of
-/// the positions. The last block is left alone by `full`: its backward comes next, so nothing would be freed.
+/// the positions. The head is left alone by `full`: its backward comes next, so nothing would be freed.
 ///
 /// The same operations run on the same numbers, and dropout makes its masks again from the samples' numbers, so losses
 /// and gradients have the same bits.
@@ -247,9 +483,9 @@ pub fn recomputing(mut model: Model, what: Recompute) -> Model {
             }
         }
         Recompute::Full => {
-            let before_last = model.blocks.len().saturating_sub(1);
+            let head = model.blocks.len() - usize::from(model.holds_head);
             let keeps_input = |(index, keeps): (usize, &mut bool)| {
-                *keeps = index < before_last && !model.blocks[index].keeps_only_input();
+                *keeps = index < head && !model.blocks[index].keeps_only_input();
             };
             model.keeps_input.iter_mut().enumerate().for_each(keeps_input);
         }

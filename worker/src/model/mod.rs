@@ -25,7 +25,7 @@ mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved};
-pub use build::{ModelError, build, recomputing};
+pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;

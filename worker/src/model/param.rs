@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::{Cut, Region, Run};
 use crate::device::DType;
-use crate::mesh::{Axis, DATA};
+use crate::mesh::Axis;
 use crate::ops::kernel::ln;
 use crate::ops::philox;
 
@@ -25,7 +25,7 @@ pub struct GroupId(pub usize);
 /// What the ranks along one axis of the mesh hold of a parameter, and of its gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AxisRole {
-    /// Each rank holds another part of the parameter.
+    /// Each rank holds another part of the parameter, or another parameter.
     Cut,
     /// Each rank holds all of it and computes its whole gradient: nothing is to be summed.
     EqualGradients,
@@ -34,15 +34,14 @@ pub enum AxisRole {
 }
 
 impl AxisRole {
-    /// Of a parameter that is cut along no axis: gradients are partial where ranks read different samples.
+    /// Of a parameter that is not cut itself: gradients are partial where ranks read different samples, and the ranks of a
+    /// pipeline hold other parameters.
     #[must_use]
     pub fn replicated() -> [Self; Axis::ALL.len()] {
-        Axis::ALL.map(|axis| {
-            if DATA.contains(&axis) {
-                Self::PartialGradients
-            } else {
-                Self::EqualGradients
-            }
+        Axis::ALL.map(|axis| match axis {
+            Axis::Pipeline => Self::Cut,
+            Axis::Replicate | Axis::Shard => Self::PartialGradients,
+            Axis::Tensor => Self::EqualGradients,
         })
     }
 }

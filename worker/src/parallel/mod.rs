@@ -24,6 +24,7 @@ mod dtypes;
 mod join;
 mod layout;
 mod parameters;
+pub mod pipeline;
 mod reduction;
 mod replica_set;
 mod schedule;

@@ -45,7 +45,7 @@ pub(super) fn load(here: RankState<'_>, reader: &Reader) -> Result<(), TrainErro
     let pieces = here.replica.parameters.sharding().own_pieces();
     let own = own_tensors(here, &pieces);
     let kinds: Vec<TensorKind> = own.iter().map(|tensors| tensors.kind.clone()).collect();
-    reader.expect(&Extent::of_model(&kinds, &here.replica.model.params))?;
+    reader.expect(&Extent::of_model(&kinds, &here.replica.model.all_params))?;
     let (home, stream) = (here.optimizer.home(), here.world.stream);
     for OwnTensors { extents, buffers, .. } in own {
         for (extent, buffers) in extents.into_iter().zip(buffers) {

@@ -34,7 +34,7 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
         return Ok(());
     };
     let model = network(config, Dtypes::of(config))?;
-    PretrainedWeights::open(path, &config.model, &model.params)?;
+    PretrainedWeights::open(path, &config.model, &model.all_params)?;
     Ok(())
 }
 

@@ -63,7 +63,7 @@ impl Footprint {
     pub(in crate::train) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer) -> Self {
         let (params, in_flight) = (replica.parameters.bytes(), reducer.in_flight_bytes());
         let padded = replica.parameters.sharding().whole_len();
-        let padding = (padded - replica.model.param_count()) as f64 / padded as f64;
+        let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
         let elements = params + reducer.bytes() - in_flight + optimizer.bytes();
         Self {
             params: params as u64,

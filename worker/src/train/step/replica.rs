@@ -78,14 +78,15 @@ impl Replica {
             let spec = &self.model.params[piece.param.0];
             let (id, elements) = (piece.param, piece.elements);
             let mut values = vec![0_f32; elements.len()];
-            let published = pretrained.map_or(0, |weights| weights.elements(id));
+            let whole_id = self.model.whole_id(id);
+            let published = pretrained.map_or(0, |weights| weights.elements(whole_id));
             for run in spec.runs(elements.clone()) {
                 let (start, end) = (run.global, run.global + run.local.len());
                 let cut = published.clamp(start, end);
                 let values = &mut values[run.local.start - elements.start..run.local.end - elements.start];
                 let (first, rest) = values.split_at_mut(cut - start);
                 if let Some(weights) = pretrained.filter(|_| !first.is_empty()) {
-                    weights.read(id, start..cut, first)?;
+                    weights.read(whole_id, start..cut, first)?;
                 }
                 model::fill_init(spec, seed, cut..end, rest);
             }
