@@ -230,8 +230,8 @@ impl Sizes {
                 n_embd: self.channels,
                 block_size: 256,
                 vocab_size: None,
-                init_from: None,
                 dropout: 0.0,
+                ..config::Model::default()
             },
             data: config::Data {
                 train: data.to_owned().into(),

@@ -38,8 +38,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         n_embd: sizes.channels,
         block_size: sizes.positions,
         vocab_size: Some(sizes.vocab),
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     let model = build(&config, sizes.vocab)?;
     let millions = model.param_count() as f64 / 1e6;

@@ -255,12 +255,17 @@ impl Mesh {
             return Ok(self.world.clone());
         }
         let names: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
-        self.split(members, &names.join(" × "))
+        self.split(members, &names.join(" × "), self.executor)
     }
 
     /// Another communicator of the same group, whose operations do not queue behind those of [`Mesh::group`].
     pub fn group_for(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
-        self.split(self.members(axes), name)
+        self.split(self.members(axes), name, self.executor)
+    }
+
+    /// The same, whose operations run on the calling thread: for what nothing can hide.
+    pub fn group_inline(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
+        self.split(self.members(axes), name, Executor::Inline)
     }
 
     /// Bytes that this rank has sent in all groups.
@@ -275,13 +280,18 @@ impl Mesh {
         self.shape.members(self.world.rank(), axes)
     }
 
-    fn split(&self, members: Vec<usize>, name: &str) -> Result<Communicator, CollectiveError> {
+    fn split(
+        &self,
+        members: Vec<usize>,
+        name: &str,
+        executor: Executor,
+    ) -> Result<Communicator, CollectiveError> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let is_asked_for = |group: &&Group| group.members == members && group.name == name;
         if let Some(group) = groups.iter().find(is_asked_for) {
             return Ok(group.comm.clone());
         }
-        let comm = self.world.split(name, &members, self.executor)?;
+        let comm = self.world.split(name, &members, executor)?;
         groups.push(Group {
             members,
             name: name.to_owned(),

@@ -11,7 +11,8 @@
 //! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
 //! out on a device that does nothing.
 
-use crate::config::{Model, ModelKind, Precision, Recompute};
+use crate::config::{Model, Precision, Recompute};
+use crate::model::Decoder;
 
 /// Floating-point operations of one token of training that no implementation can leave out; a multiply-add is two.
 ///
@@ -31,21 +32,22 @@ impl Work {
     /// Of a model with a vocabulary of so many tokens.
     #[must_use]
     pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
+        let decoder = Decoder::of(model);
         let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
-        // 4·width² of attention, if it has any, and 8·width² of the feed-forward layer, half of it in each of two products.
-        let square = layers * width * width;
-        let (matrices, attention) = match model.kind {
-            ModelKind::Gpt2 => (12 * square, 2 * layers * width * (positions + 1)),
-            ModelKind::Mlp => (8 * square, 0),
-        };
+        let products = decoder.layer_matrices().map(|elements| layers * elements as u64);
+        let [_, _, widen, narrow] = products;
+        let matrices: u64 = products.iter().sum();
+        // Scores and weighted sum, over the channels of all query heads.
+        let heads = decoder.attention.map_or(0, |attention| attention.stretches()[0] as u64);
+        let attention = 2 * layers * heads * (positions + 1);
         Self {
             model: 3 * (2 * (matrices + vocabulary * width) + attention),
             repeated: match recompute {
                 Recompute::None => 0,
-                // The first of the feed-forward layer's two products.
-                Recompute::Selective => 2 * 4 * square,
-                // All but the second one, whose output nobody reads.
-                Recompute::Full => 2 * (matrices - 4 * square) + attention,
+                // The first of the feed-forward layer's products.
+                Recompute::Selective => 2 * widen,
+                // All but the last one, whose output nobody reads.
+                Recompute::Full => 2 * (matrices - narrow) + attention,
             },
         }
     }
@@ -325,8 +327,8 @@ mod tests {
             n_embd: 768,
             block_size: 1024,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..Model::default()
         };
         let of = |recompute| Work::of(&model, 50_304, recompute);
         // The blocks' matrices have 84,934,656 parameters. A token sees 512.5 positions on average.
@@ -350,8 +352,8 @@ mod tests {
             n_embd: 128,
             block_size: 4096,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..Model::default()
         };
         let products = 6 * (12 * 128 * 128 + 256 * 128);
         let scores_and_sums = 6 * 128 * 4097;

@@ -292,8 +292,8 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
         n_embd: 8,
         block_size: 8,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     let model = model::build(&config, 16).unwrap();
     let layout = GradientLayout::of_model(&model, &LayoutConfig::new(3)).unwrap();

@@ -91,8 +91,8 @@ fn model(rank: &Rank, forgets: bool) -> (Model, ParamId) {
         n_embd: 32,
         block_size: 8,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     let mut model = model::build(&config, 64).unwrap();
     let skipped = model.params.iter().position(|p| p.key == SKIPPED).unwrap();

@@ -89,6 +89,10 @@ pub enum Traffic {
     Grads,
     /// Parameters.
     Params,
+    /// Activations and their gradients, within tensor groups.
+    Activations,
+    /// The same between the stages of a pipeline.
+    Pipeline,
     /// Everything else: losses, checks, barriers.
     Other,
 }
@@ -99,6 +103,7 @@ impl Traffic {
         match self {
             Self::Grads => Kind::Gradients,
             Self::Params => Kind::Parameters,
+            Self::Activations | Self::Pipeline => Kind::Activations,
             Self::Other => Kind::Other,
         }
     }

@@ -86,6 +86,10 @@ pub struct WireBytes {
     pub grads: u64,
     /// Parameters.
     pub params: u64,
+    /// Activations and their gradients, within tensor groups.
+    pub activations: u64,
+    /// The same between the stages of a pipeline.
+    pub pipeline: u64,
     /// Everything else.
     pub other: u64,
 }
@@ -95,6 +99,8 @@ impl WireBytes {
         let counter = match traffic {
             Traffic::Grads => &mut self.grads,
             Traffic::Params => &mut self.params,
+            Traffic::Activations => &mut self.activations,
+            Traffic::Pipeline => &mut self.pipeline,
             Traffic::Other => &mut self.other,
         };
         *counter += bytes;
@@ -106,6 +112,8 @@ impl WireBytes {
         Self {
             grads: f(self.grads, other.grads),
             params: f(self.params, other.params),
+            activations: f(self.activations, other.activations),
+            pipeline: f(self.pipeline, other.pipeline),
             other: f(self.other, other.other),
         }
     }

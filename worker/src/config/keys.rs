@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 
 use super::schema::{
-    ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule, Run, Schedule, ShardGroup,
+    Model, ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule, Run, Schedule, ShardGroup,
     StepRange, Tokenizer, Train,
 };
 use super::source::{ConfigError, Node, Source, Value};
@@ -101,9 +101,18 @@ pub(super) const KEYS: &[Key] = &[
     key("model.kind", Required, Word(ModelKind::WORDS)),
     key("model.n_layer", Required, Whole(1..=1 << 16)),
     key("model.n_head", Or("1"), SIZE),
+    key("model.n_kv_head", NONE, SIZE),
     key("model.n_embd", Required, SIZE),
+    key("model.n_inner", NONE, SIZE),
     key("model.block_size", Required, SIZE),
     key("model.vocab_size", NONE, SIZE),
+    key("model.norm_eps", Or("1e-5"), ABOVE_ZERO),
+    key("model.rope_theta", Or("10000.0"), ABOVE_ZERO),
+    key("model.rope_scaling.factor", Required, ABOVE_ZERO),
+    key("model.rope_scaling.low_freq_factor", Required, ABOVE_ZERO),
+    key("model.rope_scaling.high_freq_factor", Required, ABOVE_ZERO),
+    key("model.rope_scaling.original_positions", Required, SIZE),
+    key("model.tied", NONE, Flag),
     key("model.init_from", NONE, WEIGHTS),
     key("model.dropout", Or("0.0"), BELOW_ONE),
     key("data.train", Required, DATA),
@@ -249,6 +258,14 @@ fn defaults<T: DeserializeOwned>(path: &str) -> T {
 impl Default for Run {
     fn default() -> Self {
         defaults("run")
+    }
+}
+
+/// One layer of GPT-2 with one channel: for those who set what they need.
+impl Default for Model {
+    fn default() -> Self {
+        let smallest = json!({ "kind": "gpt2", "n_layer": 1, "n_embd": 1, "block_size": 1 });
+        section("model", smallest).expect("the table has a default for each other key")
     }
 }
 

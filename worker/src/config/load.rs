@@ -182,6 +182,7 @@ fn rules(config: &TrainConfig, tokens: usize) -> Vec<Rule> {
         ));
     }
     rules.extend(optimizer(config).into_iter().chain(strategy(config)));
+    rules.extend(model_kind(&config.model));
     rules
 }
 
@@ -237,6 +238,21 @@ fn optimizer(config: &TrainConfig) -> Vec<Rule> {
         ),
     ]);
     rules
+}
+
+/// Keys that only some kinds of models read.
+fn model_kind(model: &Model) -> [Rule; 4] {
+    let default = |key: f32, default: f32| key.to_bits() != default.to_bits();
+    let of_llama = [
+        ("model.n_kv_head", model.n_kv_head.is_some()),
+        ("model.norm_eps", default(model.norm_eps, 1e-5)),
+        ("model.rope_theta", default(model.rope_theta, 10_000.0)),
+        ("model.rope_scaling", model.rope_scaling.is_some()),
+    ];
+    of_llama.map(|(path, is_set)| {
+        let problem = format!("`{path}` has no effect without `model.kind: llama`");
+        (is_set && model.kind != ModelKind::Llama, path, problem, "leave it out")
+    })
 }
 
 /// Keys that only some strategies or precisions read.
@@ -295,7 +311,7 @@ fn strategy(config: &TrainConfig) -> [Rule; 7] {
 /// Heads divide the channels. The one of the two that an override gave is blamed.
 fn heads(model: &Model, source: &Source) -> Option<Broken> {
     let (channels, heads) = (model.n_embd, model.n_head);
-    if model.kind != ModelKind::Gpt2 || channels.is_multiple_of(heads) {
+    if model.kind == ModelKind::Mlp || channels.is_multiple_of(heads) {
         return None;
     }
     let nearest = |below: Option<usize>, above: Option<usize>| {

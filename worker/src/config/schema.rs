@@ -65,12 +65,24 @@ pub struct Model {
     pub n_layer: usize,
     /// Attention heads; not for `mlp`.
     pub n_head: usize,
+    /// Heads of keys and values, each of which several query heads read (Ainslie et al. 2023); none: [`Model::n_head`].
+    pub n_kv_head: Option<usize>,
     /// Channels.
     pub n_embd: usize,
+    /// Width of the feed-forward layers; none: that of the kind.
+    pub n_inner: Option<usize>,
     /// Positions in a sample.
     pub block_size: usize,
     /// Size of the vocabulary; default: the tokenizer's.
     pub vocab_size: Option<usize>,
+    /// Added to the variance, or to the mean square, that a norm divides by.
+    pub norm_eps: f32,
+    /// Base of the angles of rotary positions.
+    pub rope_theta: f32,
+    /// Longer positions than the angles were trained for; none: as they are.
+    pub rope_scaling: Option<RopeScaling>,
+    /// The head's matrix is the token embedding; none: as the kind has it.
+    pub tied: Option<bool>,
     /// Weights to begin with, as [`crate::pretrained`] reads them; none: random ones, from the seed. A relative path counts
     /// from the YAML's folder.
     pub init_from: Option<PathBuf>,
@@ -79,19 +91,62 @@ pub struct Model {
     pub dropout: f32,
 }
 
+impl Model {
+    /// [`Model::n_kv_head`], or its default.
+    #[must_use]
+    pub fn kv_heads(&self) -> usize {
+        self.n_kv_head.unwrap_or(self.n_head)
+    }
+
+    /// [`Model::n_inner`], or its default: 4 · channels; with SwiGLU 8/3 · channels, rounded up to a multiple of 256
+    /// where that is less than the whole (Touvron et al. 2023).
+    #[must_use]
+    pub fn inner(&self) -> usize {
+        self.n_inner.unwrap_or_else(|| match self.kind {
+            ModelKind::Gpt2 | ModelKind::Mlp => 4 * self.n_embd,
+            ModelKind::Llama => {
+                let width = 8 * self.n_embd / 3;
+                width.next_multiple_of(if width < 256 { 8 } else { 256 })
+            }
+        })
+    }
+
+    /// [`Model::tied`], or its default.
+    #[must_use]
+    pub fn is_tied(&self) -> bool {
+        self.tied.unwrap_or(self.kind == ModelKind::Gpt2)
+    }
+}
+
+/// `model.rope_scaling`: slower rotation of the channels that turn slowly, as in Llama 3.1 (Grattafiori et al. 2024).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RopeScaling {
+    /// By how much slower.
+    pub factor: f32,
+    /// Channels that turn less often than this within the original positions are slowed by all of it.
+    pub low_freq_factor: f32,
+    /// Channels that turn more often than this are left alone.
+    pub high_freq_factor: f32,
+    /// Positions that the model was trained for before.
+    pub original_positions: usize,
+}
+
 /// `model.kind`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelKind {
     /// GPT-2.
     Gpt2,
+    /// Llama: RMS norms, rotary positions, SwiGLU, grouped queries, no biases.
+    Llama,
     /// The same without attention: every position sees itself only.
     Mlp,
 }
 
 impl ModelKind {
     /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] = &["gpt2", "mlp"];
+    pub(super) const WORDS: &'static [&'static str] = &["gpt2", "llama", "mlp"];
 }
 
 /// `data:`

@@ -482,8 +482,8 @@ fn example() -> Json {
             n_embd: 1,
             block_size: 1,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..Model::default()
         },
         data: Data {
             train: PathBuf::from("text.txt").into(),

@@ -42,6 +42,18 @@ impl Activation {
         }
     }
 
+    /// Some of its elements, for as long as all of it is leased.
+    ///
+    /// # Panics
+    /// If the shape does not have as many elements as the range.
+    #[must_use]
+    pub fn part(&self, elements: Range<usize>, shape: Vec<usize>) -> Self {
+        Self {
+            _lease: self._lease.clone(),
+            ..Self::borrowed(self.buffer.slice(elements), shape)
+        }
+    }
+
     /// The elements, row-major.
     #[must_use]
     pub fn buffer(&self) -> &Buffer {
@@ -85,7 +97,13 @@ impl ActivationPool {
     /// A pool with an arena of so many bytes, which it allocates now.
     pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self, DeviceError> {
         let arena = device.alloc(&ArenaSpec::private("activations", DType::U8, bytes))?;
-        Ok(Self::over(device, Some(arena)))
+        Ok(Self::in_arena(device, arena))
+    }
+
+    /// A pool in this memory, of bytes.
+    #[must_use]
+    pub fn in_arena(device: Arc<dyn Device>, arena: Arena) -> Self {
+        Self::over(device, Some(arena))
     }
 
     fn over(device: Arc<dyn Device>, planned: Option<Arena>) -> Self {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
+use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorGroup};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 use crate::timeline::{Kind, Timeline};
@@ -109,6 +109,10 @@ pub struct Context<'a> {
     /// Factor of each position's gradient, `[B·T]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
     /// loss. The same in both passes. None: no backward follows.
     pub dloss: Option<&'a Buffer>,
+    /// Samples and positions of the micro-batch.
+    pub shape: [usize; 2],
+    /// The ranks that compute it together with this one; none: this one alone.
+    pub tensor: Option<&'a dyn TensorGroup>,
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
     /// Names the samples, for dropout's masks. None: nothing is dropped.
@@ -240,6 +244,8 @@ pub struct Model {
     pub holds_embedding: bool,
     /// This rank holds the last one, which makes the losses.
     pub holds_head: bool,
+    /// What of the whole model this is.
+    pub part: ModelPart,
     /// By block: its forward keeps its input only, and its backward begins with the forward (`train.recompute: full`).
     pub keeps_input: Vec<bool>,
 }

@@ -1,15 +1,16 @@
-//! Networks from the `model` section: GPT-2 (Radford et al. 2019), and the same without attention.
+//! Networks from the `model` section: GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023), and GPT-2 without
+//! attention, all from one description ([`Decoder`]).
 //!
-//! Names and shapes are those of GPT-2's published checkpoints, so these load without transposing: projections
-//! (`c_attn`, `c_proj`, `c_fc`) are `[inputs, outputs]`, embeddings `[tokens or positions, channels]`. First values
-//! too: normal with σ = 0.02, and 0.02/√(2·layers) where a projection ends in the residual stream.
+//! Names and shapes are those of published checkpoints, so these load without transposing: GPT-2's projections are
+//! `[inputs, outputs]`, Llama's `[outputs, inputs]`, embeddings `[tokens or positions, channels]`. First values are GPT-2's
+//! for all: normal with σ = 0.02, and 0.02/√(2·layers) where a projection ends in the residual stream.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::transformer::{
-    Attention, Dense, DropoutLayer, Embedding, FeedForward, Head, Norm, NormedDense, TransformerBlock,
-};
+use super::decoder::{ActivationKind, Decoder, HEAD, NormKind, PositionKind};
+use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
+use super::transformer::{Attention, Embedding, FeedForward, Head, TransformerBlock};
 use super::{AxisRole, Block, Cut, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
@@ -17,10 +18,6 @@ use crate::mesh::Axis;
 use crate::ops::WeightLayout;
 
 const STD: f32 = 0.02;
-/// Width of a feed-forward layer, in channels.
-const EXPANSION: usize = 4;
-/// Name of the token embedding, which may be the head's matrix too.
-const TOKENS: &str = "wte.weight";
 
 /// The part of a model that a rank holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,36 +73,34 @@ pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> 
 pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Result<Model, ModelError> {
     let vocab = checked_vocab(config, vocab)?;
     check_cuts(config, vocab, part.tensor.1)?;
-    let channels = config.n_embd;
-    let (kind, attention) = match config.kind {
-        config::ModelKind::Gpt2 => ("gpt2", true),
-        config::ModelKind::Mlp => ("mlp", false),
-    };
+    let decoder = Decoder::of(config);
+    let (names, channels) = (decoder.names, decoder.channels);
     let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
     let mut parts = Parts::new(part, ends[0] != ends[1]);
 
     let table = [vocab, channels];
     parts.block(|parts| {
-        let token_group = parts.group("wte");
-        let wte = parts.matrix(token_group, TOKENS, table, STD, Along::Rows);
-        let wpe = attention.then(|| {
-            let group = parts.group("wpe");
-            parts.matrix(group, "wpe.weight", [config.block_size, channels], STD, Along::Nothing)
+        let group = parts.group(names.tokens.trim_end_matches(".weight"));
+        let tokens = parts.matrix(group, names.tokens, table, STD, Along::Rows { stretches: &[] });
+        let positions = (decoder.position_kind == PositionKind::Learned).then(|| {
+            let group = parts.group(names.positions.trim_end_matches(".weight"));
+            let table = [decoder.positions, channels];
+            parts.matrix(group, names.positions, table, STD, Along::Nothing)
         });
-        Arc::new(Embedding::new(wte, wpe, channels, config.dropout))
+        Arc::new(Embedding::new(tokens, positions, channels, decoder.dropout))
     });
 
-    for layer in 0..config.n_layer {
-        parts.block(|parts| Arc::new(parts.transformer_block(config, layer, attention)));
+    for layer in 0..decoder.layers {
+        parts.block(|parts| Arc::new(parts.transformer_block(&decoder, layer)));
     }
 
     parts.block(|parts| {
         let group = parts.group("head");
-        let norm = parts.norm(group, "ln_f", channels);
-        let projection = if attention {
-            parts.tied(TOKENS)
+        let norm = parts.norm(group, names.final_norm, &decoder);
+        let projection = if decoder.is_tied {
+            parts.tied(names.tokens)
         } else {
-            parts.matrix(group, "lm_head.weight", table, STD, Along::Rows)
+            parts.matrix(group, HEAD, table, STD, Along::Rows { stretches: &[] })
         };
         let dense = Dense {
             weight: projection,
@@ -116,17 +111,15 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
         };
         Arc::new(Head::new(NormedDense { norm, dense }))
     });
-    Ok(parts.into_model(format!("{kind} {} × {channels}", config.n_layer)))
+    Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
 
-/// An error unless `parts` ranks can share the heads and the vocabulary. What a head has of channels, and the width of the
-/// feed-forward layer, then divide too.
+/// An error unless `parts` ranks can share the heads, the width of the feed-forward layers and the vocabulary.
 fn check_cuts(config: &config::Model, vocab: usize, parts: usize) -> Result<(), ModelError> {
-    let heads = match config.kind {
-        config::ModelKind::Gpt2 => ("n_head", config.n_head),
-        config::ModelKind::Mlp => ("n_embd", config.n_embd),
-    };
-    for (key, value) in [heads, ("vocab_size", vocab)] {
+    let heads = (config.kind != config::ModelKind::Mlp)
+        .then_some([("n_head", config.n_head), ("n_kv_head", config.kv_heads())]);
+    let widths = [("n_inner", config.inner()), ("vocab_size", vocab)];
+    for (key, value) in heads.into_iter().flatten().chain(widths) {
         if value.is_multiple_of(parts) {
             continue;
         }
@@ -151,9 +144,11 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
     let bounds = [
         ("n_layer", config.n_layer, 1 << 12),
         ("n_head", config.n_head, 1 << 12),
+        ("n_kv_head", config.kv_heads(), 1 << 12),
         ("n_embd", config.n_embd, 1 << 17),
         ("block_size", config.block_size, 1 << 20),
         ("vocab_size", vocab, 1 << 22),
+        ("n_inner", config.inner(), 1 << 20),
     ];
     for (key, value, max) in bounds {
         let (what, hint) = match value {
@@ -176,6 +171,22 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
             hint: format!("use `n_embd: {divisible}`, or another number of heads"),
         });
     }
+    let kv_heads = config.kv_heads();
+    if kv_heads == 0 || !n_head.is_multiple_of(kv_heads) {
+        return Err(ModelError {
+            key: "n_kv_head",
+            what: format!("`model.n_head` ({n_head}) is not divisible by `model.n_kv_head` ({kv_heads})"),
+            hint: "each key and value head serves as many query heads".to_owned(),
+        });
+    }
+    let head_size = n_embd / n_head;
+    if config.kind == config::ModelKind::Llama && !head_size.is_multiple_of(2) {
+        return Err(ModelError {
+            key: "n_head",
+            what: format!("a head has {head_size} channels, and rotary positions turn pairs of them"),
+            hint: "take another `model.n_head`, so that `model.n_embd` / `model.n_head` is even".to_owned(),
+        });
+    }
     if vocab < tokenizer {
         return Err(ModelError {
             key: "vocab_size",
@@ -188,18 +199,31 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
     Ok(vocab)
 }
 
-/// Along which dimension a parameter is cut over a tensor group.
+/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; none
+/// are named where it is one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Along {
+enum Along<'a> {
     /// Not at all.
     Nothing,
     /// The first one.
-    Rows,
-    /// The last one, each of so many stretches by itself.
-    Columns {
-        /// As many equal parts: 3 for fused q, k and v.
-        stretches: usize,
+    Rows {
+        /// Their lengths.
+        stretches: &'a [usize],
     },
+    /// The last one.
+    Columns {
+        /// Their lengths.
+        stretches: &'a [usize],
+    },
+}
+
+/// What of a linear layer is cut over a tensor group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side<'a> {
+    /// The outputs, in stretches of these lengths: each rank has some of every stretch.
+    Outputs(&'a [usize]),
+    /// The inputs: each rank has a part of every sum. Such a layer ends in the residual stream.
+    Inputs,
 }
 
 /// What this rank holds so far, in forward order.
@@ -256,6 +280,7 @@ impl<'a> Parts<'a> {
         let chunk = |chunk: &Range<usize>| position(chunk.start)..position(chunk.end);
         Model {
             name,
+            part: self.part.clone(),
             holds_embedding: self.part.holds(0),
             holds_head: self.part.holds(self.count - 1),
             chunks: chunks.iter().map(chunk).collect(),
@@ -283,13 +308,13 @@ impl<'a> Parts<'a> {
         name: &str,
         shape: [usize; 2],
         std: f32,
-        along: Along,
+        along: Along<'_>,
     ) -> ParamId {
         self.param((group, name.to_owned()), &shape, Init::Normal { std }, along)
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along) -> ParamId {
+    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along<'_>) -> ParamId {
         self.all.push(ParamSpec {
             key,
             global_shape: shape.to_vec(),
@@ -327,15 +352,16 @@ impl<'a> Parts<'a> {
     }
 
     /// This rank's part of a parameter; none where all of it is on every rank.
-    fn cut(&self, shape: &[usize], along: Along) -> Option<Cut> {
+    fn cut(&self, shape: &[usize], along: Along<'_>) -> Option<Cut> {
         let (dim, stretches) = match along {
             _ if self.part.tensor.1 == 1 => return None,
             Along::Nothing => return None,
-            Along::Rows => (0, 1),
+            Along::Rows { stretches } => (0, stretches),
             Along::Columns { stretches } => (shape.len() - 1, stretches),
         };
-        let stretches = vec![shape[dim] / stretches; stretches];
-        let cut = Cut::new((shape, dim), &stretches, self.part.tensor);
+        let whole = [shape[dim]];
+        let stretches = if stretches.is_empty() { &whole } else { stretches };
+        let cut = Cut::new((shape, dim), stretches, self.part.tensor);
         Some(cut.expect("the sizes were checked before"))
     }
 
@@ -349,8 +375,8 @@ impl<'a> Parts<'a> {
         }
         let whole = self.all.iter().find(|spec| spec.key == key);
         let whole = whole.expect("an earlier block has it").clone();
-        let group = self.group("wte");
-        let cut = self.cut(&whole.global_shape, Along::Rows);
+        let group = self.group(key.trim_end_matches(".weight"));
+        let cut = self.cut(&whole.global_shape, Along::Rows { stretches: &[] });
         let mut roles = whole.roles;
         if cut.is_some() {
             roles[Axis::Tensor as usize] = AxisRole::Cut;
@@ -372,72 +398,114 @@ impl<'a> Parts<'a> {
         id
     }
 
-    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32, along: Along) -> ParamId {
+    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32, along: Along<'_>) -> ParamId {
         self.param((group, key), &[len], Init::Constant(value), along)
     }
 
-    fn norm(&mut self, group: GroupId, name: &str, channels: usize) -> Norm {
-        let mut vector =
-            |what, value| self.vector(group, format!("{name}.{what}"), channels, value, Along::Nothing);
-        Norm {
-            weight: vector("weight", 1.0),
-            bias: vector("bias", 0.0),
+    fn norm(&mut self, group: GroupId, name: &str, decoder: &Decoder) -> Norm {
+        let mut vector = |what, value| {
+            let key = format!("{name}.{what}");
+            self.vector(group, key, decoder.channels, value, Along::Nothing)
+        };
+        let weight = vector("weight", 1.0);
+        match decoder.norm {
+            NormKind::Layer => Norm::Layer {
+                weight,
+                bias: vector("bias", 0.0),
+            },
+            NormKind::Rms { eps } => Norm::Rms { weight, eps },
         }
     }
 
-    /// A layer whose outputs are cut (`Columns`), or its inputs (`Rows`), whose bias is whole then.
+    /// A layer whose outputs are cut, or its inputs, whose bias is whole then.
     fn dense(
         &mut self,
         group: GroupId,
         name: &str,
         [inputs, outputs]: [usize; 2],
-        (std, along): (f32, Along),
+        side: Side<'_>,
+        decoder: &Decoder,
     ) -> Dense {
         let parts = self.part.tensor.1;
-        let (bias, local) = match along {
-            Along::Nothing => (along, [inputs, outputs]),
-            Along::Rows => (Along::Nothing, [inputs / parts, outputs]),
-            Along::Columns { .. } => (along, [inputs, outputs / parts]),
+        let (std, local) = match side {
+            Side::Outputs(_) => (STD, [inputs, outputs / parts]),
+            Side::Inputs => {
+                let depth = 2.0 * decoder.layers as f32;
+                (STD / depth.sqrt(), [inputs / parts, outputs])
+            }
         };
+        let (shape, along) = match (decoder.layout, side) {
+            (WeightLayout::InOut, Side::Outputs(stretches)) => ([inputs, outputs], Along::Columns { stretches }),
+            (WeightLayout::InOut, Side::Inputs) => ([inputs, outputs], Along::Rows { stretches: &[] }),
+            (WeightLayout::OutIn, Side::Outputs(stretches)) => ([outputs, inputs], Along::Rows { stretches }),
+            (WeightLayout::OutIn, Side::Inputs) => ([outputs, inputs], Along::Columns { stretches: &[] }),
+        };
+        let bias = match side {
+            Side::Outputs(stretches) => Along::Rows { stretches },
+            Side::Inputs => Along::Nothing,
+        };
+        let key = |what: &str| format!("{name}.{what}");
         Dense {
-            weight: self.matrix(group, &format!("{name}.weight"), [inputs, outputs], std, along),
-            bias: Some(self.vector(group, format!("{name}.bias"), outputs, 0.0, bias)),
+            weight: self.matrix(group, &key("weight"), shape, std, along),
+            bias: decoder
+                .has_biases
+                .then(|| self.vector(group, key("bias"), outputs, 0.0, bias)),
             inputs: local[0],
             outputs: local[1],
-            layout: WeightLayout::InOut,
+            layout: decoder.layout,
         }
     }
 
-    fn transformer_block(
-        &mut self,
-        config: &config::Model,
-        layer: usize,
-        attention: bool,
-    ) -> TransformerBlock {
-        let (name, c) = (format!("h.{layer}"), config.n_embd);
+    fn transformer_block(&mut self, decoder: &Decoder, layer: usize) -> TransformerBlock {
+        let (names, channels) = (decoder.names, decoder.channels);
+        let name = format!("{}.{layer}", names.layer);
         let group = self.group(name.clone());
         let dropout = DropoutLayer {
-            rate: config.dropout,
+            rate: decoder.dropout,
             layer: layer as u32,
         };
-        let into_stream = (STD / (2.0 * config.n_layer as f32).sqrt(), Along::Rows);
-        let columns = |stretches| (STD, Along::Columns { stretches });
-        let attention = attention.then(|| Attention {
-            qkv: NormedDense {
-                norm: self.norm(group, &format!("{name}.ln_1"), c),
-                dense: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], columns(3)),
-            },
-            projection: self.dense(group, &format!("{name}.attn.c_proj"), [c, c], into_stream),
-            heads: config.n_head / self.part.tensor.1,
-            dropout,
+        let key = |what: &str| format!("{name}.{what}");
+        let attention = decoder.attention.map(|kind| {
+            let stretches = kind.stretches();
+            let (fused, heads) = (stretches.iter().sum(), kind.heads * kind.head_size);
+            let cut = Side::Outputs(&stretches);
+            Attention {
+                qkv: NormedDense {
+                    norm: self.norm(group, &key(names.attention_norm), decoder),
+                    dense: self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
+                },
+                projection: self.dense(
+                    group,
+                    &key(names.attention_projection),
+                    [heads, channels],
+                    Side::Inputs,
+                    decoder,
+                ),
+                heads: kind.heads / self.part.tensor.1,
+                kv_heads: kind.kv_heads / self.part.tensor.1,
+                head_size: kind.head_size,
+                positions: decoder.position_kind,
+                dropout,
+            }
         });
-        let wide = EXPANSION * c;
+        let halves = [decoder.inner; 2];
+        let cut = Side::Outputs(match decoder.activation {
+            ActivationKind::Gelu => &halves[..1],
+            ActivationKind::SwiGlu => &halves,
+        });
         let feed_forward = FeedForward {
             widen: NormedDense {
-                norm: self.norm(group, &format!("{name}.ln_2"), c),
-                dense: self.dense(group, &format!("{name}.mlp.c_fc"), [c, wide], columns(1)),
+                norm: self.norm(group, &key(names.feed_forward_norm), decoder),
+                dense: self.dense(group, &key(names.widen), [channels, decoder.widened()], cut, decoder),
             },
-            projection: self.dense(group, &format!("{name}.mlp.c_proj"), [wide, c], into_stream),
+            projection: self.dense(
+                group,
+                &key(names.narrow),
+                [decoder.inner, channels],
+                Side::Inputs,
+                decoder,
+            ),
+            activation: decoder.activation,
             keeps_wide: true,
             dropout,
         };
@@ -506,8 +574,8 @@ mod tests {
             n_embd: 768,
             block_size: 1024,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..config::Model::default()
         }
     }
 

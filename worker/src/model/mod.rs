@@ -17,17 +17,22 @@
 mod activation;
 mod block;
 mod build;
+mod decoder;
+mod layers;
 mod param;
 mod passes;
 mod region;
 mod rehearsal;
+mod tensor;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved};
 pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
+pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
 pub use rehearsal::rehearse;
+pub use tensor::TensorGroup;

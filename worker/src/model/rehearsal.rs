@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{
     Activation, ActivationPool, Context, Flight, GradSink, GradSlot, Model, NoHooks, ParamId, ParamSpec,
-    Params, Passes, SampleKey,
+    Params, Passes, SampleKey, TensorGroup,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 
@@ -30,6 +30,36 @@ struct Stage<'a> {
     dloss: Buffer,
     /// As long as the longest parameter.
     param: Arena,
+    shape: [usize; 2],
+    group: Option<IdleGroup>,
+}
+
+/// A tensor group whose other ranks do nothing.
+struct IdleGroup {
+    place: (usize, usize),
+    is_sequence: bool,
+}
+
+impl TensorGroup for IdleGroup {
+    fn place(&self) -> (usize, usize) {
+        self.place
+    }
+
+    fn is_sequence(&self) -> bool {
+        self.is_sequence
+    }
+
+    fn all_reduce(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn all_gather(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
+        Ok(())
+    }
 }
 
 impl<'a> Stage<'a> {
@@ -43,6 +73,11 @@ impl<'a> Stage<'a> {
             targets: alloc("targets", DType::I32, len)?.whole(),
             dloss: alloc("loss factors", DType::F32, len)?.whole(),
             param: alloc("a parameter", model.dtype(), longest)?,
+            shape,
+            group: (model.part.tensor.1 > 1).then_some(IdleGroup {
+                place: model.part.tensor,
+                is_sequence: model.part.sequence,
+            }),
             model,
             device,
         })
@@ -70,6 +105,8 @@ impl<'a> Stage<'a> {
             params: self,
             targets: &self.targets,
             dloss: Some(&self.dloss),
+            shape: self.shape,
+            tensor: self.group.as_ref().map(|group| group as &dyn TensorGroup),
             dtype: self.model.dtype(),
             samples: Some(SampleKey::default()),
             timeline: None,
@@ -122,8 +159,8 @@ mod tests {
                 n_embd,
                 block_size: positions,
                 vocab_size: Some(vocab),
-                init_from: None,
                 dropout: 0.0,
+                ..config::Model::default()
             };
             for dtype in [DType::F32, DType::Bf16] {
                 for what in [Recompute::None, Recompute::Selective, Recompute::Full] {

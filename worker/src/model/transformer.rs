@@ -8,13 +8,15 @@
 
 use std::sync::Arc;
 
+use super::decoder::{ActivationKind, PositionKind};
+use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
 use super::{Activation, Block, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    self, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, DropoutMask,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, PositionBackward,
-    TokenBackward, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
+    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
+    LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
+    SwiGluBackward, SwiGluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -150,13 +152,18 @@ impl Block for Embedding {
     ) -> Result<Activation, DeviceError> {
         let [batch, positions] = batch_and_positions(inp)?;
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
+        let wte = ctx.params.get(self.wte);
+        // The parts are summed: one rank adds the positions.
+        let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
         ctx.enqueue(EncoderForward {
             tokens: inp.buffer().clone(),
-            wte: ctx.params.get(self.wte),
-            wpe: self.wpe.map(|wpe| ctx.params.get(wpe)),
+            part: ctx.vocabulary(wte.len() / self.channels),
+            wte,
+            wpe: wpe.map(|wpe| ctx.params.get(wpe)),
             out: out.buffer().clone(),
             positions,
         });
+        let out = ctx.summed_rows("embedding", out)?;
         saved.put("tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
         Ok(dropped.unwrap_or(out))
@@ -170,7 +177,8 @@ impl Block for Embedding {
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         let tokens = saved.take("tokens")?;
-        let dout = &self.dropout.gradient(ctx, Site::Embedding, dout)?;
+        let dout = self.dropout.gradient(ctx, Site::Embedding, dout)?;
+        let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
             let of = |slot: GradSlot| PositionBackward {
@@ -185,6 +193,7 @@ impl Block for Embedding {
         let of = |slot: GradSlot| TokenBackward {
             tokens: tokens.buffer().clone(),
             dout: dout.buffer().clone(),
+            part: ctx.vocabulary(slot.buffer.len() / self.channels),
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
@@ -216,6 +225,45 @@ impl Head {
     }
 }
 
+impl Head {
+    /// Losses `[R]` of logits `[R, V]`, which become their gradients if a backward follows. Where the ranks of a tensor
+    /// group have parts of the vocabulary, three numbers a row and rank are exchanged, and all ranks have all losses.
+    fn losses(&self, ctx: &Context<'_>, logits: &Activation) -> Result<Activation, DeviceError> {
+        let rows = ctx.rows();
+        let losses = ctx.lease_stat("losses", &[rows])?;
+        let (logits, losses_out, targets) = (logits.buffer(), losses.buffer().clone(), ctx.targets.clone());
+        let dlosses = ctx.dloss.cloned();
+        let (Some(group), Some(part)) = (ctx.tensor, ctx.vocabulary(self.projection.dense.outputs)) else {
+            ctx.enqueue(CrossEntropy {
+                logits: logits.clone(),
+                targets,
+                losses: losses_out,
+                dlosses,
+            });
+            return Ok(losses);
+        };
+        let (index, ranks) = group.place();
+        let table = ctx.lease_stat("statistics of the logits", &[ranks, rows, CrossEntropyPartial::STATISTICS])?;
+        let own = table.buffer().len() / ranks;
+        ctx.enqueue(CrossEntropyPartial {
+            logits: logits.clone(),
+            targets: targets.clone(),
+            statistics: table.buffer().slice(index * own..(index + 1) * own),
+            part,
+        });
+        group.all_gather(table.buffer(), "statistics of the logits")?;
+        ctx.enqueue(CrossEntropyCombine {
+            logits: logits.clone(),
+            statistics: table.buffer().clone(),
+            targets,
+            losses: losses_out,
+            dlosses,
+            part,
+        });
+        Ok(losses)
+    }
+}
+
 impl Block for Head {
     fn name(&self) -> &'static str {
         "head"
@@ -232,15 +280,8 @@ impl Block for Head {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let Dense { inputs, .. } = self.projection.dense;
         let logits = self.projection.forward(ctx, inp, "logits")?;
-        let losses = ctx.lease_stat("losses", &[inp.buffer().len() / inputs])?;
-        ctx.enqueue(CrossEntropy {
-            logits: logits.buffer().clone(),
-            targets: ctx.targets.clone(),
-            losses: losses.buffer().clone(),
-            dlosses: ctx.dloss.cloned(),
-        });
+        let losses = self.losses(ctx, &logits)?;
         if ctx.dloss.is_some() {
             saved.put("head input", inp);
             saved.put("dlogits", &logits);
@@ -270,212 +311,16 @@ impl Block for Head {
     }
 }
 
-/// A layer normalisation.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Norm {
-    pub(super) weight: ParamId,
-    pub(super) bias: ParamId,
-}
-
-impl Norm {
-    /// `[…, C]` to `[…, C]`
-    fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation, DeviceError> {
-        let out = ctx.lease("normalised", inp.shape())?;
-        ctx.enqueue(LayerNormForward {
-            inp: inp.buffer().clone(),
-            weight: ctx.params.get(self.weight),
-            bias: ctx.params.get(self.bias),
-            out: out.buffer().clone(),
-        });
-        Ok(out)
-    }
-
-    /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`.
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        (dinp, accumulate_dinp): (&Activation, bool),
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let (dbias, dweight) = (grads.grad(self.bias)?, grads.grad(self.weight)?);
-        ctx.enqueue(LayerNormBackward {
-            dout: dout.buffer().clone(),
-            inp: inp.buffer().clone(),
-            weight: ctx.params.get(self.weight),
-            dinp: dinp.buffer().clone(),
-            dweight: dweight.buffer,
-            dbias: dbias.buffer,
-            accumulate_dinp,
-            accumulate_dweight: dweight.accumulate,
-            accumulate_dbias: dbias.accumulate,
-        });
-        grads.contributed(self.bias, ctx.record())?;
-        grads.contributed(self.weight, ctx.record())
-    }
-}
-
-/// A linear layer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Dense {
-    pub(super) weight: ParamId,
-    pub(super) bias: Option<ParamId>,
-    pub(super) inputs: usize,
-    pub(super) outputs: usize,
-    pub(super) layout: WeightLayout,
-}
-
-impl Dense {
-    fn params(&self) -> Vec<ParamId> {
-        std::iter::once(self.weight).chain(self.bias).collect()
-    }
-
-    fn shape(&self, inp: &Activation) -> LinearShape {
-        let rows = inp.buffer().len() / self.inputs;
-        LinearShape {
-            rows,
-            inputs: self.inputs,
-            outputs: self.outputs,
-            layout: self.layout,
-        }
-    }
-
-    /// `[…, I]` to `[…, O]`, plus `residual`, and what computes it.
-    fn product(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        residual: Option<&Activation>,
-        name: &str,
-    ) -> Result<(Activation, LinearForward), DeviceError> {
-        let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
-        let linear = LinearForward {
-            inp: inp.buffer().clone(),
-            weight: ctx.params.get(self.weight),
-            bias: self.bias.map(|bias| ctx.params.get(bias)),
-            residual: residual.map(|residual| residual.buffer().clone()),
-            out: out.buffer().clone(),
-            shape: self.shape(inp),
-        };
-        Ok((out, linear))
-    }
-
-    /// `[B, T, I]` to `[B, T, O]`: `residual`, plus the output where it is not dropped.
-    fn forward_onto(
-        &self,
-        ctx: &Context<'_>,
-        inp: &Activation,
-        residual: &Activation,
-        (dropout, site): (DropoutLayer, Site),
-    ) -> Result<Activation, DeviceError> {
-        let drops = dropout.mask(ctx, site).is_some();
-        let residual_here = (!drops).then_some(residual);
-        let (projected, linear) = self.product(ctx, inp, residual_here, "projected")?;
-        ctx.enqueue(linear);
-        let out = dropout.apply(ctx, site, &projected, Some(residual))?;
-        Ok(out.unwrap_or(projected))
-    }
-
-    /// Gradient of the input, and what computes it.
-    fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<(Activation, LinearDinp), DeviceError> {
-        let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
-        let linear = LinearDinp {
-            dout: dout.buffer().clone(),
-            weight: ctx.params.get(self.weight),
-            dinp: dinp.buffer().clone(),
-            shape: self.shape(&dinp),
-        };
-        Ok((dinp, linear))
-    }
-
-    /// Gradient of the bias.
-    fn dbias(
-        &self,
-        ctx: &Context<'_>,
-        dout: &Activation,
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let Some(bias) = self.bias else {
-            return Ok(());
-        };
-        let sum = |slot: GradSlot| ColumnSum {
-            x: dout.buffer().clone(),
-            out: slot.buffer,
-            accumulate: slot.accumulate,
-        };
-        ctx.contribute(grads, bias, sum)
-    }
-
-    /// Gradient of the weight.
-    fn dweight(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let of = |slot: GradSlot| LinearDweight {
-            inp: inp.buffer().clone(),
-            dout: dout.buffer().clone(),
-            dweight: slot.buffer,
-            accumulate: slot.accumulate,
-            shape: self.shape(inp),
-        };
-        ctx.contribute(grads, self.weight, of)
-    }
-}
-
-/// A normalisation of the residual stream, and the linear layer that reads it. What lies between is not kept.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NormedDense {
-    pub(super) norm: Norm,
-    pub(super) dense: Dense,
-}
-
-impl NormedDense {
-    fn params(&self) -> Vec<ParamId> {
-        [vec![self.norm.weight, self.norm.bias], self.dense.params()].concat()
-    }
-
-    /// `[…, I]` to `[…, O]`
-    fn forward(&self, ctx: &Context<'_>, inp: &Activation, name: &str) -> Result<Activation, DeviceError> {
-        let normalised = self.norm.forward(ctx, inp)?;
-        let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
-        ctx.enqueue(linear);
-        Ok(out)
-    }
-
-    /// Gradients of the parameters. The gradient of the input is added to that of the stream; it is new where there is
-    /// none.
-    fn backward(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        stream: Option<&Activation>,
-        grads: &mut dyn GradSink,
-    ) -> Result<Activation, DeviceError> {
-        self.dense.dbias(ctx, dout, grads)?;
-        let normalised = self.norm.forward(ctx, inp)?;
-        self.dense.dweight(ctx, [&normalised, dout], grads)?;
-        drop(normalised);
-        let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
-        ctx.enqueue(linear);
-        let dinp = match stream {
-            Some(stream) => stream.clone(),
-            None => ctx.lease("gradient of the stream", inp.shape())?,
-        };
-        let accumulate = stream.is_some();
-        self.norm
-            .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;
-        Ok(dinp)
-    }
-}
-
 /// `x + dropout(projection(attention(qkv(norm(x)))))`
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attention {
     pub(super) qkv: NormedDense,
     pub(super) projection: Dense,
+    /// This rank's.
     pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) head_size: usize,
+    pub(super) positions: PositionKind,
     pub(super) dropout: DropoutLayer,
 }
 
@@ -484,19 +329,36 @@ impl Attention {
         [self.qkv.params(), self.projection.params()].concat()
     }
 
-    fn shape(&self, inp: &Activation) -> Result<AttentionShape, DeviceError> {
-        match *inp.shape() {
-            [batch, positions, channels] => Ok(AttentionShape {
-                batch,
-                positions,
-                heads: self.heads,
-                channels,
-            }),
-            ref shape => Err(DeviceError::Shape {
-                op: "attention",
-                what: format!("its input has shape {shape:?}, expected [B, T, C]"),
-            }),
+    fn shape(&self, ctx: &Context<'_>) -> AttentionShape {
+        let [batch, positions] = ctx.shape;
+        AttentionShape {
+            batch,
+            positions,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_size: self.head_size,
         }
+    }
+
+    /// The mask of the probabilities; that of a head is the same on whatever rank it is.
+    fn mask(&self, ctx: &Context<'_>) -> Option<DropoutMask> {
+        let first = ctx.tensor_place().0 * self.heads;
+        let mask = self.dropout.mask(ctx, Site::Attention)?;
+        Some(mask.of_part(first as u32))
+    }
+
+    /// How queries and keys are rotated, if they are.
+    fn rotary(&self) -> Option<RotaryEmbedding> {
+        let PositionKind::Rotary { theta, scaling } = self.positions else {
+            return None;
+        };
+        let scaling = scaling.map(|scaling| Llama3Scaling {
+            factor: scaling.factor,
+            low_freq_factor: scaling.low_freq_factor,
+            high_freq_factor: scaling.high_freq_factor,
+            original_positions: scaling.original_positions,
+        });
+        Some(RotaryEmbedding { theta, scaling })
     }
 
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
@@ -506,16 +368,24 @@ impl Attention {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let shape = self.shape(inp)?;
+        let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, inp, "projected")?;
-        let mixed = ctx.lease("attention", inp.shape())?;
+        if let Some(rotary) = self.rotary() {
+            ctx.enqueue(RotaryForward {
+                qkv: qkv.buffer().clone(),
+                shape,
+                rotary,
+                first_position: 0,
+            });
+        }
+        let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
         ctx.enqueue(AttentionForward {
             qkv: qkv.buffer().clone(),
             out: mixed.buffer().clone(),
             lse: lse.buffer().clone(),
             shape,
-            dropout: self.dropout.mask(ctx, Site::Attention),
+            dropout: self.mask(ctx),
         });
         let dropout = (self.dropout, Site::AttentionResidual);
         let out = self.projection.forward_onto(ctx, &mixed, inp, dropout)?;
@@ -542,6 +412,7 @@ impl Attention {
         );
         let dprojected = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
         self.projection.dbias(ctx, &dprojected, grads)?;
+        let dprojected = ctx.gathered_rows("gradient of the projection", &dprojected)?;
         self.projection.dweight(ctx, [&mixed, &dprojected], grads)?;
         let (dmixed, linear) = self.projection.dinp(ctx, &dprojected)?;
         ctx.enqueue(linear);
@@ -553,10 +424,18 @@ impl Attention {
             lse: lse.buffer().clone(),
             dout: dmixed.buffer().clone(),
             dqkv: dqkv.buffer().clone(),
-            shape: self.shape(&inp)?,
-            dropout: self.dropout.mask(ctx, Site::Attention),
+            shape: self.shape(ctx),
+            dropout: self.mask(ctx),
         });
         drop((qkv, mixed, lse, dmixed));
+        if let Some(rotary) = self.rotary() {
+            ctx.enqueue(RotaryBackward {
+                dqkv: dqkv.buffer().clone(),
+                shape: self.shape(ctx),
+                rotary,
+                first_position: 0,
+            });
+        }
         self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)?;
         Ok(())
     }
@@ -567,6 +446,7 @@ impl Attention {
 pub(super) struct FeedForward {
     pub(super) widen: NormedDense,
     pub(super) projection: Dense,
+    pub(super) activation: ActivationKind,
     /// Otherwise backward widens again.
     pub(super) keeps_wide: bool,
     pub(super) dropout: DropoutLayer,
@@ -606,12 +486,18 @@ impl FeedForward {
         let normalised = self.widen.norm.forward(ctx, inp)?;
         let dense = &self.widen.dense;
         let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
-        let active = ctx.lease("gelu", wide.shape())?;
-        let gelu = GeluForward {
-            inp: wide.buffer().clone(),
-            out: active.buffer().clone(),
-        };
-        ctx.enqueue(LinearGeluForward { linear, gelu });
+        let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
+        let (inp_of, out) = (wide.buffer().clone(), active.buffer().clone());
+        match self.activation {
+            ActivationKind::Gelu => {
+                let gelu = GeluForward { inp: inp_of, out };
+                ctx.enqueue(LinearGeluForward { linear, gelu });
+            }
+            ActivationKind::SwiGlu => {
+                ctx.enqueue(linear);
+                ctx.enqueue(SwiGluForward { inp: inp_of, out });
+            }
+        }
         drop(normalised);
         let dropout = (self.dropout, Site::FeedForwardResidual);
         let out = self.projection.forward_onto(ctx, &active, inp, dropout)?;
@@ -635,88 +521,32 @@ impl FeedForward {
         };
         let dprojected = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         self.projection.dbias(ctx, &dprojected, grads)?;
-        let (dwide, linear) = self.projection.dinp(ctx, &dprojected)?;
-        let gelu = GeluBackward {
-            inp_out: wide.buffer().clone(),
-            dout_dinp: dwide.buffer().clone(),
+        let dprojected = ctx.gathered_rows("gradient of the projection", &dprojected)?;
+        let (dactive, linear) = self.projection.dinp(ctx, &dprojected)?;
+        let (active, dwide) = match self.activation {
+            ActivationKind::Gelu => {
+                let gelu = GeluBackward {
+                    inp_out: wide.buffer().clone(),
+                    dout_dinp: dactive.buffer().clone(),
+                };
+                ctx.enqueue(LinearGeluBackward { linear, gelu });
+                // From here on `wide` is the output of the GELU.
+                (wide, dactive)
+            }
+            ActivationKind::SwiGlu => {
+                ctx.enqueue(linear);
+                ctx.enqueue(SwiGluBackward {
+                    inp_dinp: wide.buffer().clone(),
+                    dout_out: dactive.buffer().clone(),
+                });
+                // Both have changed places: the gradient's memory holds the output now.
+                (dactive, wide)
+            }
         };
-        ctx.enqueue(LinearGeluBackward { linear, gelu });
-        // From here on `wide` is the output of the GELU.
-        self.projection.dweight(ctx, [&wide, &dprojected], grads)?;
-        drop((wide, dprojected));
+        self.projection.dweight(ctx, [&active, &dprojected], grads)?;
+        drop((active, dprojected));
         self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)?;
         Ok(())
     }
 }
 
-/// The shape of `like` with another number of channels.
-fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
-    let outer = like.shape().split_last().map_or(&[][..], |(_, outer)| outer);
-    [outer, &[channels]].concat()
-}
-
-/// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct DropoutLayer {
-    /// Share of the numbers that are dropped, from 0 to below 1.
-    pub(super) rate: f32,
-    /// Number of the block; of the embedding 0.
-    pub(super) layer: u32,
-}
-
-/// Where in a layer. The numbers are part of the masks: a checkpoint's run goes on with the same ones.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Site {
-    Embedding = 0,
-    Attention = 1,
-    AttentionResidual = 2,
-    FeedForwardResidual = 3,
-}
-
-impl DropoutLayer {
-    /// What is dropped there; none: nothing.
-    fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
-        let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
-        let place = [self.layer, site as u32];
-        Some(DropoutMask::new(samples.seed, place, samples.first, self.rate))
-    }
-
-    /// `residual + mask · inp`, for `[B, T, C]`: an activation of its own; none if nothing is dropped.
-    pub(super) fn apply(
-        self,
-        ctx: &Context<'_>,
-        site: Site,
-        inp: &Activation,
-        residual: Option<&Activation>,
-    ) -> Result<Option<Activation>, DeviceError> {
-        let Some(mask) = self.mask(ctx, site) else {
-            return Ok(None);
-        };
-        let &[_, positions, channels] = inp.shape() else {
-            return Err(DeviceError::Shape {
-                op: "dropout",
-                what: format!("its input has shape {:?}, expected [B, T, C]", inp.shape()),
-            });
-        };
-        let out = ctx.lease("dropped", inp.shape())?;
-        ctx.enqueue(ops::Dropout {
-            inp: inp.buffer().clone(),
-            residual: residual.map(|residual| residual.buffer().clone()),
-            out: out.buffer().clone(),
-            mask,
-            positions,
-            channels,
-        });
-        Ok(Some(out))
-    }
-
-    /// The gradient of what [`DropoutLayer::apply`] was given.
-    pub(super) fn gradient(
-        self,
-        ctx: &Context<'_>,
-        site: Site,
-        dout: &Activation,
-    ) -> Result<Activation, DeviceError> {
-        Ok(self.apply(ctx, site, dout, None)?.unwrap_or_else(|| dout.clone()))
-    }
-}

@@ -8,6 +8,7 @@
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
 //! | [`ReplicaSet`] | who sums, owns, counts and writes a parameter |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
+//! | [`TensorRanks`] | what the ranks of a tensor group exchange within a layer |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
@@ -29,6 +30,7 @@ mod reduction;
 mod replica_set;
 mod schedule;
 mod sharding;
+mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
@@ -41,3 +43,4 @@ pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::ReplicaSet;
 pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
+pub use tensor::TensorRanks;

@@ -513,8 +513,8 @@ mod tests {
             n_embd: 8,
             block_size: 8,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..config::Model::default()
         };
         let model = model::build(&config, 256).unwrap();
         let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();

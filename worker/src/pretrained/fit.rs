@@ -246,7 +246,7 @@ impl Settings {
     /// Compares all that changes what the same numbers compute.
     pub(super) fn compare(&self, model: &Model, misfit: &mut Misfit) {
         self.compare_kind(model.kind, misfit);
-        let heads = (model.kind == ModelKind::Gpt2).then_some(("n_head", model.n_head));
+        let heads = (model.kind != ModelKind::Mlp).then_some(("n_head", model.n_head));
         let sizes = [("n_layer", model.n_layer), ("n_embd", model.n_embd)];
         for (key, here) in sizes.into_iter().chain(heads) {
             if let Some(there) = self.0.get(key).and_then(Value::as_u64)
@@ -283,6 +283,7 @@ impl Settings {
     fn compare_kind(&self, here: ModelKind, misfit: &mut Misfit) {
         let name = match here {
             ModelKind::Gpt2 => "gpt2",
+            ModelKind::Llama => "llama",
             ModelKind::Mlp => "mlp",
         };
         let there = self.0.get("model_type").and_then(Value::as_str);

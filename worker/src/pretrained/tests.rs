@@ -22,8 +22,8 @@ fn shape(kind: ModelKind) -> Model {
         n_embd: 8,
         block_size: 16,
         vocab_size: Some(256),
-        init_from: None,
         dropout: 0.0,
+        ..Model::default()
     }
 }
 

@@ -46,13 +46,13 @@ impl std::ops::AddAssign for Overlap {
     }
 }
 
-/// When gradients or parameters were under way, and no rank was missing.
+/// When gradients, parameters or activations were under way, and no rank was missing.
 pub(super) fn moving(spans: &[Span]) -> Intervals {
     let lanes: BTreeSet<&Lane> = spans.iter().map(|span| &span.lane).collect();
     let of_lanes = lanes.into_iter().map(|lane| {
         let of_lane =
             |kinds: &[Kind]| of_kind(spans, |span| span.lane == *lane && kinds.contains(&span.kind));
-        of_lane(&[Kind::Gradients, Kind::Parameters]).without(&of_lane(&[Kind::Late]))
+        of_lane(&[Kind::Gradients, Kind::Parameters, Kind::Activations]).without(&of_lane(&[Kind::Late]))
     });
     let of_lanes: Vec<Intervals> = of_lanes.collect();
     Intervals::union(of_lanes.iter().flat_map(Intervals::iter))

@@ -205,7 +205,7 @@ fn label(span: &Span) -> &str {
     let name = span.name.as_ref();
     match span.kind {
         Kind::Forward | Kind::Backward => block(span).unwrap_or(""),
-        Kind::Gradients | Kind::Parameters | Kind::Other => name
+        Kind::Gradients | Kind::Parameters | Kind::Activations | Kind::Other => name
             .split_once('(')
             .map_or(name, |(_, tag)| tag.trim_end_matches(')')),
         _ => name,
@@ -227,7 +227,7 @@ fn tip(span: &Span) -> String {
 }
 
 /// Names of colours, and what they stand for.
-const LEGEND: [(Kind, &str, &str); 9] = [
+const LEGEND: [(Kind, &str, &str); 10] = [
     (Kind::Data, "data", "data"),
     (Kind::Forward, "forward", "forward"),
     (Kind::Backward, "backward", "backward"),
@@ -236,6 +236,7 @@ const LEGEND: [(Kind, &str, &str); 9] = [
     (Kind::Late, "late", "a rank is late"),
     (Kind::Gradients, "gradients", "gradients"),
     (Kind::Parameters, "parameters", "parameters"),
+    (Kind::Activations, "activations", "activations"),
     (Kind::Other, "other", "losses, norms"),
 ];
 

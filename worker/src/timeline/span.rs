@@ -79,6 +79,8 @@ pub enum Kind {
     Gradients,
     /// Parameters between ranks.
     Parameters,
+    /// Activations and their gradients between ranks.
+    Activations,
     /// Whatever else goes between ranks: losses, norms.
     Other,
     /// Nothing: another rank has not come yet. Known of merged traces only.

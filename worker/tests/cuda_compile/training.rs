@@ -78,8 +78,8 @@ impl Job {
             n_embd: self.channels,
             block_size: self.positions,
             vocab_size: None,
-            init_from: None,
             dropout,
+            ..ModelConfig::default()
         };
         build(&config, self.vocab).unwrap()
     }

@@ -23,8 +23,8 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         n_embd: 16,
         block_size: POSITIONS,
         vocab_size: None,
-        init_from: None,
         dropout,
+        ..ModelConfig::default()
     };
     let model = build(&config, VOCAB).unwrap();
     let stream = device.stream();

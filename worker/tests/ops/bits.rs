@@ -18,8 +18,8 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
         n_embd: 72,
         block_size: 160,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     let model = build(&config, 201).unwrap();
     let n = model.param_count();

@@ -142,8 +142,8 @@ fn the_first_loss_is_that_of_a_uniform_guess() {
             n_embd: 64,
             block_size: 32,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..config::Model::default()
         };
         let rank = Rank::new(Rig::new(), build(&config, 256).unwrap(), DType::F32, [1, 4, 32]);
         let loss = mean(&rank.forward(0).0);
@@ -205,8 +205,8 @@ fn a_tiny_batch_is_learnt_by_heart() {
             n_embd: 32,
             block_size: 8,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..config::Model::default()
         };
         let mut rank = Rank::new(Rig::new(), build(&config, 11).unwrap(), DType::F32, [1, 2, 8]);
         let n = rank.model.param_count();

@@ -130,8 +130,8 @@ pub(crate) fn config(kind: ModelKind) -> config::Model {
         n_embd: 8,
         block_size: 6,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     }
 }
 

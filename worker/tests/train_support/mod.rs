@@ -59,8 +59,8 @@ impl Job {
             n_embd: 16,
             block_size: 16,
             vocab_size: None,
-            init_from: None,
             dropout: 0.0,
+            ..config::Model::default()
         };
         let data = config::Data {
             train: train.into(),

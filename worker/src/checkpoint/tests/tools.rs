@@ -22,8 +22,8 @@ fn model() -> config::Model {
         n_embd: 7,
         block_size: 16,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     }
 }
 

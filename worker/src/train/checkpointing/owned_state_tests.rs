@@ -49,8 +49,8 @@ fn model() -> Model {
         n_embd: 48,
         block_size: 12,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     model::build(&config, 256).unwrap()
 }

@@ -4,10 +4,12 @@ use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use crate::model::{
     self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
+    TensorGroup,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
-use crate::parallel::Parameters;
+use crate::mesh::Axis;
+use crate::parallel::{Parameters, TensorRanks};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::World;
@@ -18,6 +20,8 @@ pub(crate) struct Replica {
     pub(crate) parameters: Parameters,
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
+    /// The ranks that compute each layer together with this one.
+    pub(crate) tensor: Option<TensorRanks>,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -49,14 +53,16 @@ impl Replica {
         activations: usize,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
-        let shape = vec![config.train.micro_batch, config.model.block_size];
+        let shape = [config.train.micro_batch, config.model.block_size];
         let positions: usize = shape.iter().product();
+        let tensor = tensor_ranks(world, model.part.sequence)?;
         let dloss = world
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
         Ok(Self {
             feed: Feed::new(world, shape)?,
-            pool: ActivationPool::planned(world.device.clone(), activations)?,
+            pool: activation_pool(world, tensor.as_ref(), activations)?,
+            tensor,
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,
@@ -192,11 +198,38 @@ impl Replica {
             params: &self.parameters,
             targets: self.feed.targets(),
             dloss: Some(&self.dloss),
+            shape: self.feed.shape,
+            tensor: self.tensor.as_ref().map(|ranks| ranks as &dyn TensorGroup),
             dtype: self.model.dtype(),
             samples: Some(key),
             timeline: Some(self.world.comm.timeline()),
         }
     }
+}
+
+/// This rank in its tensor group; none if it is alone there. Every rank must call it.
+fn tensor_ranks(world: &World, is_sequence: bool) -> Result<Option<TensorRanks>, TrainError> {
+    if world.mesh.size(&[Axis::Tensor]) == 1 {
+        return Ok(None);
+    }
+    let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
+    let compute = (&world.device, world.stream);
+    Ok(Some(TensorRanks::new(comm, compute, is_sequence)))
+}
+
+/// Memory for activations: such that the ranks of a tensor group need no copies to sum and gather them.
+fn activation_pool(
+    world: &World,
+    tensor: Option<&TensorRanks>,
+    bytes: usize,
+) -> Result<ActivationPool, TrainError> {
+    let device = world.device.clone();
+    let Some(tensor) = tensor else {
+        return Ok(ActivationPool::planned(device, bytes)?);
+    };
+    let spec = ArenaSpec::on_node("activations", DType::U8, bytes);
+    let arena = tensor.communicator().alloc_shared(&device, &spec)?;
+    Ok(ActivationPool::in_arena(device, arena))
 }
 
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
@@ -230,7 +263,7 @@ struct Feed {
     /// The place that was filled last.
     current: usize,
     /// `[B, T]`
-    shape: Vec<usize>,
+    shape: [usize; 2],
 }
 
 /// Memory of one micro-batch.
@@ -244,7 +277,7 @@ struct TokenBuffers {
 
 impl Feed {
     /// For micro-batches of `shape`, samples by positions.
-    fn new(world: &World, shape: Vec<usize>) -> Result<Self, TrainError> {
+    fn new(world: &World, shape: [usize; 2]) -> Result<Self, TrainError> {
         let alloc = |name: &str| {
             let arena = world
                 .device
@@ -285,7 +318,7 @@ impl Feed {
 
     /// Tokens, `[B, T]`, i32.
     fn inputs(&self) -> Activation {
-        Activation::borrowed(self.places[self.current].inputs.clone(), self.shape.clone())
+        Activation::borrowed(self.places[self.current].inputs.clone(), self.shape.to_vec())
     }
 
     /// Targets, `[B, T]`, i32.

@@ -1,0 +1,226 @@
+//! A decoder as data: what GPT-2, Llama and the network without attention differ in. One description builds them all, and
+//! counts their arithmetic.
+
+use crate::config::{self, ModelKind, RopeScaling};
+use crate::ops::WeightLayout;
+
+/// A decoder-only transformer: an embedding, layers of attention and feed-forward around a residual stream, a head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decoder {
+    /// Layers.
+    pub layers: usize,
+    /// Channels `C` of the residual stream.
+    pub channels: usize,
+    /// Most positions of a sample.
+    pub positions: usize,
+    /// None: every position sees itself only.
+    pub attention: Option<AttentionKind>,
+    /// How a token's position comes in.
+    pub position_kind: PositionKind,
+    /// Before attention, before feed-forward, before the head.
+    pub norm: NormKind,
+    /// Width of the feed-forward layers.
+    pub inner: usize,
+    /// Between the two products of a feed-forward layer.
+    pub activation: ActivationKind,
+    /// Linear layers add a bias.
+    pub has_biases: bool,
+    /// The head's matrix is the token embedding.
+    pub is_tied: bool,
+    /// Of the layers' matrices.
+    pub layout: WeightLayout,
+    /// Share of what is dropped in training.
+    pub dropout: f32,
+    /// Names of parameters.
+    pub names: &'static Names,
+}
+
+/// Sizes of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionKind {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_size: usize,
+}
+
+impl AttentionKind {
+    /// Columns of queries, keys and values in the fused projection.
+    #[must_use]
+    pub fn stretches(&self) -> [usize; 3] {
+        let of = |heads: usize| heads * self.head_size;
+        [of(self.heads), of(self.kv_heads), of(self.kv_heads)]
+    }
+}
+
+/// Positions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum PositionKind {
+    /// They make no difference.
+    None,
+    /// A vector a position, added to the token's.
+    Learned,
+    /// Queries and keys are rotated by angles that grow with the position (Su et al. 2021).
+    Rotary {
+        /// Base of the angles.
+        theta: f32,
+        /// See [`RopeScaling`].
+        scaling: Option<RopeScaling>,
+    },
+}
+
+/// Normalisation of a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum NormKind {
+    /// Mean 0, variance 1, weight and bias (Ba et al. 2016).
+    Layer,
+    /// Mean square 1, weight (Zhang & Sennrich 2019); what is added to the mean square.
+    Rms {
+        /// ε
+        eps: f32,
+    },
+}
+
+/// Function between the products of a feed-forward layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ActivationKind {
+    /// GELU in its tanh form (Hendrycks & Gimpel 2016).
+    Gelu,
+    /// silu(gate) · up, from one product of twice the width (Shazeer 2020).
+    SwiGlu,
+}
+
+/// Names of parameters; those of a layer follow its prefix and number.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Names {
+    /// For people: `gpt2`.
+    pub kind: &'static str,
+    /// Token embedding.
+    pub tokens: &'static str,
+    /// Position embedding.
+    pub positions: &'static str,
+    /// Before the number of a layer.
+    pub layer: &'static str,
+    /// Norm before attention.
+    pub attention_norm: &'static str,
+    /// Queries, keys and values in one.
+    pub qkv: &'static str,
+    /// From the heads to the residual stream.
+    pub attention_projection: &'static str,
+    /// Norm before feed-forward.
+    pub feed_forward_norm: &'static str,
+    /// To the inner width; with SwiGLU gate and up in one.
+    pub widen: &'static str,
+    /// From the inner width to the residual stream.
+    pub narrow: &'static str,
+    /// Norm before the head.
+    pub final_norm: &'static str,
+}
+
+/// The head's matrix, where it is not tied.
+pub const HEAD: &str = "lm_head.weight";
+
+static GPT2: Names = GPT2_NAMES;
+static MLP: Names = Names {
+    kind: "mlp",
+    ..GPT2_NAMES
+};
+
+/// As in GPT-2's published checkpoints.
+const GPT2_NAMES: Names = Names {
+    kind: "gpt2",
+    tokens: "wte.weight",
+    positions: "wpe.weight",
+    layer: "h",
+    attention_norm: "ln_1",
+    qkv: "attn.c_attn",
+    attention_projection: "attn.c_proj",
+    feed_forward_norm: "ln_2",
+    widen: "mlp.c_fc",
+    narrow: "mlp.c_proj",
+    final_norm: "ln_f",
+};
+
+/// As in Hugging Face's Llama, with queries, keys and values in one matrix, and gate and up in one, one after the other.
+static LLAMA: Names = Names {
+    kind: "llama",
+    tokens: "model.embed_tokens.weight",
+    positions: "",
+    layer: "model.layers",
+    attention_norm: "input_layernorm",
+    qkv: "self_attn.qkv_proj",
+    attention_projection: "self_attn.o_proj",
+    feed_forward_norm: "post_attention_layernorm",
+    widen: "mlp.gate_up_proj",
+    narrow: "mlp.down_proj",
+    final_norm: "model.norm",
+};
+
+impl Decoder {
+    /// The one that a `model` section describes.
+    #[must_use]
+    pub fn of(config: &config::Model) -> Self {
+        let heads = AttentionKind {
+            heads: config.n_head,
+            kv_heads: config.kv_heads(),
+            head_size: config.n_embd / config.n_head,
+        };
+        let gpt2 = Self {
+            layers: config.n_layer,
+            channels: config.n_embd,
+            positions: config.block_size,
+            attention: Some(heads),
+            position_kind: PositionKind::Learned,
+            norm: NormKind::Layer,
+            inner: config.inner(),
+            activation: ActivationKind::Gelu,
+            has_biases: true,
+            is_tied: config.is_tied(),
+            layout: WeightLayout::InOut,
+            dropout: config.dropout,
+            names: &GPT2,
+        };
+        match config.kind {
+            ModelKind::Gpt2 => gpt2,
+            ModelKind::Mlp => Self {
+                attention: None,
+                position_kind: PositionKind::None,
+                names: &MLP,
+                ..gpt2
+            },
+            ModelKind::Llama => Self {
+                position_kind: PositionKind::Rotary {
+                    theta: config.rope_theta,
+                    scaling: config.rope_scaling,
+                },
+                norm: NormKind::Rms { eps: config.norm_eps },
+                activation: ActivationKind::SwiGlu,
+                has_biases: false,
+                layout: WeightLayout::OutIn,
+                names: &LLAMA,
+                ..gpt2
+            },
+        }
+    }
+
+    /// Columns of the first product of a feed-forward layer.
+    #[must_use]
+    pub fn widened(&self) -> usize {
+        match self.activation {
+            ActivationKind::Gelu => self.inner,
+            ActivationKind::SwiGlu => 2 * self.inner,
+        }
+    }
+
+    /// Elements of the matrices of one layer: of attention's two products, and of the feed-forward layer's.
+    #[must_use]
+    pub fn layer_matrices(&self) -> [usize; 4] {
+        let [qkv, projection] = self.attention.map_or([0, 0], |attention| {
+            let [queries, keys, values] = attention.stretches();
+            [queries + keys + values, queries]
+        });
+        [qkv, projection, self.widened(), self.inner].map(|width| width * self.channels)
+    }
+}

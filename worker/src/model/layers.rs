@@ -1,0 +1,335 @@
+//! Layers that blocks are made of: norms, linear layers, dropout. They know their parameters' ids and enqueue their
+//! operations.
+//!
+//! Within a layer backward works in the reverse of the order in which parameters are listed, since that is the order of
+//! gradient memory: the bias, then the weight.
+
+use super::{Activation, Context, GradSink, GradSlot, ParamId};
+use crate::device::DeviceError;
+use crate::ops::{
+    self, AddBiasResidual, ColumnSum, DropoutMask, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearForward, LinearShape, RmsNormBackward, RmsNormForward, WeightLayout,
+};
+
+/// A normalisation of the rows of the residual stream.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Norm {
+    Layer { weight: ParamId, bias: ParamId },
+    Rms { weight: ParamId, eps: f32 },
+}
+
+impl Norm {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        match *self {
+            Self::Layer { weight, bias } => vec![weight, bias],
+            Self::Rms { weight, .. } => vec![weight],
+        }
+    }
+
+    /// All rows of the micro-batch, normalised, `[R, C]`; `inp` has this rank's rows of the residual stream.
+    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation, DeviceError> {
+        let channels = inp.buffer().len() / ctx.own_rows().len();
+        ctx.all_rows("normalised", channels, |out| {
+            let inp = inp.buffer().clone();
+            match *self {
+                Self::Layer { weight, bias } => ctx.enqueue(LayerNormForward {
+                    inp,
+                    weight: ctx.params.get(weight),
+                    bias: ctx.params.get(bias),
+                    out,
+                }),
+                Self::Rms { weight, eps } => ctx.enqueue(RmsNormForward {
+                    inp,
+                    weight: ctx.params.get(weight),
+                    out,
+                    eps,
+                }),
+            }
+        })
+    }
+
+    /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`. All are this rank's rows.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        (dinp, accumulate_dinp): (&Activation, bool),
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let [inp, dout, dinp] = [inp, dout, dinp].map(|activation| activation.buffer().clone());
+        match *self {
+            Self::Layer { weight, bias } => {
+                let (dbias, dweight) = (grads.grad(bias)?, grads.grad(weight)?);
+                ctx.enqueue(LayerNormBackward {
+                    dout,
+                    inp,
+                    weight: ctx.params.get(weight),
+                    dinp,
+                    dweight: dweight.buffer,
+                    dbias: dbias.buffer,
+                    accumulate_dinp,
+                    accumulate_dweight: dweight.accumulate,
+                    accumulate_dbias: dbias.accumulate,
+                });
+                grads.contributed(bias, ctx.record())?;
+                grads.contributed(weight, ctx.record())
+            }
+            Self::Rms { weight, eps } => {
+                let dweight = grads.grad(weight)?;
+                ctx.enqueue(RmsNormBackward {
+                    dout,
+                    inp,
+                    weight: ctx.params.get(weight),
+                    dinp,
+                    dweight: dweight.buffer,
+                    accumulate_dinp,
+                    accumulate_dweight: dweight.accumulate,
+                    eps,
+                });
+                grads.contributed(weight, ctx.record())
+            }
+        }
+    }
+}
+
+/// A linear layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dense {
+    pub(super) weight: ParamId,
+    pub(super) bias: Option<ParamId>,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) layout: WeightLayout,
+}
+
+impl Dense {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        std::iter::once(self.weight).chain(self.bias).collect()
+    }
+
+    fn shape(&self, inp: &Activation) -> LinearShape {
+        let rows = inp.buffer().len() / self.inputs;
+        LinearShape {
+            rows,
+            inputs: self.inputs,
+            outputs: self.outputs,
+            layout: self.layout,
+        }
+    }
+
+    /// `[…, I]` to `[…, O]`, plus `residual`, and what computes it.
+    pub(super) fn product(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        residual: Option<&Activation>,
+        name: &str,
+    ) -> Result<(Activation, LinearForward), DeviceError> {
+        let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
+        let linear = LinearForward {
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            bias: self.bias.map(|bias| ctx.params.get(bias)),
+            residual: residual.map(|residual| residual.buffer().clone()),
+            out: out.buffer().clone(),
+            shape: self.shape(inp),
+        };
+        Ok((out, linear))
+    }
+
+    /// `[R, I]` to `[R, O]`: `residual`, plus the output where it is not dropped. Where the inputs are cut, the products of
+    /// all ranks are added up first; `residual` and the result are this rank's rows.
+    pub(super) fn forward_onto(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        residual: &Activation,
+        (dropout, site): (DropoutLayer, Site),
+    ) -> Result<Activation, DeviceError> {
+        let drops = dropout.mask(ctx, site).is_some();
+        let residual_here = (!drops).then_some(residual);
+        let projected = if ctx.tensor.is_some() {
+            let partial = Self { bias: None, ..*self };
+            let (partial, linear) = partial.product(ctx, inp, None, "partial sums")?;
+            ctx.enqueue(linear);
+            let sum = ctx.summed_rows("partial sums", partial)?;
+            let out = ctx.lease("projected", sum.shape())?;
+            ctx.enqueue(AddBiasResidual {
+                inp: sum.buffer().clone(),
+                bias: self.bias.map(|bias| ctx.params.get(bias)),
+                residual: residual_here.map(|residual| residual.buffer().clone()),
+                out: out.buffer().clone(),
+            });
+            out
+        } else {
+            let (projected, linear) = self.product(ctx, inp, residual_here, "projected")?;
+            ctx.enqueue(linear);
+            projected
+        };
+        let out = dropout.apply(ctx, site, &projected, Some(residual))?;
+        Ok(out.unwrap_or(projected))
+    }
+
+    /// Gradient of the input, and what computes it.
+    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<(Activation, LinearDinp), DeviceError> {
+        let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
+        let linear = LinearDinp {
+            dout: dout.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            dinp: dinp.buffer().clone(),
+            shape: self.shape(&dinp),
+        };
+        Ok((dinp, linear))
+    }
+
+    /// Gradient of the bias.
+    pub(super) fn dbias(
+        &self,
+        ctx: &Context<'_>,
+        dout: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let Some(bias) = self.bias else {
+            return Ok(());
+        };
+        let sum = |slot: GradSlot| ColumnSum {
+            x: dout.buffer().clone(),
+            out: slot.buffer,
+            accumulate: slot.accumulate,
+        };
+        ctx.contribute(grads, bias, sum)
+    }
+
+    /// Gradient of the weight.
+    pub(super) fn dweight(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let of = |slot: GradSlot| LinearDweight {
+            inp: inp.buffer().clone(),
+            dout: dout.buffer().clone(),
+            dweight: slot.buffer,
+            accumulate: slot.accumulate,
+            shape: self.shape(inp),
+        };
+        ctx.contribute(grads, self.weight, of)
+    }
+}
+
+/// A normalisation of the residual stream, and the linear layer that reads it. What lies between is not kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormedDense {
+    pub(super) norm: Norm,
+    pub(super) dense: Dense,
+}
+
+impl NormedDense {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        [self.norm.params(), self.dense.params()].concat()
+    }
+
+    /// `[…, I]` to `[…, O]`
+    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation, name: &str) -> Result<Activation, DeviceError> {
+        let normalised = self.norm.forward(ctx, inp)?;
+        let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
+        ctx.enqueue(linear);
+        Ok(out)
+    }
+
+    /// Gradients of the parameters. The gradient of the input is added to that of the stream; it is new where there is
+    /// none.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        stream: Option<&Activation>,
+        grads: &mut dyn GradSink,
+    ) -> Result<Activation, DeviceError> {
+        self.dense.dbias(ctx, dout, grads)?;
+        let normalised = self.norm.forward(ctx, inp)?;
+        self.dense.dweight(ctx, [&normalised, dout], grads)?;
+        drop(normalised);
+        let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
+        ctx.enqueue(linear);
+        let dnormalised = ctx.summed_rows("gradient", dnormalised)?;
+        let dinp = match stream {
+            Some(stream) => stream.clone(),
+            None => ctx.lease("gradient of the stream", inp.shape())?,
+        };
+        let accumulate = stream.is_some();
+        self.norm
+            .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;
+        Ok(dinp)
+    }
+}
+
+/// The shape of `like` with another number of channels.
+pub(super) fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
+    let outer = like.shape().split_last().map_or(&[][..], |(_, outer)| outer);
+    [outer, &[channels]].concat()
+}
+
+/// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DropoutLayer {
+    /// Share of the numbers that are dropped, from 0 to below 1.
+    pub(super) rate: f32,
+    /// Number of the block; of the embedding 0.
+    pub(super) layer: u32,
+}
+
+/// Where in a layer. The numbers are part of the masks: a checkpoint's run goes on with the same ones.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Site {
+    Embedding = 0,
+    Attention = 1,
+    AttentionResidual = 2,
+    FeedForwardResidual = 3,
+}
+
+impl DropoutLayer {
+    /// What is dropped there; none: nothing.
+    pub(super) fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
+        let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
+        let place = [self.layer, site as u32];
+        Some(DropoutMask::new(samples.seed, place, samples.first, self.rate))
+    }
+
+    /// `residual + mask · inp`, for `[B, T, C]`: an activation of its own; none if nothing is dropped.
+    pub(super) fn apply(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        inp: &Activation,
+        residual: Option<&Activation>,
+    ) -> Result<Option<Activation>, DeviceError> {
+        let Some(mask) = self.mask(ctx, site) else {
+            return Ok(None);
+        };
+        let (own, [_, positions]) = (ctx.own_rows(), ctx.shape);
+        let channels = inp.buffer().len() / own.len();
+        let mask = mask.of_part(own.start as u32);
+        let out = ctx.lease("dropped", inp.shape())?;
+        ctx.enqueue(ops::Dropout {
+            inp: inp.buffer().clone(),
+            residual: residual.map(|residual| residual.buffer().clone()),
+            out: out.buffer().clone(),
+            mask,
+            positions,
+            channels,
+        });
+        Ok(Some(out))
+    }
+
+    /// The gradient of what [`DropoutLayer::apply`] was given.
+    pub(super) fn gradient(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        dout: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        Ok(self.apply(ctx, site, dout, None)?.unwrap_or_else(|| dout.clone()))
+    }
+}
