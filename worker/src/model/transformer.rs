@@ -490,7 +490,8 @@ impl Attention {
                 batch,
                 positions,
                 heads: self.heads,
-                channels,
+                kv_heads: self.heads,
+                head_size: channels / self.heads,
             }),
             ref shape => Err(DeviceError::Shape {
                 op: "attention",
