@@ -136,7 +136,8 @@ impl Model {
             batch: self.batch,
             positions: self.positions,
             heads: self.heads,
-            channels: self.channels,
+            kv_heads: self.heads,
+            head_size: self.channels / self.heads,
         };
         let n = self.rows() * self.channels;
         let lse = || bench.zeros(DType::F32, self.rows() * self.heads);

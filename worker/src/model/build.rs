@@ -413,7 +413,7 @@ impl<'a> Parts<'a> {
                 weight,
                 bias: vector("bias", 0.0),
             },
-            NormKind::Rms { eps } => Norm::Rms { weight, eps },
+            NormKind::Rms { epsilon } => Norm::Rms { weight, epsilon },
         }
     }
 

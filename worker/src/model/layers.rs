@@ -15,7 +15,7 @@ use crate::ops::{
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Norm {
     Layer { weight: ParamId, bias: ParamId },
-    Rms { weight: ParamId, eps: f32 },
+    Rms { weight: ParamId, epsilon: f64 },
 }
 
 impl Norm {
@@ -38,11 +38,11 @@ impl Norm {
                     bias: ctx.params.get(bias),
                     out,
                 }),
-                Self::Rms { weight, eps } => ctx.enqueue(RmsNormForward {
+                Self::Rms { weight, epsilon } => ctx.enqueue(RmsNormForward {
                     inp,
                     weight: ctx.params.get(weight),
                     out,
-                    eps,
+                    epsilon,
                 }),
             }
         })
@@ -74,7 +74,7 @@ impl Norm {
                 grads.contributed(bias, ctx.record())?;
                 grads.contributed(weight, ctx.record())
             }
-            Self::Rms { weight, eps } => {
+            Self::Rms { weight, epsilon } => {
                 let dweight = grads.grad(weight)?;
                 ctx.enqueue(RmsNormBackward {
                     dout,
@@ -84,7 +84,7 @@ impl Norm {
                     dweight: dweight.buffer,
                     accumulate_dinp,
                     accumulate_dweight: dweight.accumulate,
-                    eps,
+                    epsilon,
                 });
                 grads.contributed(weight, ctx.record())
             }

@@ -16,7 +16,7 @@ use crate::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
     CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
     LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    SwiGluBackward, SwiGluForward, TokenBackward,
+    SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -356,9 +356,12 @@ impl Attention {
             factor: scaling.factor,
             low_freq_factor: scaling.low_freq_factor,
             high_freq_factor: scaling.high_freq_factor,
-            original_positions: scaling.original_positions,
+            original_max_position_embeddings: scaling.original_positions,
         });
-        Some(RotaryEmbedding { theta, scaling })
+        Some(RotaryEmbedding {
+            base: theta,
+            scaling,
+        })
     }
 
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
@@ -374,7 +377,7 @@ impl Attention {
             ctx.enqueue(RotaryForward {
                 qkv: qkv.buffer().clone(),
                 shape,
-                rotary,
+                embedding: rotary,
                 first_position: 0,
             });
         }
@@ -432,7 +435,7 @@ impl Attention {
             ctx.enqueue(RotaryBackward {
                 dqkv: dqkv.buffer().clone(),
                 shape: self.shape(ctx),
-                rotary,
+                embedding: rotary,
                 first_position: 0,
             });
         }
@@ -495,7 +498,11 @@ impl FeedForward {
             }
             ActivationKind::SwiGlu => {
                 ctx.enqueue(linear);
-                ctx.enqueue(SwiGluForward { inp: inp_of, out });
+                ctx.enqueue(SwigluForward {
+                    inp: inp_of,
+                    out,
+                    channels: self.projection.inputs,
+                });
             }
         }
         drop(normalised);
@@ -535,9 +542,10 @@ impl FeedForward {
             }
             ActivationKind::SwiGlu => {
                 ctx.enqueue(linear);
-                ctx.enqueue(SwiGluBackward {
+                ctx.enqueue(SwigluBackward {
                     inp_dinp: wide.buffer().clone(),
                     dout_out: dactive.buffer().clone(),
+                    channels: self.projection.inputs,
                 });
                 // Both have changed places: the gradient's memory holds the output now.
                 (dactive, wide)

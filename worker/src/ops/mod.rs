@@ -10,7 +10,9 @@
 //! |---|---|
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
-//! | `layernorm`, `attention` | forward and backward |
+//! | `layernorm`, `rmsnorm` | forward and backward |
+//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
+//! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
@@ -24,7 +26,8 @@
 //! have G, which is A or f32. Statistics (`losses`, `lse`, `dlosses`, norm, scale) are f32, or f64 where A is f64;
 //! partial sums of the norm are f64. bf16 is storage: arithmetic is in f32, and a result is rounded once.
 //!
-//! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `V` vocabulary, `R = B·T` rows.
+//! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `KV` heads of keys and values, `D` channels of a head,
+//! `F` channels of a feed-forward layer, `V` vocabulary, `R = B·T` rows.
 
 mod attention;
 mod batch_norm;
@@ -39,10 +42,15 @@ mod layernorm;
 mod linear;
 mod matrix;
 mod norm;
+mod rmsnorm;
 mod stored;
+mod swiglu;
 mod update;
 
-pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use attention::{
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Llama3Scaling, RotaryBackward,
+    RotaryEmbedding, RotaryForward,
+};
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::ColumnSum;
 pub use cross_entropy::{CrossEntropy, LossSum};
@@ -58,6 +66,8 @@ pub use linear::{
     WeightLayout,
 };
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
+pub use rmsnorm::{RmsNormBackward, RmsNormForward};
+pub use swiglu::{SwigluBackward, SwigluForward};
 pub(crate) use update::HostUpdate;
 pub use update::{
     MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateKernel, UpdateNumbers,
@@ -131,6 +141,7 @@ macro_rules! operations {
 
 operations!(
     AttentionBackward,
+    AttentionDecode,
     AttentionForward,
     BatchNormBackward,
     BatchNormBackwardSums,
@@ -154,8 +165,14 @@ operations!(
     LinearGeluForward,
     LossSum,
     PositionBackward,
+    RmsNormBackward,
+    RmsNormForward,
+    RotaryBackward,
+    RotaryForward,
     Scale,
     SquaredNorm,
+    SwigluBackward,
+    SwigluForward,
     TokenBackward,
     Update,
 );

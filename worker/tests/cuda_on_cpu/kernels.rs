@@ -113,6 +113,26 @@ fn layernorm() {
 }
 
 #[test]
+fn rmsnorm() {
+    check("rmsnorm");
+}
+
+#[test]
+fn swiglu() {
+    check("swiglu");
+}
+
+#[test]
+fn rotary() {
+    check("rotary");
+}
+
+#[test]
+fn attention_over_a_cache() {
+    check("decode");
+}
+
+#[test]
 fn column_sum() {
     check("column sum");
 }
@@ -164,8 +184,9 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
                 shape: AttentionShape {
                     batch: 1,
                     positions,
-                    channels,
                     heads,
+                    kv_heads: heads,
+                    head_size: head,
                 },
                 dropout: None,
             };

@@ -4,6 +4,7 @@
 //! and the rounding of results.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+mod attention;
 mod catalogue;
 mod matrix;
 pub(crate) mod numbers;
