@@ -89,6 +89,8 @@ pub enum Traffic {
     Grads,
     /// Parameters.
     Params,
+    /// Activations and their gradients, between ranks that hold a model together.
+    Activations,
     /// Everything else: losses, checks, barriers.
     Other,
 }
@@ -99,6 +101,7 @@ impl Traffic {
         match self {
             Self::Grads => Kind::Gradients,
             Self::Params => Kind::Parameters,
+            Self::Activations => Kind::Activations,
             Self::Other => Kind::Other,
         }
     }

@@ -86,6 +86,8 @@ pub struct WireBytes {
     pub grads: u64,
     /// Parameters.
     pub params: u64,
+    /// Activations and their gradients.
+    pub activations: u64,
     /// Everything else.
     pub other: u64,
 }
@@ -95,6 +97,7 @@ impl WireBytes {
         let counter = match traffic {
             Traffic::Grads => &mut self.grads,
             Traffic::Params => &mut self.params,
+            Traffic::Activations => &mut self.activations,
             Traffic::Other => &mut self.other,
         };
         *counter += bytes;
@@ -106,6 +109,7 @@ impl WireBytes {
         Self {
             grads: f(self.grads, other.grads),
             params: f(self.params, other.params),
+            activations: f(self.activations, other.activations),
             other: f(self.other, other.other),
         }
     }

@@ -53,6 +53,28 @@ impl Activation {
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
+
+    /// Rows `R` of the matrix `[R, C]` that it is: the product of all sizes but the last.
+    #[must_use]
+    pub fn row_count(&self) -> usize {
+        let outer = self.shape.split_last().map_or(&[][..], |(_, outer)| outer);
+        outer.iter().product()
+    }
+
+    /// Some of its rows, `[rows, C]`, in the same memory, which stays leased.
+    ///
+    /// # Panics
+    /// If it has fewer rows.
+    #[must_use]
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        let channels = self.shape.last().copied().unwrap_or(1);
+        let elements = rows.start * channels..rows.end * channels;
+        Self {
+            buffer: self.buffer.slice(elements),
+            shape: vec![rows.len(), channels],
+            ..self.clone()
+        }
+    }
 }
 
 /// Memory for activations.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
+use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 use crate::timeline::{Kind, Timeline};
@@ -113,6 +113,8 @@ pub struct Context<'a> {
     pub dtype: DType,
     /// Names the samples, for dropout's masks. None: nothing is dropped.
     pub samples: Option<SampleKey>,
+    /// The ranks that hold the model together. None: this rank has all of it.
+    pub tensor: Option<&'a dyn TensorOps>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }

@@ -72,6 +72,7 @@ impl<'a> Stage<'a> {
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
             samples: Some(SampleKey::default()),
+            tensor: None,
             timeline: None,
         }
     }

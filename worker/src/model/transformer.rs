@@ -156,6 +156,7 @@ impl Block for Embedding {
             wpe: self.wpe.map(|wpe| ctx.params.get(wpe)),
             out: out.buffer().clone(),
             positions,
+            part: None,
         });
         saved.put("tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
@@ -187,6 +188,7 @@ impl Block for Embedding {
             dout: dout.buffer().clone(),
             dwte: slot.buffer,
             accumulate: slot.accumulate,
+            part: None,
         };
         ctx.contribute(grads, self.wte, of)?;
         Ok(None)

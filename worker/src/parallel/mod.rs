@@ -1,4 +1,4 @@
-//! Data parallelism: where gradients lie, how they are summed, and the checks that ranks agree.
+//! Several ranks: where gradients lie, how they and partial activations are summed, and the checks that ranks agree.
 //!
 //! | type | what it is |
 //! |---|---|
@@ -14,6 +14,7 @@
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
+//! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
@@ -28,6 +29,7 @@ mod reduction;
 mod replica_set;
 mod schedule;
 mod sharding;
+mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
@@ -40,3 +42,4 @@ pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::ReplicaSet;
 pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
+pub use tensor::TensorGroup;

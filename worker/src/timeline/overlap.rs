@@ -8,7 +8,7 @@ use super::{About, Kind, Lane, Span};
 /// Of one rank. Times in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
-    /// For which gradients or parameters were under way, on any lane, and all ranks were there.
+    /// For which gradients, parameters or activations were under way, on any lane, and all ranks were there.
     pub moving_us: f64,
     /// The part of it for which the computing stream waited.
     pub exposed_us: f64,
@@ -46,13 +46,14 @@ impl std::ops::AddAssign for Overlap {
     }
 }
 
-/// When gradients or parameters were under way, and no rank was missing.
+/// When gradients, parameters or activations were under way, and no rank was missing.
 pub(super) fn moving(spans: &[Span]) -> Intervals {
     let lanes: BTreeSet<&Lane> = spans.iter().map(|span| &span.lane).collect();
     let of_lanes = lanes.into_iter().map(|lane| {
         let of_lane =
             |kinds: &[Kind]| of_kind(spans, |span| span.lane == *lane && kinds.contains(&span.kind));
-        of_lane(&[Kind::Gradients, Kind::Parameters]).without(&of_lane(&[Kind::Late]))
+        let moved = of_lane(&[Kind::Gradients, Kind::Parameters, Kind::Activations]);
+        moved.without(&of_lane(&[Kind::Late]))
     });
     let of_lanes: Vec<Intervals> = of_lanes.collect();
     Intervals::union(of_lanes.iter().flat_map(Intervals::iter))

@@ -205,7 +205,7 @@ fn label(span: &Span) -> &str {
     let name = span.name.as_ref();
     match span.kind {
         Kind::Forward | Kind::Backward => block(span).unwrap_or(""),
-        Kind::Gradients | Kind::Parameters | Kind::Other => name
+        Kind::Gradients | Kind::Parameters | Kind::Activations | Kind::Other => name
             .split_once('(')
             .map_or(name, |(_, tag)| tag.trim_end_matches(')')),
         _ => name,
@@ -227,7 +227,7 @@ fn tip(span: &Span) -> String {
 }
 
 /// Names of colours, and what they stand for.
-const LEGEND: [(Kind, &str, &str); 9] = [
+const LEGEND: [(Kind, &str, &str); 10] = [
     (Kind::Data, "data", "data"),
     (Kind::Forward, "forward", "forward"),
     (Kind::Backward, "backward", "backward"),
@@ -236,6 +236,7 @@ const LEGEND: [(Kind, &str, &str); 9] = [
     (Kind::Late, "late", "a rank is late"),
     (Kind::Gradients, "gradients", "gradients"),
     (Kind::Parameters, "parameters", "parameters"),
+    (Kind::Activations, "activations", "activations"),
     (Kind::Other, "other", "losses, norms"),
 ];
 
@@ -284,7 +285,7 @@ text{font:12px system-ui,sans-serif;fill:#222}\
 .heading{font-size:18px;font-weight:600}.rank{font-weight:600}.quiet{fill:#555}.lane{fill:#333}\
 .in,.on-late{fill:#fff;font-size:11px;pointer-events:none}.on-late{fill:#6b2b29}\
 .ground{fill:#f1f1f1}.data{fill:#9aa0a6}.forward{fill:#4c78a8}.backward{fill:#3f8f6b}\
-.optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.other{fill:#6b6b6b}\
+.optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.activations{fill:#c0569b}.other{fill:#6b6b6b}\
 rect{stroke:#fff;stroke-width:.5}line{stroke:#0002}";
 
 impl Svg {

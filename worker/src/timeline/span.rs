@@ -73,12 +73,14 @@ pub enum Kind {
     Optimizer,
     /// One operation of a block.
     Operation,
-    /// Nothing: it stands still until gradients or parameters have come.
+    /// Nothing: it stands still until what other ranks send has come.
     Wait,
     /// Gradients between ranks.
     Gradients,
     /// Parameters between ranks.
     Parameters,
+    /// Activations and their gradients between ranks.
+    Activations,
     /// Whatever else goes between ranks: losses, norms.
     Other,
     /// Nothing: another rank has not come yet. Known of merged traces only.

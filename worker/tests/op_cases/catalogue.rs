@@ -13,6 +13,7 @@ use ddp_worker::optim;
 
 use super::matrix::{attention, linear};
 use super::numbers::{numbers, positive, tokens};
+use super::parts::parts;
 use super::{Case, Kind, Outcome, Tensor};
 
 const ACT: Kind = Kind::Act;
@@ -42,6 +43,7 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         cross_entropy(size),
         linear(size),
         attention(size),
+        parts(size),
     ]
     .into_iter()
     .flatten()
@@ -348,6 +350,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     out: b[2].clone(),
                     wpe: has_positions.then(|| b[3].clone()),
                     positions,
+                    part: None,
                 }
             });
             cases.push(case);
@@ -364,6 +367,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     dout: b[1].clone(),
                     dwte: b[2].clone(),
                     accumulate,
+                    part: None,
                 }
             });
             cases.push(case);

@@ -7,6 +7,7 @@
 mod catalogue;
 mod matrix;
 pub(crate) mod numbers;
+mod parts;
 
 pub(crate) use catalogue::{Size, catalogue};
 

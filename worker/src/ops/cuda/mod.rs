@@ -18,14 +18,14 @@
 //! | `dropout` | of the residual stream; its masks for attention in `dropout.cuh` | 2s, 3s |
 //! | `gelu` | forward, backward in place | 2s; 4s |
 //! | `layernorm` | forward; backward with the residual's gradient, sums of the gain's and bias's | 2s; 4s |
-//! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one | s; 2s, 3s |
+//! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one; a bias and a residual added to rows | s; 2s, 3s; 2s, 3s |
 //! | `encoder` | forward, gradient of positions | 2s; s |
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
 //! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
-//! | `cross_entropy` | losses; with the gradient in place | s; 2s |
+//! | `cross_entropy` | losses; with the gradient in place; of a part of the logits: statistics, then the gradient | s; 2s; s, 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
 pub(super) mod plan;

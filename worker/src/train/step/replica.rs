@@ -193,6 +193,7 @@ impl Replica {
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
             samples: Some(key),
+            tensor: None,
             timeline: Some(self.world.comm.timeline()),
         }
     }

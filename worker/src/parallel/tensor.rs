@@ -1,0 +1,91 @@
+//! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
+
+use std::sync::Arc;
+
+use super::comm_times::{CommTimes, CommTracker, DeviceTimes};
+use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes, WorkError};
+use crate::device::{Device, DeviceError, Stream};
+use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
+
+/// A tensor group. Sums are in rank order, the same bits on every rank.
+///
+/// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce and (t−1)/t·A in each of the others,
+/// as [`Traffic::Activations`].
+pub struct TensorGroup {
+    comm: Communicator,
+    device: Arc<dyn Device>,
+    /// Computes the activations.
+    stream: Stream,
+    tracker: CommTracker,
+}
+
+impl TensorGroup {
+    /// The ranks of `comm`, with a device and its compute stream.
+    #[must_use]
+    pub fn new(comm: Communicator, (device, stream): (&Arc<dyn Device>, Stream)) -> Self {
+        Self {
+            tracker: CommTracker::new(device, comm.timeline()),
+            comm,
+            device: device.clone(),
+            stream,
+        }
+    }
+
+    /// Bytes that this rank has moved in this group.
+    #[must_use]
+    pub fn wire_bytes(&self) -> WireBytes {
+        self.comm.wire_bytes()
+    }
+
+    /// Why an exchange failed, if one is known to have: what is behind the errors that blocks return.
+    #[must_use]
+    pub fn failure(&self) -> Option<WorkError> {
+        self.tracker.failure()
+    }
+
+    /// Time that the host saw exchanges take since the last call.
+    pub fn take_times(&self) -> CommTimes {
+        self.tracker.take_times()
+    }
+
+    /// Times of what was started since the last call, as the device measures them.
+    pub fn take_device_times(&self) -> DeviceTimes {
+        self.tracker.take_device_times()
+    }
+
+    fn check(&self) -> Result<(), DeviceError> {
+        let outcome = self.tracker.check();
+        outcome.map_err(|error| DeviceError::Upstream(error.to_string()))
+    }
+}
+
+impl TensorOps for TensorGroup {
+    fn index(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError> {
+        self.check()?;
+        if kind != ExchangeKind::AllReduce {
+            own_rows(x, [self.index(), self.size()])?;
+        }
+        let launch = Launch::after(self.device.record(self.stream), Traffic::Activations, name);
+        let work = self.tracker.launch(|| match kind {
+            ExchangeKind::AllReduce => self.comm.all_reduce(x.buffer(), ReduceOp::Sum, launch),
+            ExchangeKind::GatherRows => self.comm.all_gather(x.buffer(), launch),
+            ExchangeKind::ReduceScatterRows => self.comm.reduce_scatter(x.buffer(), ReduceOp::Sum, launch),
+        });
+        Ok(Exchange::new(work.event().clone(), x))
+    }
+
+    fn finish(&self, exchange: Exchange) -> Result<(), DeviceError> {
+        let deadline = self.comm.deadline();
+        self.tracker
+            .wait_in_stream(self.stream, exchange.done(), deadline);
+        self.check()
+    }
+}
