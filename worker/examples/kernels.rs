@@ -207,6 +207,7 @@ impl Run {
             dloss: Some(&self.dloss),
             dtype: DType::F32,
             samples: None,
+            tensor: None,
             timeline: None,
         };
         self.grads.start_step();

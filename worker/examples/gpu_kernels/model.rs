@@ -234,6 +234,7 @@ impl Model {
                 wpe: Some(bench.act(self.positions * c)?),
                 out: bench.act(rows * c)?,
                 positions: self.positions,
+                part: None,
             })
         })?;
         bench.row("  gradient of tokens", Work::moving(6 * rows * c), || {
@@ -242,6 +243,7 @@ impl Model {
                 dout: bench.act(rows * c)?,
                 dwte: bench.act(vocab * c)?,
                 accumulate: true,
+                part: None,
             })
         })?;
         let losses = || {

@@ -42,18 +42,6 @@ impl Activation {
         }
     }
 
-    /// Some of its elements, for as long as all of it is leased.
-    ///
-    /// # Panics
-    /// If the shape does not have as many elements as the range.
-    #[must_use]
-    pub fn part(&self, elements: Range<usize>, shape: Vec<usize>) -> Self {
-        Self {
-            _lease: self._lease.clone(),
-            ..Self::borrowed(self.buffer.slice(elements), shape)
-        }
-    }
-
     /// The elements, row-major.
     #[must_use]
     pub fn buffer(&self) -> &Buffer {
@@ -64,6 +52,28 @@ impl Activation {
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
+    }
+
+    /// Rows `R` of the matrix `[R, C]` that it is: the product of all sizes but the last.
+    #[must_use]
+    pub fn row_count(&self) -> usize {
+        let outer = self.shape.split_last().map_or(&[][..], |(_, outer)| outer);
+        outer.iter().product()
+    }
+
+    /// Some of its rows, `[rows, C]`, in the same memory, which stays leased.
+    ///
+    /// # Panics
+    /// If it has fewer rows.
+    #[must_use]
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        let channels = self.shape.last().copied().unwrap_or(1);
+        let elements = rows.start * channels..rows.end * channels;
+        Self {
+            buffer: self.buffer.slice(elements),
+            shape: vec![rows.len(), channels],
+            ..self.clone()
+        }
     }
 }
 

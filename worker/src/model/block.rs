@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorGroup};
+use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 use crate::timeline::{Kind, Timeline};
@@ -111,12 +111,12 @@ pub struct Context<'a> {
     pub dloss: Option<&'a Buffer>,
     /// Samples and positions of the micro-batch.
     pub shape: [usize; 2],
-    /// The ranks that compute it together with this one; none: this one alone.
-    pub tensor: Option<&'a dyn TensorGroup>,
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
     /// Names the samples, for dropout's masks. None: nothing is dropped.
     pub samples: Option<SampleKey>,
+    /// The ranks that hold the model together. None: this rank has all of it.
+    pub tensor: Option<&'a dyn TensorOps>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }

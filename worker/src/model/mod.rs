@@ -7,6 +7,7 @@
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
+//! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`rehearse`] | how much memory activations will need, by going through a step without carrying it out |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
@@ -35,4 +36,4 @@ pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
 pub use rehearsal::rehearse;
-pub use tensor::TensorGroup;
+pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use super::{
-    Activation, ActivationPool, Context, Flight, GradSink, GradSlot, Model, NoHooks, ParamId, ParamSpec,
-    Params, Passes, SampleKey, TensorGroup,
+    Activation, ActivationPool, Context, Exchange, ExchangeKind, Flight, GradSink, GradSlot, Model, NoHooks,
+    ParamId, ParamSpec, Params, Passes, SampleKey, TensorOps,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 
@@ -40,24 +40,24 @@ struct IdleGroup {
     is_sequence: bool,
 }
 
-impl TensorGroup for IdleGroup {
-    fn place(&self) -> (usize, usize) {
-        self.place
+impl TensorOps for IdleGroup {
+    fn index(&self) -> usize {
+        self.place.0
+    }
+
+    fn size(&self) -> usize {
+        self.place.1
     }
 
     fn is_sequence(&self) -> bool {
         self.is_sequence
     }
 
-    fn all_reduce(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
-        Ok(())
+    fn start(&self, _kind: ExchangeKind, x: &Activation, _name: &str) -> Result<Exchange, DeviceError> {
+        Ok(Exchange::new(Event::reached(), x))
     }
 
-    fn reduce_scatter(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn all_gather(&self, _x: &Buffer, _what: &str) -> Result<(), DeviceError> {
+    fn finish(&self, _exchange: Exchange) -> Result<(), DeviceError> {
         Ok(())
     }
 }
@@ -106,7 +106,7 @@ impl<'a> Stage<'a> {
             targets: &self.targets,
             dloss: Some(&self.dloss),
             shape: self.shape,
-            tensor: self.group.as_ref().map(|group| group as &dyn TensorGroup),
+            tensor: self.group.as_ref().map(|group| group as &dyn TensorOps),
             dtype: self.model.dtype(),
             samples: Some(SampleKey::default()),
             timeline: None,

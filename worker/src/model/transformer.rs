@@ -242,7 +242,7 @@ impl Head {
             });
             return Ok(losses);
         };
-        let (index, ranks) = group.place();
+        let (index, ranks) = (group.index(), group.size());
         let table = ctx.lease_stat("statistics of the logits", &[ranks, rows, CrossEntropyPartial::STATISTICS])?;
         let own = table.buffer().len() / ranks;
         ctx.enqueue(CrossEntropyPartial {
@@ -251,7 +251,7 @@ impl Head {
             statistics: table.buffer().slice(index * own..(index + 1) * own),
             part,
         });
-        group.all_gather(table.buffer(), "statistics of the logits")?;
+        group.gather_rows(&table, "statistics of the logits")?;
         ctx.enqueue(CrossEntropyCombine {
             logits: logits.clone(),
             statistics: table.buffer().clone(),

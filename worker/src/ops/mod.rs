@@ -8,12 +8,12 @@
 //!
 //! | file | operations |
 //! |---|---|
-//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
-//! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
+//! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
 //! | `layernorm`, `rmsnorm` | forward and backward |
 //! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
-//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`LossSum`] |
+//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
@@ -52,12 +52,12 @@ pub use attention::{
     RotaryEmbedding, RotaryForward,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
-pub use column_sum::ColumnSum;
-pub use cross_entropy::{CrossEntropy, LossSum};
+pub use column_sum::{AddBiasResidual, ColumnSum};
+pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
-pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
+pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
 pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
@@ -140,6 +140,7 @@ macro_rules! operations {
 }
 
 operations!(
+    AddBiasResidual,
     AttentionBackward,
     AttentionDecode,
     AttentionForward,
@@ -151,6 +152,8 @@ operations!(
     ClipScale,
     ColumnSum,
     CrossEntropy,
+    CrossEntropyCombine,
+    CrossEntropyPartial,
     Dropout,
     EncoderForward,
     Fill,

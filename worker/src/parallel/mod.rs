@@ -1,4 +1,4 @@
-//! Data parallelism: where gradients lie, how they are summed, and the checks that ranks agree.
+//! Several ranks: where gradients lie, how they and partial activations are summed, and the checks that ranks agree.
 //!
 //! | type | what it is |
 //! |---|---|
@@ -8,13 +8,14 @@
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
 //! | [`ReplicaSet`] | who sums, owns, counts and writes a parameter |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
-//! | [`TensorRanks`] | what the ranks of a tensor group exchange within a layer |
+//! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
+//! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
@@ -43,4 +44,4 @@ pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::ReplicaSet;
 pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
-pub use tensor::TensorRanks;
+pub use tensor::TensorGroup;

@@ -208,6 +208,11 @@ fn dropout() {
 }
 
 #[test]
+fn add_bias_residual() {
+    check("add bias");
+}
+
+#[test]
 fn attention_on_tensor_cores() {
     check("flash attention");
 }
@@ -254,6 +259,7 @@ fn a_token_outside_the_vocabulary_is_no_address() {
         out: b[2].clone(),
         wpe: None,
         positions: 4,
+        part: None,
     });
     let found = &run(&encoder)[2];
     let wrong: Vec<bool> = found
@@ -268,6 +274,7 @@ fn a_token_outside_the_vocabulary_is_no_address() {
         dout: b[1].clone(),
         dwte: b[2].clone(),
         accumulate: false,
+        part: None,
     });
     let after = run(&backward);
     for channel in 0..8 {
@@ -293,6 +300,7 @@ fn a_token_may_be_everywhere() {
         dout: b[1].clone(),
         dwte: b[2].clone(),
         accumulate: true,
+        part: None,
     });
     for types in Types::ALL {
         case.check(&Bench::new(&Imitation::new(SCHEDULES)), types)

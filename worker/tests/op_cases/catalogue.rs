@@ -15,6 +15,7 @@ use ddp_worker::optim;
 use super::attention::{attention, decode, rotary};
 use super::matrix::linear;
 use super::numbers::{numbers, positive, tokens};
+use super::parts::parts;
 use super::{Case, Kind, Outcome, Tensor};
 
 const ACT: Kind = Kind::Act;
@@ -48,6 +49,7 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         attention(size),
         decode(size),
         rotary(size),
+        parts(size),
     ]
     .into_iter()
     .flatten()
@@ -354,6 +356,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     out: b[2].clone(),
                     wpe: has_positions.then(|| b[3].clone()),
                     positions,
+                    part: None,
                 }
             });
             cases.push(case);
@@ -370,6 +373,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     dout: b[1].clone(),
                     dwte: b[2].clone(),
                     accumulate,
+                    part: None,
                 }
             });
             cases.push(case);

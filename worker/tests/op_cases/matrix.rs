@@ -27,7 +27,8 @@ pub(super) fn linear(size: Size) -> Vec<Case> {
                 outputs,
                 layout,
             };
-            cases.extend([true, false].map(|adds| forward(shape, adds)));
+            let adds = [[true, true], [true, false], [false, true], [false, false]];
+            cases.extend(adds.map(|adds| forward(shape, adds)));
             cases.push(dinp(shape));
             cases.extend([true, false].map(|accumulate| dweight(shape, accumulate)));
             cases.extend([gelu_forward(shape), gelu_backward(shape)]);
@@ -41,21 +42,26 @@ fn sum_outcome(adds: bool) -> Outcome {
     if adds { Outcome::Products } else { Outcome::Close }
 }
 
-fn forward(shape: LinearShape, adds: bool) -> Case {
+fn forward(shape: LinearShape, [has_bias, has_residual]: [bool; 2]) -> Case {
     let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
     let tensors = vec![
         tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
         tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
         tensor(Kind::Act, 3, outputs, Outcome::Same),
         tensor(Kind::Act, 4, rows * outputs, Outcome::Same),
-        tensor(Kind::Act, 5, rows * outputs, sum_outcome(adds)),
+        tensor(
+            Kind::Act,
+            5,
+            rows * outputs,
+            sum_outcome(has_bias || has_residual),
+        ),
     ];
-    let name = format!("linear forward of {shape:?}, adds {adds}");
+    let name = format!("linear forward of {shape:?}, bias {has_bias}, residual {has_residual}");
     Case::new(name, tensors, move |b| LinearForward {
         inp: b[0].clone(),
         weight: b[1].clone(),
-        bias: adds.then(|| b[2].clone()),
-        residual: adds.then(|| b[3].clone()),
+        bias: has_bias.then(|| b[2].clone()),
+        residual: has_residual.then(|| b[3].clone()),
         out: b[4].clone(),
         shape,
     })

@@ -8,6 +8,7 @@ mod attention;
 mod catalogue;
 mod matrix;
 pub(crate) mod numbers;
+mod parts;
 
 pub(crate) use catalogue::{Size, catalogue};
 

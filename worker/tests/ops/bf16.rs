@@ -9,11 +9,7 @@ use ddp_worker::config::ModelKind;
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearShape, PositionBackward, Rates, RmsNormBackward, RmsNormForward,
-    RotaryBackward, RotaryEmbedding, RotaryForward, Runs, SquaredNorm, SwigluBackward, SwigluForward,
-    TokenBackward, Update, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward, Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -399,6 +395,64 @@ fn cross_entropy() {
 }
 
 #[test]
+fn cross_entropy_by_parts_of_the_vocabulary() {
+    let (rows, whole) = (18, 201);
+    let parts = [(0, 67), (67, 134)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let targets: Vec<i32> = (0..rows as i32)
+        .map(|i| if i % 7 == 3 { -1 } else { i * 11 % 201 })
+        .collect();
+    compare(|s| {
+        let targets = s.rig.buffer(&targets);
+        let logits = parts.map(|part| s.inp(1 + part.first as u64, rows * part.held));
+        let [statistics, losses] = [2 * rows * 3, rows].map(|len| s.rig.empty(s.stat(), len));
+        for (rank, part) in parts.into_iter().enumerate() {
+            s.rig.run(CrossEntropyPartial {
+                logits: logits[rank].clone(),
+                targets: targets.clone(),
+                statistics: statistics.slice(3 * rows * rank..3 * rows * (rank + 1)),
+                part,
+            });
+        }
+        for (rank, part) in parts.into_iter().enumerate() {
+            s.rig.run(CrossEntropyCombine {
+                logits: logits[rank].clone(),
+                statistics: statistics.clone(),
+                targets: targets.clone(),
+                losses: losses.clone(),
+                dlosses: Some(s.filled(s.stat(), &numbers(2, rows))),
+                part,
+            });
+        }
+        let [first, second] = logits;
+        vec![
+            ("losses", losses),
+            ("first dlogits", first),
+            ("second dlogits", second),
+        ]
+    });
+}
+
+#[test]
+fn add_bias_residual() {
+    let (rows, columns) = (40, 603);
+    compare(|s| {
+        let (inp, out) = (s.inp(1, rows * columns), s.dirty(rows * columns));
+        let (bias, residual) = (s.inp(2, columns), s.inp(3, rows * columns));
+        let add = |inp: &Buffer, out: &Buffer| {
+            s.rig.run(AddBiasResidual {
+                inp: inp.clone(),
+                bias: Some(bias.clone()),
+                residual: Some(residual.clone()),
+                out: out.clone(),
+            });
+        };
+        add(&inp, &out);
+        add(&inp, &inp);
+        vec![("out", out), ("in place", inp)]
+    });
+}
+
+#[test]
 fn embeddings() {
     let (batch, positions, channels, vocab) = (20, 3, 70, 4);
     // Tokens repeat many times: sums that were rounded on the way would be far off.
@@ -418,12 +472,14 @@ fn embeddings() {
                 wpe: Some(s.inp(2, (positions + 1) * channels)),
                 out: out.clone(),
                 positions,
+                part: None,
             });
             s.rig.run(TokenBackward {
                 tokens,
                 dout: dout.clone(),
                 dwte: dwte.clone(),
                 accumulate,
+                part: None,
             });
             s.rig.run(PositionBackward {
                 dout,

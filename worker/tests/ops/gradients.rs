@@ -2,11 +2,7 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, Dropout, DropoutMask,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearShape, Llama3Scaling, PositionBackward, RmsNormBackward,
-    RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward,
-    TokenBackward, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -506,6 +502,7 @@ fn embeddings() {
             wpe: Some(b[1].clone()),
             out: out.clone(),
             positions,
+            part: None,
         });
         values(&out)
     };
@@ -519,6 +516,7 @@ fn embeddings() {
             dout: dout.clone(),
             dwte,
             accumulate: false,
+            part: None,
         });
         rig.run(PositionBackward {
             dout,
@@ -528,6 +526,119 @@ fn embeddings() {
             channels,
         });
         grads.iter().map(values).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+/// Three ranks hold a part of the logits each.
+#[test]
+fn vocabulary_parallel_cross_entropy() {
+    let (rows, whole) = (6, 7);
+    let parts = [(0, 2), (2, 1), (3, 4)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let rig = Rig::new();
+    let targets = rig.buffer::<i32>(&[0, 6, -1, 2, 3, 1]);
+    let inputs = parts.map(|part| numbers(1 + part.first as u64, rows * part.held));
+    let run = |logits: &[Vec<f64>], dlosses: Option<&[f64]>| {
+        let logits = buffers(&rig, logits);
+        let statistics = rig.empty(DType::F64, parts.len() * rows * 3);
+        for (rank, part) in parts.into_iter().enumerate() {
+            rig.run(CrossEntropyPartial {
+                logits: logits[rank].clone(),
+                targets: targets.clone(),
+                statistics: statistics.slice(3 * rows * rank..3 * rows * (rank + 1)),
+                part,
+            });
+        }
+        let losses = rig.empty(DType::F64, rows);
+        for (rank, part) in parts.into_iter().enumerate() {
+            rig.run(CrossEntropyCombine {
+                logits: logits[rank].clone(),
+                statistics: statistics.clone(),
+                targets: targets.clone(),
+                losses: losses.clone(),
+                dlosses: dlosses.map(|factors| rig.buffer(factors)),
+                part,
+            });
+        }
+        (values(&losses), logits.iter().map(values).collect())
+    };
+    check_gradients(
+        &inputs,
+        |inputs| run(inputs, None).0,
+        |inputs, dout| run(inputs, Some(dout)).1,
+    );
+}
+
+/// Two ranks look up the tokens that they hold, and their results are added.
+#[test]
+fn vocabulary_parallel_embedding() {
+    let (rows, channels, whole) = (6, 3, 5);
+    let parts = [(0, 2), (2, 3)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let rig = Rig::new();
+    let tokens = rig.buffer::<i32>(&[1, 3, 1, 0, 4, 3]);
+    let inputs = parts.map(|part| numbers(1 + part.first as u64, part.held * channels));
+    let forward = |inputs: &[Vec<f64>]| {
+        let of_rank = |(part, wte): (VocabularyPart, &Vec<f64>)| {
+            let out = rig.empty(DType::F64, rows * channels);
+            rig.run(EncoderForward {
+                tokens: tokens.clone(),
+                wte: rig.buffer(wte),
+                wpe: None,
+                out: out.clone(),
+                positions: rows,
+                part: Some(part),
+            });
+            values::<f64>(&out)
+        };
+        let ranks = parts.into_iter().zip(inputs).map(of_rank);
+        let sum = ranks.reduce(|sum, own| sum.iter().zip(own).map(|(a, b)| a + b).collect());
+        sum.unwrap()
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let of_rank = |(part, wte): (VocabularyPart, &Vec<f64>)| {
+            // What is there must be overwritten.
+            let dwte = rig.buffer(wte);
+            rig.run(TokenBackward {
+                tokens: tokens.clone(),
+                dout: rig.buffer(dout),
+                dwte: dwte.clone(),
+                accumulate: false,
+                part: Some(part),
+            });
+            values(&dwte)
+        };
+        parts.into_iter().zip(inputs).map(of_rank).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+#[test]
+fn add_bias_residual() {
+    let (rows, columns) = (7, 5);
+    let rig = Rig::new();
+    let inputs = [
+        numbers(1, rows * columns),
+        numbers(2, columns),
+        numbers(3, rows * columns),
+    ];
+    let forward = |inputs: &[Vec<f64>]| {
+        let b = buffers(&rig, inputs);
+        rig.run(AddBiasResidual {
+            inp: b[0].clone(),
+            bias: Some(b[1].clone()),
+            residual: Some(b[2].clone()),
+            out: b[0].clone(),
+        });
+        values(&b[0])
+    };
+    let backward = |_: &[Vec<f64>], dout: &[f64]| {
+        let (x, dbias) = (rig.buffer(dout), rig.empty(DType::F64, columns));
+        rig.run(ColumnSum {
+            x,
+            out: dbias.clone(),
+            accumulate: false,
+        });
+        vec![dout.to_vec(), values(&dbias), dout.to_vec()]
     };
     check_gradients(&inputs, forward, backward);
 }

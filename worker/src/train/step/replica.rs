@@ -4,12 +4,12 @@ use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use crate::model::{
     self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
-    TensorGroup,
+    TensorOps,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::mesh::Axis;
-use crate::parallel::{Parameters, TensorRanks};
+use crate::parallel::{Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::World;
@@ -21,7 +21,7 @@ pub(crate) struct Replica {
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
     /// The ranks that compute each layer together with this one.
-    pub(crate) tensor: Option<TensorRanks>,
+    pub(crate) tensor: Option<TensorGroup>,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -199,7 +199,7 @@ impl Replica {
             targets: self.feed.targets(),
             dloss: Some(&self.dloss),
             shape: self.feed.shape,
-            tensor: self.tensor.as_ref().map(|ranks| ranks as &dyn TensorGroup),
+            tensor: self.tensor.as_ref().map(|ranks| ranks as &dyn TensorOps),
             dtype: self.model.dtype(),
             samples: Some(key),
             timeline: Some(self.world.comm.timeline()),
@@ -208,19 +208,19 @@ impl Replica {
 }
 
 /// This rank in its tensor group; none if it is alone there. Every rank must call it.
-fn tensor_ranks(world: &World, is_sequence: bool) -> Result<Option<TensorRanks>, TrainError> {
+fn tensor_ranks(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
     }
     let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
     let compute = (&world.device, world.stream);
-    Ok(Some(TensorRanks::new(comm, compute, is_sequence)))
+    Ok(Some(TensorGroup::new(comm, compute, is_sequence)))
 }
 
 /// Memory for activations: such that the ranks of a tensor group need no copies to sum and gather them.
 fn activation_pool(
     world: &World,
-    tensor: Option<&TensorRanks>,
+    tensor: Option<&TensorGroup>,
     bytes: usize,
 ) -> Result<ActivationPool, TrainError> {
     let device = world.device.clone();
