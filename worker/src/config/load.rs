@@ -251,7 +251,12 @@ fn model_kind(model: &Model) -> [Rule; 4] {
     ];
     of_llama.map(|(path, is_set)| {
         let problem = format!("`{path}` has no effect without `model.kind: llama`");
-        (is_set && model.kind != ModelKind::Llama, path, problem, "leave it out")
+        (
+            is_set && model.kind != ModelKind::Llama,
+            path,
+            problem,
+            "leave it out",
+        )
     })
 }
 

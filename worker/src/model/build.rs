@@ -314,7 +314,13 @@ impl<'a> Parts<'a> {
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along<'_>) -> ParamId {
+    fn param(
+        &mut self,
+        (group, key): (GroupId, String),
+        shape: &[usize],
+        init: Init,
+        along: Along<'_>,
+    ) -> ParamId {
         self.all.push(ParamSpec {
             key,
             global_shape: shape.to_vec(),
@@ -435,7 +441,9 @@ impl<'a> Parts<'a> {
             }
         };
         let (shape, along) = match (decoder.layout, side) {
-            (WeightLayout::InOut, Side::Outputs(stretches)) => ([inputs, outputs], Along::Columns { stretches }),
+            (WeightLayout::InOut, Side::Outputs(stretches)) => {
+                ([inputs, outputs], Along::Columns { stretches })
+            }
             (WeightLayout::InOut, Side::Inputs) => ([inputs, outputs], Along::Rows { stretches: &[] }),
             (WeightLayout::OutIn, Side::Outputs(stretches)) => ([outputs, inputs], Along::Rows { stretches }),
             (WeightLayout::OutIn, Side::Inputs) => ([outputs, inputs], Along::Columns { stretches: &[] }),
@@ -496,7 +504,13 @@ impl<'a> Parts<'a> {
         let feed_forward = FeedForward {
             widen: NormedDense {
                 norm: self.norm(group, &key(names.feed_forward_norm), decoder),
-                dense: self.dense(group, &key(names.widen), [channels, decoder.widened()], cut, decoder),
+                dense: self.dense(
+                    group,
+                    &key(names.widen),
+                    [channels, decoder.widened()],
+                    cut,
+                    decoder,
+                ),
             },
             projection: self.dense(
                 group,

@@ -195,7 +195,9 @@ impl Decoder {
                     theta: config.rope_theta,
                     scaling: config.rope_scaling,
                 },
-                norm: NormKind::Rms { epsilon: config.norm_eps },
+                norm: NormKind::Rms {
+                    epsilon: config.norm_eps,
+                },
                 activation: ActivationKind::SwiGlu,
                 has_biases: false,
                 layout: WeightLayout::OutIn,

@@ -171,7 +171,11 @@ impl Dense {
     }
 
     /// Gradient of the input, and what computes it.
-    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<(Activation, LinearDinp), DeviceError> {
+    pub(super) fn dinp(
+        &self,
+        ctx: &Context<'_>,
+        dout: &Activation,
+    ) -> Result<(Activation, LinearDinp), DeviceError> {
         let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
         let linear = LinearDinp {
             dout: dout.buffer().clone(),
@@ -231,7 +235,12 @@ impl NormedDense {
     }
 
     /// `[…, I]` to `[…, O]`
-    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation, name: &str) -> Result<Activation, DeviceError> {
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        name: &str,
+    ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
         let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
         ctx.enqueue(linear);

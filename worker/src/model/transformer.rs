@@ -243,7 +243,10 @@ impl Head {
             return Ok(losses);
         };
         let (index, ranks) = (group.index(), group.size());
-        let table = ctx.lease_stat("statistics of the logits", &[ranks, rows, CrossEntropyPartial::STATISTICS])?;
+        let table = ctx.lease_stat(
+            "statistics of the logits",
+            &[ranks, rows, CrossEntropyPartial::STATISTICS],
+        )?;
         let own = table.buffer().len() / ranks;
         ctx.enqueue(CrossEntropyPartial {
             logits: logits.clone(),
@@ -358,10 +361,7 @@ impl Attention {
             high_freq_factor: scaling.high_freq_factor,
             original_max_position_embeddings: scaling.original_positions,
         });
-        Some(RotaryEmbedding {
-            base: theta,
-            scaling,
-        })
+        Some(RotaryEmbedding { base: theta, scaling })
     }
 
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
@@ -557,4 +557,3 @@ impl FeedForward {
         Ok(())
     }
 }
-

@@ -24,11 +24,7 @@ impl TensorGroup {
     /// The ranks of `comm`, with a device and its compute stream; `is_sequence`: each holds its own rows of the residual
     /// stream. Operations of `comm` best run on the calling thread, since blocks wait for each.
     #[must_use]
-    pub fn new(
-        comm: Communicator,
-        (device, stream): (&Arc<dyn Device>, Stream),
-        is_sequence: bool,
-    ) -> Self {
+    pub fn new(comm: Communicator, (device, stream): (&Arc<dyn Device>, Stream), is_sequence: bool) -> Self {
         Self {
             tracker: CommTracker::new(device, comm.timeline()),
             comm,

@@ -9,7 +9,11 @@ use ddp_worker::config::ModelKind;
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward, Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum,
+    CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward,
+    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
+    PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward,
+    Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;

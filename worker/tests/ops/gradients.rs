@@ -2,7 +2,11 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy,
+    CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward,
+    GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
+    Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding,
+    RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};

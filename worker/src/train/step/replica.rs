@@ -2,13 +2,13 @@
 
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
+use crate::mesh::Axis;
 use crate::model::{
     self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
     TensorOps,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
-use crate::mesh::Axis;
 use crate::parallel::{Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
