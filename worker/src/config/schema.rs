@@ -513,8 +513,15 @@ pub enum PipelineSchedule {
 
 impl PipelineSchedule {
     /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] =
-        &["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "greedy"];
+    pub(super) const WORDS: &'static [&'static str] = &[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+        "dualpipev",
+        "greedy",
+    ];
 }
 
 /// `parallel.strategy`

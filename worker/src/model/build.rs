@@ -90,7 +90,13 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
         let wte = parts.matrix(token_group, TOKENS, table, STD, Along::Rows);
         let wpe = attention.then(|| {
             let group = parts.group("wpe");
-            parts.matrix(group, "wpe.weight", [config.block_size, channels], STD, Along::Nothing)
+            parts.matrix(
+                group,
+                "wpe.weight",
+                [config.block_size, channels],
+                STD,
+                Along::Nothing,
+            )
         });
         Arc::new(Embedding::new(wte, wpe, channels, config.dropout))
     });
@@ -277,19 +283,18 @@ impl<'a> Parts<'a> {
         GroupId(self.groups.len().saturating_sub(1))
     }
 
-    fn matrix(
-        &mut self,
-        group: GroupId,
-        name: &str,
-        shape: [usize; 2],
-        std: f32,
-        along: Along,
-    ) -> ParamId {
+    fn matrix(&mut self, group: GroupId, name: &str, shape: [usize; 2], std: f32, along: Along) -> ParamId {
         self.param((group, name.to_owned()), &shape, Init::Normal { std }, along)
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along) -> ParamId {
+    fn param(
+        &mut self,
+        (group, key): (GroupId, String),
+        shape: &[usize],
+        init: Init,
+        along: Along,
+    ) -> ParamId {
         self.all.push(ParamSpec {
             key,
             global_shape: shape.to_vec(),

@@ -53,7 +53,11 @@ impl Clip {
     ) -> Result<Self, ReduceError> {
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let owners = set.owners.as_ref();
-        assert_eq!(owners.map_or(1, Communicator::size), order.ranks(), "ranks of the norm");
+        assert_eq!(
+            owners.map_or(1, Communicator::size),
+            order.ranks(),
+            "ranks of the norm"
+        );
         let (len, each) = (order.ranks() * order.each(), order.each());
         let (sums, first) = match owners {
             Some(comm) => {

@@ -245,7 +245,10 @@ mod tests {
 
     #[test]
     fn one_rank_owns_counts_and_writes_all() {
-        let set = of_one_rank([roles(Cut, EqualGradients), roles(PartialGradients, PartialGradients)]);
+        let set = of_one_rank([
+            roles(Cut, EqualGradients),
+            roles(PartialGradients, PartialGradients),
+        ]);
         assert!(set.replicate.is_none() && set.copies.is_none() && set.owners.is_none());
         assert!(set.copy_groups.is_empty());
         assert!(set.is_counted(ParamId(0)) && set.is_counted(ParamId(1)));

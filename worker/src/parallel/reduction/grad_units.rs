@@ -10,8 +10,9 @@
 //! | its shard (ZeRO-2, -3) | in a slot | in that slot | own part is copied into the shard, or added to it |
 //!
 //! What ranks beyond the data-parallel ones have a part of ([`CopyGroup::summed`]) is summed over them first, where it
-//! was contributed, when the unit is complete. With several copies of the state, what has landed for the last time in a step is then summed over the copies
-//! ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the same operations.
+//! was contributed, when the unit is complete. With several copies of the state, what has landed for the last time in a
+//! step is then summed over the copies ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the
+//! same operations.
 //!
 //! *Slots* are memory shared with the other ranks, through which units pass one after the other. A slot is reused in the
 //! order of a stream: a host waits only where the device runs at once. Narrowing and widening are on a stream of their

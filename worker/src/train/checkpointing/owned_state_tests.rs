@@ -196,7 +196,11 @@ fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
             parallel: Parallel {
                 strategy,
                 shard_group: Some(ShardGroup::Ranks(shard)),
-                accumulate: if is_full { Accumulate::Full } else { Accumulate::Sharded },
+                accumulate: if is_full {
+                    Accumulate::Full
+                } else {
+                    Accumulate::Sharded
+                },
                 tensor,
                 sequence: sequence && tensor > 1,
                 pipeline: Pipeline {
