@@ -276,6 +276,15 @@ impl Mesh {
         self.split(self.members(axes), name, Executor::Inline)
     }
 
+    /// A communicator of the first and the last of the ranks that differ along `axis` only; any other rank gets one of
+    /// itself alone. Every rank must call it, as [`Mesh::group`].
+    pub fn ends(&self, axis: Axis, name: &str) -> Result<Communicator, CollectiveError> {
+        let (line, rank) = (self.members(&[axis]), self.world.rank());
+        let ends = vec![line[0], line[line.len() - 1]];
+        let is_end = ends.contains(&rank);
+        self.split(if is_end { ends } else { vec![rank] }, name)
+    }
+
     /// Bytes that this rank has sent in all groups.
     #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {

@@ -72,6 +72,9 @@ pub trait Params {
 
 /// Memory for gradients, and reports of contributions to them.
 pub trait GradSink {
+    /// What follows until the next call are contributions of this block of the model.
+    fn enter(&mut self, _block: usize) {}
+
     /// Memory for the gradient of `id`.
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
 

@@ -142,6 +142,7 @@ impl Passes<'_> {
                 let name = block.name();
                 DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
             })?;
+            grads.enter(index);
             let mut reports = Reports {
                 grads,
                 reported: Vec::new(),

@@ -6,7 +6,8 @@
 //! | [`Reducer`] | sums gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
-//! | [`ReplicaSet`] | who sums, owns, counts and writes a parameter |
+//! | [`ReplicaSet`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
+//! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
 //! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
@@ -25,6 +26,7 @@ mod comm_times;
 mod dtypes;
 mod join;
 mod layout;
+mod norm_order;
 mod parameters;
 pub mod pipeline;
 mod reduction;
@@ -39,9 +41,10 @@ pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
+pub use norm_order::NormOrder;
 pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
-pub use replica_set::ReplicaSet;
+pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
 pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
 pub use tensor::TensorGroup;

@@ -10,6 +10,7 @@ use super::step::TrainerParts;
 use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
+use crate::mesh::Axis;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 
@@ -285,7 +286,10 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
     let trainer = prepared.trainer.parts();
     let (config, scheme) = (trainer.config, trainer.scheme);
-    if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
+    // The stages of a pipeline hold whole gradients.
+    let has_choice = matches!(scheme.strategy, Strategy::Zero2 | Strategy::Zero3)
+        && scheme.mesh.size(&[Axis::Pipeline]) == 1;
+    if config.train.grad_accumulation == 1 || !has_choice {
         return Ok(None);
     }
     let estimate = |accumulate| {

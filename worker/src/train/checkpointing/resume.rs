@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::checkpoint::{Reader, State, Which};
 use crate::config::TrainConfig;
 use crate::data::ORDER_VERSION;
-use crate::model::Model;
+use crate::model::{Model, ModelPart};
 use crate::parallel::{Agreement, Dtypes, Signature};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
@@ -33,7 +33,7 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
     let Some(path) = &config.model.init_from else {
         return Ok(());
     };
-    let model = network(config, Dtypes::of(config))?;
+    let model = network(config, Dtypes::of(config), &ModelPart::WHOLE)?;
     PretrainedWeights::open(path, &config.model, &model.all_params)?;
     Ok(())
 }
@@ -55,7 +55,7 @@ impl Origin {
         let Some(path) = &config.model.init_from else {
             return Ok(Self::Seed);
         };
-        let weights = PretrainedWeights::open(path, &config.model, &model.params)?;
+        let weights = PretrainedWeights::open(path, &config.model, &model.all_params)?;
         let mut signature = Signature::new();
         signature.field("content of `model.init_from`", weights.fingerprint()?);
         let (env, store) = (session.env(), session.store());

@@ -47,7 +47,7 @@ pub struct Footprint {
     pub params: u64,
     /// Slots for parameters that are gathered at the moment.
     pub gathered: u64,
-    /// Gradients, with those in flight.
+    /// Gradients, with those in flight, and the sums of later uses of tied parameters.
     pub grads: u64,
     /// Slots for gradients that are being reduced.
     pub in_flight: u64,
@@ -61,15 +61,15 @@ pub struct Footprint {
 
 impl Footprint {
     pub(in crate::train) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer) -> Self {
-        let (params, in_flight) = (replica.parameters.bytes(), reducer.in_flight_bytes());
+        let params = replica.parameters.bytes();
         let padded = replica.parameters.sharding().whole_len();
         let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
-        let elements = params + reducer.bytes() - in_flight + optimizer.bytes();
+        let elements = params + reducer.sum_bytes() + optimizer.bytes();
         Self {
             params: params as u64,
             gathered: replica.parameters.gathered_bytes() as u64,
             grads: reducer.bytes() as u64,
-            in_flight: in_flight as u64,
+            in_flight: reducer.in_flight_bytes() as u64,
             optimizer: optimizer.bytes_by_place().device as u64,
             padding: (elements as f64 * padding) as u64,
             activations: replica.pool.allocated_bytes() as u64,
