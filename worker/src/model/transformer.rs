@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::{Activation, Block, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    self, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, DropoutMask,
+    self, AttentionBackward, AttentionForward, AttentionShape, Cast, ColumnSum, CrossEntropy, DropoutMask,
     EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
     LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, PositionBackward,
     TokenBackward, WeightLayout,
@@ -92,11 +92,11 @@ impl Block for TransformerBlock {
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         // The gradient of the residual stream: each layer adds its own to it.
-        self.feed_forward.backward(ctx, saved, dout, grads)?;
-        if let Some(attention) = &self.attention {
-            attention.backward(ctx, saved, dout, grads)?;
+        let dmiddle = self.feed_forward.backward(ctx, saved, dout, grads)?;
+        match &self.attention {
+            Some(attention) => attention.backward(ctx, saved, &dmiddle, grads).map(Some),
+            None => Ok(Some(dmiddle)),
         }
-        Ok(Some(dout.clone()))
     }
 }
 
@@ -173,22 +173,24 @@ impl Block for Embedding {
         let dout = &self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
-            let of = |slot: GradSlot| PositionBackward {
-                dout: dout.buffer().clone(),
+            let (dout_rows, channels) = (dout.buffer().clone(), self.channels);
+            let of = move |slot: GradSlot| PositionBackward {
+                dout: dout_rows,
                 dwpe: slot.buffer,
                 accumulate: slot.accumulate,
                 positions,
-                channels: self.channels,
+                channels,
             };
-            ctx.contribute(grads, wpe, of)?;
+            ctx.contribute(grads, (wpe, &[dout]), of)?;
         }
-        let of = |slot: GradSlot| TokenBackward {
-            tokens: tokens.buffer().clone(),
-            dout: dout.buffer().clone(),
+        let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
+        let of = move |slot: GradSlot| TokenBackward {
+            tokens: token_rows,
+            dout: dout_rows,
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, self.wte, of)?;
+        ctx.contribute(grads, (self.wte, &[&tokens, dout]), of)?;
         Ok(None)
     }
 }
@@ -398,12 +400,13 @@ impl Dense {
         let Some(bias) = self.bias else {
             return Ok(());
         };
-        let sum = |slot: GradSlot| ColumnSum {
-            x: dout.buffer().clone(),
+        let x = dout.buffer().clone();
+        let sum = move |slot: GradSlot| ColumnSum {
+            x,
             out: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, bias, sum)
+        ctx.contribute(grads, (bias, &[dout]), sum)
     }
 
     /// Gradient of the weight.
@@ -413,14 +416,15 @@ impl Dense {
         [inp, dout]: [&Activation; 2],
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let of = |slot: GradSlot| LinearDweight {
-            inp: inp.buffer().clone(),
-            dout: dout.buffer().clone(),
+        let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
+        let of = move |slot: GradSlot| LinearDweight {
+            inp: inp_rows,
+            dout: dout_rows,
             dweight: slot.buffer,
             accumulate: slot.accumulate,
-            shape: self.shape(inp),
+            shape,
         };
-        ctx.contribute(grads, self.weight, of)
+        ctx.contribute(grads, (self.weight, &[inp, dout]), of)
     }
 }
 
@@ -444,8 +448,8 @@ impl NormedDense {
         Ok(out)
     }
 
-    /// Gradients of the parameters. The gradient of the input is added to that of the stream; it is new where there is
-    /// none.
+    /// Gradients of the parameters. The gradient of the input is added to that of the stream, in place unless a gradient
+    /// that is put off reads that; it is new where there is none.
     fn backward(
         &self,
         ctx: &Context<'_>,
@@ -460,9 +464,15 @@ impl NormedDense {
         let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
         ctx.enqueue(linear);
         let dinp = match stream {
-            Some(stream) => stream.clone(),
-            None => ctx.lease("gradient of the stream", inp.shape())?,
+            Some(stream) if grads.put_off().is_none() => stream.clone(),
+            _ => ctx.lease("gradient of the stream", inp.shape())?,
         };
+        if let Some(stream) = stream.filter(|stream| !stream.buffer().same(dinp.buffer())) {
+            ctx.enqueue(Cast {
+                x: stream.buffer().clone(),
+                out: dinp.buffer().clone(),
+            });
+        }
         let accumulate = stream.is_some();
         self.norm
             .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;
@@ -526,14 +536,14 @@ impl Attention {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("attention input")?;
         let (qkv, mixed, lse) = (
             saved.take("qkv")?,
@@ -557,8 +567,7 @@ impl Attention {
             dropout: self.dropout.mask(ctx, Site::Attention),
         });
         drop((qkv, mixed, lse, dmixed));
-        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)?;
-        Ok(())
+        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)
     }
 }
 
@@ -619,14 +628,14 @@ impl FeedForward {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("feed-forward input")?;
         let wide = if self.keeps_wide {
             saved.take("wide")?
@@ -644,8 +653,7 @@ impl FeedForward {
         // From here on `wide` is the output of the GELU.
         self.projection.dweight(ctx, [&wide, &dprojected], grads)?;
         drop((wide, dprojected));
-        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)?;
-        Ok(())
+        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)
     }
 }
 

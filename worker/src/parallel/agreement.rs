@@ -51,13 +51,17 @@ impl Signature {
         }
     }
 
-    /// Adds name, shape, dtype and order of a model's parameters, and the layout of their gradients.
-    pub fn model(&mut self, model: &Model, layout: &GradientLayout) {
-        self.field("number of parameters", model.params.len());
-        for (i, param) in model.params.iter().enumerate() {
+    /// Adds name, shape, dtype and order of the parameters of the whole model and, where every rank holds all of it, the
+    /// layout of their gradients.
+    pub fn model(&mut self, model: &Model, layout: Option<&GradientLayout>) {
+        self.field("number of parameters", model.all_params.len());
+        for (i, param) in model.all_params.iter().enumerate() {
             let value = format!("`{}` {:?} {}", param.key, param.global_shape, param.dtype);
             self.field(format!("parameter {i}"), value);
         }
+        let Some(layout) = layout else {
+            return;
+        };
         let order: Vec<String> = layout.order().iter().map(|id| id.0.to_string()).collect();
         self.field("order of gradients", order.join(" "));
         self.field("layout of gradients", layout.signature());

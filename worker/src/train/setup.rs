@@ -18,7 +18,7 @@ use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
-use crate::mesh::DATA;
+use crate::mesh::{Axis, DATA};
 use crate::metrics::{Request, RunDir, Start};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
@@ -129,6 +129,7 @@ pub(super) fn prepare<'a>(
         model,
         layout,
         scheme,
+        plan,
         activations,
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
@@ -139,7 +140,7 @@ pub(super) fn prepare<'a>(
     let optimizer = optimizer(&parameters, home, config, &model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, parameters.sharding(), &config.train)?;
-    let replica = Replica::new(&world, model, parameters, activations, config)?;
+    let replica = Replica::new(&world, model, parameters, (&plan, activations), config)?;
     let mut parts = TrainerParts {
         optimizer,
         clip,
@@ -312,6 +313,7 @@ fn agree(
         ("/train/offload", "dir"),
         ("/run", "out_dir"),
         ("/model", "init_from"),
+        ("/parallel/pipeline", "file"),
         ("", "launch"),
     ] {
         if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {
@@ -323,7 +325,10 @@ fn agree(
     signature.field("rule of the data order", ORDER_VERSION);
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
-    signature.model(&blueprint.model, &blueprint.layout);
+    // What ranks of one cell of the mesh hold differs; what is held by all of them does not.
+    let is_whole = blueprint.scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]) == 1;
+    signature.model(&blueprint.model, is_whole.then_some(&*blueprint.layout));
+    signature.field("schedule of the pipeline", blueprint.plan.text());
     signature.field("kind of device", choice.kind());
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {

@@ -7,7 +7,8 @@
 //! | `zero2` | whole, gathered after the update | shard, and parts of buckets in flight | shard |
 //! | `zero3` | shard, and the groups gathered at the moment | shard, and groups in flight | shard |
 //!
-//! With `parallel.accumulate: full`, `zero2` and `zero3` hold whole gradients if there are several micro-batches.
+//! With `parallel.accumulate: full`, `zero2` and `zero3` hold whole gradients if there are several micro-batches; in a
+//! pipeline always, reduced once a step.
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
@@ -16,16 +17,20 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
+use super::idle_world::idle_world;
+use super::step::{MicroBatchShape, rehearse};
 use super::world::World;
-use crate::config::{Accumulate, OptimizerConfig, Parallel, Strategy, TrainConfig};
+use crate::config::{self, Accumulate, LastBatch, OptimizerConfig, Parallel, Strategy, TrainConfig};
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
-use crate::model::{self, Model};
+use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
+use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
 use crate::parallel::{
     Dtypes, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
     Sharding,
 };
+use crate::plan::Work;
 
 /// A strategy on a mesh: what is decided before anything is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +49,9 @@ impl Scheme {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
         };
-        let is_full = parallel.accumulate == Accumulate::Full && micro_batches > 1;
+        // In a pipeline a chunk may be done with all micro-batches before another one is with the first.
+        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+        let is_full = is_piped || (parallel.accumulate == Accumulate::Full && micro_batches > 1);
         Self {
             strategy,
             mesh,
@@ -103,26 +110,80 @@ impl Scheme {
 
 /// What is decided before anything is allocated.
 pub(super) struct Blueprint {
+    /// What this rank holds of it.
     pub(super) model: Model,
     pub(super) layout: Arc<GradientLayout>,
     pub(super) scheme: Scheme,
-    /// Bytes of the activations of a micro-batch.
+    pub(super) plan: Arc<PipelinePlan>,
+    /// Bytes of the activations of all micro-batches that are in the air at once.
     pub(super) activations: usize,
 }
 
 impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let dtypes = Dtypes::of(config);
-        let model = network(config, dtypes)?;
-        check_groups(&config.train.optimizer, &model)?;
+        check_groups(&config.train.optimizer, &network(config, dtypes)?)?;
         let mesh = MeshShape::new(&config.parallel, env)?;
+        let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
+        let model = network_part(config, dtypes, &part_of(config, &mesh, &plan, rank))?;
         let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+        let accumulation = config.train.grad_accumulation;
+        let idle = idle_world(mesh, rank).mesh;
+        // The last step of an epoch may be short.
+        let shortest = match config.data.last_batch {
+            LastBatch::Wrap => accumulation,
+            _ => 1,
+        };
+        let steps = (shortest..=accumulation).rev();
         Ok(Self {
             layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
-            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
+            scheme: Scheme::new(&config.parallel, accumulation, mesh),
+            activations: rehearse(&model, &plan, &idle, MicroBatchShape::of(config), steps)?,
+            plan,
             model,
         })
+    }
+}
+
+/// The schedule of every rank, and the layers of every stage.
+fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+    let pipeline = &config.parallel.pipeline;
+    let vocabulary = match config.model.vocab_size {
+        Some(size) => size,
+        None => Vocabulary::of(&config.data.tokenizer)?.size,
+    };
+    let arithmetic = |n_layer, vocabulary: usize| {
+        let model = config::Model {
+            n_layer,
+            ..config.model.clone()
+        };
+        Work::of(&model, vocabulary as u64, config.train.recompute).total()
+    };
+    let costs = LayerCosts {
+        // Rows are looked up.
+        embedding: 0,
+        layers: vec![arithmetic(1, 0); config.model.n_layer],
+        head: arithmetic(0, vocabulary),
+    };
+    let csv = pipeline.file.as_deref().map(|path| {
+        std::fs::read_to_string(path).map_err(|error| {
+            TrainError::Refused(format!(
+                "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
+                path.display()
+            ))
+        })
+    });
+    let micro_batches = config.train.grad_accumulation;
+    Ok(PipelinePlan::new(pipeline, micro_batches, csv.transpose()?.as_deref(), &costs)?)
+}
+
+/// What a rank holds of the model.
+fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePlan, rank: usize) -> ModelPart {
+    let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+    ModelPart {
+        tensor: (mesh.index(rank, &[Axis::Tensor]), mesh.size(&[Axis::Tensor])),
+        sequence: config.parallel.sequence,
+        chunks: is_piped.then(|| plan.chunks_of(mesh.index(rank, &[Axis::Pipeline]))),
     }
 }
 
@@ -139,9 +200,14 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
     })
 }
 
-/// The model that the configuration describes.
+/// The model that the configuration describes, all of it.
 pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
-    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
+    network_part(config, dtypes, &ModelPart::WHOLE)
+}
+
+fn network_part(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
+    let vocabulary = Vocabulary::of(&config.data.tokenizer)?.size;
+    let model = model::build_part(&config.model, vocabulary, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
