@@ -59,7 +59,7 @@ pub struct Arrival {
 impl Arrival {
     /// One of this rank.
     #[must_use]
-    pub const fn local(activation: Activation) -> Self {
+    pub fn local(activation: Activation) -> Self {
         Self {
             activation,
             work: None,

@@ -268,14 +268,14 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
 /// With what ranks say to each other, and without what they cannot do at once.
 fn completed(made: &Schedule) -> Schedule {
     let apart = without_overlap(made);
-    let with_messages = match apart.has_transfers() {
-        true => apart,
-        false => with_transfers(&apart),
+    let with_messages = if apart.has_transfers() {
+        apart
+    } else {
+        with_transfers(&apart)
     };
     let is_reduction = |action: Action| action.kind == ActionKind::ReduceGradient;
-    let ranks = 0..with_messages.rows().len();
-    let is_reduced = ranks.into_iter().any(|rank| with_messages.actions(rank).any(is_reduction));
-    if is_reduced {
+    let mut ranks = 0..with_messages.rows().len();
+    if ranks.any(|rank| with_messages.actions(rank).any(is_reduction)) {
         with_messages
     } else {
         with_reduction(&with_messages)

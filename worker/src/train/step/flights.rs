@@ -168,9 +168,10 @@ impl Flights {
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let input_gradient = action.with(ActionKind::InputGradient);
-        let dout = match action.stage == self.last_stage() {
-            true => None,
-            false => Some(self.take_input(input_gradient)?),
+        let dout = if action.stage == self.last_stage() {
+            None
+        } else {
+            Some(self.take_input(input_gradient)?)
         };
         let mut flight = self.take_flight(action);
         let is_half = action.kind == ActionKind::InputGradient && self.purpose == Purpose::Training;

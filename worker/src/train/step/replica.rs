@@ -175,23 +175,15 @@ impl Replica {
             self.feed.bring(micro_batch, batch, wanted)
         };
         let (tokens, targets) = batch.map_or((None, None), bring);
-        let Self {
-            model,
-            parameters,
-            pool,
-            world,
-            flights,
-            dloss,
-            ..
-        } = self;
-        let no_targets = dloss.slice(0..0);
+        let (world, parameters, model) = (&self.world, &self.parameters, &self.model);
+        let no_targets = self.dloss.slice(0..0);
         let ctx = Context {
             device: world.device.as_ref(),
             stream: world.stream,
-            pool,
-            params: &*parameters,
+            pool: &self.pool,
+            params: parameters,
             targets: targets.as_ref().unwrap_or(&no_targets),
-            dloss: Some(dloss),
+            dloss: Some(&self.dloss),
             dtype: model.dtype(),
             samples: Some(key),
             timeline: Some(world.comm.timeline()),
@@ -202,7 +194,7 @@ impl Replica {
             world,
             others: hooks,
         };
-        let done = flights.carry_out(action, &passes, tokens, &mut hooks, grads);
+        let done = (self.flights).carry_out(action, &passes, tokens, &mut hooks, grads);
         if makes_losses {
             self.feed.targets.release(&self.world, micro_batch);
         }
