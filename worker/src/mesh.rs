@@ -81,9 +81,17 @@ impl MeshShape {
         if cell == 0 || !ranks.is_multiple_of(cell) {
             let (above, below) = (ranks.next_multiple_of(cell.max(1)), ranks / cell.max(1) * cell);
             let nearest = [below, above].map(|n| n.to_string());
-            let nearest = if below == 0 { nearest[1].clone() } else { nearest.join(" or ") };
+            let nearest = if below == 0 {
+                nearest[1].clone()
+            } else {
+                nearest.join(" or ")
+            };
             return Err(MeshError {
-                key: if stages > 1 { "parallel.pipeline.stages" } else { "parallel.tensor" },
+                key: if stages > 1 {
+                    "parallel.pipeline.stages"
+                } else {
+                    "parallel.tensor"
+                },
                 what: format!(
                     "{} cannot be divided into {stages} pipeline stages × {tensor} tensor ranks, which are {cell}",
                     counted(ranks as u64, "rank")
@@ -276,7 +284,8 @@ impl Mesh {
         let mut made = vec![None; pairs.len()];
         for round in rounds(pairs) {
             let Some(pair) = round.into_iter().find(|&pair| pairs[pair].contains(&own)) else {
-                self.world.split("no pair", &[self.world.rank()], Executor::Inline)?;
+                self.world
+                    .split("no pair", &[self.world.rank()], Executor::Inline)?;
                 continue;
             };
             let mut members = pairs[pair].map(|coordinate| along[coordinate]);
@@ -460,7 +469,11 @@ mod tests {
         assert_eq!(shape.members(5, &[Axis::Pipeline]), [1, 5]);
         assert_eq!(shape.members(5, &[Axis::Pipeline, Axis::Tensor]), [0, 1, 4, 5]);
         assert_eq!(MeshShape::ranks_multiple_of(&parallel), Some(4));
-        let refused = |nodes, local| MeshShape::new(&parallel, &env(nodes, local)).unwrap_err().to_string();
+        let refused = |nodes, local| {
+            MeshShape::new(&parallel, &env(nodes, local))
+                .unwrap_err()
+                .to_string()
+        };
         insta::assert_snapshot!(refused(1, 6), @r"
         6 ranks cannot be divided into 2 pipeline stages × 2 tensor ranks, which are 4
           hint: start 4 or 8 ranks, or change `parallel.pipeline.stages` or `parallel.tensor`

@@ -91,7 +91,11 @@ fn edges(placement: &Placement) -> Vec<Edge> {
 }
 
 fn noun(edge: Edge) -> &'static str {
-    if edge.is_gradient { "gradients" } else { "activations" }
+    if edge.is_gradient {
+        "gradients"
+    } else {
+        "activations"
+    }
 }
 
 /// What is sent, for errors: both ends say the same.
@@ -173,7 +177,10 @@ impl EdgeQueues {
         for action in row.iter().filter(|action| action.kind.is_receive()) {
             let transfer = self.transfer(*action);
             let queue = self.incoming.get_mut(&transfer.edge());
-            queue.expect("the edges of the placement").expected.push_back(transfer);
+            queue
+                .expect("the edges of the placement")
+                .expected
+                .push_back(transfer);
         }
         let edges: Vec<Edge> = self.incoming.keys().copied().collect();
         for _ in 0..self.capacity {
@@ -189,7 +196,10 @@ impl EdgeQueues {
         let transfer = self.transfer(receive);
         let queue = self.incoming.get_mut(&transfer.edge()).expect("it began with it");
         let (expected, arrival) = queue.posted.pop_front().expect("a receive was posted ahead");
-        assert_eq!(expected, transfer, "messages of an edge come in the order of the row");
+        assert_eq!(
+            expected, transfer,
+            "messages of an edge come in the order of the row"
+        );
         self.post(transfer.edge(), pool)?;
         Ok(arrival)
     }
@@ -197,7 +207,8 @@ impl EdgeQueues {
     /// Later operations of the stream that computes find it there.
     pub fn arrived(&self, arrival: Arrival) -> Result<Activation, DeviceError> {
         if let Some(work) = arrival.work {
-            self.tracker.wait_in_stream(self.stream, work.event(), self.deadline());
+            self.tracker
+                .wait_in_stream(self.stream, work.event(), self.deadline());
             self.check()?;
         }
         Ok(arrival.activation)
@@ -312,7 +323,12 @@ mod tests {
         // Between the chunks of the last rank nothing is sent.
         assert_eq!(
             words(&Placement::v_shaped(2, 2)),
-            ["activations 0-1", "gradients 0-1", "activations 1-0", "gradients 1-0"]
+            [
+                "activations 0-1",
+                "gradients 0-1",
+                "activations 1-0",
+                "gradients 1-0"
+            ]
         );
         assert_eq!(words(&Placement::looped(1, 1)), [""; 0]);
     }

@@ -256,7 +256,7 @@ fn pipeline(plan: &PipelinePlan) -> Option<String> {
         .collect();
     (placement.stages() > 1).then(|| {
         format!(
-            "{}: {} of {} layers on {}, {} in flight; {:.1} % of the time idle if layers take equally long",
+            "{}: {} of {} layers on {}, {}; {:.1} % of the time idle if stages take equally long",
             plan.name(),
             counted(placement.stages() as u64, "stage"),
             layers.join(", "),

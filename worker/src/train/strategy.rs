@@ -129,12 +129,14 @@ impl Blueprint {
         let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
         let accumulation = config.train.grad_accumulation;
         let idle = idle_world(mesh, rank).mesh;
-        // The last step of an epoch may be short.
+        // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
+        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+        let longest = if is_piped { accumulation } else { 1 };
         let shortest = match config.data.last_batch {
-            LastBatch::Wrap => accumulation,
-            _ => 1,
+            LastBatch::Wrap => longest,
+            LastBatch::Short => 1,
         };
-        let steps = (shortest..=accumulation).rev();
+        let steps = (shortest..=longest).rev();
         Ok(Self {
             layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
             scheme: Scheme::new(&config.parallel, accumulation, mesh),
@@ -174,7 +176,12 @@ fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
         })
     });
     let micro_batches = config.train.grad_accumulation;
-    Ok(PipelinePlan::new(pipeline, micro_batches, csv.transpose()?.as_deref(), &costs)?)
+    Ok(PipelinePlan::new(
+        pipeline,
+        micro_batches,
+        csv.transpose()?.as_deref(),
+        &costs,
+    )?)
 }
 
 /// What a rank holds of the model.

@@ -68,27 +68,14 @@ impl PipelinePlan {
         };
         let key = if csv.is_some() { FILE } else { SCHEDULE };
         let layers = layers(config, costs, made.placement().stages())?;
-        let evaluation = with_transfers(&forward_only(&made));
-        let training = completed(&made);
-        let mut capacity = 1;
-        for (schedule, purpose) in [
-            (&training, Purpose::Training),
-            (&evaluation, Purpose::Evaluation),
-        ] {
-            let rules = Rules {
-                purpose,
-                capacity: None,
-                memory: None,
-            };
-            validate(schedule, rules).map_err(|refusal| {
-                let hint = match key {
-                    FILE => "correct the table: a row has the cells of a rank, in the order in which it runs them",
-                    _ => "take another `parallel.pipeline.schedule`",
-                };
-                refused(key, format!("`{key}`: {refusal}"), hint)
-            })?;
-            capacity = capacity.max(least_capacity(schedule).unwrap_or(1));
-        }
+        // Messages are added to what would be right without them.
+        let apart = without_overlap(&made);
+        check(key, &apart, Purpose::Training)?;
+        let (training, evaluation) = (completed(&apart), with_transfers(&forward_only(&apart)));
+        check(key, &training, Purpose::Training)?;
+        check(key, &evaluation, Purpose::Evaluation)?;
+        let least = [&training, &evaluation].map(|schedule| least_capacity(schedule).unwrap_or(1));
+        let capacity = least.into_iter().fold(1, usize::max);
         Ok(Self {
             name: csv.map_or(name(config.schedule), |_| "from a file"),
             layers,
@@ -265,20 +252,35 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
     Ok(schedule)
 }
 
-/// With what ranks say to each other, and without what they cannot do at once.
-fn completed(made: &Schedule) -> Schedule {
-    let apart = without_overlap(made);
-    let with_messages = if apart.has_transfers() {
-        apart
-    } else {
-        with_transfers(&apart)
+/// Refuses what cannot be run.
+fn check(key: &'static str, schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
+    let rules = Rules {
+        purpose,
+        capacity: None,
+        memory: None,
     };
+    validate(schedule, rules).map_err(|refusal| {
+        let hint = match key {
+            FILE => "correct the table: a row has the cells of a rank, in the order in which it runs them",
+            _ => "take another `parallel.pipeline.schedule`",
+        };
+        refused(key, format!("`{key}`: {refusal}"), hint)
+    })
+}
+
+/// With the reductions of its gradients, and with what ranks send to each other.
+fn completed(made: &Schedule) -> Schedule {
     let is_reduction = |action: Action| action.kind == ActionKind::ReduceGradient;
-    let mut ranks = 0..with_messages.rows().len();
-    if ranks.any(|rank| with_messages.actions(rank).any(is_reduction)) {
-        with_messages
+    let mut ranks = 0..made.rows().len();
+    let reduced = if ranks.any(|rank| made.actions(rank).any(is_reduction)) {
+        made.clone()
     } else {
-        with_reduction(&with_messages)
+        with_reduction(made)
+    };
+    if reduced.has_transfers() {
+        reduced
+    } else {
+        with_transfers(&reduced)
     }
 }
 

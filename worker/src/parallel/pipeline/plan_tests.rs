@@ -88,8 +88,15 @@ fn check_short_steps(plan: &PipelinePlan) {
             .collect();
         let messages = |rank: usize, edge: Edge, is_send: bool| -> Vec<Action> {
             let of_edge = rows[rank].iter().filter(|action| {
-                let is_it = if is_send { action.kind.is_send() } else { action.kind.is_receive() };
-                is_it && action.transfer(placement).is_some_and(|transfer| transfer.edge() == edge)
+                let is_it = if is_send {
+                    action.kind.is_send()
+                } else {
+                    action.kind.is_receive()
+                };
+                is_it
+                    && action
+                        .transfer(placement)
+                        .is_some_and(|transfer| transfer.edge() == edge)
             });
             let transfers = of_edge.map(|action| action.transfer(placement).unwrap());
             transfers.map(|transfer| transfer.receive).collect()
@@ -97,7 +104,11 @@ fn check_short_steps(plan: &PipelinePlan) {
         for from in 0..placement.ranks() {
             for to in 0..placement.ranks() {
                 for is_gradient in [false, true] {
-                    let edge = Edge { from, to, is_gradient };
+                    let edge = Edge {
+                        from,
+                        to,
+                        is_gradient,
+                    };
                     assert_eq!(messages(from, edge, true), messages(to, edge, false));
                 }
             }
@@ -127,19 +138,34 @@ fn what_is_no_pipeline_is_refused_in_words() {
         chunks: Some(2),
         ..of(PipelineSchedule::OneFOneB, 2)
     };
-    insta::assert_snapshot!(refusal(&several, 4, None), @"");
-    insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @"");
-    insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @"");
+    insta::assert_snapshot!(refusal(&several, 4, None), @r"
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: 1F1B does not exist for 2 ranks, 2 chunks a rank and 4 micro-batches: 1F1B has one chunk a rank; interleaved 1F1B has several
+      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    ");
+    insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @r"
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: DualPipeV does not exist for 2 ranks, 2 chunks a rank and 3 micro-batches: it needs 2 chunks a rank, and as many micro-batches as stages
+      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    ");
+    insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @r"
+    parallel.pipeline.stages: 8 layers cannot be divided on 9 stages: each stage needs a layer
+      hint: use fewer pipeline ranks or chunks
+    ");
     let layers = Pipeline {
         layers: Some(vec![4, 3]),
         ..zbv.clone()
     };
-    insta::assert_snapshot!(refusal(&layers, 4, None), @"");
+    insta::assert_snapshot!(refusal(&layers, 4, None), @r"
+    parallel.pipeline.layers: `parallel.pipeline.layers` has 2 numbers with 7 layers in all, but there are 4 stages and `model.n_layer` is 8
+      hint: give a number for each stage (ranks × chunks), or leave it out: layers are then divided by cost
+    ");
     let alone = Pipeline {
         chunks: Some(2),
         ..of(PipelineSchedule::Zbv, 1)
     };
-    insta::assert_snapshot!(refusal(&alone, 4, None), @"");
+    insta::assert_snapshot!(refusal(&alone, 4, None), @r"
+    parallel.pipeline.chunks: `parallel.pipeline.chunks` is set, but `parallel.pipeline.stages` is 1: there is no pipeline
+      hint: set `parallel.pipeline.stages`, or leave it out
+    ");
 }
 
 #[test]
@@ -148,15 +174,30 @@ fn a_file_that_is_no_schedule_is_refused_with_rank_action_and_reason() {
     let good = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1";
     let made = PipelinePlan::new(&config, 2, Some(good), &LayerCosts::equal(4)).unwrap();
     assert_eq!(made.name(), "from a file");
-    assert_eq!(
-        text(&made.row(0, 1)),
-        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD"
-    );
+    assert_eq!(text(&made.row(0, 1)), "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD");
     let refusal = |csv: &str, micro_batches| refusal(&config, micro_batches, Some(csv));
-    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", 2), @"");
-    insta::assert_snapshot!(refusal("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", 2), @"");
-    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2), @"");
-    insta::assert_snapshot!(refusal("0F0,0X0", 2), @"");
-    insta::assert_snapshot!(refusal("0F0,0B0", 1), @"");
-    insta::assert_snapshot!(refusal(good, 4), @"");
+    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: rank 1 is refused at `1B1`: `1F1` has to come before it
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: rank 0 is refused at `0B0`: it comes after `0B1`, but a stage takes micro-batches in order, as sums depend on it
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: the schedule deadlocks: rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0X0", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file` is no schedule: row 1, column 2, `0X0`: an action is a stage, a kind and a micro-batch, such as `2F1`
+      hint: a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0B0", 1), @r"
+    parallel.pipeline.stages: `parallel.pipeline.file` has 1 row, but `parallel.pipeline.stages` is 2
+      hint: set `parallel.pipeline.stages: 1`, or take another file
+    ");
+    insta::assert_snapshot!(refusal(good, 4), @r"
+    train.grad_accumulation: `parallel.pipeline.file` is for 2 micro-batches, but `train.grad_accumulation` is 4
+      hint: set `train.grad_accumulation: 2`, or take another file
+    ");
 }

@@ -248,7 +248,10 @@ impl<'a> Row<'a> {
         }
         let nothing = StageState::default();
         let stage = self.stages.get(&action.stage).unwrap_or(&nothing);
-        let before = halves(action.kind).into_iter().zip(stage.last).filter_map(|(is_done, last)| last.filter(|_| is_done));
+        let before = halves(action.kind)
+            .into_iter()
+            .zip(stage.last)
+            .filter_map(|(is_done, last)| last.filter(|_| is_done));
         let mut later = before.filter(|last| last.micro_batch > action.micro_batch);
         if let Some(last) = later.next() {
             return Err(Reason::Descends(last));

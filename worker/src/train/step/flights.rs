@@ -99,7 +99,9 @@ impl Flights {
     ) -> Result<Option<Activation>, DeviceError> {
         match action.kind {
             ActionKind::Forward => return self.forward(action, passes, tokens, hooks),
-            ActionKind::Backward | ActionKind::InputGradient => self.backward(action, passes, hooks, grads)?,
+            ActionKind::Backward | ActionKind::InputGradient => {
+                self.backward(action, passes, hooks, grads)?
+            }
             ActionKind::WeightGradient if self.purpose == Purpose::Training => {
                 let mut flight = self.take_flight(action);
                 passes.weight_gradients(&mut flight, grads)?;
@@ -204,7 +206,8 @@ impl Flights {
 
     fn take_input(&mut self, consumer: Action) -> Result<Activation, DeviceError> {
         let arrival = self.inputs.remove(&consumer);
-        self.edges.arrived(arrival.expect("it came before, as was checked"))
+        self.edges
+            .arrived(arrival.expect("it came before, as was checked"))
     }
 
     fn take_flight(&mut self, action: Action) -> Flight {

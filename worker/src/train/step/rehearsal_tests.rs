@@ -6,7 +6,7 @@ use ddp_proto::ids::WorldSize;
 use super::*;
 use crate::config::{self, ModelKind, Parallel, Pipeline, PipelineSchedule, Recompute};
 use crate::mesh::MeshShape;
-use crate::model::{ModelPart, build, build_part, recomputing};
+use crate::model::{ModelPart, build_part, recomputing};
 use crate::parallel::pipeline::LayerCosts;
 use crate::train::idle_world::idle_world;
 
@@ -68,7 +68,12 @@ fn ranks(kind: PipelineSchedule, stages: usize, micro_batches: usize, layers: us
         },
         ..Parallel::default()
     };
-    let plan = PipelinePlan::new(&parallel.pipeline, micro_batches, None, &LayerCosts::equal(layers));
+    let plan = PipelinePlan::new(
+        &parallel.pipeline,
+        micro_batches,
+        None,
+        &LayerCosts::equal(layers),
+    );
     let plan = Arc::new(plan.unwrap());
     let env = WorkerEnv {
         world_size: WorldSize(stages as u32),
@@ -147,7 +152,14 @@ fn the_first_rank_keeps_most() {
         let of = |rank: Rank| {
             let part = ModelPart::of_chunks(rank.plan.chunks_of(rank.index));
             let model = build_part(&config, 256, &part).unwrap();
-            rehearse(&model, &rank.plan, &rank.mesh, shape_of(&config), std::iter::once(8)).unwrap()
+            rehearse(
+                &model,
+                &rank.plan,
+                &rank.mesh,
+                shape_of(&config),
+                std::iter::once(8),
+            )
+            .unwrap()
         };
         ranks(kind, 4, 8, config.n_layer).into_iter().map(of).collect()
     };

@@ -354,9 +354,7 @@ impl Places {
         self.taken.insert(micro_batch, index);
         let Place { buffer, read } = &self.places[index];
         world.device.wait_event(stream, read, world.deadline());
-        world
-            .device
-            .upload(stream, buffer, bytemuck::cast_slice(numbers));
+        world.device.upload(stream, buffer, bytemuck::cast_slice(numbers));
         buffer.clone()
     }
 
