@@ -87,7 +87,8 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             let table = [decoder.positions, channels];
             parts.matrix(group, names.positions, table, STD, Along::Nothing)
         });
-        Arc::new(Embedding::new(tokens, positions, channels, decoder.dropout))
+        let held = [vocab / part.tensor.1, channels];
+        Arc::new(Embedding::new((tokens, positions), held, decoder.dropout))
     });
 
     for layer in 0..decoder.layers {

@@ -6,9 +6,9 @@
 //! | [`Region`], [`Cut`] | a box of a tensor; how a rank's part of a parameter consists of them |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
+//! | [`WeightGradient`] | a gradient of a parameter that is put off to the second half of backward |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
-//! | [`rehearse`] | how much memory activations will need, by going through a step without carrying it out |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`Flight`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
@@ -23,17 +23,15 @@ mod layers;
 mod param;
 mod passes;
 mod region;
-mod rehearsal;
 mod tensor;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved};
+pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, WeightGradient};
 pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
-pub use rehearsal::rehearse;
 pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

@@ -94,11 +94,11 @@ impl Block for TransformerBlock {
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         // The gradient of the residual stream: each layer adds its own to it.
-        self.feed_forward.backward(ctx, saved, dout, grads)?;
-        if let Some(attention) = &self.attention {
-            attention.backward(ctx, saved, dout, grads)?;
+        let dmiddle = self.feed_forward.backward(ctx, saved, dout, grads)?;
+        match &self.attention {
+            Some(attention) => attention.backward(ctx, saved, &dmiddle, grads).map(Some),
+            None => Ok(Some(dmiddle)),
         }
-        Ok(Some(dout.clone()))
     }
 }
 
@@ -108,18 +108,25 @@ pub(super) struct Embedding {
     wte: ParamId,
     wpe: Option<ParamId>,
     params: Vec<ParamId>,
+    /// Tokens that this rank holds of the vocabulary.
+    held: usize,
     channels: usize,
     dropout: DropoutLayer,
 }
 
 impl Embedding {
-    /// Without `wpe`, positions make no difference.
-    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, channels: usize, rate: f32) -> Self {
+    /// Of so many tokens and channels. Without `wpe`, positions make no difference.
+    pub(super) fn new(
+        (wte, wpe): (ParamId, Option<ParamId>),
+        [held, channels]: [usize; 2],
+        rate: f32,
+    ) -> Self {
         let params = std::iter::once(wte).chain(wpe).collect();
         Self {
             wte,
             wpe,
             params,
+            held,
             channels,
             dropout: DropoutLayer { rate, layer: 0 },
         }
@@ -152,13 +159,12 @@ impl Block for Embedding {
     ) -> Result<Activation, DeviceError> {
         let [batch, positions] = batch_and_positions(inp)?;
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
-        let wte = ctx.params.get(self.wte);
         // The parts are summed: one rank adds the positions.
         let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
         ctx.enqueue(EncoderForward {
             tokens: inp.buffer().clone(),
-            part: ctx.vocabulary(wte.len() / self.channels),
-            wte,
+            part: ctx.vocabulary(self.held),
+            wte: ctx.params.get(self.wte),
             wpe: wpe.map(|wpe| ctx.params.get(wpe)),
             out: out.buffer().clone(),
             positions,
@@ -181,23 +187,26 @@ impl Block for Embedding {
         let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
-            let of = |slot: GradSlot| PositionBackward {
-                dout: dout.buffer().clone(),
+            let (dout_rows, channels) = (dout.buffer().clone(), self.channels);
+            let of = move |slot: GradSlot| PositionBackward {
+                dout: dout_rows,
                 dwpe: slot.buffer,
                 accumulate: slot.accumulate,
                 positions,
-                channels: self.channels,
+                channels,
             };
-            ctx.contribute(grads, wpe, of)?;
+            ctx.contribute(grads, (wpe, &[&dout]), of)?;
         }
-        let of = |slot: GradSlot| TokenBackward {
-            tokens: tokens.buffer().clone(),
-            dout: dout.buffer().clone(),
-            part: ctx.vocabulary(slot.buffer.len() / self.channels),
+        let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
+        let part = ctx.vocabulary(self.held);
+        let of = move |slot: GradSlot| TokenBackward {
+            tokens: token_rows,
+            dout: dout_rows,
+            part,
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, self.wte, of)?;
+        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
         Ok(None)
     }
 }
@@ -399,14 +408,14 @@ impl Attention {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("attention input")?;
         let (qkv, mixed, lse) = (
             saved.take("qkv")?,
@@ -439,8 +448,7 @@ impl Attention {
                 first_position: 0,
             });
         }
-        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)?;
-        Ok(())
+        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)
     }
 }
 
@@ -512,14 +520,14 @@ impl FeedForward {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("feed-forward input")?;
         let wide = if self.keeps_wide {
             saved.take("wide")?
@@ -553,7 +561,6 @@ impl FeedForward {
         };
         self.projection.dweight(ctx, [&active, &dprojected], grads)?;
         drop((active, dprojected));
-        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)?;
-        Ok(())
+        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)
     }
 }

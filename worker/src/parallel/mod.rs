@@ -10,7 +10,8 @@
 //! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
 //! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
-//! | [`Action`], [`sequential`] | what a rank does in a step, as data |
+//! | [`pipeline`] | what a rank does in a step, as data |
+//! | [`EdgeQueues`] | what the ranks of a pipeline hand to each other |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
@@ -24,6 +25,7 @@ mod agreement;
 mod batch_norm;
 mod comm_times;
 mod dtypes;
+mod edge_queues;
 mod join;
 mod layout;
 mod norm_order;
@@ -31,7 +33,6 @@ mod parameters;
 pub mod pipeline;
 mod reduction;
 mod replica_set;
-mod schedule;
 mod sharding;
 mod tensor;
 
@@ -39,12 +40,12 @@ pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
+pub use edge_queues::{Arrival, EdgeQueues};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use norm_order::NormOrder;
 pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
-pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
 pub use tensor::TensorGroup;

@@ -428,6 +428,8 @@ impl Compared {
 struct GatherPlan {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
+    /// By block: it is the first of its chunk. What comes behind the pass of a chunk is the schedule's affair.
+    begins_chunk: Vec<bool>,
     /// By unit: it stays gathered from the end of forward to the beginning of backward.
     kept: Vec<bool>,
     /// By unit: several blocks use it, or its block has other units too, or it persists.
@@ -473,6 +475,9 @@ impl GatherPlan {
                 .map(|unit| !reshard || persists[unit] || apart(unit))
                 .collect(),
             persists,
+            begins_chunk: (model.whole())
+                .map(|block| model.chunks.iter().any(|chunk| chunk.start == block))
+                .collect(),
             forward,
             backward,
         }
@@ -495,8 +500,10 @@ impl GatherPlan {
     /// Units that the pass after this one reads.
     fn next(&self, block: usize, pass: Pass) -> &[usize] {
         let next = match pass {
-            Pass::Forward => self.forward.get(block + 1),
-            Pass::Backward => block.checked_sub(1).map(|before| &self.backward[before]),
+            Pass::Forward => (self.forward.get(block + 1)).filter(|_| !self.begins_chunk[block + 1]),
+            Pass::Backward => (block.checked_sub(1))
+                .filter(|_| !self.begins_chunk[block])
+                .map(|before| &self.backward[before]),
         };
         next.map_or(&[], Vec::as_slice)
     }

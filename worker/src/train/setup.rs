@@ -130,6 +130,7 @@ pub(super) fn prepare<'a>(
         model,
         layout,
         scheme,
+        plan,
         activations,
         ..
     } = opened.blueprint;
@@ -141,7 +142,7 @@ pub(super) fn prepare<'a>(
     let optimizer = optimizer(&parameters, home, config, &model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
-    let replica = Replica::new(&world, model, parameters, activations, config)?;
+    let replica = Replica::new(&world, model, parameters, (&plan, activations), config)?;
     let mut parts = TrainerParts {
         optimizer,
         clip,
@@ -314,6 +315,7 @@ fn agree(
         ("/train/offload", "dir"),
         ("/run", "out_dir"),
         ("/model", "init_from"),
+        ("/parallel/pipeline", "file"),
         ("", "launch"),
     ] {
         if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {
@@ -326,6 +328,7 @@ fn agree(
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
     signature.model(&blueprint.model, &blueprint.whole);
+    signature.field("schedule of the pipeline", blueprint.plan.text());
     signature.field("kind of device", choice.kind());
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {

@@ -17,16 +17,22 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
+use super::idle_world::idle_world;
+use super::step::{MicroBatchShape, rehearse};
 use super::world::World;
-use crate::config::{Accumulate, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig};
+use crate::config::{
+    self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
+};
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
+use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
 use crate::parallel::{
     Dtypes, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig,
     ReplicaSet, ReshardPolicy, Sharding, is_counted,
 };
+use crate::plan::Work;
 
 /// A strategy on a mesh: what is decided before anything is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +51,7 @@ impl Scheme {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
         };
+        // In a pipeline a chunk may be done with all micro-batches before another one is with the first.
         let is_full = (parallel.accumulate == Accumulate::Full && micro_batches > 1)
             || mesh.size(&[Axis::Pipeline]) > 1;
         Self {
@@ -105,12 +112,14 @@ impl Scheme {
 
 /// What is decided before anything is allocated.
 pub(super) struct Blueprint {
+    /// What this rank holds of it.
     pub(super) model: Model,
     pub(super) layout: Arc<GradientLayout>,
     /// That of a rank with the blocks of all stages.
     pub(super) whole: Arc<GradientLayout>,
     pub(super) scheme: Scheme,
-    /// Bytes of the activations of a micro-batch.
+    pub(super) plan: Arc<PipelinePlan>,
+    /// Bytes of the activations of all micro-batches that are in the air at once.
     pub(super) activations: usize,
 }
 
@@ -118,7 +127,8 @@ impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let mesh = MeshShape::new(&config.parallel, env)?;
         check_whole_matrices(&config.train.optimizer, &mesh)?;
-        let part = part_of(config, &mesh, env.rank.get() as usize);
+        let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
+        let part = part_of(config, &mesh, &plan, rank);
         let (model, layout) = held(config, &mesh, &part)?;
         check_groups(&config.train.optimizer, &model)?;
         let layout = Arc::new(layout);
@@ -126,11 +136,22 @@ impl Blueprint {
             None => layout.clone(),
             Some(_) => Arc::new(held(config, &mesh, &ModelPart { chunks: None, ..part })?.1),
         };
+        let accumulation = config.train.grad_accumulation;
+        let idle = idle_world(mesh, rank).mesh;
+        // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
+        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+        let longest = if is_piped { accumulation } else { 1 };
+        let shortest = match config.data.last_batch {
+            LastBatch::Wrap => longest,
+            LastBatch::Short => 1,
+        };
+        let steps = (shortest..=longest).rev();
         Ok(Self {
             whole,
             layout,
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
-            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
+            scheme: Scheme::new(&config.parallel, accumulation, mesh),
+            activations: rehearse(&model, &plan, &idle, MicroBatchShape::of(config), steps)?,
+            plan,
             model,
         })
     }
@@ -141,7 +162,7 @@ impl Blueprint {
         let mesh = self.scheme.mesh;
         // Ranks of one stage have the same layout: a tensor group cuts everything into equal parts.
         let stages = mesh.members(rank, &[Axis::Pipeline]).into_iter().map(|first| {
-            let (_, layout) = held(config, &mesh, &part_of(config, &mesh, first))?;
+            let (_, layout) = held(config, &mesh, &part_of(config, &mesh, &self.plan, first))?;
             let sharding = self.scheme.sharding(&layout, 0);
             Ok::<_, TrainError>((layout, sharding))
         });
@@ -153,17 +174,6 @@ impl Blueprint {
             NormOrder::chunks((layout, sharding), at(Axis::Shard), &self.whole, counts)
         });
         Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
-    }
-}
-
-/// What a rank holds of the model: a pure function, so that every rank knows it of all others.
-pub(super) fn part_of(config: &TrainConfig, mesh: &MeshShape, rank: usize) -> ModelPart {
-    let tensor = mesh.size(&[Axis::Tensor]);
-    ModelPart {
-        tensor: (mesh.index(rank, &[Axis::Tensor]), tensor),
-        sequence: config.parallel.sequence && tensor > 1,
-        // The blocks of the rank's stages belong here.
-        chunks: None,
     }
 }
 
@@ -189,6 +199,54 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
     Err(TrainError::Refused(format!(
         "`train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: {tensor}` each rank has a part of every one\n  hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer"
     )))
+}
+
+/// The schedule of every rank, and the layers of every stage.
+fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+    let pipeline = &config.parallel.pipeline;
+    let vocabulary = match config.model.vocab_size {
+        Some(size) => size,
+        None => Vocabulary::of(&config.data.tokenizer)?.size,
+    };
+    let arithmetic = |n_layer, vocabulary: usize| {
+        let model = config::Model {
+            n_layer,
+            ..config.model.clone()
+        };
+        Work::of(&model, vocabulary as u64, config.train.recompute).total()
+    };
+    let costs = LayerCosts {
+        // Rows are looked up.
+        embedding: 0,
+        layers: vec![arithmetic(1, 0); config.model.n_layer],
+        head: arithmetic(0, vocabulary),
+    };
+    let csv = pipeline.file.as_deref().map(|path| {
+        std::fs::read_to_string(path).map_err(|error| {
+            TrainError::Refused(format!(
+                "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
+                path.display()
+            ))
+        })
+    });
+    let micro_batches = config.train.grad_accumulation;
+    Ok(PipelinePlan::new(
+        pipeline,
+        micro_batches,
+        csv.transpose()?.as_deref(),
+        &costs,
+    )?)
+}
+
+/// What a rank holds of the model: a pure function, so that every rank knows it of all others.
+pub(super) fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePlan, rank: usize) -> ModelPart {
+    let tensor = mesh.size(&[Axis::Tensor]);
+    let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+    ModelPart {
+        tensor: (mesh.index(rank, &[Axis::Tensor]), tensor),
+        sequence: config.parallel.sequence && tensor > 1,
+        chunks: is_piped.then(|| plan.chunks_of(mesh.index(rank, &[Axis::Pipeline]))),
+    }
 }
 
 /// Refuses a parameter group that would be empty.
