@@ -11,6 +11,7 @@
 //! | [`config`] | `train.yaml` as types | ranks |
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
+//! | [`inference`] | a trained model at work: text from a prompt | ranks, training |
 //! | [`libraries`] | which files of the machine are loaded at run time | what their functions do |
 //! | [`mesh`] | axes, coordinates, groups: all that is known about numbers of ranks | what the ranks do |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
@@ -29,6 +30,7 @@ pub mod collective;
 pub mod config;
 pub mod data;
 pub mod device;
+pub mod inference;
 pub mod libraries;
 pub mod mesh;
 pub mod metrics;

@@ -40,6 +40,22 @@ pub trait Block: Send + Sync {
         self.forward(ctx, inp, saved).map(drop)
     }
 
+    /// Forward of the rows that follow those of `cache` in a text: generation, in which nothing is kept for a backward. The
+    /// last block returns the logits, `[R, V]`.
+    fn decode(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        _cache: &mut KvCache,
+    ) -> Result<Activation, DeviceError> {
+        self.forward(ctx, inp, &mut Saved::default())
+    }
+
+    /// Numbers of one position that a cache holds of its keys, and of its values; 0 where it attends to nothing.
+    fn cached(&self) -> usize {
+        0
+    }
+
     /// True if forward saves its input and nothing else: recomputing it would free nothing.
     fn keeps_only_input(&self) -> bool {
         false
@@ -62,6 +78,17 @@ pub trait Block: Send + Sync {
         dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError>;
+}
+
+/// What a block keeps of the text so far, in generation.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    /// `[B, M, KV, D]`, of `M` positions, of which the first [`KvCache::positions`] are there.
+    pub keys: Buffer,
+    /// The same of values.
+    pub values: Buffer,
+    /// Positions so far: that of the first new row.
+    pub positions: usize,
 }
 
 /// Where a parameter's elements are at the moment.

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Saved, WeightGradient};
+use super::{Activation, Context, GradSink, GradSlot, KvCache, Model, ParamId, Saved, WeightGradient};
 use crate::device::{DeviceError, Event};
 use crate::ops::Fill;
 use crate::timeline::Kind;
@@ -123,6 +123,23 @@ impl Passes<'_> {
             let block = &self.model.blocks[index];
             activation = block.forward(&ctx, &activation, &mut Saved::default())?;
             hooks.after(index, Pass::Forward, Some(&activation))?;
+        }
+        Ok(activation)
+    }
+
+    /// Forward over some blocks of the rows that follow those of `caches`, one a block, in generation: of the whole model
+    /// from tokens `[B, T]` to the logits of each row, `[B·T, V]`. Each cache has `T` positions more then.
+    pub fn decode(
+        &self,
+        blocks: Range<usize>,
+        inp: &Activation,
+        caches: &mut [KvCache],
+    ) -> Result<Activation, DeviceError> {
+        let [_, positions] = self.ctx.shape;
+        let mut activation = inp.clone();
+        for (block, cache) in self.model.blocks[blocks].iter().zip(caches) {
+            activation = block.decode(self.ctx, &activation, cache)?;
+            cache.positions += positions;
         }
         Ok(activation)
     }

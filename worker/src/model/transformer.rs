@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 use super::decoder::{ActivationKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, NormedDense, Site, with_channels};
-use super::{Activation, Block, Context, GradSink, GradSlot, ParamId, Saved};
-use crate::device::DeviceError;
+use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Saved};
+use crate::device::{Buffer, DeviceError};
 use crate::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
     CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
     LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
     SwigluBackward, SwigluForward, TokenBackward,
@@ -80,6 +80,24 @@ impl Block for TransformerBlock {
         self.feed_forward.recompute(ctx, &middle, saved)
     }
 
+    fn decode(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        cache: &mut KvCache,
+    ) -> Result<Activation, DeviceError> {
+        let middle = match &self.attention {
+            Some(attention) => attention.decode(ctx, inp, cache)?,
+            None => inp.clone(),
+        };
+        self.feed_forward.forward(ctx, &middle, &mut Saved::default())
+    }
+
+    fn cached(&self) -> usize {
+        let of = |attention: &Attention| attention.kv_heads * attention.head_size;
+        self.attention.as_ref().map_or(0, of)
+    }
+
     fn selective(&self) -> Option<Arc<dyn Block>> {
         let mut leaner = self.clone();
         leaner.feed_forward.keeps_wide = false;
@@ -133,6 +151,31 @@ impl Embedding {
     }
 }
 
+impl Embedding {
+    /// `[B, T]` tokens to `[B, T, C]`, or this rank's rows of it; the first position of each sample is `first_position`.
+    fn rows(
+        &self,
+        ctx: &Context<'_>,
+        tokens: &Activation,
+        first_position: usize,
+    ) -> Result<Activation, DeviceError> {
+        let [batch, positions] = batch_and_positions(tokens)?;
+        let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
+        // The parts are summed: one rank adds the positions.
+        let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
+        let from_first = |wpe: Buffer| wpe.slice(first_position * self.channels..wpe.len());
+        ctx.enqueue(EncoderForward {
+            tokens: tokens.buffer().clone(),
+            part: ctx.vocabulary(self.held),
+            wte: ctx.params.get(self.wte),
+            wpe: wpe.map(|wpe| from_first(ctx.params.get(wpe))),
+            out: out.buffer().clone(),
+            positions,
+        });
+        ctx.summed_rows("embedding", out)
+    }
+}
+
 impl Block for Embedding {
     fn name(&self) -> &'static str {
         "embedding"
@@ -157,22 +200,19 @@ impl Block for Embedding {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let [batch, positions] = batch_and_positions(inp)?;
-        let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
-        // The parts are summed: one rank adds the positions.
-        let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
-        ctx.enqueue(EncoderForward {
-            tokens: inp.buffer().clone(),
-            part: ctx.vocabulary(self.held),
-            wte: ctx.params.get(self.wte),
-            wpe: wpe.map(|wpe| ctx.params.get(wpe)),
-            out: out.buffer().clone(),
-            positions,
-        });
-        let out = ctx.summed_rows("embedding", out)?;
+        let out = self.rows(ctx, inp, 0)?;
         saved.put("tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
         Ok(dropped.unwrap_or(out))
+    }
+
+    fn decode(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        cache: &mut KvCache,
+    ) -> Result<Activation, DeviceError> {
+        self.rows(ctx, inp, cache.positions)
     }
 
     fn backward(
@@ -301,6 +341,15 @@ impl Block for Head {
         Ok(losses)
     }
 
+    fn decode(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        _cache: &mut KvCache,
+    ) -> Result<Activation, DeviceError> {
+        self.projection.forward(ctx, inp, "logits")
+    }
+
     /// The factors, `dout`, are in the logits' gradient.
     ///
     /// # Panics
@@ -382,14 +431,7 @@ impl Attention {
     ) -> Result<Activation, DeviceError> {
         let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, inp, "projected")?;
-        if let Some(rotary) = self.rotary() {
-            ctx.enqueue(RotaryForward {
-                qkv: qkv.buffer().clone(),
-                shape,
-                embedding: rotary,
-                first_position: 0,
-            });
-        }
+        self.rotate(ctx, &qkv, 0);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
         ctx.enqueue(AttentionForward {
@@ -406,6 +448,41 @@ impl Attention {
         saved.put("attention", &mixed);
         saved.put("attention lse", &lse);
         Ok(out)
+    }
+
+    /// The same of rows that follow those of `cache`, which then holds their keys and values too.
+    fn decode(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        cache: &KvCache,
+    ) -> Result<Activation, DeviceError> {
+        let (shape, first_position) = (self.shape(ctx), cache.positions);
+        let qkv = self.qkv.forward(ctx, inp, "projected")?;
+        self.rotate(ctx, &qkv, first_position);
+        let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
+        ctx.enqueue(AttentionDecode {
+            qkv: qkv.buffer().clone(),
+            keys: cache.keys.clone(),
+            values: cache.values.clone(),
+            out: mixed.buffer().clone(),
+            shape,
+            first_position,
+        });
+        let dropout = (self.dropout, Site::AttentionResidual);
+        self.projection.forward_onto(ctx, &mixed, inp, dropout)
+    }
+
+    /// Turns queries and keys by their positions, where the model does that.
+    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize) {
+        if let Some(embedding) = self.rotary() {
+            ctx.enqueue(RotaryForward {
+                qkv: qkv.buffer().clone(),
+                shape: self.shape(ctx),
+                embedding,
+                first_position,
+            });
+        }
     }
 
     /// From the gradient of the output to that of the input, in place unless gradients are put off.
