@@ -206,9 +206,10 @@ impl Operation for AttentionBackward {
             write(call.read([&self.qkv, &self.out, &self.lse, &self.dout]))
         })?;
         let keys = launches.call(&DKV, |call| {
-            write(match on_tensor_cores {
-                true => call.read([&self.qkv, &self.dout]),
-                false => call.read([&self.qkv, &self.lse, &self.dout]),
+            write(if on_tensor_cores {
+                call.read([&self.qkv, &self.dout])
+            } else {
+                call.read([&self.qkv, &self.lse, &self.dout])
             })
         })?;
         Ok(scratch.plan(vec![queries, keys]))

@@ -1,8 +1,8 @@
 //! The kernels of causal attention on a GPU: tensor cores do it for bf16 and the usual sizes of heads, plain f32
 //! arithmetic for everything else.
 //!
-//! A kernel is compiled for the size of a head, for the heads of queries that share keys and values, and for a mask:
-//! where every head has its own, and nothing is dropped, it is the machine code of kernels that know of neither.
+//! A kernel is compiled for the size of a head, for the number of heads of queries that share keys and values, and for a
+//! mask: where every head has its own and nothing is dropped, it pays for neither.
 
 use super::shape::AttentionShape;
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
