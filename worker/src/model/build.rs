@@ -374,11 +374,14 @@ impl<'a> Parts<'a> {
 
     /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.
     fn tied(&mut self, key: &str) -> ParamId {
+        let held = self.params.iter().position(|spec| spec.key == key);
+        // Also where this rank holds the earlier block only.
+        let held = held.map(|id| self.share(ParamId(id)));
         if !self.is_held {
             return ABSENT;
         }
-        if let Some(id) = self.params.iter().position(|spec| spec.key == key) {
-            return self.share(ParamId(id));
+        if let Some(id) = held {
+            return id;
         }
         let whole = self.all.iter().find(|spec| spec.key == key);
         let whole = whole.expect("an earlier block has it").clone();
@@ -613,6 +616,22 @@ mod tests {
         assert_eq!(model.uses()[0], 2);
         assert!(model.uses()[1..].iter().all(|&uses| uses == 1));
         assert_eq!(model.backward_order().last(), Some(&ParamId(0)));
+    }
+
+    #[test]
+    fn a_weight_that_two_stages_share_has_a_part_of_its_gradient_on_each() {
+        let config = config(ModelKind::Gpt2);
+        let last = block_count(&config);
+        let role = |blocks: &[Range<usize>]| {
+            let part = ModelPart::of_chunks(blocks.to_vec());
+            let model = build_part(&config, 256, &part).unwrap();
+            let tied = model.params.iter().find(|spec| spec.key == TOKENS)?;
+            Some(tied.roles[Axis::Pipeline as usize])
+        };
+        assert_eq!(role(&[0..3]), Some(AxisRole::PartialGradients));
+        assert_eq!(role(&[3..6]), None);
+        assert_eq!(role(&[6..last]), Some(AxisRole::PartialGradients));
+        assert_eq!(role(&[0..3, 6..last]), Some(AxisRole::Cut));
     }
 
     #[test]

@@ -315,3 +315,41 @@ pub(super) fn optimizer(
         optimizer
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::ids::WorldSize;
+
+    use super::*;
+    use crate::config::Pipeline;
+
+    fn mesh(parallel: &Parallel, ranks: u32) -> MeshShape {
+        let env = WorkerEnv {
+            world_size: WorldSize(ranks),
+            local_world_size: ranks,
+            ..WorkerEnv::single()
+        };
+        MeshShape::new(parallel, &env).unwrap()
+    }
+
+    #[test]
+    fn a_stage_of_a_pipeline_holds_whole_gradients() {
+        let scheme = |strategy, stages| {
+            let parallel = Parallel {
+                strategy,
+                accumulate: Accumulate::Sharded,
+                pipeline: Pipeline {
+                    stages,
+                    ..Pipeline::default()
+                },
+                ..Parallel::default()
+            };
+            Scheme::new(&parallel, 1, mesh(&parallel, 4)).accumulate
+        };
+        for strategy in [Strategy::Zero2, Strategy::Zero3] {
+            assert_eq!(scheme(strategy, 1), Some(Accumulate::Sharded));
+            assert_eq!(scheme(strategy, 2), Some(Accumulate::Full));
+        }
+        assert_eq!(scheme(Strategy::Ddp, 2), None);
+    }
+}

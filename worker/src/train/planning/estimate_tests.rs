@@ -8,7 +8,16 @@ use crate::config;
 const ALL: [&str; 4] = ["ddp", "zero1", "zero2", "zero3"];
 
 /// Of a GPT-2 of so many layers and channels, on nodes of 4 ranks.
-fn estimate([layers, channels]: [usize; 2], ranks: u32, strategy: &str, overrides: &[&str]) -> Estimate {
+fn estimate(sizes: [usize; 2], ranks: u32, strategy: &str, overrides: &[&str]) -> Estimate {
+    try_estimate(sizes, ranks, strategy, overrides).unwrap()
+}
+
+fn try_estimate(
+    [layers, channels]: [usize; 2],
+    ranks: u32,
+    strategy: &str,
+    overrides: &[&str],
+) -> Result<Estimate, TrainError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("train.yaml");
     let text = format!(
@@ -23,7 +32,7 @@ fn estimate([layers, channels]: [usize; 2], ranks: u32, strategy: &str, override
         node_count: ranks.div_ceil(4),
         ..WorkerEnv::single()
     };
-    Estimate::of(&config, &env).unwrap()
+    Estimate::of(&config, &env)
 }
 
 /// Bytes a parameter: of parameters, of gradients but for those in flight, and of the optimizer.
@@ -150,4 +159,31 @@ fn copies_exchange_their_shards_once_a_step() {
     }
     assert_eq!(estimate([2, 64], 8, "zero3", &[]).sent.between_copies, 0);
     assert_eq!(estimate([2, 64], 1, "zero3", &[]).sent, StepTraffic::default());
+}
+
+#[test]
+fn the_second_use_of_a_tied_weight_has_a_sum_of_its_own_where_micro_batches_are_added_up() {
+    let grads = |strategy, overrides: &[&str]| {
+        let held = estimate([2, 64], 2, strategy, overrides).held;
+        held.grads - held.in_flight
+    };
+    let one = grads("ddp", &[]);
+    let embedding = 4 * 256 * 64;
+    assert_eq!(grads("ddp", &["train.grad_accumulation=2"]), one + embedding);
+    let sharded = ["train.grad_accumulation=2"];
+    let full = ["train.grad_accumulation=2", "parallel.accumulate=full"];
+    assert_eq!(grads("zero1", &sharded), grads("zero1", &[]) + embedding);
+    assert_eq!(grads("zero3", &sharded), grads("zero3", &[]));
+    assert!(grads("zero3", &full) > embedding + grads("zero3", &[]));
+}
+
+#[test]
+fn muon_is_refused_where_no_rank_has_a_whole_matrix() {
+    let muon = "train.optimizer.kind=muon";
+    assert!(try_estimate([2, 64], 4, "zero2", &[muon]).is_ok());
+    let refused = try_estimate([2, 64], 4, "zero2", &[muon, "parallel.tensor=2"]).unwrap_err();
+    insta::assert_snapshot!(refused, @r"
+    `train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: 2` each rank has a part of every one
+      hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer
+    ");
 }
