@@ -72,6 +72,9 @@ pub trait Params {
 
 /// Memory for gradients, and reports of contributions to them.
 pub trait GradSink {
+    /// What follows until the next call are contributions of this block of the model.
+    fn enter(&mut self, _block: usize) {}
+
     /// Memory for the gradient of `id`.
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
 
@@ -95,6 +98,8 @@ pub trait GradSink {
 pub struct WeightGradient {
     /// Of which parameter.
     pub(super) id: ParamId,
+    /// Of which block, once that has ended its half of backward.
+    pub(super) block: usize,
     /// Kept until it has been computed.
     pub(super) reads: Vec<Activation>,
     /// What computes it.
@@ -169,6 +174,7 @@ impl Context<'_> {
         if let Some(queue) = grads.put_off() {
             queue.push(WeightGradient {
                 id,
+                block: usize::MAX,
                 reads: reads.iter().map(|&read| read.clone()).collect(),
                 op: Box::new(|slot| op(slot).into()),
             });
