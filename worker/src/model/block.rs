@@ -125,6 +125,8 @@ pub trait GradSink {
 pub struct WeightGradient {
     /// Of which parameter.
     pub(super) id: ParamId,
+    /// Of which block, once that has ended its half of backward.
+    pub(super) block: usize,
     /// Kept until it has been computed.
     pub(super) reads: Vec<Activation>,
     /// What computes it.
@@ -203,6 +205,7 @@ impl Context<'_> {
         if let Some(queue) = grads.put_off() {
             queue.push(WeightGradient {
                 id,
+                block: usize::MAX,
                 reads: reads.iter().map(|&read| read.clone()).collect(),
                 op: Box::new(|slot| op(slot).into()),
             });

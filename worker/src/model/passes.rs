@@ -173,7 +173,8 @@ impl Passes<'_> {
 
     /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
     pub fn weight_gradients(&self, flight: &mut Flight, grads: &mut dyn GradSink) -> Result<(), DeviceError> {
-        for WeightGradient { id, reads, op } in flight.put_off.drain(..) {
+        for WeightGradient { id, block, reads, op } in flight.put_off.drain(..) {
+            grads.enter(block);
             let slot = grads.grad(id)?;
             self.ctx.enqueue(op(slot));
             drop(reads);
@@ -223,7 +224,10 @@ impl Passes<'_> {
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
             let mut reported = reports.reported;
-            reported.extend(put_off[first..].iter().map(|later| later.id));
+            for later in &mut put_off[first..] {
+                later.block = index;
+                reported.push(later.id);
+            }
             hooks.after(index, Pass::Backward, gradient.as_ref())?;
             let listed = block.params().iter().rev().copied();
             let unused: Vec<ParamId> = listed.filter(|id| !reported.contains(id)).collect();

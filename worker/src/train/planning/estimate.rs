@@ -14,7 +14,7 @@ use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{GradientLayout, Reducer};
 use crate::train::TrainError;
 use crate::train::idle_world::idle_world;
-use crate::train::step::{MicroBatch, Purpose, Replica};
+use crate::train::step::{MicroBatch, Replica, RowPurpose};
 use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
 
 /// What a rank holds and sends, under one strategy.
@@ -162,8 +162,8 @@ fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> R
     let (batch, key) = (MicroBatch::new(replica.positions()), SampleKey::default());
     replica.parameters.updated()?;
     let mut grads = reducer.step(micro_batches)?;
-    let row = replica.row(Purpose::Training, micro_batches);
-    replica.begin(&row, Purpose::Training)?;
+    let row = replica.row(RowPurpose::Training, micro_batches);
+    replica.begin(&row, RowPurpose::Training)?;
     for action in row {
         let batch = replica.takes_batch(action).then_some(&batch);
         replica.carry_out(action, (batch, key), &mut NoHooks, &mut grads)?;

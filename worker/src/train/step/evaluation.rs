@@ -1,6 +1,6 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use super::flights::Purpose;
+use super::flights::RowPurpose;
 use super::rank_table::RankTable;
 use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
@@ -49,8 +49,8 @@ impl Evaluation {
         while done < needed {
             // As many as a step has: so the memory of activations suffices.
             let count = (needed - done).min(replica.plan.micro_batches() as u64);
-            let row = replica.row(Purpose::Evaluation, count as usize);
-            replica.begin(&row, Purpose::Evaluation)?;
+            let row = replica.row(RowPurpose::Evaluation, count as usize);
+            replica.begin(&row, RowPurpose::Evaluation)?;
             for action in row {
                 world.check()?;
                 session.still_alive();

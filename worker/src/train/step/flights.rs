@@ -15,7 +15,7 @@ use crate::parallel::{Arrival, EdgeQueues};
 
 /// What a row is run for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum RowPurpose {
     /// Both passes, as the row has them.
     Training,
     /// Forward only: nothing is kept.
@@ -28,7 +28,7 @@ pub(crate) enum Purpose {
 pub(crate) struct Flights {
     plan: Arc<PipelinePlan>,
     pub(super) edges: EdgeQueues,
-    purpose: Purpose,
+    purpose: RowPurpose,
     /// By stage and micro-batch: between forward and the end of backward.
     flights: HashMap<(usize, usize), Flight>,
     /// By the F, B or I that takes it (B as I).
@@ -43,7 +43,7 @@ impl Flights {
         Self {
             plan,
             edges,
-            purpose: Purpose::Training,
+            purpose: RowPurpose::Training,
             flights: HashMap::new(),
             inputs: HashMap::new(),
             to_send: HashMap::new(),
@@ -59,7 +59,7 @@ impl Flights {
     pub(crate) fn begin(
         &mut self,
         row: &[Action],
-        purpose: Purpose,
+        purpose: RowPurpose,
         pool: &ActivationPool,
     ) -> Result<(), DeviceError> {
         self.purpose = purpose;
@@ -82,9 +82,9 @@ impl Flights {
     /// True if tokens are not needed any more behind this action.
     pub(crate) fn ends_flight(&self, action: Action) -> bool {
         match self.purpose {
-            Purpose::Training => action.kind.makes_weight_gradient(),
-            Purpose::Evaluation => action.kind == ActionKind::Forward,
-            Purpose::Inspection => action.kind.makes_input_gradient(),
+            RowPurpose::Training => action.kind.makes_weight_gradient(),
+            RowPurpose::Evaluation => action.kind == ActionKind::Forward,
+            RowPurpose::Inspection => action.kind.makes_input_gradient(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Flights {
             ActionKind::Backward | ActionKind::InputGradient => {
                 self.backward(action, passes, hooks, grads)?
             }
-            ActionKind::WeightGradient if self.purpose == Purpose::Training => {
+            ActionKind::WeightGradient if self.purpose == RowPurpose::Training => {
                 let mut flight = self.take_flight(action);
                 passes.weight_gradients(&mut flight, grads)?;
             }
@@ -146,7 +146,7 @@ impl Flights {
             _ => self.take_input(action)?,
         };
         let chunk = passes.model.chunks[self.chunk(action)].clone();
-        let made = if self.purpose == Purpose::Evaluation {
+        let made = if self.purpose == RowPurpose::Evaluation {
             passes.evaluate(chunk, &input, hooks)?
         } else {
             let mut flight = Flight::over(chunk);
@@ -176,7 +176,7 @@ impl Flights {
             Some(self.take_input(input_gradient)?)
         };
         let mut flight = self.take_flight(action);
-        let is_half = action.kind == ActionKind::InputGradient && self.purpose == Purpose::Training;
+        let is_half = action.kind == ActionKind::InputGradient && self.purpose == RowPurpose::Training;
         let dinput = if is_half {
             let dinput = passes.input_gradient(&mut flight, dout, hooks, grads)?;
             self.flights.insert(key(action), flight);

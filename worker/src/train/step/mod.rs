@@ -21,7 +21,7 @@ mod step_record;
 mod trainer;
 
 pub(super) use evaluation::Evaluation;
-pub(super) use flights::Purpose;
+pub(super) use flights::RowPurpose;
 pub(super) use rank_table::{RankTable, StepTable};
 pub(super) use rehearsal::{MicroBatchShape, rehearse};
 pub(super) use replica::{MicroBatch, Replica};

@@ -10,7 +10,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::flights::Purpose;
+use super::flights::RowPurpose;
 use super::rank_table::RankTable;
 use super::replica::{MicroBatch, Replica};
 use crate::config::OnNonFinite;
@@ -132,8 +132,8 @@ impl Inspection<'_> {
             memory: HashMap::new(),
             seen: &seen,
         };
-        let row = self.replica.row(Purpose::Inspection, self.keys.len());
-        self.replica.begin(&row, Purpose::Inspection)?;
+        let row = self.replica.row(RowPurpose::Inspection, self.keys.len());
+        self.replica.begin(&row, RowPurpose::Inspection)?;
         for action in row {
             let m = action.micro_batch.unwrap_or_default();
             seen.borrow_mut().at.0 = m;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::flights::{Flights, Purpose};
+use super::flights::{Flights, RowPurpose};
 use crate::config::TrainConfig;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 use crate::mesh::Mesh;
@@ -125,15 +125,15 @@ impl<'a> Stage<'a> {
             plan.row(rank, micro_batches),
             plan.evaluation_row(rank, micro_batches),
         );
-        self.run(flights, &step, Purpose::Training, pool)?;
-        self.run(flights, &evaluation, Purpose::Evaluation, pool)
+        self.run(flights, &step, RowPurpose::Training, pool)?;
+        self.run(flights, &evaluation, RowPurpose::Evaluation, pool)
     }
 
     fn run(
         &self,
         flights: &mut Flights,
         row: &[Action],
-        purpose: Purpose,
+        purpose: RowPurpose,
         pool: &ActivationPool,
     ) -> Result<(), DeviceError> {
         let ctx = self.context(pool);

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use super::flights::{Flights, Purpose};
+use super::flights::{Flights, RowPurpose};
 use super::rehearsal::MicroBatchShape;
 use crate::collective::WorkError;
 use crate::config::TrainConfig;
@@ -74,9 +74,9 @@ impl Replica {
             (plan.placement(), plan.capacity()),
             (&shape.activations(&model.part), model.dtype()),
         )?;
-        let places = places(&model, &plan.row(edges.rank(), plan.micro_batches()));
+        let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));
         Ok(Self {
-            feed: Feed::new(world, shape.tokens(), places)?,
+            feed: Feed::new(world, shape.tokens(), counts)?,
             flights: Flights::new(plan.clone(), edges),
             plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,
@@ -142,16 +142,16 @@ impl Replica {
     }
 
     /// What this rank does in a step of so many micro-batches, or in an evaluation.
-    pub(crate) fn row(&self, purpose: Purpose, micro_batches: usize) -> Vec<Action> {
+    pub(crate) fn row(&self, purpose: RowPurpose, micro_batches: usize) -> Vec<Action> {
         let rank = self.flights.rank();
         match purpose {
-            Purpose::Training | Purpose::Inspection => self.plan.row(rank, micro_batches),
-            Purpose::Evaluation => self.plan.evaluation_row(rank, micro_batches),
+            RowPurpose::Training | RowPurpose::Inspection => self.plan.row(rank, micro_batches),
+            RowPurpose::Evaluation => self.plan.evaluation_row(rank, micro_batches),
         }
     }
 
     /// Before the first action of a row.
-    pub(crate) fn begin(&mut self, row: &[Action], purpose: Purpose) -> Result<(), TrainError> {
+    pub(crate) fn begin(&mut self, row: &[Action], purpose: RowPurpose) -> Result<(), TrainError> {
         self.feed.reset();
         let begun = self.flights.begin(row, purpose, &self.pool);
         begun.map_err(|error| self.cause(error))
@@ -309,20 +309,20 @@ struct Feed {
     stream: Stream,
     /// `[B, T]`
     shape: [usize; 2],
-    tokens: Places,
-    targets: Places,
+    tokens: TokenBuffers,
+    targets: TokenBuffers,
 }
 
 impl Feed {
-    /// For micro-batches of `shape`, samples by positions; so many places for tokens, and for targets.
-    fn new(world: &World, shape: [usize; 2], places: [usize; 2]) -> Result<Self, TrainError> {
+    /// For micro-batches of `shape`, samples by positions; so many buffers for tokens, and for targets.
+    fn new(world: &World, shape: [usize; 2], counts: [usize; 2]) -> Result<Self, TrainError> {
         let device = world.device.as_ref();
         let named = device.host_side().map(|side| side.named_stream("data"));
         let len = shape.iter().product();
         Ok(Self {
             stream: named.unwrap_or_else(|| device.stream()),
-            tokens: Places::new(world, ("tokens", len), places[0])?,
-            targets: Places::new(world, ("targets", len), places[1])?,
+            tokens: TokenBuffers::new(world, ("tokens", len), counts[0])?,
+            targets: TokenBuffers::new(world, ("targets", len), counts[1])?,
             world: world.clone(),
             shape,
         })
@@ -347,17 +347,17 @@ impl Feed {
 
     /// What an earlier row has left behind by an error is released.
     fn reset(&mut self) {
-        for places in [&mut self.tokens, &mut self.targets] {
-            for (_, index) in std::mem::take(&mut places.taken) {
-                places.give_back(&self.world, index);
+        for buffers in [&mut self.tokens, &mut self.targets] {
+            for (_, index) in std::mem::take(&mut buffers.taken) {
+                buffers.give_back(&self.world, index);
             }
         }
     }
 }
 
 /// Memory for tokens, or for targets, of several micro-batches.
-struct Places {
-    places: Vec<Place>,
+struct TokenBuffers {
+    buffers: Vec<TokenBuffer>,
     /// The one that was released first is taken first.
     free: VecDeque<usize>,
     /// By micro-batch.
@@ -365,23 +365,23 @@ struct Places {
 }
 
 /// Memory for one micro-batch.
-struct Place {
+struct TokenBuffer {
     buffer: Buffer,
     /// All that reads it has run.
     read: Event,
 }
 
-impl Places {
+impl TokenBuffers {
     fn new(world: &World, (name, len): (&str, usize), count: usize) -> Result<Self, TrainError> {
-        let place = |_| {
+        let buffer = |_| {
             let arena = world.device.alloc(&ArenaSpec::private(name, DType::I32, len))?;
-            Ok(Place {
+            Ok(TokenBuffer {
                 buffer: arena.whole(),
                 read: Event::reached(),
             })
         };
         Ok(Self {
-            places: (0..count).map(place).collect::<Result<_, DeviceError>>()?,
+            buffers: (0..count).map(buffer).collect::<Result<_, DeviceError>>()?,
             free: (0..count).collect(),
             taken: BTreeMap::new(),
         })
@@ -389,9 +389,9 @@ impl Places {
 
     fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
         let index = self.free.pop_front();
-        let index = index.expect("there are as many places as micro-batches in the air");
+        let index = index.expect("there are as many buffers as micro-batches in the air");
         self.taken.insert(micro_batch, index);
-        let Place { buffer, read } = &self.places[index];
+        let TokenBuffer { buffer, read } = &self.buffers[index];
         world.device.wait_event(stream, read, world.deadline());
         world.device.upload(stream, buffer, bytemuck::cast_slice(numbers));
         buffer.clone()
@@ -405,14 +405,14 @@ impl Places {
     }
 
     fn give_back(&mut self, world: &World, index: usize) {
-        self.places[index].read = world.device.record(world.stream);
+        self.buffers[index].read = world.device.record(world.stream);
         self.free.push_back(index);
     }
 }
 
-/// Places for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
+/// TokenBuffers for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
 /// meanwhile.
-fn places(model: &Model, row: &[Action]) -> [usize; 2] {
+fn buffers_needed(model: &Model, row: &[Action]) -> [usize; 2] {
     let (mut now, mut most) = (0_usize, 0);
     for action in row.iter().filter(|action| action.stage == 0) {
         now += usize::from(action.kind == ActionKind::Forward);

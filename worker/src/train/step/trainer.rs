@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::{Phase, Progress};
 
 use super::evaluation::Evaluation;
-use super::flights::Purpose;
+use super::flights::RowPurpose;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::rank_table::{RankTable, StepTable};
 use super::replica::{MicroBatch, Replica};
@@ -93,9 +93,9 @@ impl TrainerParts<'_> {
         times: &mut StepTimes,
     ) -> Result<StepGradients, TrainError> {
         let micro_batches = self.begin_passes(step);
-        let row = self.replica.row(Purpose::Training, micro_batches as usize);
+        let row = self.replica.row(RowPurpose::Training, micro_batches as usize);
         let mut grads = reducer.step(micro_batches as usize)?;
-        self.replica.begin(&row, Purpose::Training)?;
+        self.replica.begin(&row, RowPurpose::Training)?;
         let mut run = RunningStep {
             step,
             micro_batches,
