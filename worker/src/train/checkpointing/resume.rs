@@ -55,7 +55,7 @@ impl Origin {
         let Some(path) = &config.model.init_from else {
             return Ok(Self::Seed);
         };
-        let weights = PretrainedWeights::open(path, &config.model, &model.params)?;
+        let weights = PretrainedWeights::open(path, &config.model, &model.all_params)?;
         let mut signature = Signature::new();
         signature.field("content of `model.init_from`", weights.fingerprint()?);
         let (env, store) = (session.env(), session.store());
