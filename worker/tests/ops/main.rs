@@ -11,4 +11,5 @@ mod local_model;
 mod model;
 mod model_gradients;
 mod optimizers;
+mod published;
 mod rig;
