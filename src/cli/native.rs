@@ -241,6 +241,7 @@ fn key_of(error: &TrainError) -> String {
     match error {
         TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
         TrainError::Mesh(error) => error.key.to_owned(),
+        TrainError::Pipeline(error) => error.key.to_owned(),
         _ => "parallel".to_owned(),
     }
 }
@@ -262,6 +263,7 @@ fn exit_code(error: &TrainError) -> u8 {
         } if of_checkpoint(error) != FAILED => return exit::DISK,
         TrainError::Refused(_)
         | TrainError::Mesh(_)
+        | TrainError::Pipeline(_)
         | TrainError::ParamGroup { .. }
         | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)

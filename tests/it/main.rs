@@ -31,6 +31,7 @@ mod out_dir;
 mod out_of_memory;
 mod outage;
 mod pid_one;
+mod pipelines;
 mod planner;
 mod python_contract;
 mod rlimits;

@@ -207,6 +207,7 @@ impl Run {
             dloss: Some(&self.dloss),
             dtype: DType::F32,
             samples: None,
+            tensor: None,
             timeline: None,
         };
         self.grads.start_step();
@@ -279,7 +280,7 @@ fn account(op: &Op) -> (String, Cost) {
         (name, cost(2.0 * r * i * o, 4.0 * (r * i + i * o + r * o)))
     };
     let attention = |s: &AttentionShape, products: f64, passes: f64| {
-        let elements = (s.batch * s.positions * s.channels) as f64;
+        let elements = (s.rows() * s.channels()) as f64;
         // Half of T × T: what a causal mask leaves.
         let keys = (s.positions + 1) as f64 / 2.0;
         (
@@ -303,6 +304,12 @@ fn account(op: &Op) -> (String, Cost) {
         Op::GeluBackward(op) => plain(4 * op.inp_out.bytes()),
         Op::LayerNormForward(op) => plain(2 * op.inp.bytes()),
         Op::LayerNormBackward(op) => plain(4 * op.inp.bytes()),
+        Op::RmsNormForward(op) => plain(2 * op.inp.bytes()),
+        Op::RmsNormBackward(op) => plain(4 * op.inp.bytes()),
+        Op::SwigluForward(op) => plain(3 * op.out.bytes()),
+        Op::SwigluBackward(op) => plain(6 * op.dout_out.bytes()),
+        Op::RotaryForward(op) => plain(2 * op.qkv.bytes()),
+        Op::RotaryBackward(op) => plain(2 * op.dqkv.bytes()),
         Op::ColumnSum(op) => plain(op.x.bytes()),
         Op::CrossEntropy(op) => plain(2 * op.logits.bytes()),
         Op::EncoderForward(op) => plain(2 * op.out.bytes()),

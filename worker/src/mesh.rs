@@ -14,13 +14,14 @@
 //!
 //! This is the only place that computes ranks. A function that needs "how many ranks share this" is given a group.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
 use crate::collective::{CollectiveError, Communicator, Executor, WireBytes};
 use crate::config::{Parallel, ShardGroup, Strategy};
+use crate::timeline::Timeline;
 
 /// A direction of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,9 +81,17 @@ impl MeshShape {
         if cell == 0 || !ranks.is_multiple_of(cell) {
             let (above, below) = (ranks.next_multiple_of(cell.max(1)), ranks / cell.max(1) * cell);
             let nearest = [below, above].map(|n| n.to_string());
-            let nearest = if below == 0 { nearest[1].clone() } else { nearest.join(" or ") };
+            let nearest = if below == 0 {
+                nearest[1].clone()
+            } else {
+                nearest.join(" or ")
+            };
             return Err(MeshError {
-                key: if stages > 1 { "parallel.pipeline.stages" } else { "parallel.tensor" },
+                key: if stages > 1 {
+                    "parallel.pipeline.stages"
+                } else {
+                    "parallel.tensor"
+                },
                 what: format!(
                     "{} cannot be divided into {stages} pipeline stages × {tensor} tensor ranks, which are {cell}",
                     counted(ranks as u64, "rank")
@@ -268,10 +277,56 @@ impl Mesh {
         self.split(self.members(axes), name, Executor::Inline)
     }
 
+    /// A communicator of the first and the last of the ranks that differ along `axis` only; any other rank gets one of
+    /// itself alone. Every rank must call it, as [`Mesh::group`].
+    pub fn ends(&self, axis: Axis, name: &str) -> Result<Communicator, CollectiveError> {
+        let (line, rank) = (self.members(&[axis]), self.world.rank());
+        let ends = vec![line[0], line[line.len() - 1]];
+        let is_end = ends.contains(&rank);
+        let members = if is_end { ends } else { vec![rank] };
+        self.split(members, name, Executor::Thread)
+    }
+
+    /// Communicators of two ranks along `axis`, given by their coordinates along it; none for pairs without this rank. Each
+    /// has an executor thread of its own. Every rank must make the same call, with no operation of the world in flight.
+    pub fn pairs(
+        &self,
+        axis: Axis,
+        pairs: &[[usize; 2]],
+        name: impl Fn(usize) -> String,
+    ) -> Result<Vec<Option<Communicator>>, CollectiveError> {
+        let (own, along) = (self.index(&[axis]), self.members(&[axis]));
+        let mut made = vec![None; pairs.len()];
+        for round in rounds(pairs) {
+            let Some(pair) = round.into_iter().find(|&pair| pairs[pair].contains(&own)) else {
+                self.world
+                    .split("no pair", &[self.world.rank()], Executor::Inline)?;
+                continue;
+            };
+            let mut members = pairs[pair].map(|coordinate| along[coordinate]);
+            members.sort_unstable();
+            let name = name(pair);
+            let comm = self.world.split(&name, &members, Executor::Thread)?;
+            self.groups().push(Group {
+                members: members.to_vec(),
+                name,
+                comm: comm.clone(),
+            });
+            made[pair] = Some(comm);
+        }
+        Ok(made)
+    }
+
+    /// Of the world and of all groups.
+    #[must_use]
+    pub fn timeline(&self) -> &Timeline {
+        self.world.timeline()
+    }
+
     /// Bytes that this rank has sent in all groups.
     #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
-        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let groups = self.groups();
         let of_groups = groups.iter().map(|group| group.comm.wire_bytes());
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
     }
@@ -286,7 +341,7 @@ impl Mesh {
         name: &str,
         executor: Executor,
     ) -> Result<Communicator, CollectiveError> {
-        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut groups = self.groups();
         let is_asked_for = |group: &&Group| group.members == members && group.name == name;
         if let Some(group) = groups.iter().find(is_asked_for) {
             return Ok(group.comm.clone());
@@ -299,6 +354,26 @@ impl Mesh {
         });
         Ok(comm)
     }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<Group>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The numbers of `pairs` in rounds: in none of them is anybody in two pairs, so that one split makes a round.
+fn rounds(pairs: &[[usize; 2]]) -> Vec<Vec<usize>> {
+    let mut rounds: Vec<Vec<usize>> = Vec::new();
+    for (number, pair) in pairs.iter().enumerate() {
+        let is_free = |round: &&mut Vec<usize>| {
+            let mut others = round.iter().flat_map(|&other| pairs[other]);
+            others.all(|end| !pair.contains(&end))
+        };
+        match rounds.iter_mut().find(is_free) {
+            Some(round) => round.push(number),
+            None => rounds.push(vec![number]),
+        }
+    }
+    rounds
 }
 
 #[cfg(test)]
@@ -380,6 +455,17 @@ mod tests {
         }
     }
 
+    #[test]
+    fn nobody_is_in_two_pairs_of_a_round() {
+        // Activations and gradients of four stages.
+        let pairs = [[0, 1], [1, 2], [2, 3], [1, 0], [2, 1], [3, 2]];
+        assert_eq!(
+            rounds(&pairs),
+            [vec![0, 2], vec![1], vec![3, 5], vec![4]],
+            "four splits, however many stages there are"
+        );
+    }
+
     /// pp × dp × tp of eight ranks on two nodes.
     #[test]
     fn a_tensor_group_is_neighbours_and_a_pipeline_spans_the_nodes() {
@@ -403,7 +489,11 @@ mod tests {
         assert_eq!(shape.members(5, &[Axis::Pipeline]), [1, 5]);
         assert_eq!(shape.members(5, &[Axis::Pipeline, Axis::Tensor]), [0, 1, 4, 5]);
         assert_eq!(MeshShape::ranks_multiple_of(&parallel), Some(4));
-        let refused = |nodes, local| MeshShape::new(&parallel, &env(nodes, local)).unwrap_err().to_string();
+        let refused = |nodes, local| {
+            MeshShape::new(&parallel, &env(nodes, local))
+                .unwrap_err()
+                .to_string()
+        };
         insta::assert_snapshot!(refused(1, 6), @r"
         6 ranks cannot be divided into 2 pipeline stages × 2 tensor ranks, which are 4
           hint: start 4 or 8 ranks, or change `parallel.pipeline.stages` or `parallel.tensor`

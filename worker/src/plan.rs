@@ -38,7 +38,9 @@ impl Work {
         let [_, _, widen, narrow] = products;
         let matrices: u64 = products.iter().sum();
         // Scores and weighted sum, over the channels of all query heads.
-        let heads = decoder.attention.map_or(0, |attention| attention.stretches()[0] as u64);
+        let heads = decoder
+            .attention
+            .map_or(0, |attention| attention.stretches()[0] as u64);
         let attention = 2 * layers * heads * (positions + 1);
         Self {
             model: 3 * (2 * (matrices + vocabulary * width) + attention),

@@ -279,12 +279,14 @@ fn wire_bytes_equal_the_formulas() {
             let launch = |traffic| Launch::now(traffic, "test");
             done(&rank.comm.all_reduce(&whole, SUM, launch(Traffic::Grads)));
             done(&rank.comm.reduce_scatter(&whole, SUM, launch(Traffic::Params)));
+            done(&rank.comm.all_reduce(&whole, SUM, launch(Traffic::Activations)));
             done(&rank.comm.all_gather(&whole, launch(Traffic::Other)));
             rank.comm.wire_bytes()
         });
         let expected = WireBytes {
             grads: all_reduce(s),
             params: (n - 1) * s / n,
+            activations: all_reduce(s),
             other: (n - 1) * s / n,
         };
         if nodes.iter().all(|&ranks| ranks == nodes[0]) {
@@ -292,8 +294,9 @@ fn wire_bytes_equal_the_formulas() {
         }
         // Who speaks for more ranks than others moves more.
         let sum = |of: fn(&WireBytes) -> u64| counted.iter().map(of).sum::<u64>();
-        let all = [sum(|c| c.grads), sum(|c| c.params), sum(|c| c.other)];
-        let expected = [expected.grads, expected.params, expected.other].map(|bytes| n * bytes);
+        let all: [fn(&WireBytes) -> u64; 4] = [|c| c.grads, |c| c.params, |c| c.activations, |c| c.other];
+        let expected = all.map(|of| n * of(&expected));
+        let all = all.map(sum);
         assert_eq!(all, expected, "{nodes:?}, shared {shared}");
     }
 }

@@ -170,6 +170,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         dloss: Some(&factors),
         dtype: DType::F32,
         samples: None,
+        tensor: None,
         timeline: None,
     };
     let passes = Passes {

@@ -1,5 +1,5 @@
 //! Kernels of a GPU beside what the card can do: copy and matrix-product ceilings first, then each operation of a
-//! training step of GPT-2 124M and 350M in bf16, with its bytes, its floating-point operations and its share of the
+//! training step of GPT-2 124M and 350M and of Llama 3.2 1B in bf16, with its bytes, its floating-point operations and its share of the
 //! roofline.
 //!
 //! ```text
@@ -11,7 +11,8 @@
 //! |---|---|
 //! | `bench` | buffers, times, rows of the table |
 //! | `driver_copy` | the driver's own copy within the card |
-//! | `model` | the operations |
+//! | `model` | the operations of GPT-2 |
+//! | `llama` | those that Llama has beside them |
 //!
 //! The time of an operation is that of many in a row on one stream, by the host's clock. They take turns on several sets of
 //! buffers, so that none finds in the card's L2 what it read or wrote before. `roof` is the time that its bytes take at
@@ -20,6 +21,7 @@
 
 mod bench;
 mod driver_copy;
+mod llama;
 mod model;
 
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
@@ -28,6 +30,7 @@ use ddp_worker::ops::{Cast, LinearShape, WeightLayout};
 
 use bench::{Bench, Effort};
 use driver_copy::DriverCopy;
+use llama::Llama;
 use model::Model;
 
 /// What is measured.
@@ -38,6 +41,7 @@ struct Plan {
     /// Rows and columns of the product that is the ceiling.
     side: usize,
     models: Vec<(&'static str, Model)>,
+    llamas: Vec<(&'static str, Llama)>,
 }
 
 impl Plan {
@@ -58,6 +62,7 @@ impl Plan {
             copied: 1 << 29,
             side: 8192,
             models: vec![("124M", model(768, 12)), ("350M", model(1024, 16))],
+            llamas: vec![("3.2 1B", Llama::of([4, 2048, 32, 8, 64], 8192))],
         }
     }
 
@@ -77,6 +82,7 @@ impl Plan {
             copied: 1 << 18,
             side: 32,
             models: vec![("of hardly a size", model)],
+            llamas: vec![("of hardly a size", Llama::of([1, 32, 4, 2, 32], 64))],
         }
     }
 }
@@ -102,13 +108,22 @@ fn main() -> Result<(), DeviceError> {
             "\nGPT-2 {name}: {} samples of {} positions, vocabulary {}",
             model.batch, model.positions, model.vocab
         );
-        println!(
-            "{:34} {:>10} {:>9} {:>9} {:>7}",
-            "operation", "µs", "GB/s", "TFLOP/s", "of roof"
-        );
+        heading();
         model.measure(&bench)?;
     }
+    for (name, llama) in &plan.llamas {
+        println!("\nLlama {name}: {:?}", llama.shape);
+        heading();
+        llama.measure(&bench)?;
+    }
     Ok(())
+}
+
+fn heading() {
+    println!(
+        "{:34} {:>10} {:>9} {:>9} {:>7}",
+        "operation", "µs", "GB/s", "TFLOP/s", "of roof"
+    );
 }
 
 /// Bytes a second, read and written, of so many elements of f32.

@@ -136,7 +136,8 @@ impl Model {
             batch: self.batch,
             positions: self.positions,
             heads: self.heads,
-            channels: self.channels,
+            kv_heads: self.heads,
+            head_size: self.channels / self.heads,
         };
         let n = self.rows() * self.channels;
         let lse = || bench.zeros(DType::F32, self.rows() * self.heads);
@@ -233,6 +234,7 @@ impl Model {
                 wpe: Some(bench.act(self.positions * c)?),
                 out: bench.act(rows * c)?,
                 positions: self.positions,
+                part: None,
             })
         })?;
         bench.row("  gradient of tokens", Work::moving(6 * rows * c), || {
@@ -241,6 +243,7 @@ impl Model {
                 dout: bench.act(rows * c)?,
                 dwte: bench.act(vocab * c)?,
                 accumulate: true,
+                part: None,
             })
         })?;
         let losses = || {

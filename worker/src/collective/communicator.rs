@@ -565,7 +565,7 @@ mod tests {
         let bytes = |grads, params| WireBytes {
             grads,
             params,
-            other: 0,
+            ..WireBytes::default()
         };
         let reduce = |traffic| {
             let launch = Launch::now(traffic, "bucket 0");

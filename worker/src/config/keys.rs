@@ -11,8 +11,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 
 use super::schema::{
-    Model, ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule, Run, Schedule, ShardGroup,
-    StepRange, Tokenizer, Train,
+    Model, ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule,
+    Run, Schedule, ShardGroup, StepRange, Tokenizer, Train,
 };
 use super::source::{ConfigError, Node, Source, Value};
 

@@ -242,7 +242,7 @@ fn optimizer(config: &TrainConfig) -> Vec<Rule> {
 
 /// Keys that only some kinds of models read.
 fn model_kind(model: &Model) -> [Rule; 4] {
-    let default = |key: f32, default: f32| key.to_bits() != default.to_bits();
+    let default = |key: f64, default: f64| key.to_bits() != default.to_bits();
     let of_llama = [
         ("model.n_kv_head", model.n_kv_head.is_some()),
         ("model.norm_eps", default(model.norm_eps, 1e-5)),
@@ -251,7 +251,12 @@ fn model_kind(model: &Model) -> [Rule; 4] {
     ];
     of_llama.map(|(path, is_set)| {
         let problem = format!("`{path}` has no effect without `model.kind: llama`");
-        (is_set && model.kind != ModelKind::Llama, path, problem, "leave it out")
+        (
+            is_set && model.kind != ModelKind::Llama,
+            path,
+            problem,
+            "leave it out",
+        )
     })
 }
 

@@ -23,7 +23,7 @@ pub(crate) use schema::star_matches;
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
     OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
-    Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, Run, Schedule, ShardGroup, StepRange, Strategy, Sync,
-    Tokenizer, Train, TrainConfig, Unused,
+    Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
+    Schedule, ShardGroup, StepRange, Strategy, Sync, Tokenizer, Train, TrainConfig, Unused,
 };
 pub use source::{ConfigError, Source};

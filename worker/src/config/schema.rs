@@ -76,9 +76,9 @@ pub struct Model {
     /// Size of the vocabulary; default: the tokenizer's.
     pub vocab_size: Option<usize>,
     /// Added to the variance, or to the mean square, that a norm divides by.
-    pub norm_eps: f32,
+    pub norm_eps: f64,
     /// Base of the angles of rotary positions.
-    pub rope_theta: f32,
+    pub rope_theta: f64,
     /// Longer positions than the angles were trained for; none: as they are.
     pub rope_scaling: Option<RopeScaling>,
     /// The head's matrix is the token embedding; none: as the kind has it.
@@ -123,11 +123,11 @@ impl Model {
 #[serde(deny_unknown_fields)]
 pub struct RopeScaling {
     /// By how much slower.
-    pub factor: f32,
+    pub factor: f64,
     /// Channels that turn less often than this within the original positions are slowed by all of it.
-    pub low_freq_factor: f32,
+    pub low_freq_factor: f64,
     /// Channels that turn more often than this are left alone.
-    pub high_freq_factor: f32,
+    pub high_freq_factor: f64,
     /// Positions that the model was trained for before.
     pub original_positions: usize,
 }
@@ -568,8 +568,15 @@ pub enum PipelineSchedule {
 
 impl PipelineSchedule {
     /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] =
-        &["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "greedy"];
+    pub(super) const WORDS: &'static [&'static str] = &[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+        "dualpipev",
+        "greedy",
+    ];
 }
 
 /// `parallel.strategy`

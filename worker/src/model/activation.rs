@@ -3,7 +3,7 @@
 //! A lease ends when the last clone is dropped; the memory then serves other activations. All users of a pool enqueue
 //! on one stream, so reuse is ordered by the stream even on asynchronous devices.
 //!
-//! The memory is one arena of a size that is known beforehand ([`super::rehearse`]). What finds no place in it, or has
+//! The memory is one arena of a size that is known beforehand (`train/step/rehearsal.rs`). What finds no place in it, or has
 //! no such arena because nobody asked beforehand, gets memory of its own, which serves later activations of the same size.
 //! An activation lies in the lowest hole that is wide enough. That choice does not depend on how long the arena is, so what
 //! was placed in endless memory once finds the same places, and fits, in memory of the `Placement::extent` that it then
@@ -42,18 +42,6 @@ impl Activation {
         }
     }
 
-    /// Some of its elements, for as long as all of it is leased.
-    ///
-    /// # Panics
-    /// If the shape does not have as many elements as the range.
-    #[must_use]
-    pub fn part(&self, elements: Range<usize>, shape: Vec<usize>) -> Self {
-        Self {
-            _lease: self._lease.clone(),
-            ..Self::borrowed(self.buffer.slice(elements), shape)
-        }
-    }
-
     /// The elements, row-major.
     #[must_use]
     pub fn buffer(&self) -> &Buffer {
@@ -64,6 +52,28 @@ impl Activation {
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
+    }
+
+    /// Rows `R` of the matrix `[R, C]` that it is: the product of all sizes but the last.
+    #[must_use]
+    pub fn row_count(&self) -> usize {
+        let outer = self.shape.split_last().map_or(&[][..], |(_, outer)| outer);
+        outer.iter().product()
+    }
+
+    /// Some of its rows, `[rows, C]`, in the same memory, which stays leased.
+    ///
+    /// # Panics
+    /// If it has fewer rows.
+    #[must_use]
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        let channels = self.shape.last().copied().unwrap_or(1);
+        let elements = rows.start * channels..rows.end * channels;
+        Self {
+            buffer: self.buffer.slice(elements),
+            shape: vec![rows.len(), channels],
+            ..self.clone()
+        }
     }
 }
 
@@ -178,7 +188,7 @@ impl ActivationPool {
     }
 
     /// End of the last place in the planned arena that there ever was.
-    pub(super) fn extent(&self) -> usize {
+    pub(crate) fn extent(&self) -> usize {
         self.state().places.extent
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorGroup};
+use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 use crate::timeline::{Kind, Timeline};
@@ -72,16 +72,41 @@ pub trait Params {
 
 /// Memory for gradients, and reports of contributions to them.
 pub trait GradSink {
+    /// What follows until the next call are contributions of this block of the model.
+    fn enter(&mut self, _block: usize) {}
+
     /// Memory for the gradient of `id`.
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
 
     /// This block's contribution to the gradient of `id` is in the stream up to `at`.
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
 
+    /// Where contributions wait, if the half of backward that makes gradients of weights comes later: what they read must
+    /// stay as it is until then. None: they are computed at once.
+    fn put_off(&mut self) -> Option<&mut Vec<WeightGradient>> {
+        None
+    }
+
     /// A block has ended its backward without a contribution to some of its parameters, which `what` names. Without an
     /// error, their contributions are taken to be zero.
     fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
         Err(DeviceError::Upstream(what.to_owned()))
+    }
+}
+
+/// A contribution to the gradient of a parameter that is computed later.
+pub struct WeightGradient {
+    /// Of which parameter.
+    pub(super) id: ParamId,
+    /// Kept until it has been computed.
+    pub(super) reads: Vec<Activation>,
+    /// What computes it.
+    pub(super) op: Box<dyn FnOnce(GradSlot) -> Op + Send>,
+}
+
+impl std::fmt::Debug for WeightGradient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "WeightGradient({:?}, of {:?})", self.id, self.reads)
     }
 }
 
@@ -111,12 +136,12 @@ pub struct Context<'a> {
     pub dloss: Option<&'a Buffer>,
     /// Samples and positions of the micro-batch.
     pub shape: [usize; 2],
-    /// The ranks that compute it together with this one; none: this one alone.
-    pub tensor: Option<&'a dyn TensorGroup>,
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
     /// Names the samples, for dropout's masks. None: nothing is dropped.
     pub samples: Option<SampleKey>,
+    /// The ranks that hold the model together. None: this rank has all of it.
+    pub tensor: Option<&'a dyn TensorOps>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }
@@ -140,13 +165,22 @@ impl Context<'_> {
         self.spanned(Kind::Operation, || name.into(), enqueue);
     }
 
-    /// Puts what computes this block's contribution to the gradient of `id` on the compute stream, and reports it.
+    /// Puts what computes this block's contribution to the gradient of `id` from `reads` on the compute stream, and reports
+    /// it; or puts it off.
     pub fn contribute<O: Into<Op>>(
         &self,
         grads: &mut dyn GradSink,
-        id: ParamId,
-        op: impl FnOnce(GradSlot) -> O,
+        (id, reads): (ParamId, &[&Activation]),
+        op: impl FnOnce(GradSlot) -> O + Send + 'static,
     ) -> Result<(), DeviceError> {
+        if let Some(queue) = grads.put_off() {
+            queue.push(WeightGradient {
+                id,
+                reads: reads.iter().map(|&read| read.clone()).collect(),
+                op: Box::new(|slot| op(slot).into()),
+            });
+            return Ok(());
+        }
         let slot = grads.grad(id)?;
         self.enqueue(op(slot));
         grads.contributed(id, self.record())

@@ -87,7 +87,8 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             let table = [decoder.positions, channels];
             parts.matrix(group, names.positions, table, STD, Along::Nothing)
         });
-        Arc::new(Embedding::new(tokens, positions, channels, decoder.dropout))
+        let held = [vocab / part.tensor.1, channels];
+        Arc::new(Embedding::new((tokens, positions), held, decoder.dropout))
     });
 
     for layer in 0..decoder.layers {
@@ -314,7 +315,13 @@ impl<'a> Parts<'a> {
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, (group, key): (GroupId, String), shape: &[usize], init: Init, along: Along<'_>) -> ParamId {
+    fn param(
+        &mut self,
+        (group, key): (GroupId, String),
+        shape: &[usize],
+        init: Init,
+        along: Along<'_>,
+    ) -> ParamId {
         self.all.push(ParamSpec {
             key,
             global_shape: shape.to_vec(),
@@ -413,7 +420,7 @@ impl<'a> Parts<'a> {
                 weight,
                 bias: vector("bias", 0.0),
             },
-            NormKind::Rms { eps } => Norm::Rms { weight, eps },
+            NormKind::Rms { epsilon } => Norm::Rms { weight, epsilon },
         }
     }
 
@@ -435,7 +442,9 @@ impl<'a> Parts<'a> {
             }
         };
         let (shape, along) = match (decoder.layout, side) {
-            (WeightLayout::InOut, Side::Outputs(stretches)) => ([inputs, outputs], Along::Columns { stretches }),
+            (WeightLayout::InOut, Side::Outputs(stretches)) => {
+                ([inputs, outputs], Along::Columns { stretches })
+            }
             (WeightLayout::InOut, Side::Inputs) => ([inputs, outputs], Along::Rows { stretches: &[] }),
             (WeightLayout::OutIn, Side::Outputs(stretches)) => ([outputs, inputs], Along::Rows { stretches }),
             (WeightLayout::OutIn, Side::Inputs) => ([outputs, inputs], Along::Columns { stretches: &[] }),
@@ -496,7 +505,13 @@ impl<'a> Parts<'a> {
         let feed_forward = FeedForward {
             widen: NormedDense {
                 norm: self.norm(group, &key(names.feed_forward_norm), decoder),
-                dense: self.dense(group, &key(names.widen), [channels, decoder.widened()], cut, decoder),
+                dense: self.dense(
+                    group,
+                    &key(names.widen),
+                    [channels, decoder.widened()],
+                    cut,
+                    decoder,
+                ),
             },
             projection: self.dense(
                 group,

@@ -65,7 +65,7 @@ pub enum PositionKind {
     /// Queries and keys are rotated by angles that grow with the position (Su et al. 2021).
     Rotary {
         /// Base of the angles.
-        theta: f32,
+        theta: f64,
         /// See [`RopeScaling`].
         scaling: Option<RopeScaling>,
     },
@@ -79,7 +79,7 @@ pub enum NormKind {
     /// Mean square 1, weight (Zhang & Sennrich 2019); what is added to the mean square.
     Rms {
         /// ε
-        eps: f32,
+        epsilon: f64,
     },
 }
 
@@ -216,7 +216,9 @@ impl Decoder {
                     theta: config.rope_theta,
                     scaling: config.rope_scaling,
                 },
-                norm: NormKind::Rms { eps: config.norm_eps },
+                norm: NormKind::Rms {
+                    epsilon: config.norm_eps,
+                },
                 activation: ActivationKind::SwiGlu,
                 has_biases: false,
                 layout: WeightLayout::OutIn,

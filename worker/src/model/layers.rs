@@ -7,7 +7,7 @@
 use super::{Activation, Context, GradSink, GradSlot, ParamId};
 use crate::device::DeviceError;
 use crate::ops::{
-    self, AddBiasResidual, ColumnSum, DropoutMask, LayerNormBackward, LayerNormForward, LinearDinp,
+    self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LayerNormBackward, LayerNormForward, LinearDinp,
     LinearDweight, LinearForward, LinearShape, RmsNormBackward, RmsNormForward, WeightLayout,
 };
 
@@ -15,7 +15,7 @@ use crate::ops::{
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Norm {
     Layer { weight: ParamId, bias: ParamId },
-    Rms { weight: ParamId, eps: f32 },
+    Rms { weight: ParamId, epsilon: f64 },
 }
 
 impl Norm {
@@ -38,11 +38,11 @@ impl Norm {
                     bias: ctx.params.get(bias),
                     out,
                 }),
-                Self::Rms { weight, eps } => ctx.enqueue(RmsNormForward {
+                Self::Rms { weight, epsilon } => ctx.enqueue(RmsNormForward {
                     inp,
                     weight: ctx.params.get(weight),
                     out,
-                    eps,
+                    epsilon,
                 }),
             }
         })
@@ -74,7 +74,7 @@ impl Norm {
                 grads.contributed(bias, ctx.record())?;
                 grads.contributed(weight, ctx.record())
             }
-            Self::Rms { weight, eps } => {
+            Self::Rms { weight, epsilon } => {
                 let dweight = grads.grad(weight)?;
                 ctx.enqueue(RmsNormBackward {
                     dout,
@@ -84,7 +84,7 @@ impl Norm {
                     dweight: dweight.buffer,
                     accumulate_dinp,
                     accumulate_dweight: dweight.accumulate,
-                    eps,
+                    epsilon,
                 });
                 grads.contributed(weight, ctx.record())
             }
@@ -171,7 +171,11 @@ impl Dense {
     }
 
     /// Gradient of the input, and what computes it.
-    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<(Activation, LinearDinp), DeviceError> {
+    pub(super) fn dinp(
+        &self,
+        ctx: &Context<'_>,
+        dout: &Activation,
+    ) -> Result<(Activation, LinearDinp), DeviceError> {
         let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
         let linear = LinearDinp {
             dout: dout.buffer().clone(),
@@ -192,12 +196,13 @@ impl Dense {
         let Some(bias) = self.bias else {
             return Ok(());
         };
-        let sum = |slot: GradSlot| ColumnSum {
-            x: dout.buffer().clone(),
+        let x = dout.buffer().clone();
+        let sum = move |slot: GradSlot| ColumnSum {
+            x,
             out: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, bias, sum)
+        ctx.contribute(grads, (bias, &[dout]), sum)
     }
 
     /// Gradient of the weight.
@@ -207,14 +212,15 @@ impl Dense {
         [inp, dout]: [&Activation; 2],
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let of = |slot: GradSlot| LinearDweight {
-            inp: inp.buffer().clone(),
-            dout: dout.buffer().clone(),
+        let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
+        let of = move |slot: GradSlot| LinearDweight {
+            inp: inp_rows,
+            dout: dout_rows,
             dweight: slot.buffer,
             accumulate: slot.accumulate,
-            shape: self.shape(inp),
+            shape,
         };
-        ctx.contribute(grads, self.weight, of)
+        ctx.contribute(grads, (self.weight, &[inp, dout]), of)
     }
 }
 
@@ -231,15 +237,20 @@ impl NormedDense {
     }
 
     /// `[…, I]` to `[…, O]`
-    pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation, name: &str) -> Result<Activation, DeviceError> {
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        name: &str,
+    ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
         let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
         ctx.enqueue(linear);
         Ok(out)
     }
 
-    /// Gradients of the parameters. The gradient of the input is added to that of the stream; it is new where there is
-    /// none.
+    /// Gradients of the parameters. The gradient of the input is added to that of the stream, in place unless a gradient
+    /// that is put off reads that; it is new where there is none.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
@@ -255,9 +266,15 @@ impl NormedDense {
         ctx.enqueue(linear);
         let dnormalised = ctx.summed_rows("gradient", dnormalised)?;
         let dinp = match stream {
-            Some(stream) => stream.clone(),
-            None => ctx.lease("gradient of the stream", inp.shape())?,
+            Some(stream) if grads.put_off().is_none() => stream.clone(),
+            _ => ctx.lease("gradient of the stream", inp.shape())?,
         };
+        if let Some(stream) = stream.filter(|stream| !stream.buffer().same(dinp.buffer())) {
+            ctx.enqueue(Cast {
+                x: stream.buffer().clone(),
+                out: dinp.buffer().clone(),
+            });
+        }
         let accumulate = stream.is_some();
         self.norm
             .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;

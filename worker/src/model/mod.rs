@@ -6,8 +6,9 @@
 //! | [`Region`], [`Cut`] | a box of a tensor; how a rank's part of a parameter consists of them |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
+//! | [`WeightGradient`] | a gradient of a parameter that is put off to the second half of backward |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
-//! | [`rehearse`] | how much memory activations will need, by going through a step without carrying it out |
+//! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
@@ -24,12 +25,11 @@ mod param;
 mod passes;
 mod published;
 mod region;
-mod rehearsal;
 mod tensor;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved};
+pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, WeightGradient};
 pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
@@ -37,5 +37,4 @@ pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
-pub use rehearsal::rehearse;
-pub use tensor::TensorGroup;
+pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

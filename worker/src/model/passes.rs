@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Saved};
+use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Saved, WeightGradient};
 use crate::device::{DeviceError, Event};
 use crate::ops::Fill;
 use crate::timeline::Kind;
@@ -40,11 +40,13 @@ pub struct NoHooks;
 
 impl Hooks for NoHooks {}
 
-/// A micro-batch between forward and backward of a chunk: what each block has saved.
+/// A micro-batch between forward and backward of a chunk: what each block has saved, and between the halves of backward the
+/// gradients of weights that are put off.
 #[derive(Debug)]
 pub struct Flight {
     chunk: Range<usize>,
     saved: Vec<Saved>,
+    put_off: Vec<WeightGradient>,
 }
 
 impl Flight {
@@ -54,6 +56,7 @@ impl Flight {
         Self {
             saved: chunk.clone().map(|_| Saved::default()).collect(),
             chunk,
+            put_off: Vec::new(),
         }
     }
 
@@ -135,16 +138,58 @@ impl Passes<'_> {
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
+        self.backward_over(flight, dout, hooks, (grads, false))
+    }
+
+    /// The first half of [`Passes::backward`]: the gradient of the chunk's input, and of its norms' parameters. Those of
+    /// its weights are put off to [`Passes::weight_gradients`]; until then the flight keeps what they read (Qi et al. 2023,
+    /// Zero bubble pipeline parallelism).
+    pub fn input_gradient(
+        &self,
+        flight: &mut Flight,
+        dout: Option<Activation>,
+        hooks: &mut dyn Hooks,
+        grads: &mut dyn GradSink,
+    ) -> Result<Option<Activation>, DeviceError> {
+        self.backward_over(flight, dout, hooks, (grads, true))
+    }
+
+    /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
+    pub fn weight_gradients(&self, flight: &mut Flight, grads: &mut dyn GradSink) -> Result<(), DeviceError> {
+        for WeightGradient { id, reads, op } in flight.put_off.drain(..) {
+            let slot = grads.grad(id)?;
+            self.ctx.enqueue(op(slot));
+            drop(reads);
+            grads.contributed(id, self.ctx.record())?;
+        }
+        Ok(())
+    }
+
+    fn backward_over(
+        &self,
+        flight: &mut Flight,
+        dout: Option<Activation>,
+        hooks: &mut dyn Hooks,
+        (grads, is_apart): (&mut dyn GradSink, bool),
+    ) -> Result<Option<Activation>, DeviceError> {
+        let Flight {
+            chunk,
+            saved,
+            put_off,
+        } = flight;
         let mut gradient = Some(dout.map_or_else(|| self.ctx.loss_gradient(), Ok)?);
-        for (index, saved) in flight.chunk.clone().zip(&mut flight.saved).rev() {
+        for (index, saved) in chunk.clone().zip(saved).rev() {
             let block = &self.model.blocks[index];
             let dout = gradient.take().ok_or_else(|| {
                 let name = block.name();
                 DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
             })?;
+            grads.enter(index);
+            let first = put_off.len();
             let mut reports = Reports {
                 grads,
                 reported: Vec::new(),
+                put_off: is_apart.then_some(&mut *put_off),
             };
             let name = || format!("backward {}", block.name()).into();
             let backward = || {
@@ -160,7 +205,8 @@ impl Passes<'_> {
                 block.backward(self.ctx, saved, &dout, &mut reports)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
-            let reported = reports.reported;
+            let mut reported = reports.reported;
+            reported.extend(put_off[first..].iter().map(|later| later.id));
             hooks.after(index, Pass::Backward, gradient.as_ref())?;
             let listed = block.params().iter().rev().copied();
             let unused: Vec<ParamId> = listed.filter(|id| !reported.contains(id)).collect();
@@ -205,6 +251,7 @@ const BLOCK_INPUT: &str = "block input";
 struct Reports<'a> {
     grads: &'a mut dyn GradSink,
     reported: Vec<ParamId>,
+    put_off: Option<&'a mut Vec<WeightGradient>>,
 }
 
 impl GradSink for Reports<'_> {
@@ -215,6 +262,10 @@ impl GradSink for Reports<'_> {
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
         self.reported.push(id);
         self.grads.contributed(id, at)
+    }
+
+    fn put_off(&mut self) -> Option<&mut Vec<WeightGradient>> {
+        self.put_off.as_deref_mut()
     }
 
     fn unused(&mut self, what: &str) -> Result<(), DeviceError> {

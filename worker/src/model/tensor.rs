@@ -1,46 +1,123 @@
-//! What blocks ask of the ranks that compute a layer together with this one: tensor parallelism (Shoeybi et al. 2019) and
-//! sequence parallelism (Korthikanti et al. 2022). The model knows no ranks; without a group everything is local.
+//! What blocks ask of the ranks that hold a model together: tensor parallelism (Shoeybi et al. 2019) and sequence
+//! parallelism (Korthikanti et al. 2022).
 //!
-//! A layer whose outputs are cut takes all rows of its input; a layer whose inputs are cut makes a part of every sum. Between
-//! them lies the residual stream: all of it on every rank, or under sequence parallelism each rank's own rows.
+//! A block that has a part of its heads, columns or vocabulary makes partial sums, and all-reduces them; one that has a
+//! part of the rows gathers all of them before a product, and reduce-scatters the partial sums behind it. Which ranks do
+//! that, and how, is not known here; without a group everything is local.
 //!
 //! | | forward | backward |
 //! |---|---|---|
 //! | into a layer whose outputs are cut | own rows are gathered (`Context::all_rows`) | sums of all ranks (`Context::summed_rows`) |
-//! | out of a layer whose inputs are cut | sums of all ranks (`Context::summed_rows`) | own rows are gathered (`Context::all_rows`) |
+//! | out of a layer whose inputs are cut | sums of all ranks (`Context::summed_rows`) | own rows are gathered (`Context::gathered_rows`) |
 
 use std::ops::Range;
 
 use super::{Activation, Context};
-use crate::device::{Buffer, DeviceError};
+use crate::device::{Buffer, DeviceError, Event};
 use crate::ops::{Cast, VocabularyPart};
 
-/// The ranks of a tensor group. Each call is a collective one, in place, and orders itself into the compute stream.
-pub trait TensorGroup: Send + Sync {
-    /// This rank's place in the group, and the number of ranks.
-    fn place(&self) -> (usize, usize);
+/// The ranks that hold one copy of a model together, as one of them sees it.
+///
+/// All of them start the same exchanges in the same order, of activations of the same sizes. An exchange works in place,
+/// begins when what the compute stream was given before it has run, and runs beside what it is given after it. The rows
+/// of an activation `[…, C]` are those of the matrix `[R, C]`; each rank's own are `R/t` consecutive ones, in rank order.
+pub trait TensorOps {
+    /// Place of this rank in the group, from 0: which part of everything cut it has.
+    fn index(&self) -> usize;
 
-    /// Each rank holds its own rows of the residual stream.
+    /// Ranks `t` of the group.
+    fn size(&self) -> usize;
+
+    /// Each rank holds its own rows of the residual stream: sequence parallelism.
     fn is_sequence(&self) -> bool;
 
-    /// Sums over the ranks, in rank order, on all of them.
-    fn all_reduce(&self, x: &Buffer, what: &str) -> Result<(), DeviceError>;
+    /// Starts an exchange of `x`, which nothing may use until it is finished; `name` is for errors and traces. Refuses
+    /// rows that are not as many on every rank. An error that is known already is returned.
+    fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError>;
 
-    /// Sums over the ranks, in rank order: slice `r` of equal slices on rank `r`.
-    fn reduce_scatter(&self, x: &Buffer, what: &str) -> Result<(), DeviceError>;
+    /// What the compute stream is given from here on runs after the exchange. An error that is known already is returned.
+    fn finish(&self, exchange: Exchange) -> Result<(), DeviceError>;
 
-    /// Slice `r` of equal slices is that of rank `r`.
-    fn all_gather(&self, x: &Buffer, what: &str) -> Result<(), DeviceError>;
+    /// [`ExchangeKind::AllReduce`], from start to finish.
+    fn all_reduce(&self, x: &Activation, name: &str) -> Result<(), DeviceError> {
+        self.finish(self.start(ExchangeKind::AllReduce, x, name)?)
+    }
+
+    /// [`ExchangeKind::GatherRows`], from start to finish.
+    fn gather_rows(&self, x: &Activation, name: &str) -> Result<(), DeviceError> {
+        self.finish(self.start(ExchangeKind::GatherRows, x, name)?)
+    }
+
+    /// [`ExchangeKind::ReduceScatterRows`], from start to finish: this rank's rows, in the memory of the whole.
+    fn reduce_scatter_rows(&self, x: &Activation, name: &str) -> Result<Activation, DeviceError> {
+        self.finish(self.start(ExchangeKind::ReduceScatterRows, x, name)?)?;
+        self.own_rows(x)
+    }
+
+    /// This rank's rows of the whole, `[R/t, C]`, in its memory.
+    fn own_rows(&self, whole: &Activation) -> Result<Activation, DeviceError> {
+        Ok(whole.rows(own_rows(whole, [self.index(), self.size()])?))
+    }
+}
+
+/// What the ranks do with an activation that each of them has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExchangeKind {
+    /// Every rank ends with the sum over the ranks, in rank order.
+    AllReduce,
+    /// Every rank gives its own rows, and ends with all of them. Of the statistics `[t, R, 3]` of a loss by parts of the
+    /// vocabulary, a rank's own rows are its `[R, 3]`.
+    GatherRows,
+    /// Every rank ends with the sum over the ranks in its own rows; what is in the others is unspecified.
+    ReduceScatterRows,
+}
+
+/// An exchange that was started. It keeps the activation until [`TensorOps::finish`].
+#[derive(Debug)]
+#[must_use = "the memory may be reused before the exchange is finished"]
+pub struct Exchange {
+    done: Event,
+    _keeps: Activation,
+}
+
+impl Exchange {
+    /// The exchange of `activation` that is done at an event.
+    pub fn new(done: Event, activation: &Activation) -> Self {
+        Self {
+            done,
+            _keeps: activation.clone(),
+        }
+    }
+
+    /// Reached when it is done, or has failed.
+    #[must_use]
+    pub fn done(&self) -> &Event {
+        &self.done
+    }
+}
+
+/// The rows of the rank at an index of so many; refuses an activation whose rows they cannot share evenly.
+pub fn own_rows(whole: &Activation, [index, size]: [usize; 2]) -> Result<Range<usize>, DeviceError> {
+    let rows = whole.row_count();
+    if !rows.is_multiple_of(size) {
+        let what = format!(
+            "{rows} rows are not {size} equal parts\n  hint: under sequence parallelism the positions of a micro-batch must be a multiple of the tensor group's ranks"
+        );
+        let op = "rows of a tensor group";
+        return Err(DeviceError::Shape { op, what });
+    }
+    let own = rows / size;
+    Ok(index * own..(index + 1) * own)
 }
 
 impl Context<'_> {
     /// This rank's place in its tensor group, and the number of ranks.
     pub(super) fn tensor_place(&self) -> (usize, usize) {
-        self.tensor.map_or((0, 1), TensorGroup::place)
+        self.tensor.map_or((0, 1), |group| (group.index(), group.size()))
     }
 
     /// The group, where rows of the residual stream are divided.
-    fn sequence(&self) -> Option<&dyn TensorGroup> {
+    fn sequence(&self) -> Option<&dyn TensorOps> {
         self.tensor.filter(|group| group.is_sequence())
     }
 
@@ -52,9 +129,12 @@ impl Context<'_> {
     /// Which of them this rank's part of the residual stream holds.
     pub(super) fn own_rows(&self) -> Range<usize> {
         let rows = self.rows();
-        match self.sequence().map(TensorGroup::place) {
+        match self.sequence() {
             None => 0..rows,
-            Some((index, ranks)) => index * rows / ranks..(index + 1) * rows / ranks,
+            Some(group) => {
+                let own = rows / group.size();
+                group.index() * own..(group.index() + 1) * own
+            }
         }
     }
 
@@ -69,7 +149,7 @@ impl Context<'_> {
         let own = self.own_rows();
         fill(whole.buffer().slice(own.start * channels..own.end * channels));
         if let Some(group) = self.sequence() {
-            group.all_gather(whole.buffer(), name)?;
+            group.gather_rows(&whole, name)?;
         }
         Ok(whole)
     }
@@ -91,15 +171,11 @@ impl Context<'_> {
         let Some(group) = self.tensor else {
             return Ok(partial);
         };
-        if !group.is_sequence() {
-            group.all_reduce(partial.buffer(), name)?;
-            return Ok(partial);
+        if group.is_sequence() {
+            return group.reduce_scatter_rows(&partial, name);
         }
-        group.reduce_scatter(partial.buffer(), name)?;
-        let channels = partial.buffer().len() / self.rows();
-        let own = self.own_rows();
-        let elements = own.start * channels..own.end * channels;
-        Ok(partial.part(elements, vec![own.len(), channels]))
+        group.all_reduce(&partial, name)?;
+        Ok(partial)
     }
 
     /// This rank's part of a vocabulary, where each rank holds so many tokens; none where it has all of it.

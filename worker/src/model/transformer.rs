@@ -16,7 +16,7 @@ use crate::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
     CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
     LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    SwiGluBackward, SwiGluForward, TokenBackward,
+    SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -94,11 +94,11 @@ impl Block for TransformerBlock {
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         // The gradient of the residual stream: each layer adds its own to it.
-        self.feed_forward.backward(ctx, saved, dout, grads)?;
-        if let Some(attention) = &self.attention {
-            attention.backward(ctx, saved, dout, grads)?;
+        let dmiddle = self.feed_forward.backward(ctx, saved, dout, grads)?;
+        match &self.attention {
+            Some(attention) => attention.backward(ctx, saved, &dmiddle, grads).map(Some),
+            None => Ok(Some(dmiddle)),
         }
-        Ok(Some(dout.clone()))
     }
 }
 
@@ -108,18 +108,25 @@ pub(super) struct Embedding {
     wte: ParamId,
     wpe: Option<ParamId>,
     params: Vec<ParamId>,
+    /// Tokens that this rank holds of the vocabulary.
+    held: usize,
     channels: usize,
     dropout: DropoutLayer,
 }
 
 impl Embedding {
-    /// Without `wpe`, positions make no difference.
-    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, channels: usize, rate: f32) -> Self {
+    /// Of so many tokens and channels. Without `wpe`, positions make no difference.
+    pub(super) fn new(
+        (wte, wpe): (ParamId, Option<ParamId>),
+        [held, channels]: [usize; 2],
+        rate: f32,
+    ) -> Self {
         let params = std::iter::once(wte).chain(wpe).collect();
         Self {
             wte,
             wpe,
             params,
+            held,
             channels,
             dropout: DropoutLayer { rate, layer: 0 },
         }
@@ -152,13 +159,12 @@ impl Block for Embedding {
     ) -> Result<Activation, DeviceError> {
         let [batch, positions] = batch_and_positions(inp)?;
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
-        let wte = ctx.params.get(self.wte);
         // The parts are summed: one rank adds the positions.
         let wpe = self.wpe.filter(|_| ctx.tensor_place().0 == 0);
         ctx.enqueue(EncoderForward {
             tokens: inp.buffer().clone(),
-            part: ctx.vocabulary(wte.len() / self.channels),
-            wte,
+            part: ctx.vocabulary(self.held),
+            wte: ctx.params.get(self.wte),
             wpe: wpe.map(|wpe| ctx.params.get(wpe)),
             out: out.buffer().clone(),
             positions,
@@ -181,23 +187,26 @@ impl Block for Embedding {
         let dout = ctx.gathered_rows("gradient of the embedding", &dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
-            let of = |slot: GradSlot| PositionBackward {
-                dout: dout.buffer().clone(),
+            let (dout_rows, channels) = (dout.buffer().clone(), self.channels);
+            let of = move |slot: GradSlot| PositionBackward {
+                dout: dout_rows,
                 dwpe: slot.buffer,
                 accumulate: slot.accumulate,
                 positions,
-                channels: self.channels,
+                channels,
             };
-            ctx.contribute(grads, wpe, of)?;
+            ctx.contribute(grads, (wpe, &[&dout]), of)?;
         }
-        let of = |slot: GradSlot| TokenBackward {
-            tokens: tokens.buffer().clone(),
-            dout: dout.buffer().clone(),
-            part: ctx.vocabulary(slot.buffer.len() / self.channels),
+        let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
+        let part = ctx.vocabulary(self.held);
+        let of = move |slot: GradSlot| TokenBackward {
+            tokens: token_rows,
+            dout: dout_rows,
+            part,
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, self.wte, of)?;
+        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
         Ok(None)
     }
 }
@@ -242,8 +251,11 @@ impl Head {
             });
             return Ok(losses);
         };
-        let (index, ranks) = group.place();
-        let table = ctx.lease_stat("statistics of the logits", &[ranks, rows, CrossEntropyPartial::STATISTICS])?;
+        let (index, ranks) = (group.index(), group.size());
+        let table = ctx.lease_stat(
+            "statistics of the logits",
+            &[ranks, rows, CrossEntropyPartial::STATISTICS],
+        )?;
         let own = table.buffer().len() / ranks;
         ctx.enqueue(CrossEntropyPartial {
             logits: logits.clone(),
@@ -251,7 +263,7 @@ impl Head {
             statistics: table.buffer().slice(index * own..(index + 1) * own),
             part,
         });
-        group.all_gather(table.buffer(), "statistics of the logits")?;
+        group.gather_rows(&table, "statistics of the logits")?;
         ctx.enqueue(CrossEntropyCombine {
             logits: logits.clone(),
             statistics: table.buffer().clone(),
@@ -356,9 +368,9 @@ impl Attention {
             factor: scaling.factor,
             low_freq_factor: scaling.low_freq_factor,
             high_freq_factor: scaling.high_freq_factor,
-            original_positions: scaling.original_positions,
+            original_max_position_embeddings: scaling.original_positions,
         });
-        Some(RotaryEmbedding { theta, scaling })
+        Some(RotaryEmbedding { base: theta, scaling })
     }
 
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
@@ -374,7 +386,7 @@ impl Attention {
             ctx.enqueue(RotaryForward {
                 qkv: qkv.buffer().clone(),
                 shape,
-                rotary,
+                embedding: rotary,
                 first_position: 0,
             });
         }
@@ -396,14 +408,14 @@ impl Attention {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("attention input")?;
         let (qkv, mixed, lse) = (
             saved.take("qkv")?,
@@ -432,12 +444,11 @@ impl Attention {
             ctx.enqueue(RotaryBackward {
                 dqkv: dqkv.buffer().clone(),
                 shape: self.shape(ctx),
-                rotary,
+                embedding: rotary,
                 first_position: 0,
             });
         }
-        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)?;
-        Ok(())
+        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)
     }
 }
 
@@ -495,7 +506,11 @@ impl FeedForward {
             }
             ActivationKind::SwiGlu => {
                 ctx.enqueue(linear);
-                ctx.enqueue(SwiGluForward { inp: inp_of, out });
+                ctx.enqueue(SwigluForward {
+                    inp: inp_of,
+                    out,
+                    channels: self.projection.inputs,
+                });
             }
         }
         drop(normalised);
@@ -505,14 +520,14 @@ impl FeedForward {
         Ok(out)
     }
 
-    /// Turns the gradient of the output into that of the input, in place.
+    /// From the gradient of the output to that of the input, in place unless gradients are put off.
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
         saved: &mut Saved,
         stream: &Activation,
         grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let inp = saved.take("feed-forward input")?;
         let wide = if self.keeps_wide {
             saved.take("wide")?
@@ -535,9 +550,10 @@ impl FeedForward {
             }
             ActivationKind::SwiGlu => {
                 ctx.enqueue(linear);
-                ctx.enqueue(SwiGluBackward {
+                ctx.enqueue(SwigluBackward {
                     inp_dinp: wide.buffer().clone(),
                     dout_out: dactive.buffer().clone(),
+                    channels: self.projection.inputs,
                 });
                 // Both have changed places: the gradient's memory holds the output now.
                 (dactive, wide)
@@ -545,8 +561,6 @@ impl FeedForward {
         };
         self.projection.dweight(ctx, [&active, &dprojected], grads)?;
         drop((active, dprojected));
-        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)?;
-        Ok(())
+        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)
     }
 }
-

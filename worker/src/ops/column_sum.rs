@@ -1,11 +1,12 @@
-//! The sum over rows: the gradient of a bias. Its CUDA kernels are the second stage of `LayerNorm`'s backward too, and add
-//! gradients to others.
+//! Biases: a row added to all rows, and the sum over rows, which is its gradient. The CUDA kernels of the sum are the
+//! second stage of `LayerNorm`'s backward too, and add gradients to others.
 
 use super::cuda::plan::{
-    Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, grad_defines, grad_units,
-    kernels, width,
+    Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, expect_dtype, grad_defines,
+    grad_units, kernels, width,
 };
-use super::kernel::{Real, by_dtypes, kernel};
+use super::kernel::{Real, by_dtype, by_dtypes, kernel};
+use super::linear::add_into;
 use super::matrix::Matrix;
 use super::stored::Stored;
 use super::{Operation, expect_len};
@@ -16,6 +17,105 @@ use crate::device::{Buffer, Cpu, DeviceError};
 const WIDTH: usize = 256;
 /// Rows whose sum is formed on its own before it is added to the total: keeps the rounding error small.
 const ROWS: usize = 64;
+
+/// `out[r, c] = (inp[r, c] + bias[c]) + residual[r, c]`, in this order and rounded once: what [`super::LinearForward`] adds to
+/// its product, for a layer whose product is a sum over ranks. The gradients of `inp` and `residual` are that of `out`, the
+/// bias's is its [`ColumnSum`].
+#[derive(Clone, Debug)]
+pub struct AddBiasResidual {
+    /// `[R, C]`; may be `out`
+    pub inp: Buffer,
+    /// `[C]`
+    pub bias: Option<Buffer>,
+    /// `[R, C]`
+    pub residual: Option<Buffer>,
+    /// `[R, C]`
+    pub out: Buffer,
+}
+
+impl Operation for AddBiasResidual {
+    const NAME: &'static str = "add_bias_residual";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let (op, n) = (Self::NAME, self.out.len());
+        let columns = self.columns()?;
+        let mut buffers = vec![&self.out, &self.inp];
+        buffers.extend(self.bias.iter().chain(&self.residual));
+        expect_dtype(self.out.dtype(), &buffers)?;
+        let (act, width) = (element(op, &self.out)?, width(columns, &buffers));
+        let grid = elementwise_grid(n, width, 1);
+        let call = Call::new(&SOURCE, op, grad_defines(act, act, width), grid)
+            .read([&self.inp])
+            .read_if(self.bias.as_ref())
+            .read_if(self.residual.as_ref())
+            .write([&self.out])
+            .u32([count(op, "columns", columns)?]);
+        Ok(call.u64([n as u64]).into())
+    }
+}
+
+impl AddBiasResidual {
+    /// Columns of the bias; 0 where there is none.
+    fn columns(&self) -> Result<usize, DeviceError> {
+        let (op, n) = (Self::NAME, self.out.len());
+        expect_len(op, "inp", self.inp.len(), n)?;
+        if let Some(residual) = &self.residual {
+            expect_len(op, "residual", residual.len(), n)?;
+        }
+        let columns = self.bias.as_ref().map_or(0, Buffer::len);
+        if self.bias.is_some() && (columns == 0 || !n.is_multiple_of(columns)) {
+            let what = format!("{n} elements are no rows of the {columns} columns of `bias`");
+            return Err(DeviceError::Shape { op, what });
+        }
+        Ok(columns)
+    }
+
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        // Without a bias rows may end anywhere.
+        let columns = self.columns()?.max(1);
+        let in_place = self.inp.same(&self.out);
+        let [inp, bias, residual] = [
+            (!in_place).then_some(&self.inp),
+            self.bias.as_ref(),
+            self.residual.as_ref(),
+        ]
+        .map(|buffer| buffer.map(Buffer::host::<S>).transpose());
+        let (inp, bias, residual) = (inp?, bias?, residual?);
+        let (inp, residual) = (inp.as_deref(), residual.as_deref());
+        // Nothing to add where there is no bias.
+        let bias = bias.as_deref().unwrap_or_default();
+        let mut out = self.out.host_mut::<S>()?;
+        let len = (PART / columns).max(1) * columns;
+        let parts = out.chunks_mut(len).enumerate().collect();
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(part, out): (usize, &mut [S])| {
+            let range = part * len..part * len + out.len();
+            S::write(isa, out, in_place, |out| {
+                if let Some(inp) = inp {
+                    S::widen(isa, &inp[range.clone()], out);
+                }
+                if !bias.is_empty() {
+                    S::read(isa, bias, |bias| {
+                        for row in out.chunks_exact_mut(columns) {
+                            add_into(isa, bias, row);
+                        }
+                    });
+                }
+                if let Some(residual) = residual {
+                    S::read(isa, &residual[range], |residual| add_into(isa, residual, out));
+                }
+            });
+        });
+        Ok(())
+    }
+}
+
+/// Elements of one part of the addition, about.
+const PART: usize = 16_384;
 
 /// `out[c] = Σ_r x[r, c]`, or added to what is there
 #[derive(Clone, Debug)]

@@ -1,6 +1,6 @@
 //! Dropout (Srivastava et al. 2014). Masks are not stored: whether a number is dropped is a pure function of the run's seed,
 //! the place in the model, the sample's number in the run, the row and the column, by the counter-based generator Philox.
-//! Backward, recomputation and any layout of ranks compute the same mask.
+//! Backward, recomputation and any layout of ranks compute the same mask: also of a part of the rows, or of the heads.
 
 use super::cuda::plan::{Arg, Plan, act_units, count, elementwise, kernels};
 use super::kernel::{Real, by_dtype};
@@ -19,6 +19,8 @@ const DOMAIN: u32 = 0x4452_4F50;
 pub struct DropoutMask {
     key: [u32; 2],
     first_sample: u64,
+    /// Row or head of the micro-batch that is the first of the operation's.
+    first: u32,
     rate: f32,
 }
 
@@ -32,8 +34,15 @@ impl DropoutMask {
         Self {
             key: [first, second],
             first_sample,
+            first: 0,
             rate,
         }
+    }
+
+    /// The mask of a part: [`Dropout`] has rows `first..` of `[B·T, C]`, or attention heads `first..` of all heads.
+    #[must_use]
+    pub fn of_part(self, first: u32) -> Self {
+        Self { first, ..self }
     }
 
     /// Words below it drop their number.
@@ -47,10 +56,11 @@ impl DropoutMask {
     }
 
     /// The members of `Mask`, the last parameters of a kernel.
-    pub(super) fn args(&self) -> [Arg; 4] {
+    pub(super) fn args(&self) -> [Arg; 5] {
         [
             Arg::U64(u64::from(self.key[1]) << 32 | u64::from(self.key[0])),
             Arg::U64(self.first_sample),
+            Arg::U32(self.first),
             Arg::U32(self.threshold()),
             Arg::F32(self.scale() as f32),
         ]
@@ -79,6 +89,7 @@ impl DropoutMask {
     /// the words of keys `2g`, `2g + 1`, `2g + 8`, `2g + 9`: what one thread of a tensor core holds.
     pub(super) fn drop_keys<T: Real>(&self, sample: usize, head: usize, query: usize, row: &mut [T]) {
         let (threshold, scale) = (self.threshold(), T::of(self.scale()));
+        let head = self.first as usize + head;
         for (block, keys) in row.chunks_mut(16).enumerate() {
             for quarter in 0..keys.len().div_ceil(2).min(4) {
                 let words = self.words(sample, head, query, 4 * block + quarter);
@@ -93,15 +104,17 @@ impl DropoutMask {
 }
 
 /// `out = residual + mask · inp`; the gradient of `inp` is the same of `out`'s, without a residual.
+///
+/// The rows `R` are all of the micro-batch, `B·T`, or consecutive ones of them, as under sequence parallelism.
 #[derive(Clone, Debug)]
 pub struct Dropout {
-    /// `[B, T, C]`
+    /// `[R, C]`
     pub inp: Buffer,
-    /// `[B, T, C]`; none: zeros
+    /// `[R, C]`; none: zeros
     pub residual: Option<Buffer>,
-    /// `[B, T, C]`
+    /// `[R, C]`
     pub out: Buffer,
-    /// What is dropped.
+    /// What is dropped. It knows the first row.
     pub mask: DropoutMask,
     /// `T`
     pub positions: usize,
@@ -136,10 +149,10 @@ impl Dropout {
     /// Refuses sizes that do not fit each other.
     fn check(&self) -> Result<(), DeviceError> {
         let len = self.out.len();
-        if self.positions * self.channels == 0 || !len.is_multiple_of(self.positions * self.channels) {
+        if self.positions * self.channels == 0 || !len.is_multiple_of(self.channels) {
             let what = format!(
-                "{len} elements are no samples of {} positions and {} channels",
-                self.positions, self.channels
+                "{len} elements are no rows of {} channels, of samples of {} positions",
+                self.channels, self.positions
             );
             return Err(DeviceError::Shape { op: Self::NAME, what });
         }
@@ -178,7 +191,7 @@ impl Dropout {
             .chunks_exact(self.channels)
             .zip(out.chunks_exact_mut(self.channels));
         for (i, (inp, out)) in rows.enumerate() {
-            let row = first + i;
+            let row = self.mask.first as usize + first + i;
             self.mask
                 .of_position(row / self.positions, row % self.positions, out);
             for (out, inp) in out.iter_mut().zip(inp) {

@@ -1,5 +1,9 @@
 //! From tokens to channels: the row of the token, plus the row of the position. For the gradient of the token embedding a
 //! GPU sorts the rows by token and adds them run by run.
+//!
+//! The ranks of a tensor group may hold the table together ([`VocabularyPart`]; Shoeybi et al. 2019, section 3). Each looks
+//! up the tokens that it holds, the first one adds the positions, and the sum of what they make has the bits of the whole
+//! table's result: all summands of an element but one or two are −0, which changes no number, not even +0.
 
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, grad_units, kernels, width,
@@ -17,12 +21,60 @@ const ROWS: usize = 32;
 /// Channels of one part of the backward: a part adds all tokens' gradients, in their order, to its channels.
 const WIDTH: usize = 64;
 
-/// `out[b, t] = wte[tokens[b, t]] + wpe[t]`
+/// The rows of a vocabulary's table, or the logits of a row, that one rank of a tensor group holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VocabularyPart {
+    /// Token of the first one.
+    pub first: usize,
+    /// How many.
+    pub held: usize,
+    /// Tokens `V` of the whole vocabulary.
+    pub whole: usize,
+}
+
+impl VocabularyPart {
+    /// The part of an operation that was told `part`, whose buffer `name` holds so many tokens: none is all of the
+    /// vocabulary. Refuses a part that the buffer does not hold, that is empty or not within the vocabulary.
+    pub(super) fn of(
+        part: Option<Self>,
+        op: &'static str,
+        (name, found): (&str, usize),
+    ) -> Result<Self, DeviceError> {
+        let Some(part) = part else {
+            let (first, held, whole) = (0, found, found);
+            return Ok(Self { first, held, whole });
+        };
+        let Self { first, held, whole } = part;
+        let what = if held == 0 || first.checked_add(held).is_none_or(|end| end > whole) {
+            format!("{held} tokens from {first} on are no part of a vocabulary of {whole}")
+        } else if found != held {
+            format!("`{name}` holds {found} tokens, expected {held}")
+        } else {
+            return Ok(part);
+        };
+        Err(DeviceError::Shape { op, what })
+    }
+
+    /// Where a token of the vocabulary is in the part; none: another rank holds it.
+    pub(super) fn place(&self, token: i32) -> Option<usize> {
+        let token = usize::try_from(token).ok()?;
+        token.checked_sub(self.first).filter(|&place| place < self.held)
+    }
+
+    /// As kernels are told of it: the first token and the number held, then that of all tokens.
+    pub(super) fn counts(&self, op: &'static str) -> Result<[u32; 3], DeviceError> {
+        let whole = count(op, "tokens of the vocabulary", self.whole)?;
+        // Both are at most that.
+        Ok([self.first as u32, self.held as u32, whole])
+    }
+}
+
+/// `out[b, t] = wte[tokens[b, t]] + wpe[t]`, where the row of a token that another rank holds is −0
 #[derive(Clone, Debug)]
 pub struct EncoderForward {
-    /// `[B, T]`, i32
+    /// `[B, T]`, i32: tokens of the whole vocabulary
     pub tokens: Buffer,
-    /// `[V, C]`
+    /// `[V, C]`, or the rows of `part`
     pub wte: Buffer,
     /// `[T, C]` or longer; none: positions make no difference
     pub wpe: Option<Buffer>,
@@ -30,6 +82,8 @@ pub struct EncoderForward {
     pub out: Buffer,
     /// Positions `T`.
     pub positions: usize,
+    /// Which rows `wte` holds; none: all.
+    pub part: Option<VocabularyPart>,
 }
 
 impl Operation for EncoderForward {
@@ -40,7 +94,7 @@ impl Operation for EncoderForward {
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
-        let (channels, vocab) = self.sizes()?;
+        let (channels, part) = self.sizes()?;
         expect_dtype(DType::I32, &[&self.tokens])?;
         let mut buffers = vec![&self.wte, &self.out];
         buffers.extend(&self.wpe);
@@ -56,67 +110,68 @@ impl Operation for EncoderForward {
                 count(Self::NAME, "rows", self.tokens.len())?,
                 count(Self::NAME, "channels", channels)?,
                 count(Self::NAME, "positions", self.positions.max(1))?,
-                count(Self::NAME, "tokens of the vocabulary", vocab)?,
             ]);
-        Ok(call.into())
+        Ok(call.u32(part.counts(Self::NAME)?).into())
     }
 }
 
 impl EncoderForward {
-    /// Channels, and tokens of the vocabulary.
-    fn sizes(&self) -> Result<(usize, usize), DeviceError> {
+    /// Channels, and the part of the vocabulary that `wte` is.
+    fn sizes(&self) -> Result<(usize, VocabularyPart), DeviceError> {
         let rows = self.tokens.len();
         let channels = channels(Self::NAME, "out", &self.out, rows)?;
-        let vocab = self.wte.len() / channels;
-        expect_len(Self::NAME, "wte", self.wte.len(), vocab * channels)?;
+        let held = self.wte.len() / channels;
+        expect_len(Self::NAME, "wte", self.wte.len(), held * channels)?;
         if let Some(wpe) = &self.wpe {
             expect_positions(Self::NAME, wpe.len() / channels, self.positions, rows)?;
         }
-        Ok((channels, vocab))
+        let part = VocabularyPart::of(self.part, Self::NAME, ("wte", held))?;
+        Ok((channels, part))
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
-        let (channels, vocab) = self.sizes()?;
-        expect_tokens(Self::NAME, "tokens", &tokens, 0, vocab)?;
+        let (channels, part) = self.sizes()?;
+        expect_tokens(Self::NAME, "tokens", &tokens, 0, part.whole)?;
         let wte = self.wte.host::<S>()?;
         let wpe = self.wpe.as_ref().map(Buffer::host::<S>).transpose()?;
         let (tokens, wte, wpe) = (&*tokens, &*wte, wpe.as_deref());
         let mut out = self.out.host_mut::<S>()?;
         let parts = out.chunks_mut(ROWS * channels).enumerate().collect();
         let isa = cpu.isa();
-        cpu.for_each_part(parts, |(part, out): (usize, &mut [S])| {
+        cpu.for_each_part(parts, |(index, out): (usize, &mut [S])| {
             for (i, out) in out.chunks_exact_mut(channels).enumerate() {
-                let row = part * ROWS + i;
-                // Negative tokens were refused above.
-                let token = tokens[row].unsigned_abs() as usize;
-                let token = &wte[token * channels..][..channels];
-                let Some(wpe) = wpe else {
-                    out.copy_from_slice(token);
-                    continue;
-                };
-                let position = &wpe[row % self.positions * channels..][..channels];
-                S::write(isa, out, false, |out| {
-                    S::widen(isa, token, out);
-                    S::read(isa, position, |position| add_into(isa, position, out));
-                });
+                let row = index * ROWS + i;
+                let place = part.place(tokens[row]);
+                let token = place.map(|place| &wte[place * channels..][..channels]);
+                let position = wpe.map(|wpe| &wpe[row % self.positions * channels..][..channels]);
+                match (token, position) {
+                    (None, None) => out.fill(S::of(-0.0)),
+                    (Some(alone), None) | (None, Some(alone)) => out.copy_from_slice(alone),
+                    (Some(token), Some(position)) => S::write(isa, out, false, |out| {
+                        S::widen(isa, token, out);
+                        S::read(isa, position, |position| add_into(isa, position, out));
+                    }),
+                }
             }
         });
         Ok(())
     }
 }
 
-/// `dwte[v] = Σ dout[b, t] over tokens[b, t] = v`, or added to what is there
+/// `dwte[v] = Σ dout[b, t] over tokens[b, t] = v`, or added to what is there; tokens that another rank holds add nothing
 #[derive(Clone, Debug)]
 pub struct TokenBackward {
-    /// `[B, T]`, i32
+    /// `[B, T]`, i32: tokens of the whole vocabulary
     pub tokens: Buffer,
     /// `[B, T, C]`
     pub dout: Buffer,
-    /// `[V, C]`, of type G
+    /// `[V, C]`, or the rows of `part`, of type G
     pub dwte: Buffer,
     /// Add to `dwte` instead of overwriting it.
     pub accumulate: bool,
+    /// Which rows `dwte` holds; none: all.
+    pub part: Option<VocabularyPart>,
 }
 
 impl Operation for TokenBackward {
@@ -129,7 +184,7 @@ impl Operation for TokenBackward {
     fn plan(&self) -> Result<Plan, DeviceError> {
         let op = Self::NAME;
         let rows = self.tokens.len();
-        let (channels, vocab) = self.sizes()?;
+        let (channels, part) = self.sizes()?;
         expect_dtype(DType::I32, &[&self.tokens])?;
         let mut plan = Plan::default();
         if !self.accumulate {
@@ -140,10 +195,8 @@ impl Operation for TokenBackward {
             return Ok(plan);
         }
         let mut scratch = Scratch::default();
-        let numbers = [
-            count(op, "rows", rows)?,
-            count(op, "tokens of the vocabulary", vocab)?,
-        ];
+        let [first, held, _] = part.counts(op)?;
+        let numbers = [count(op, "rows", rows)?, first, held];
         let order = sort(&self.tokens, numbers, &mut scratch, &mut plan.calls);
         let partials = scratch.take(rows.div_ceil(PLACES) * 2 * channels * size_of::<f32>());
         let width = width(channels, &[&self.dout, &self.dwte]);
@@ -162,7 +215,7 @@ impl Operation for TokenBackward {
             call.read([&self.tokens]).scratch([order])
         };
         let sizes = |call: Call| {
-            let call = call.u32([numbers[0], channels, numbers[1]]);
+            let call = call.u32([numbers[0], channels, first, held]);
             call.flag(self.accumulate)
         };
         let sum = call("token_sum").read([&self.dout]).write([&self.dwte]);
@@ -174,38 +227,41 @@ impl Operation for TokenBackward {
 }
 
 impl TokenBackward {
-    /// Channels, and tokens of the vocabulary.
-    fn sizes(&self) -> Result<(usize, usize), DeviceError> {
+    /// Channels, and the part of the vocabulary that `dwte` is of.
+    fn sizes(&self) -> Result<(usize, VocabularyPart), DeviceError> {
         let channels = channels(Self::NAME, "dout", &self.dout, self.tokens.len())?;
-        let vocab = self.dwte.len() / channels;
-        expect_len(Self::NAME, "dwte", self.dwte.len(), vocab * channels)?;
-        Ok((channels, vocab))
+        let held = self.dwte.len() / channels;
+        expect_len(Self::NAME, "dwte", self.dwte.len(), held * channels)?;
+        let part = VocabularyPart::of(self.part, Self::NAME, ("dwte", held))?;
+        Ok((channels, part))
     }
 
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
-        let (channels, vocab) = self.sizes()?;
-        expect_tokens(Self::NAME, "tokens", &tokens, 0, vocab)?;
+        let (channels, part) = self.sizes()?;
+        expect_tokens(Self::NAME, "tokens", &tokens, 0, part.whole)?;
         let dout = self.dout.host::<S>()?;
         let mut dwte = self.dwte.host_mut::<G>()?;
-        let (tokens, dout) = (&*tokens, &*dout);
-        // All rows of a token are added before its sum is rounded.
-        let mut order: Vec<usize> = (0..tokens.len()).collect();
-        order.sort_by_key(|row| tokens[*row]);
-        let groups: Vec<&[usize]> = order.chunk_by(|a, b| tokens[*a] == tokens[*b]).collect();
+        let dout = &*dout;
+        // Rows by the place of their token. All rows of a token are added before its sum is rounded.
+        let places = tokens.iter().enumerate();
+        let mut order: Vec<(usize, usize)> = places
+            .filter_map(|(row, &token)| Some((part.place(token)?, row)))
+            .collect();
+        order.sort_unstable();
+        let groups: Vec<&[(usize, usize)]> = order.chunk_by(|a, b| a.0 == b.0).collect();
         let isa = cpu.isa();
-        let parts = MatrixMut::dense(&mut dwte, vocab, channels).tiles(vocab.max(1), WIDTH);
-        cpu.for_each_part(parts, |mut part| {
+        let tiles = MatrixMut::dense(&mut dwte, part.held, channels).tiles(part.held.max(1), WIDTH);
+        cpu.for_each_part(tiles, |mut tile| {
             if !self.accumulate {
-                for row in 0..part.out.row_count() {
-                    part.out.row_mut(row).fill(G::zeroed());
+                for row in 0..tile.out.row_count() {
+                    tile.out.row_mut(row).fill(G::zeroed());
                 }
             }
             for rows in &groups {
-                let token = tokens[rows[0]].unsigned_abs() as usize;
-                G::write(isa, part.out.row_mut(token), true, |sum| {
-                    for row in *rows {
-                        let dout = &dout[row * channels..][part.cols.clone()];
+                G::write(isa, tile.out.row_mut(rows[0].0), true, |sum| {
+                    for (_, row) in *rows {
+                        let dout = &dout[row * channels..][tile.cols.clone()];
                         S::read(isa, dout, |dout| add_into(isa, dout, sum));
                     }
                 });
@@ -337,13 +393,19 @@ const PLACES: usize = 16;
 static SORT: KernelSource = kernels("token_sort.cu", include_str!("cuda/token_sort.cu"));
 static SUM: KernelSource = kernels("token_backward.cu", include_str!("cuda/token_backward.cu"));
 
-/// Adds the kernels that find the order of rows by (token, row); returns where the order is: `[rows]`, u32.
-fn sort(tokens: &Buffer, [rows, vocab]: [u32; 2], scratch: &mut Scratch, calls: &mut Vec<Call>) -> usize {
+/// Adds the kernels that find the order of rows by (token, row), for the tokens from `first` on that are `held`; all others
+/// come last. Returns where the order is: `[rows]`, u32.
+fn sort(
+    tokens: &Buffer,
+    [rows, first, held]: [u32; 3],
+    scratch: &mut Scratch,
+    calls: &mut Vec<Call>,
+) -> usize {
     let slabs = rows.div_ceil(SLAB as u32);
     let orders = [(); 2].map(|()| scratch.take(rows as usize * size_of::<u32>()));
     let counts = scratch.take(slabs as usize * DIGITS * size_of::<u32>());
-    // What is no token sorts as `vocab`.
-    let bits = u32::BITS - vocab.leading_zeros();
+    // The others sort as `held`.
+    let bits = u32::BITS - held.leading_zeros();
     let passes = bits.div_ceil(DIGIT_BITS).max(1) as usize;
     let call = |kernel, grid| Call::new(&SORT, kernel, Vec::new(), grid);
     let each_slab = Grid::linear(slabs, THREADS);
@@ -353,7 +415,7 @@ fn sort(tokens: &Buffer, [rows, vocab]: [u32; 2], scratch: &mut Scratch, calls: 
             0 => call.read([tokens]).read_if(None),
             _ => call.read([tokens]).scratch([orders[(pass - 1) % 2]]),
         };
-        let sizes = [rows, slabs, vocab, pass as u32 * DIGIT_BITS];
+        let sizes = [rows, slabs, first, held, pass as u32 * DIGIT_BITS];
         let count = read(call("digit_count", each_slab)).scratch([counts]);
         let scan = call("digit_scan", Grid::linear(1, SCAN_THREADS)).scratch([counts]);
         let scatter = read(call("digit_scatter", each_slab)).scratch([counts, orders[pass % 2]]);

@@ -129,8 +129,7 @@ impl Operation for LayerNormBackward {
         let channels = self.weight.len();
         let act = element(Self::NAME, &self.inp)?;
         let shape = RowThreads::backward(channels, width(channels, &buffers));
-        let block_rows = rows.div_ceil(BLOCKS).max(shape.at_once() * GROUP_ROWS);
-        let blocks = rows.div_ceil(block_rows);
+        let (block_rows, blocks) = shape.blocks(rows);
         let mut scratch = Scratch::default();
         let partials = Partials {
             offset: scratch.take(blocks * 2 * channels * size_of::<f32>()),
@@ -288,7 +287,7 @@ fn statistics<T: Real>(x: &[T]) -> (T, T) {
 }
 
 /// How many rows `inp` has.
-fn rows(op: &'static str, len: usize, channels: usize) -> Result<usize, DeviceError> {
+pub(super) fn rows(op: &'static str, len: usize, channels: usize) -> Result<usize, DeviceError> {
     if channels == 0 || !len.is_multiple_of(channels) {
         let what = format!("`inp` has {len} elements, which is no number of rows of {channels}");
         return Err(DeviceError::Shape { op, what });
@@ -310,9 +309,9 @@ const GROUP_ROWS: usize = 4;
 
 static SOURCE: KernelSource = kernels("layernorm.cu", include_str!("cuda/layernorm.cu"));
 
-/// How the threads of a block share its rows.
+/// How the threads of a block share the rows that a kernel normalises.
 #[derive(Clone, Copy)]
-struct RowThreads {
+pub(super) struct RowThreads {
     channels: usize,
     width: usize,
     /// Threads of one row: a warp, or the block.
@@ -321,7 +320,7 @@ struct RowThreads {
 
 impl RowThreads {
     /// Only the row itself is in registers.
-    fn forward(channels: usize, width: usize) -> Self {
+    pub(super) fn forward(channels: usize, width: usize) -> Self {
         let packs = channels / width;
         let threads = if packs <= WARP * LANE_PACKS {
             WARP
@@ -332,7 +331,7 @@ impl RowThreads {
     }
 
     /// Three rows and two sums are: one pack of each a thread.
-    fn backward(channels: usize, width: usize) -> Self {
+    pub(super) fn backward(channels: usize, width: usize) -> Self {
         Self::with(channels, width, channels / width)
     }
 
@@ -354,18 +353,24 @@ impl RowThreads {
     }
 
     /// Rows that a block works on at once.
-    fn at_once(&self) -> usize {
+    pub(super) fn at_once(&self) -> usize {
         self.block_threads() / self.threads
     }
 
-    fn grid(&self, op: &'static str, blocks: usize) -> Result<Grid, DeviceError> {
+    /// Rows of a block of the backward, and how many blocks.
+    pub(super) fn blocks(&self, rows: usize) -> (usize, usize) {
+        let block_rows = rows.div_ceil(BLOCKS).max(self.at_once() * GROUP_ROWS);
+        (block_rows, rows.div_ceil(block_rows))
+    }
+
+    pub(super) fn grid(&self, op: &'static str, blocks: usize) -> Result<Grid, DeviceError> {
         Ok(Grid::linear(
             count(op, "blocks", blocks)?,
             self.block_threads() as u32,
         ))
     }
 
-    fn defines(&self, act: &'static str) -> Vec<Define> {
+    pub(super) fn defines(&self, act: &'static str) -> Vec<Define> {
         vec![
             Define::word("ACT", act),
             vec_define(self.width),
@@ -373,15 +378,20 @@ impl RowThreads {
             Define::number("ROW_THREADS", self.threads as i64),
         ]
     }
+
+    /// What to compile of each way to share rows: a warp a row, a block a row, and nothing aligned.
+    pub(super) fn samples() -> impl Iterator<Item = Vec<Define>> {
+        let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
+        let shapes = shapes.map(|(channels, width)| {
+            let both = [Self::forward, Self::backward];
+            both.map(|shape| shape(channels, width))
+        });
+        let acts = ["f32", "bf16"].into_iter();
+        acts.flat_map(move |act| shapes.map(|both| both.map(|shape| shape.defines(act))))
+            .flatten()
+    }
 }
 
-/// For each way to share rows: a warp a row, a block a row, and nothing aligned.
 pub(super) fn units() -> Vec<CompileUnit> {
-    let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
-    let shapes = shapes.map(|(channels, width)| {
-        let both = [RowThreads::forward, RowThreads::backward];
-        both.map(|shape| shape(channels, width))
-    });
-    let all = ["f32", "bf16"].map(|act| shapes.as_flattened().iter().map(move |shape| shape.defines(act)));
-    units_with(&SOURCE, all.into_iter().flatten())
+    units_with(&SOURCE, RowThreads::samples())
 }

@@ -8,10 +8,12 @@
 //!
 //! | file | operations |
 //! |---|---|
-//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
-//! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
-//! | `layernorm`, `attention` | forward and backward |
-//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`LossSum`] |
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
+//! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
+//! | `layernorm`, `rmsnorm` | forward and backward |
+//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
+//! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
+//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
@@ -24,7 +26,8 @@
 //! have G, which is A or f32. Statistics (`losses`, `lse`, `dlosses`, norm, scale) are f32, or f64 where A is f64;
 //! partial sums of the norm are f64. bf16 is storage: arithmetic is in f32, and a result is rounded once.
 //!
-//! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `V` vocabulary, `R = B·T` rows.
+//! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `KV` heads of keys and values, `D` channels of a head,
+//! `F` channels of a feed-forward layer, `V` vocabulary, `R = B·T` rows.
 
 mod attention;
 mod batch_norm;
@@ -39,17 +42,22 @@ mod layernorm;
 mod linear;
 mod matrix;
 mod norm;
+mod rmsnorm;
 mod stored;
+mod swiglu;
 mod update;
 
-pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use attention::{
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Llama3Scaling, RotaryBackward,
+    RotaryEmbedding, RotaryForward,
+};
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
-pub use column_sum::ColumnSum;
-pub use cross_entropy::{CrossEntropy, LossSum};
+pub use column_sum::{AddBiasResidual, ColumnSum};
+pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
-pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
+pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
 pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
@@ -58,6 +66,8 @@ pub use linear::{
     WeightLayout,
 };
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
+pub use rmsnorm::{RmsNormBackward, RmsNormForward};
+pub use swiglu::{SwigluBackward, SwigluForward};
 pub(crate) use update::HostUpdate;
 pub use update::{
     MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateKernel, UpdateNumbers,
@@ -130,7 +140,9 @@ macro_rules! operations {
 }
 
 operations!(
+    AddBiasResidual,
     AttentionBackward,
+    AttentionDecode,
     AttentionForward,
     BatchNormBackward,
     BatchNormBackwardSums,
@@ -140,6 +152,8 @@ operations!(
     ClipScale,
     ColumnSum,
     CrossEntropy,
+    CrossEntropyCombine,
+    CrossEntropyPartial,
     Dropout,
     EncoderForward,
     Fill,
@@ -154,8 +168,14 @@ operations!(
     LinearGeluForward,
     LossSum,
     PositionBackward,
+    RmsNormBackward,
+    RmsNormForward,
+    RotaryBackward,
+    RotaryForward,
     Scale,
     SquaredNorm,
+    SwigluBackward,
+    SwigluForward,
     TokenBackward,
     Update,
 );

@@ -4,8 +4,9 @@
 //! counted there too, for AdamW's bias corrections: a skipped step is none, as in PyTorch under a `GradScaler`. Steps
 //! that the device runs before the host knows of a skipped one are skipped as well, until [`Clip::release`].
 //!
-//! A rank squares what it owns, chunk by chunk. Where that is not everything, the ranks tell each other their sums,
-//! and all add them in the order of the layout's chunks: the norm has the same bits whoever owns what.
+//! A rank squares what it owns, chunk by chunk. Where that is not everything, the ranks that hold one copy of the model
+//! together tell each other their sums, and all add them in the order of the whole model's chunks ([`NormOrder`]): the
+//! norm has the same bits whoever owns what.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
-use crate::parallel::{Portion, ReduceError, ReplicaSet, Sharding};
+use crate::parallel::{NormOrder, Portion, ReduceError, ReplicaSet, ShardUnit, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -21,14 +22,16 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
-    /// What this rank owns counts: no other rank of the norm counts a copy of it.
-    is_counted: bool,
-    /// Sums of squares, one a chunk: by chunk of the layout, or one slice a rank, in the order of its shard.
+    /// Units of which this rank counts something.
+    counted: Vec<usize>,
+    /// The ranks that have the rest.
+    owners: Option<Communicator>,
+    /// Sums of squares, one a chunk: one slice a rank, in the order of its shard.
     sums: Buffer,
     /// Those of this rank.
     own_sums: Buffer,
-    /// Where other ranks have the rest.
-    gathered: Option<Gathered>,
+    /// Where the sums are, in the order in which they are added.
+    order: Buffer,
     norm: Arena,
     /// The factor, and both bias corrections.
     scale: Arena,
@@ -36,56 +39,53 @@ pub struct Clip {
     updates: Arena,
 }
 
-/// How the sums of all ranks come together.
-struct Gathered {
-    comm: Communicator,
-    /// By chunk of the layout: where its sum is, -1 for padding between buckets.
-    order: Buffer,
-}
-
 impl Clip {
     /// For gradients that lie as `sharding` says; without `train.grad_clip` the norm is only measured. No update was
-    /// made yet. Every rank of `set` must call it.
+    /// made yet. `order` is that of [`ReplicaSet::owners`]. Every rank of `set` must call it.
+    ///
+    /// # Panics
+    /// If `order` is one of another number of ranks.
     pub fn new(
         set: &ReplicaSet,
         (device, stream): (&Arc<dyn Device>, Stream),
-        sharding: &Arc<Sharding>,
+        (sharding, order): (&Arc<Sharding>, &NormOrder),
         train: &Train,
     ) -> Result<Self, ReduceError> {
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
-        let (sums, gathered) = if sharding.world() > 1 {
-            let order = private("order of the chunks", DType::I32, sharding.layout_chunks())?.whole();
-            device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
-            let len = sharding.whole_len() / CHUNK;
-            let sums = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
-            let comm = set.owners.clone();
-            (comm.alloc_shared(device, &sums)?, Some(Gathered { comm, order }))
-        } else {
-            (
-                private("partial norms", DType::F64, sharding.layout_chunks())?,
-                None,
-            )
-        };
-        let sums = sums.whole();
-        let own_sums = match &gathered {
-            None => sums.clone(),
-            Some(Gathered { comm, .. }) => {
-                let each = sums.len() / comm.size();
-                sums.slice(comm.rank() * each..(comm.rank() + 1) * each)
+        let owners = set.owners.as_ref();
+        assert_eq!(
+            owners.map_or(1, Communicator::size),
+            order.ranks(),
+            "ranks of the norm"
+        );
+        let (len, each) = (order.ranks() * order.each(), order.each());
+        let (sums, first) = match owners {
+            Some(comm) => {
+                let spec = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
+                (comm.alloc_shared(device, &spec)?.whole(), comm.rank() * each)
             }
+            None => (private("partial norms", DType::F64, len)?.whole(), 0),
         };
+        let places = private("order of the chunks", DType::I32, order.places().len())?.whole();
+        device.upload(stream, &places, bytemuck::cast_slice(order.places()));
+        let units = sharding.units().iter().enumerate();
+        let is_counted = |unit: &ShardUnit| unit.params.iter().any(|id| set.is_counted(*id));
         let clip = Self {
+            own_sums: sums.slice(first..first + sharding.shard_len() / CHUNK),
             sums,
-            own_sums,
-            gathered,
+            order: places,
+            owners: set.owners.clone(),
             norm: private("gradient norm", DType::F32, 1)?,
             scale: private("clipping factor", DType::F32, UPDATE_NUMBERS)?,
             updates: private("number of updates", DType::I32, 1)?,
             device: device.clone(),
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
+            counted: units
+                .filter(|(_, unit)| is_counted(unit))
+                .map(|(index, _)| index)
+                .collect(),
             sharding: sharding.clone(),
-            is_counted: set.is_counted,
         };
         clip.resume(stream, 0);
         Ok(clip)
@@ -109,12 +109,7 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
-        let counted = if self.is_counted {
-            self.sharding.units().len()
-        } else {
-            0
-        };
-        for unit in 0..counted {
+        for &unit in &self.counted {
             let place = self.sharding.own_place(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
@@ -124,9 +119,9 @@ impl Clip {
             };
             self.device.enqueue(stream, squares.into());
         }
-        let Gathered { comm, .. } = self.gathered.as_ref()?;
+        let owners = self.owners.as_ref()?;
         let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
-        Some(comm.all_gather(&self.sums, launch))
+        Some(owners.all_gather(&self.sums, launch))
     }
 
     /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
@@ -134,7 +129,7 @@ impl Clip {
     pub fn finish(&self, stream: Stream, witnesses: Option<Buffer>) {
         let scale = ClipScale {
             partials: self.sums.clone(),
-            order: self.gathered.as_ref().map(|gathered| gathered.order.clone()),
+            order: Some(self.order.clone()),
             witnesses,
             max_norm: self.max_norm,
             norm: self.norm.whole(),
@@ -159,18 +154,6 @@ impl Clip {
     pub fn norm(&self) -> Buffer {
         self.norm.whole()
     }
-}
-
-/// By chunk of the layout: the place of its sum among those of all ranks.
-fn places(sharding: &Sharding) -> Vec<i32> {
-    let mut places = vec![-1; sharding.layout_chunks()];
-    let chunks = (0..sharding.world()).flat_map(|rank| sharding.chunks_of(rank));
-    for (place, chunk) in chunks.enumerate() {
-        if let Some(chunk) = chunk {
-            places[chunk] = place as i32;
-        }
-    }
-    places
 }
 
 #[cfg(test)]
@@ -198,6 +181,8 @@ mod tests {
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
+        let chunks = NormOrder::chunks((&layout, &sharding), 0, &layout, |_| true);
+        let order = NormOrder::new(&[chunks]);
         let spec = ArenaSpec::private("grads", DType::F32, layout.len());
         let grads = device.alloc(&spec).unwrap();
         {
@@ -212,7 +197,7 @@ mod tests {
                 grad_clip: max_norm,
                 ..Train::default()
             };
-            let clip = Clip::new(&set, (&device, stream), &sharding, &train).unwrap();
+            let clip = Clip::new(&set, (&device, stream), (&sharding, &order), &train).unwrap();
             assert!(clip.measure(stream, &grads).is_none());
             clip.finish(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);

@@ -51,10 +51,11 @@ impl Signature {
         }
     }
 
-    /// Adds name, shape, dtype and order of a model's parameters, and the layout of their gradients.
+    /// Adds name, shape, dtype and order of a model's parameters, and the layout of their gradients: those of the whole
+    /// model, whichever part a rank holds.
     pub fn model(&mut self, model: &Model, layout: &GradientLayout) {
-        self.field("number of parameters", model.params.len());
-        for (i, param) in model.params.iter().enumerate() {
+        self.field("number of parameters", model.all_params.len());
+        for (i, param) in model.all_params.iter().enumerate() {
             let value = format!("`{}` {:?} {}", param.key, param.global_shape, param.dtype);
             self.field(format!("parameter {i}"), value);
         }

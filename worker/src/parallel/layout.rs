@@ -1,21 +1,28 @@
 //! Where each gradient lies in the arena, and which bucket it is reduced with.
 //!
 //! Gradients lie in the order in which backward finishes them, so a bucket is a contiguous range, reduced in place.
-//! The layout is a pure function of sizes, order, bucket sizes and world size: right from step 0, never rebuilt from
-//! what one rank saw. All synchronisation modes share it, so they add the same numbers in the same order.
+//! Within a group those of the same roles lie together, and what two stages of a pipeline share comes last, as its sum
+//! waits for both. The layout is a pure function of sizes, roles, order, bucket sizes and world size: right from step 0,
+//! never rebuilt from what one rank saw. All synchronisation modes share it, so they add the same numbers in the same
+//! order.
 //!
-//! A bucket is padded to a multiple of world size × [`CHUNK`] elements, and within a bucket every group begins a new
-//! chunk. Equal slices of a bucket or of a group, one a rank, are therefore whole chunks of the global norm, and the
-//! norm does not depend on who holds what. Padding is zero and stays zero: nobody writes it, and sums, moments and
-//! updates of zeros are zeros.
+//! The order is cut into *pieces*: neighbours of one group and of the same roles, no more than a bucket may hold. Where a
+//! piece begins and ends depends on its group and on the bucket size, never on what comes before. A piece begins a new
+//! [`CHUNK`], a bucket consists of whole pieces, and is padded to a multiple of world size × [`CHUNK`] elements. So equal
+//! slices of a bucket, of a group or of the part of a bucket that is of one group are whole chunks of the global norm;
+//! and a stage of a pipeline has the same chunks as the whole model ([`GradientLayout::chunks_in`]). The norm does not
+//! depend on who holds what. Padding is zero and stays zero: nobody writes it, and sums, moments and updates of zeros
+//! are zeros.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 
 use super::Dtypes;
 use crate::config::Parallel;
 use crate::device::DType;
-use crate::model::{Model, ParamId};
+use crate::mesh::Axis;
+use crate::model::{AxisRole, Model, ParamId};
 use crate::ops::CHUNK;
 
 const MIB: f64 = 1_048_576.0;
@@ -32,33 +39,53 @@ pub struct GradSpec {
     pub shape: Vec<usize>,
     /// How many times it is reported in one micro-batch: once for each place where the parameter is used.
     pub contributions: usize,
+    /// The blocks that report it, in forward order. Empty: not known, and no use is told from another.
+    pub blocks: Vec<usize>,
     /// Group that the parameter is gathered with, where it is not held by every rank.
     pub group: usize,
+    /// What the ranks along each of [`Axis::ALL`] hold of the parameter.
+    pub roles: [AxisRole; Axis::ALL.len()],
 }
 
 impl GradSpec {
-    /// A parameter that is used in one place, of group 0.
+    /// A parameter that is used in one place, of group 0, all of it on every rank.
     pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
         Self {
             name: name.into(),
             shape: shape.to_vec(),
             contributions: 1,
+            blocks: Vec::new(),
             group: 0,
+            roles: AxisRole::replicated(),
         }
     }
 
     /// The gradients of a model, by parameter.
     #[must_use]
     pub fn of_model(model: &Model) -> Vec<Self> {
-        let with_uses = model.params.iter().zip(model.uses());
-        with_uses
-            .map(|(param, contributions)| Self {
+        let mut blocks = vec![Vec::new(); model.params.len()];
+        for (index, block) in model.blocks.iter().enumerate() {
+            for id in block.params() {
+                blocks[id.0].push(index);
+            }
+        }
+        let with_blocks = model.params.iter().zip(blocks);
+        with_blocks
+            .map(|(param, blocks)| Self {
                 name: param.key.clone(),
                 shape: param.local_shape(),
-                contributions,
+                contributions: blocks.len(),
+                blocks,
                 group: param.group.0,
+                roles: param.roles,
             })
             .collect()
+    }
+
+    /// Two stages of a pipeline hold the parameter, and each has a part of its gradient: a tied embedding.
+    #[must_use]
+    pub fn is_shared_by_stages(&self) -> bool {
+        self.roles[Axis::Pipeline as usize] == AxisRole::PartialGradients
     }
 
     /// Its elements.
@@ -137,12 +164,14 @@ pub struct GradientLayout {
     dtype: DType,
     accumulated: DType,
     order: Vec<ParamId>,
+    /// The order, cut.
+    pieces: Vec<Vec<ParamId>>,
     ranges: Vec<Range<usize>>,
     buckets: Vec<Bucket>,
 }
 
 impl GradientLayout {
-    /// Lays out the gradients `specs` (by parameter) in `order`.
+    /// Lays out the gradients `specs` (by parameter); `order` is that in which backward finishes them.
     pub fn new(specs: Vec<GradSpec>, order: &[ParamId], config: &LayoutConfig) -> Result<Self, LayoutError> {
         if specs.is_empty() || config.world_size == 0 {
             let empty = "a gradient layout needs at least one rank and one parameter";
@@ -150,30 +179,32 @@ impl GradientLayout {
         }
         check_order(&specs, order)?;
         let alignment = ALIGNMENT_BYTES / config.dtype.bytes();
+        let order = memory_order(&specs, order);
+        let pieces = pieces(&specs, &order, config);
         let mut ranges = vec![0..0; specs.len()];
         let mut buckets: Vec<Bucket> = Vec::new();
-        for params in group(&specs, order, config) {
+        for pieces in packed(&specs, &pieces, config) {
             let start = buckets.last().map_or(0, |b| b.range.end);
             let mut end = start;
-            let mut group = specs[params[0].0].group;
-            for id in &params {
-                if std::mem::replace(&mut group, specs[id.0].group) != group {
-                    end = end.next_multiple_of(CHUNK);
+            for piece in pieces {
+                end = end.next_multiple_of(CHUNK);
+                for id in piece {
+                    ranges[id.0] = end..end + specs[id.0].len();
+                    end = (end + specs[id.0].len()).next_multiple_of(alignment);
                 }
-                ranges[id.0] = end..end + specs[id.0].len();
-                end = (end + specs[id.0].len()).next_multiple_of(alignment);
             }
             let len = (end - start).next_multiple_of(config.world_size * CHUNK);
             buckets.push(Bucket {
                 range: start..start + len,
-                params,
+                params: pieces.concat(),
             });
         }
         Ok(Self {
             specs,
             dtype: config.dtype,
             accumulated: config.accumulated,
-            order: order.to_vec(),
+            order,
+            pieces,
             ranges,
             buckets,
         })
@@ -218,6 +249,35 @@ impl GradientLayout {
     #[must_use]
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
+    }
+
+    /// By chunk: which one of `whole` it is. `whole` lays out all of the model of which this is a part, with the same
+    /// buckets. None for padding, and for parameters that `counts` denies; it must say the same of those of the same
+    /// roles.
+    ///
+    /// # Panics
+    /// If `whole` lacks a piece.
+    #[must_use]
+    pub fn chunks_in(&self, whole: &Self, counts: impl Fn(ParamId) -> bool) -> Vec<Option<usize>> {
+        let first_name = |layout: &Self, piece: &[ParamId]| layout.specs[piece[0].0].name.clone();
+        let of_whole = whole.pieces.iter().map(|piece| (first_name(whole, piece), piece));
+        let of_whole: HashMap<String, &Vec<ParamId>> = of_whole.collect();
+        let mut chunks = vec![None; self.len() / CHUNK];
+        for piece in self.pieces.iter().filter(|piece| counts(piece[0])) {
+            let name = first_name(self, piece);
+            let same = of_whole.get(&name).expect("the whole model has every piece");
+            let (here, there) = (self.chunks_of_piece(piece), whole.chunks_of_piece(same));
+            assert_eq!(here.len(), there.len(), "chunks of the piece from `{name}`");
+            for (here, there) in here.zip(there) {
+                chunks[here] = Some(there);
+            }
+        }
+        chunks
+    }
+
+    fn chunks_of_piece(&self, piece: &[ParamId]) -> Range<usize> {
+        let (first, last) = (piece[0], piece[piece.len() - 1]);
+        self.ranges[first.0].start / CHUNK..self.ranges[last.0].end.div_ceil(CHUNK)
     }
 
     /// Index of the bucket of a parameter.
@@ -312,28 +372,78 @@ fn check_order(specs: &[GradSpec], order: &[ParamId]) -> Result<(), LayoutError>
     Ok(())
 }
 
-/// Cuts the order into buckets: each as full as its size allows, a larger parameter alone.
-fn group(specs: &[GradSpec], order: &[ParamId], config: &LayoutConfig) -> Vec<Vec<ParamId>> {
-    let mut groups: Vec<Vec<ParamId>> = Vec::new();
+/// The order of memory, from that of backward: within a group those of the same roles together, and last what stages of a
+/// pipeline share.
+fn memory_order(specs: &[GradSpec], order: &[ParamId]) -> Vec<ParamId> {
+    let (shared, own): (Vec<ParamId>, Vec<ParamId>) =
+        order.iter().partition(|id| specs[id.0].is_shared_by_stages());
+    let group = |id: &ParamId| specs[id.0].group;
+    let is_one_group = |a: &ParamId, b: &ParamId| group(a) == group(b);
+    let groups = own.chunk_by(is_one_group).chain(shared.chunk_by(is_one_group));
+    groups.flat_map(|group| by_roles(specs, group)).collect()
+}
+
+/// Those of the same roles together, first those of which backward finishes the last one first.
+fn by_roles(specs: &[GradSpec], group: &[ParamId]) -> Vec<ParamId> {
+    let is_alike = |a: &ParamId, b: &ParamId| specs[a.0].roles == specs[b.0].roles;
+    let mut ids = group.to_vec();
+    ids.sort_by_key(|id| group.iter().rposition(|last| is_alike(last, id)));
+    ids
+}
+
+/// Cuts the order into pieces: neighbours of one group and of the same roles, as many as fit into a bucket; a larger
+/// parameter alone.
+fn pieces(specs: &[GradSpec], order: &[ParamId], config: &LayoutConfig) -> Vec<Vec<ParamId>> {
+    let mut pieces: Vec<Vec<ParamId>> = Vec::new();
     let mut open_bytes = 0;
     for id in order {
-        let bytes = specs[id.0].len() * config.dtype.bytes();
-        let capacity = |group: usize| match group {
-            0 => config.first_bucket_bytes,
-            _ => config.bucket_bytes,
+        let spec = &specs[id.0];
+        let bytes = spec.len() * config.dtype.bytes();
+        let is_of = |piece: &[ParamId]| {
+            let first = &specs[piece[0].0];
+            (first.group, first.roles) == (spec.group, spec.roles)
         };
-        match groups.len().checked_sub(1) {
-            Some(open) if open_bytes + bytes <= capacity(open) => {
-                groups[open].push(*id);
+        match pieces.last_mut() {
+            Some(open) if is_of(open) && open_bytes + bytes <= config.bucket_bytes => {
+                open.push(*id);
                 open_bytes += bytes;
             }
             _ => {
-                groups.push(vec![*id]);
+                pieces.push(vec![*id]);
                 open_bytes = bytes;
             }
         }
     }
-    groups
+    pieces
+}
+
+/// Buckets of neighbouring pieces: each as full as its size allows, a larger piece alone.
+fn packed<'a>(
+    specs: &[GradSpec],
+    pieces: &'a [Vec<ParamId>],
+    config: &LayoutConfig,
+) -> Vec<&'a [Vec<ParamId>]> {
+    let bytes_of = |piece: &Vec<ParamId>| {
+        let elements: usize = piece.iter().map(|id| specs[id.0].len()).sum();
+        elements * config.dtype.bytes()
+    };
+    let mut buckets = Vec::new();
+    let mut start = 0;
+    while start < pieces.len() {
+        let capacity = match buckets.len() {
+            0 => config.first_bucket_bytes,
+            _ => config.bucket_bytes,
+        };
+        let mut bytes = bytes_of(&pieces[start]);
+        let further = pieces[start + 1..].iter().take_while(|piece| {
+            bytes += bytes_of(piece);
+            bytes <= capacity
+        });
+        let end = start + 1 + further.count();
+        buckets.push(&pieces[start..end]);
+        start = end;
+    }
+    buckets
 }
 
 #[cfg(test)]
@@ -346,6 +456,24 @@ mod tests {
         let named = sizes.iter().enumerate();
         named
             .map(|(i, &len)| GradSpec::new(format!("p{i}"), &[len]))
+            .collect()
+    }
+
+    /// Sizes and groups.
+    fn grouped(sizes: &[(usize, usize)]) -> Vec<GradSpec> {
+        let named = sizes.iter().enumerate();
+        let spec = |(i, &(len, group)): (usize, &(usize, usize))| GradSpec {
+            group,
+            ..GradSpec::new(format!("p{i}"), &[len])
+        };
+        named.map(spec).collect()
+    }
+
+    /// By bucket.
+    fn params(layout: &GradientLayout) -> Vec<Vec<usize>> {
+        let buckets = layout.buckets().iter();
+        buckets
+            .map(|bucket| bucket.params.iter().map(|id| id.0).collect())
             .collect()
     }
 
@@ -385,29 +513,94 @@ mod tests {
         }
 
         #[test]
-        fn buckets_are_contiguous_padded_and_as_full_as_they_may_be(
-            sizes in prop::collection::vec(1_usize..60_000, 1..30),
+        fn buckets_are_contiguous_padded_and_as_full_of_pieces_as_they_may_be(
+            sizes in prop::collection::vec((1_usize..60_000, 0_usize..2), 1..30),
             first in 0_usize..100_000,
             rest in 0_usize..400_000,
             world_size in 1_usize..9,
         ) {
             let order = reversed(sizes.len());
-            let layout = GradientLayout::new(specs(&sizes), &order, &config(first, rest, world_size)).unwrap();
+            let config = config(first, rest, world_size);
+            let layout = GradientLayout::new(grouped(&sizes), &order, &config).unwrap();
+            let bytes = |params: &[ParamId]| params.iter().map(|id| 4 * sizes[id.0].0).sum::<usize>();
+            let mut pieces = layout.pieces.iter().peekable();
             let mut end = 0;
             for (i, bucket) in layout.buckets().iter().enumerate() {
                 prop_assert_eq!(bucket.range.start, end);
                 prop_assert_eq!(bucket.range.len() % (world_size * CHUNK), 0);
                 end = bucket.range.end;
-                let bytes: usize = bucket.params.iter().map(|id| 4 * sizes[id.0]).sum();
+                let mut params = Vec::new();
+                let mut count = 0;
+                while params.len() < bucket.params.len() {
+                    params.extend_from_slice(pieces.next().unwrap());
+                    count += 1;
+                }
+                prop_assert_eq!(&params, &bucket.params, "a bucket has whole pieces");
                 let capacity = if i == 0 { first } else { rest };
-                prop_assert!(bytes <= capacity || bucket.params.len() == 1);
-                if let Some(next) = layout.buckets().get(i + 1) {
-                    prop_assert!(bytes + 4 * sizes[next.params[0].0] > capacity, "bucket {} ended early", i);
+                prop_assert!(bytes(&params) <= capacity || count == 1);
+                if let Some(next) = pieces.peek() {
+                    prop_assert!(bytes(&params) + bytes(next) > capacity, "bucket {} ended early", i);
                 }
             }
-            let all: Vec<ParamId> = layout.buckets().iter().flat_map(|b| b.params.clone()).collect();
-            prop_assert_eq!(all, order);
+            prop_assert_eq!(pieces.next(), None);
+            prop_assert_eq!(layout.pieces.concat(), order);
             prop_assert_eq!(end, layout.len());
+        }
+
+        #[test]
+        fn pieces_are_of_one_group_and_begin_chunks(
+            sizes in prop::collection::vec((1_usize..60_000, 0_usize..3), 1..30),
+            rest in 0_usize..400_000,
+        ) {
+            let config = config(rest / 4, rest, 3);
+            let layout = GradientLayout::new(grouped(&sizes), &reversed(sizes.len()), &config).unwrap();
+            let mut end = 0;
+            for piece in &layout.pieces {
+                let range = layout.range(piece[0]);
+                prop_assert!(range.start.is_multiple_of(CHUNK) && range.start >= end);
+                prop_assert!(piece.iter().all(|id| sizes[id.0].1 == sizes[piece[0].0].1));
+                let bytes: usize = piece.iter().map(|id| 4 * sizes[id.0].0).sum();
+                prop_assert!(bytes <= rest || piece.len() == 1);
+                end = layout.range(piece[piece.len() - 1]).end;
+            }
+        }
+
+        /// Each stage packs its buckets afresh, with its own first bucket, and still has chunks of the whole model.
+        #[test]
+        fn stages_have_the_chunks_of_the_whole_model(
+            groups in prop::collection::vec(prop::collection::vec(1_usize..60_000, 1..6), 1..9),
+            rest in 0_usize..400_000,
+            stages in 1_usize..4,
+        ) {
+            let config = config(rest / 7, rest, 2);
+            let of_groups = |range: Range<usize>| {
+                let sizes = range.clone().flat_map(|group| {
+                    let sizes = groups[group].iter().enumerate();
+                    sizes.map(move |(i, &len)| GradSpec {
+                        group,
+                        ..GradSpec::new(format!("{group}.{i}"), &[len])
+                    })
+                });
+                let specs: Vec<GradSpec> = sizes.collect();
+                (!specs.is_empty()).then(|| {
+                    let order = reversed(specs.len());
+                    GradientLayout::new(specs, &order, &config).unwrap()
+                })
+            };
+            let whole = of_groups(0..groups.len()).unwrap();
+            let mut seen = vec![0; whole.len() / CHUNK];
+            for stage in 0..stages {
+                let first = |stage: usize| stage * groups.len() / stages;
+                let Some(layout) = of_groups(first(stage)..first(stage + 1)) else { continue };
+                for chunk in layout.chunks_in(&whole, |_| true).into_iter().flatten() {
+                    seen[chunk] += 1;
+                }
+            }
+            let own = whole.chunks_in(&whole, |_| true);
+            for (chunk, (seen, own)) in seen.into_iter().zip(own).enumerate() {
+                prop_assert_eq!(own, (seen == 1).then_some(chunk));
+                prop_assert!(seen <= 1);
+            }
         }
     }
 
@@ -415,12 +608,22 @@ mod tests {
     fn a_parameter_larger_than_a_bucket_has_one_of_its_own() {
         let sizes = [1000, 200_000, 1000, 1000];
         let layout = GradientLayout::new(specs(&sizes), &reversed(4), &config(4000, 100_000, 2)).unwrap();
-        let params: Vec<Vec<usize>> = layout
-            .buckets()
-            .iter()
-            .map(|b| b.params.iter().map(|p| p.0).collect())
-            .collect();
-        assert_eq!(params, [vec![3], vec![2], vec![1], vec![0]]);
+        // The first two are one piece, which is larger than the first bucket should be.
+        assert_eq!(params(&layout), [vec![3, 2], vec![1], vec![0]]);
+    }
+
+    #[test]
+    fn those_of_the_same_roles_lie_together_and_what_stages_share_comes_last() {
+        let mut specs = grouped(&[(10, 0), (10, 1), (10, 1), (10, 1), (10, 2)]);
+        let tensor = Axis::Tensor as usize;
+        for cut in [1, 3] {
+            specs[cut].roles[tensor] = AxisRole::Cut;
+        }
+        specs[4].roles[Axis::Pipeline as usize] = AxisRole::PartialGradients;
+        let layout = GradientLayout::new(specs, &reversed(5), &config(1 << 20, 1 << 20, 1)).unwrap();
+        assert_eq!(params(&layout), [[2, 3, 1, 0, 4]]);
+        let starts = [2, 3, 1, 0, 4].map(|id| layout.range(ParamId(id)).start);
+        assert_eq!(starts, [0, CHUNK, CHUNK + 16, 2 * CHUNK, 3 * CHUNK]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Data parallelism: where gradients lie, how they are summed, and the checks that ranks agree.
+//! Several ranks: where gradients lie, how they and partial activations are summed, and the checks that ranks agree.
 //!
 //! | type | what it is |
 //! |---|---|
@@ -6,15 +6,18 @@
 //! | [`Reducer`] | sums gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
-//! | [`ReplicaSet`] | who sums, owns, counts and writes a parameter |
+//! | [`ReplicaSet`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
+//! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
-//! | [`TensorRanks`] | what the ranks of a tensor group exchange within a layer |
-//! | [`Action`], [`sequential`] | what a rank does in a step, as data |
+//! | [`TensorGroup`] | what the ranks of a tensor group exchange within a layer |
+//! | [`pipeline`] | what a rank does in a step, as data |
+//! | [`EdgeQueues`] | what the ranks of a pipeline hand to each other |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
+//! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
@@ -22,13 +25,14 @@ mod agreement;
 mod batch_norm;
 mod comm_times;
 mod dtypes;
+mod edge_queues;
 mod join;
 mod layout;
+mod norm_order;
 mod parameters;
 pub mod pipeline;
 mod reduction;
 mod replica_set;
-mod schedule;
 mod sharding;
 mod tensor;
 
@@ -36,11 +40,12 @@ pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
+pub use edge_queues::{Arrival, EdgeQueues};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
+pub use norm_order::NormOrder;
 pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
-pub use replica_set::ReplicaSet;
-pub use schedule::{Action, sequential};
+pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
-pub use tensor::TensorRanks;
+pub use tensor::TensorGroup;

@@ -61,7 +61,8 @@ pub struct Parameters {
     /// By unit.
     gathered: Mutex<Vec<Option<Gathered>>>,
     tracker: CommTracker,
-    compared: Option<Compared>,
+    /// With each group of ranks that hold the same.
+    compared: Vec<Compared>,
 }
 
 /// A unit that is there, or on its way.
@@ -106,7 +107,7 @@ impl Parameters {
         let there = |slot: usize| matches!(own, Portion::Whole(_)).then_some(Gathered { slot, work: None });
         Ok(Self {
             gathered: Mutex::new((0..choice.len()).map(there).collect()),
-            compared: Compared::of(set, device, (model, sharding), &own)?,
+            compared: Compared::all(set, device, (model, sharding), &own)?,
             tracker: CommTracker::new(device, comm.timeline()),
             set: set.clone(),
             comm: comm.clone(),
@@ -280,9 +281,17 @@ impl Parameters {
 
     /// The first difference between ranks that must hold the same, after so many steps: the same one on all of them.
     pub fn difference(&self, step: u64) -> Result<Option<Difference>, WorkError> {
-        let Some(Compared { comm, parts, hashes }) = &self.compared else {
-            return Ok(None);
-        };
+        let mut first = None;
+        // All of them: other ranks take part in those behind the first that finds something.
+        for compared in &self.compared {
+            let found = self.difference_in(compared, step)?;
+            first = first.or(found);
+        }
+        Ok(first)
+    }
+
+    fn difference_in(&self, compared: &Compared, step: u64) -> Result<Option<Difference>, WorkError> {
+        let Compared { comm, parts, hashes } = compared;
         let own_bytes = parts.len() * HASH_BYTES;
         let mut own = Vec::with_capacity(own_bytes);
         for (_, place) in parts {
@@ -301,24 +310,7 @@ impl Parameters {
         work.wait(comm.deadline())?;
         let all = self.device.download(self.stream, &hashes.whole());
         let all = all.map_err(WorkError::Pending)?;
-        let ranks: Vec<&[u8]> = all.chunks(own_bytes).collect();
-        let differs = |rank: &[u8], part: usize| {
-            let hash = part * HASH_BYTES..(part + 1) * HASH_BYTES;
-            rank[hash.clone()] != ranks[0][hash]
-        };
-        let Some(part) = (0..parts.len()).find(|&part| ranks.iter().any(|rank| differs(rank, part))) else {
-            return Ok(None);
-        };
-        let members = comm.members().iter().zip(&ranks);
-        Ok(Some(Difference {
-            param: parts[part].0.clone(),
-            reference: comm.members()[0],
-            ranks: members
-                .filter(|(_, rank)| differs(rank, part))
-                .map(|(member, _)| *member)
-                .collect(),
-            step,
-        }))
+        Ok(compared.first_difference(&all, step))
     }
 }
 
@@ -362,40 +354,72 @@ struct Compared {
 }
 
 impl Compared {
-    /// None where no other rank holds the same, or this rank holds nothing.
-    fn of(
+    /// With the ranks that hold the same, of the data-parallel ones and beyond them.
+    fn all(
         set: &ReplicaSet,
         device: &Arc<dyn Device>,
         (model, sharding): (&Model, &Sharding),
         own: &Portion,
-    ) -> Result<Option<Self>, CollectiveError> {
-        let (comm, mut places) = match (own, &set.copies) {
-            (Portion::Whole(_), _) => {
+    ) -> Result<Vec<Self>, CollectiveError> {
+        let mut held: Vec<(ParamId, Place)> = match own {
+            Portion::Whole(_) => {
                 let place = |id| Place {
                     whole: sharding.whole_range(id),
                     shard: 0..0,
                 };
-                let all = (0..sharding.params()).map(|id| (ParamId(id), place(ParamId(id))));
-                (&set.all, all.collect::<Vec<_>>())
+                let all = (0..sharding.params()).map(ParamId);
+                all.map(|id| (id, place(id))).collect()
             }
-            (Portion::Shard(_), Some(copies)) => {
+            Portion::Shard(_) => {
                 let own = sharding.own_pieces().into_iter();
-                (copies, own.map(|piece| (piece.param, piece.place)).collect())
+                own.map(|piece| (piece.param, piece.place)).collect()
             }
-            (Portion::Shard(_), None) => return Ok(None),
         };
-        if places.is_empty() {
-            return Ok(None);
-        }
-        places.sort_by_key(|(id, _)| *id);
-        let named = |(id, place): (ParamId, Place)| (model.params[id.0].key.clone(), place);
-        let len = comm.size() * places.len() * HASH_BYTES;
-        let hashes = ArenaSpec::on_node("parameter hashes", DType::U8, len);
-        Ok(Some(Self {
-            hashes: comm.alloc_shared(device, &hashes)?,
-            parts: places.into_iter().map(named).collect(),
-            comm: comm.clone(),
-        }))
+        held.sort_by_key(|(id, _)| *id);
+        let data = match own {
+            Portion::Whole(_) => Some(&set.all),
+            Portion::Shard(_) => set.copies.as_ref(),
+        };
+        let with_data = data.map(|comm| (comm, held.iter().collect::<Vec<_>>()));
+        // A tied embedding is a unit of its own, so that its copies are sharded alike.
+        let with_others = set.copy_groups.iter().map(|group| {
+            let shared = held.iter().filter(|(id, _)| group.held.contains(id));
+            (&group.comm, shared.collect())
+        });
+        let compared = with_data.into_iter().chain(with_others);
+        let compared = compared.filter(|(_, parts)| !parts.is_empty());
+        let compared = compared.map(|(comm, parts)| {
+            let len = comm.size() * parts.len() * HASH_BYTES;
+            let hashes = ArenaSpec::on_node("parameter hashes", DType::U8, len);
+            let named = |(id, place): &(ParamId, Place)| (model.params[id.0].key.clone(), place.clone());
+            Ok(Self {
+                hashes: comm.alloc_shared(device, &hashes)?,
+                parts: parts.into_iter().map(named).collect(),
+                comm: comm.clone(),
+            })
+        });
+        compared.collect()
+    }
+
+    /// From the hashes of all ranks.
+    fn first_difference(&self, hashes: &[u8], step: u64) -> Option<Difference> {
+        let Self { comm, parts, .. } = self;
+        let ranks: Vec<&[u8]> = hashes.chunks(parts.len() * HASH_BYTES).collect();
+        let differs = |rank: &[u8], part: usize| {
+            let hash = part * HASH_BYTES..(part + 1) * HASH_BYTES;
+            rank[hash.clone()] != ranks[0][hash]
+        };
+        let part = (0..parts.len()).find(|&part| ranks.iter().any(|rank| differs(rank, part)))?;
+        let members = comm.members().iter().zip(&ranks);
+        Some(Difference {
+            param: parts[part].0.clone(),
+            reference: comm.members()[0],
+            ranks: members
+                .filter(|(_, rank)| differs(rank, part))
+                .map(|(member, _)| *member)
+                .collect(),
+            step,
+        })
     }
 }
 
@@ -404,6 +428,8 @@ impl Compared {
 struct GatherPlan {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
+    /// By block: it is the first of its chunk. What comes behind the pass of a chunk is the schedule's affair.
+    begins_chunk: Vec<bool>,
     /// By unit: it stays gathered from the end of forward to the beginning of backward.
     kept: Vec<bool>,
     /// By unit: several blocks use it, or its block has other units too, or it persists.
@@ -449,6 +475,9 @@ impl GatherPlan {
                 .map(|unit| !reshard || persists[unit] || apart(unit))
                 .collect(),
             persists,
+            begins_chunk: (model.whole())
+                .map(|block| model.chunks.iter().any(|chunk| chunk.start == block))
+                .collect(),
             forward,
             backward,
         }
@@ -471,8 +500,10 @@ impl GatherPlan {
     /// Units that the pass after this one reads.
     fn next(&self, block: usize, pass: Pass) -> &[usize] {
         let next = match pass {
-            Pass::Forward => self.forward.get(block + 1),
-            Pass::Backward => block.checked_sub(1).map(|before| &self.backward[before]),
+            Pass::Forward => (self.forward.get(block + 1)).filter(|_| !self.begins_chunk[block + 1]),
+            Pass::Backward => (block.checked_sub(1))
+                .filter(|_| !self.begins_chunk[block])
+                .map(|before| &self.backward[before]),
         };
         next.map_or(&[], Vec::as_slice)
     }

@@ -1,82 +1,91 @@
 //! Who sums, owns, counts and writes a parameter: what follows from its role along each axis of the mesh.
 //!
-//! | role along an axis ([`AxisRole`]) | its gradient | its elements |
+//! All gradients are summed over the data-parallel ranks ([`DATA`]): over `shard` they are reduce-scattered, so that
+//! each rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
+//! `replicate` has one, and hybrid sharding (HSDP; Zhao et al. 2023) where both have several: reduce-scatter over the
+//! shard group, then once a step an all-reduce of each shard over the replicate group. Sums run in rank order within a
+//! shard group, then in the order of the groups.
+//!
+//! Along the other axes parameters differ ([`AxisRole`]):
+//!
+//! | role along `tensor` or `pipeline` | its gradient | counted in the norm, written to a checkpoint |
 //! |---|---|---|
-//! | cut | is another one on each rank | each rank owns other ones |
-//! | partial gradients, axis `shard` | is reduce-scattered | each rank owns a slice |
-//! | partial gradients, another axis | is all-reduced | the ranks hold copies |
-//! | equal gradients | is the same on each rank | the ranks hold copies |
+//! | cut | is another one on each rank | by each rank |
+//! | equal gradients | is the same on each rank | by the first rank |
+//! | partial gradients | is summed over these ranks too, before the data-parallel ones | by the first rank |
 //!
-//! The global norm is combined over the ranks that own other elements; of copies the first rank's counts. A checkpoint
-//! has everything once: of copies each rank writes an equal part.
+//! Partial are the gradients of norms and of row layers' biases over a tensor group that shares rows (Korthikanti et al.
+//! 2022), and that of a tied embedding over the first and the last stage. These ranks are a [`CopyGroup`]. They sum before
+//! the data-parallel ranks do, so that one rank that has both uses of a tied weight adds the same numbers in the same order.
 //!
-//! With both axes of today's meshes that is DDP where `shard` has one rank, ZeRO (FSDP) where `replicate` has one, and
-//! hybrid sharding (HSDP; Zhao et al. 2023) where both have several: reduce-scatter over the shard group, then once a
-//! step an all-reduce of each shard over the replicate group. Sums run in rank order within a shard group, then in the
-//! order of the groups.
+//! The norm is combined over the ranks that hold one copy of the model together. A checkpoint has everything once: of the
+//! copies along `replicate` each rank writes an equal part.
+
+use std::collections::BTreeSet;
 
 use crate::collective::{CollectiveError, Communicator};
-use crate::mesh::{Axis, Mesh};
-use crate::model::{AxisRole, ParamSpec};
+use crate::mesh::{Axis, DATA, Mesh};
+use crate::model::{AxisRole, ParamId, ParamSpec};
 
-/// The axes of a mesh by what the ranks along them do with a parameter.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct AxisSets<A> {
-    /// Its gradient is summed over the ranks along these.
-    summed: Vec<A>,
-    /// The ranks along these own different elements of it.
-    divided: Vec<A>,
-    /// The ranks along these hold copies of the same elements.
-    copied: Vec<A>,
+/// The axes along which ranks hold one copy of the model together.
+pub const ONE_COPY: [Axis; 3] = [Axis::Pipeline, Axis::Shard, Axis::Tensor];
+
+/// The axes other than the data-parallel ones: along these parameters have roles of their own.
+const MODEL: [Axis; 2] = [Axis::Tensor, Axis::Pipeline];
+
+/// True on one of the ranks that hold copies of the same parameter along the axes other than `replicate`: it counts the
+/// parameter in the norm and writes it. `index` is where the rank stands along an axis.
+#[must_use]
+pub fn is_counted(roles: &[AxisRole; Axis::ALL.len()], index: impl Fn(Axis) -> usize) -> bool {
+    let is_only = |axis: Axis| roles[axis as usize] == AxisRole::Cut || index(axis) == 0;
+    MODEL.into_iter().all(is_only)
 }
 
-impl<A: Copy + PartialEq> AxisSets<A> {
-    /// `shard` is the axis over whose ranks sums are cut into slices.
-    fn of(roles: impl IntoIterator<Item = (A, AxisRole)>, shard: A) -> Self {
-        let mut sets = Self {
-            summed: Vec::new(),
-            divided: Vec::new(),
-            copied: Vec::new(),
-        };
-        for (axis, role) in roles {
-            let is_summed = role == AxisRole::PartialGradients;
-            if is_summed {
-                sets.summed.push(axis);
-            }
-            if role == AxisRole::Cut || (is_summed && axis == shard) {
-                sets.divided.push(axis);
-            } else {
-                sets.copied.push(axis);
-            }
-        }
-        sets
-    }
-
-    /// True on one of the ranks that hold copies, where the norm is combined over all ranks along `combined`.
-    fn is_counted(&self, combined: &[A], coordinate: impl Fn(A) -> usize) -> bool {
-        let copied = self.copied.iter().filter(|axis| combined.contains(axis));
-        copied.into_iter().all(|&axis| coordinate(axis) == 0)
-    }
-}
-
-/// The groups of one rank for parameters of the same roles. Clones are the same groups.
+/// The groups of one rank. Clones are the same groups.
 #[derive(Clone)]
 pub struct ReplicaSet {
     /// The ranks over which a gradient is summed. Memory that is allocated here serves `reduce` and `replicate` in
     /// place.
     pub all: Communicator,
-    /// The ranks of the first reduction: those that hold one copy of the state together or, where nothing is sharded,
-    /// all.
+    /// The ranks of the first reduction, which own slices of the sums: those of a shard group or, where nothing is
+    /// sharded, all.
     pub reduce: Communicator,
     /// The ranks over which this rank's slice of the sums is added up after that; none if that is the sum.
     pub replicate: Option<Communicator>,
-    /// The ranks that own everything together, each other elements: the norm is combined over them. Where this rank
-    /// owns everything, all.
-    pub owners: Communicator,
-    /// The ranks that hold copies of what this rank owns; none if it is the only one.
+    /// The ranks that hold one copy of the model together ([`ONE_COPY`]): the norm is combined over them. None if this
+    /// rank holds all of it.
+    pub owners: Option<Communicator>,
+    /// The ranks along `replicate`, which hold copies of what this rank owns; none if it is the only one.
     pub copies: Option<Communicator>,
-    /// This rank counts what it owns in the norm.
-    pub is_counted: bool,
+    /// Other ranks that hold some of the parameters too, in the order in which their gradients are summed.
+    pub copy_groups: Vec<CopyGroup>,
+    /// Counted and written by another rank.
+    uncounted: BTreeSet<ParamId>,
+}
+
+/// Ranks along an axis that hold copies of some parameters, and read the same samples.
+#[derive(Clone)]
+pub struct CopyGroup {
+    /// They, and nobody else's operations.
+    pub comm: Communicator,
+    /// Each of them holds all of these.
+    pub held: BTreeSet<ParamId>,
+    /// Of these each has a part of the gradient.
+    pub summed: BTreeSet<ParamId>,
+}
+
+impl CopyGroup {
+    /// What the ranks along `axis` share of `params`; none if that is nothing.
+    fn of(comm: Communicator, axis: Axis, params: &[ParamSpec]) -> Option<Self> {
+        let with_role = |is_asked_for: fn(AxisRole) -> bool| {
+            let ids = (0..params.len()).map(ParamId);
+            ids.filter(|id| is_asked_for(params[id.0].roles[axis as usize]))
+                .collect::<BTreeSet<_>>()
+        };
+        let held = with_role(|role| role != AxisRole::Cut);
+        let summed = with_role(|role| role == AxisRole::PartialGradients);
+        (!held.is_empty()).then_some(Self { comm, held, summed })
+    }
 }
 
 impl ReplicaSet {
@@ -85,52 +94,81 @@ impl ReplicaSet {
     pub fn of_all(comm: Communicator) -> Self {
         Self {
             reduce: comm.clone(),
-            owners: comm.clone(),
             all: comm,
             replicate: None,
+            owners: None,
             copies: None,
-            is_counted: true,
+            copy_groups: Vec::new(),
+            uncounted: BTreeSet::new(),
         }
     }
 
-    /// Of parameters that are all of the same roles. Every rank of the mesh must call it.
+    /// Of the parameters that this rank holds. Every rank of the mesh must call it.
     ///
     /// # Panics
-    /// If there are none, or their roles differ: parameters of other roles need a reducer of their own.
+    /// If the data-parallel ranks do not all have a part of some gradient.
     pub fn of(mesh: &Mesh, params: &[ParamSpec]) -> Result<Self, CollectiveError> {
-        let roles = params[0].roles;
+        let is_partial = |param: &ParamSpec, axis| param.roles[axis as usize] == AxisRole::PartialGradients;
         assert!(
-            params.iter().all(|param| param.roles == roles),
-            "parameters of one reducer have the same roles"
+            (params.iter()).all(|param| DATA.into_iter().all(|axis| is_partial(param, axis))),
+            "data-parallel ranks read different samples"
         );
-        let sets = AxisSets::of(Axis::ALL.into_iter().zip(roles), Axis::Shard);
-        let group_if_several = |axes: &[Axis]| match mesh.size(axes) {
-            1 => Ok(None),
-            _ => mesh.group(axes).map(Some),
+        let group_if_several = |axes: &[Axis]| {
+            let several: Vec<Axis> = (axes.iter().copied())
+                .filter(|&axis| mesh.size(&[axis]) > 1)
+                .collect();
+            match &several[..] {
+                [] => Ok(None),
+                several => mesh.group(several).map(Some),
+            }
         };
-        let all = mesh.group(&sets.summed)?;
-        let (sliced, whole): (Vec<Axis>, Vec<Axis>) =
-            sets.summed.iter().partition(|axis| sets.divided.contains(axis));
-        let (reduce, replicate) = match [group_if_several(&sliced)?, group_if_several(&whole)?] {
-            [Some(sliced), Some(whole)] => (sliced, Some(whole)),
+        let all = match group_if_several(&DATA)? {
+            Some(all) => all,
+            None => mesh.group(&DATA)?,
+        };
+        let [shard, copies] = [Axis::Shard, Axis::Replicate].map(|axis| group_if_several(&[axis]));
+        let (shard, copies) = (shard?, copies?);
+        let (reduce, replicate) = match (shard, &copies) {
+            (Some(shard), Some(copies)) => (shard, Some(copies.clone())),
             _ => (all.clone(), None),
         };
+        let owners = group_if_several(&ONE_COPY)?;
+        let mut copy_groups = Vec::new();
+        for axis in MODEL {
+            if mesh.size(&[axis]) == 1 {
+                continue;
+            }
+            let comm = match axis {
+                Axis::Pipeline => mesh.ends(axis, "first and last stage")?,
+                _ => mesh.group_for(&[axis], "copies along tensor")?,
+            };
+            copy_groups.extend(CopyGroup::of(comm, axis, params));
+        }
+        let is_elsewhere = |id: &ParamId| !is_counted(&params[id.0].roles, |axis| mesh.index(&[axis]));
         Ok(Self {
-            owners: group_if_several(&sets.divided)?.unwrap_or_else(|| all.clone()),
-            copies: group_if_several(&sets.copied)?,
-            is_counted: sets.is_counted(&sets.divided, |axis| mesh.index(&[axis])),
+            uncounted: (0..params.len()).map(ParamId).filter(is_elsewhere).collect(),
             all,
             reduce,
             replicate,
+            owners,
+            copies,
+            copy_groups,
         })
     }
 
-    /// Which of the copies of what this rank owns it holds, and how many there are: each writes an equal part.
+    /// Which of the copies along `replicate` this rank holds, and how many there are: each writes an equal part.
     #[must_use]
     pub fn copy(&self) -> (usize, usize) {
         self.copies
             .as_ref()
             .map_or((0, 1), |copies| (copies.rank(), copies.size()))
+    }
+
+    /// True if this rank counts in the norm, and writes, what it owns of a parameter; else another one does, which holds
+    /// the same.
+    #[must_use]
+    pub fn is_counted(&self, id: ParamId) -> bool {
+        !self.uncounted.contains(&id)
     }
 }
 
@@ -139,7 +177,6 @@ mod tests {
     use std::time::Duration;
 
     use AxisRole::{Cut, EqualGradients, PartialGradients};
-    use MeshAxis::{Replicate, Shard, Tensor};
     use ddp_proto::env::WorkerEnv;
 
     use super::*;
@@ -150,84 +187,43 @@ mod tests {
     use crate::model::{GroupId, Init};
     use crate::session::Cancel;
 
-    /// The axes of today, and one that there is not yet.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum MeshAxis {
-        Replicate,
-        Shard,
-        Tensor,
+    /// Of a parameter that is replicated but for these roles.
+    fn roles(along_pipeline: AxisRole, along_tensor: AxisRole) -> [AxisRole; Axis::ALL.len()] {
+        let mut roles = AxisRole::replicated();
+        roles[Axis::Pipeline as usize] = along_pipeline;
+        roles[Axis::Tensor as usize] = along_tensor;
+        roles
     }
 
-    fn sets(along_tensor: AxisRole) -> AxisSets<MeshAxis> {
-        let roles = [
-            (Replicate, PartialGradients),
-            (Shard, PartialGradients),
-            (Tensor, along_tensor),
-        ];
-        AxisSets::of(roles, Shard)
-    }
-
-    #[test]
-    fn todays_parameters_are_summed_over_all_sharded_and_copied() {
-        let roles = Axis::ALL.into_iter().zip(AxisRole::replicated());
-        let expected = AxisSets {
-            summed: vec![Axis::Replicate, Axis::Shard],
-            divided: vec![Axis::Shard],
-            copied: vec![Axis::Replicate],
-        };
-        assert_eq!(AxisSets::of(roles, Axis::Shard), expected);
-    }
-
-    #[test]
-    fn a_part_of_a_cut_parameter_is_summed_over_the_ranks_that_hold_the_same_part() {
-        let expected = AxisSets {
-            summed: vec![Replicate, Shard],
-            divided: vec![Shard, Tensor],
-            copied: vec![Replicate],
-        };
-        assert_eq!(sets(Cut), expected);
-        // Every rank of the tensor group owns something else, so all count.
-        for tensor in 0..2 {
-            let coordinate = |axis| if axis == Tensor { tensor } else { 0 };
-            assert!(sets(Cut).is_counted(&[Shard, Tensor], coordinate));
+    /// Where a rank stands along pipeline and tensor; along the data-parallel axes it is not the first.
+    fn at(pipeline: usize, tensor: usize) -> impl Fn(Axis) -> usize {
+        move |axis| match axis {
+            Axis::Pipeline => pipeline,
+            Axis::Tensor => tensor,
+            Axis::Replicate | Axis::Shard => 1,
         }
     }
 
-    /// A norm's weight under sequence parallelism: each rank of the tensor group has gradients of its own rows.
     #[test]
-    fn partial_gradients_are_summed_over_the_tensor_group_too() {
-        let expected = AxisSets {
-            summed: vec![Replicate, Shard, Tensor],
-            divided: vec![Shard],
-            copied: vec![Replicate, Tensor],
-        };
-        assert_eq!(sets(PartialGradients), expected);
-    }
-
-    #[test]
-    fn equal_gradients_are_not_summed() {
-        let expected = AxisSets {
-            summed: vec![Replicate, Shard],
-            divided: vec![Shard],
-            copied: vec![Replicate, Tensor],
-        };
-        assert_eq!(sets(EqualGradients), expected);
-    }
-
-    #[test]
-    fn of_copies_one_counts_in_a_norm_that_is_combined_over_them() {
-        for role in [PartialGradients, EqualGradients] {
-            let is_counted = |combined: &[MeshAxis], at: [usize; 3]| {
-                sets(role).is_counted(combined, |axis| at[axis as usize])
-            };
-            // Cut parameters beside it make the norm one over the tensor group.
-            let combined = [Shard, Tensor];
-            assert!(is_counted(&combined, [0, 1, 0]));
-            assert!(!is_counted(&combined, [0, 1, 1]));
-            // The replicate groups combine the same norm, each for itself.
-            assert!(is_counted(&combined, [1, 1, 0]));
-            assert!(is_counted(&[Shard], [0, 1, 1]));
+    fn every_part_of_a_cut_parameter_counts() {
+        for (pipeline, tensor) in [(0, 0), (0, 1), (1, 0), (2, 3)] {
+            assert!(is_counted(&roles(Cut, Cut), at(pipeline, tensor)));
         }
+    }
+
+    #[test]
+    fn of_copies_along_tensor_the_first_counts() {
+        for role in [EqualGradients, PartialGradients] {
+            assert!(is_counted(&roles(Cut, role), at(2, 0)));
+            assert!(!is_counted(&roles(Cut, role), at(2, 1)));
+        }
+    }
+
+    #[test]
+    fn of_a_tied_weight_the_first_stage_counts_every_part() {
+        let tied = roles(PartialGradients, Cut);
+        assert!(is_counted(&tied, at(0, 0)) && is_counted(&tied, at(0, 1)));
+        assert!(!is_counted(&tied, at(3, 0)));
     }
 
     fn of_one_rank(roles: [[AxisRole; Axis::ALL.len()]; 2]) -> ReplicaSet {
@@ -249,14 +245,19 @@ mod tests {
 
     #[test]
     fn one_rank_owns_counts_and_writes_all() {
-        let set = of_one_rank([AxisRole::replicated(); 2]);
-        assert!(set.replicate.is_none() && set.copies.is_none() && set.is_counted);
+        let set = of_one_rank([
+            roles(Cut, EqualGradients),
+            roles(PartialGradients, PartialGradients),
+        ]);
+        assert!(set.replicate.is_none() && set.copies.is_none() && set.owners.is_none());
+        assert!(set.copy_groups.is_empty());
+        assert!(set.is_counted(ParamId(0)) && set.is_counted(ParamId(1)));
         assert_eq!(set.copy(), (0, 1));
     }
 
     #[test]
-    #[should_panic(expected = "parameters of one reducer have the same roles")]
-    fn parameters_of_other_roles_are_refused() {
+    #[should_panic(expected = "data-parallel ranks read different samples")]
+    fn parameters_of_which_data_parallel_ranks_hold_parts_are_refused() {
         of_one_rank([AxisRole::replicated(), [Cut; Axis::ALL.len()]]);
     }
 }

@@ -38,8 +38,6 @@ pub struct Sharding {
     units: Vec<ShardUnit>,
     /// By parameter: its unit, and its elements within the unit.
     homes: Vec<(usize, Range<usize>)>,
-    /// Chunks of the layout.
-    chunks: usize,
 }
 
 impl Sharding {
@@ -112,7 +110,6 @@ impl Sharding {
             rank,
             units,
             homes,
-            chunks: layout.len() / CHUNK,
         }
     }
 
@@ -235,12 +232,6 @@ impl Sharding {
             gaps.push(end..unit.whole.len());
         }
         gaps
-    }
-
-    /// Chunks of the layout.
-    #[must_use]
-    pub fn layout_chunks(&self) -> usize {
-        self.chunks
     }
 
     /// For each chunk of the shard of `rank`, in order, the chunk of the layout that it is; none for padding.

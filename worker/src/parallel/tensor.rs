@@ -1,38 +1,34 @@
-//! Tensor parallelism: the collectives of a tensor group, in the order of the compute stream.
-//!
-//! On CPUs they run inline, on memory that the ranks of a node share; on GPUs on a stream of NCCL's own, for which the
-//! compute stream waits. How the model is cut is in `model/build.rs`, when blocks ask for what in `model/tensor.rs`.
+//! The ranks that hold a model together, over a communicator: what [`TensorOps`] are for blocks.
 
 use std::sync::Arc;
 
 use super::comm_times::{CommTimes, CommTracker, DeviceTimes};
-use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work, WorkError};
-use crate::device::{Buffer, Device, DeviceError, Stream};
-use crate::model::TensorGroup;
+use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WireBytes, WorkError};
+use crate::device::{Device, DeviceError, Stream};
+use crate::model::{Activation, Exchange, ExchangeKind, TensorOps, own_rows};
 
-/// This rank in its tensor group.
-pub struct TensorRanks {
+/// A tensor group. Sums are in rank order, the same bits on every rank.
+///
+/// With t ranks and an activation of A bytes, a rank moves 2(t−1)/t·A in an all-reduce and (t−1)/t·A in each of the others,
+/// as [`Traffic::Activations`].
+pub struct TensorGroup {
     comm: Communicator,
     device: Arc<dyn Device>,
-    /// The compute stream.
+    /// Computes the activations.
     stream: Stream,
     is_sequence: bool,
     tracker: CommTracker,
 }
 
-impl TensorRanks {
-    /// Over the ranks of `comm`, whose operations best run on the calling thread: the blocks wait for each. `stream` is the
-    /// one that computes.
+impl TensorGroup {
+    /// The ranks of `comm`, with a device and its compute stream; `is_sequence`: each holds its own rows of the residual
+    /// stream. Operations of `comm` best run on the calling thread, since blocks wait for each.
     #[must_use]
-    pub fn new(
-        comm: Communicator,
-        (device, stream): (&Arc<dyn Device>, Stream),
-        is_sequence: bool,
-    ) -> Self {
+    pub fn new(comm: Communicator, (device, stream): (&Arc<dyn Device>, Stream), is_sequence: bool) -> Self {
         Self {
             tracker: CommTracker::new(device, comm.timeline()),
-            device: device.clone(),
             comm,
+            device: device.clone(),
             stream,
             is_sequence,
         }
@@ -44,50 +40,65 @@ impl TensorRanks {
         &self.comm
     }
 
-    /// Time that they took since the last call, as far as the host saw it.
-    pub fn take_times(&self) -> CommTimes {
-        self.tracker.take_times()
+    /// Bytes that this rank has moved in this group.
+    #[must_use]
+    pub fn wire_bytes(&self) -> WireBytes {
+        self.comm.wire_bytes()
     }
 
-    /// Of what was launched since the last call: the part that the device measures.
-    pub fn take_device_times(&self) -> DeviceTimes {
-        self.tracker.take_device_times()
-    }
-
-    /// Why an operation failed, if one has.
+    /// Why an exchange failed, if one is known to have: what is behind the errors that blocks return.
+    #[must_use]
     pub fn failure(&self) -> Option<WorkError> {
         self.tracker.failure()
     }
 
-    /// Later operations of the compute stream run after the one that `issue` launches.
-    fn run(&self, what: &str, issue: impl FnOnce(Launch) -> Work) -> Result<(), DeviceError> {
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Activations, what);
-        let work = self.tracker.launch(|| issue(launch));
-        self.tracker
-            .wait_in_stream(self.stream, work.event(), self.comm.deadline());
-        let checked = self.tracker.check();
-        checked.map_err(|error| DeviceError::Upstream(error.to_string()))
+    /// Time that the host saw exchanges take since the last call.
+    pub fn take_times(&self) -> CommTimes {
+        self.tracker.take_times()
+    }
+
+    /// Times of what was started since the last call, as the device measures them.
+    pub fn take_device_times(&self) -> DeviceTimes {
+        self.tracker.take_device_times()
+    }
+
+    fn check(&self) -> Result<(), DeviceError> {
+        let outcome = self.tracker.check();
+        outcome.map_err(|error| DeviceError::Upstream(error.to_string()))
     }
 }
 
-impl TensorGroup for TensorRanks {
-    fn place(&self) -> (usize, usize) {
-        (self.comm.rank(), self.comm.size())
+impl TensorOps for TensorGroup {
+    fn index(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.comm.size()
     }
 
     fn is_sequence(&self) -> bool {
         self.is_sequence
     }
 
-    fn all_reduce(&self, x: &Buffer, what: &str) -> Result<(), DeviceError> {
-        self.run(what, |launch| self.comm.all_reduce(x, ReduceOp::Sum, launch))
+    fn start(&self, kind: ExchangeKind, x: &Activation, name: &str) -> Result<Exchange, DeviceError> {
+        self.check()?;
+        if kind != ExchangeKind::AllReduce {
+            own_rows(x, [self.index(), self.size()])?;
+        }
+        let launch = Launch::after(self.device.record(self.stream), Traffic::Activations, name);
+        let work = self.tracker.launch(|| match kind {
+            ExchangeKind::AllReduce => self.comm.all_reduce(x.buffer(), ReduceOp::Sum, launch),
+            ExchangeKind::GatherRows => self.comm.all_gather(x.buffer(), launch),
+            ExchangeKind::ReduceScatterRows => self.comm.reduce_scatter(x.buffer(), ReduceOp::Sum, launch),
+        });
+        Ok(Exchange::new(work.event().clone(), x))
     }
 
-    fn reduce_scatter(&self, x: &Buffer, what: &str) -> Result<(), DeviceError> {
-        self.run(what, |launch| self.comm.reduce_scatter(x, ReduceOp::Sum, launch))
-    }
-
-    fn all_gather(&self, x: &Buffer, what: &str) -> Result<(), DeviceError> {
-        self.run(what, |launch| self.comm.all_gather(x, launch))
+    fn finish(&self, exchange: Exchange) -> Result<(), DeviceError> {
+        let deadline = self.comm.deadline();
+        self.tracker
+            .wait_in_stream(self.stream, exchange.done(), deadline);
+        self.check()
     }
 }

@@ -8,7 +8,7 @@ use super::{About, Kind, Lane, Span};
 /// Of one rank. Times in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
-    /// For which gradients or parameters were under way, on any lane, and all ranks were there.
+    /// For which gradients, parameters or activations were under way, on any lane, and all ranks were there.
     pub moving_us: f64,
     /// The part of it for which the computing stream waited.
     pub exposed_us: f64,
@@ -52,7 +52,8 @@ pub(super) fn moving(spans: &[Span]) -> Intervals {
     let of_lanes = lanes.into_iter().map(|lane| {
         let of_lane =
             |kinds: &[Kind]| of_kind(spans, |span| span.lane == *lane && kinds.contains(&span.kind));
-        of_lane(&[Kind::Gradients, Kind::Parameters, Kind::Activations]).without(&of_lane(&[Kind::Late]))
+        let moved = of_lane(&[Kind::Gradients, Kind::Parameters, Kind::Activations]);
+        moved.without(&of_lane(&[Kind::Late]))
     });
     let of_lanes: Vec<Intervals> = of_lanes.collect();
     Intervals::union(of_lanes.iter().flat_map(Intervals::iter))

@@ -285,7 +285,7 @@ text{font:12px system-ui,sans-serif;fill:#222}\
 .heading{font-size:18px;font-weight:600}.rank{font-weight:600}.quiet{fill:#555}.lane{fill:#333}\
 .in,.on-late{fill:#fff;font-size:11px;pointer-events:none}.on-late{fill:#6b2b29}\
 .ground{fill:#f1f1f1}.data{fill:#9aa0a6}.forward{fill:#4c78a8}.backward{fill:#3f8f6b}\
-.optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.other{fill:#6b6b6b}\
+.optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.activations{fill:#c0569b}.other{fill:#6b6b6b}\
 rect{stroke:#fff;stroke-width:.5}line{stroke:#0002}";
 
 impl Svg {

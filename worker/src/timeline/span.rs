@@ -73,7 +73,7 @@ pub enum Kind {
     Optimizer,
     /// One operation of a block.
     Operation,
-    /// Nothing: it stands still until gradients or parameters have come.
+    /// Nothing: it stands still until what other ranks send has come.
     Wait,
     /// Gradients between ranks.
     Gradients,

@@ -9,6 +9,7 @@ use crate::device::DeviceError;
 use crate::mesh::MeshError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
+use crate::parallel::pipeline::PlanError;
 use crate::parallel::{AgreementError, Difference, JoinError, LayoutError, ReduceError};
 use crate::pretrained::PretrainedError;
 use crate::session::StoreError;
@@ -63,6 +64,9 @@ pub enum TrainError {
     /// The ranks cannot be cut into groups as asked.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// The `parallel.pipeline` section describes no pipeline.
+    #[error(transparent)]
+    Pipeline(#[from] PlanError),
     /// A parameter group would be empty.
     #[error(
         "`train.optimizer.groups[{index}].params` is `{pattern}`, which matches none of the {params} parameters\n  hint: `*` stands for any characters, and a name is `{example}`"
@@ -163,6 +167,7 @@ impl TrainError {
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Refused(_)
+            | Self::Pipeline(_)
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)

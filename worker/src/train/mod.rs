@@ -6,7 +6,8 @@
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
 //! | `device_choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
-//! | `strategy.rs` | what a strategy holds of parameters and gradients |
+//! | `idle_world.rs` | a rank of a mesh that is not there, to plan with |
+//! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
 //! | `startup_table.rs` | what rank 0 says before the first step |
 //! | `recorder.rs` | what is told of each step: to `metrics.jsonl`, to the agent, to the console |
 //! | `step/` | the loop over the steps, one step, and the model on this rank |
@@ -17,6 +18,7 @@
 mod checkpointing;
 mod device_choice;
 mod error;
+mod idle_world;
 mod planning;
 mod recorder;
 mod reporting;

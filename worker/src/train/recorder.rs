@@ -127,11 +127,7 @@ fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> M
         share_ms: ms(times.share),
         optimizer_ms: ms(times.optimizer),
         checkpoint_ms: ms(record.stalled),
-        wire_bytes: metrics::WireBytes {
-            grads: record.sent.grads,
-            params: record.sent.params,
-            other: record.sent.other,
-        },
+        wire_bytes: record.sent,
         world_size: env.world_size.get(),
         generation: env.generation.get(),
         memory: memory(trainer),

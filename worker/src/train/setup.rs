@@ -125,11 +125,14 @@ pub(super) fn prepare<'a>(
     session: &'a Session,
 ) -> Result<Prepared<'a>, TrainError> {
     let (dataset, run_dir) = (opened.dataset, opened.run_dir);
+    let norm_order = (opened.blueprint).norm_order(config, session.env().rank.get() as usize)?;
     let Blueprint {
         model,
         layout,
         scheme,
+        plan,
         activations,
+        ..
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, threads(config))?;
@@ -138,8 +141,8 @@ pub(super) fn prepare<'a>(
     let home = state_home(&world, &parameters, config, &run_dir)?;
     let optimizer = optimizer(&parameters, home, config, &model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
-    let clip = Clip::new(set, compute, parameters.sharding(), &config.train)?;
-    let replica = Replica::new(&world, model, parameters, activations, config)?;
+    let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
+    let replica = Replica::new(&world, model, parameters, (&plan, activations), config)?;
     let mut parts = TrainerParts {
         optimizer,
         clip,
@@ -312,6 +315,7 @@ fn agree(
         ("/train/offload", "dir"),
         ("/run", "out_dir"),
         ("/model", "init_from"),
+        ("/parallel/pipeline", "file"),
         ("", "launch"),
     ] {
         if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {
@@ -323,7 +327,8 @@ fn agree(
     signature.field("rule of the data order", ORDER_VERSION);
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
-    signature.model(&blueprint.model, &blueprint.layout);
+    signature.model(&blueprint.model, &blueprint.whole);
+    signature.field("schedule of the pipeline", blueprint.plan.text());
     signature.field("kind of device", choice.kind());
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {

@@ -10,8 +10,10 @@ use super::step::TrainerParts;
 use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
+use crate::mesh::{Axis, DATA};
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
+use crate::parallel::pipeline::PipelinePlan;
 
 /// The table.
 pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
@@ -22,7 +24,7 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(trainer.world.size(), "rank"),
+        counted(trainer.world.mesh.size(&DATA), "rank"),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,
@@ -41,6 +43,7 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
     table.add("strategy", strategy(trainer));
+    table.add("pipeline", pipeline(&trainer.replica.plan));
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
     table.add("tokenizer", tokenizer(&prepared.dataset));
     table.add("initial weights", prepared.pretrained.clone());
@@ -245,6 +248,25 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
     format!("{what} sharded over {ranks}{copies}{kept}")
 }
 
+/// Schedule, stages and what is lost at their ends, if there are several.
+fn pipeline(plan: &PipelinePlan) -> Option<String> {
+    let placement = plan.placement();
+    let layers: Vec<String> = (plan.layers().iter())
+        .map(|layers| layers.len().to_string())
+        .collect();
+    (placement.stages() > 1).then(|| {
+        format!(
+            "{}: {} of {} layers on {}, {}; {:.1} % of the time idle if stages take equally long",
+            plan.name(),
+            counted(placement.stages() as u64, "stage"),
+            layers.join(", "),
+            counted(placement.ranks() as u64, "rank"),
+            counted(plan.micro_batches() as u64, "micro-batch"),
+            100.0 * plan.bubble(),
+        )
+    })
+}
+
 /// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
     let trainer = prepared.trainer.parts();
@@ -285,18 +307,19 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
     let trainer = prepared.trainer.parts();
     let (config, scheme) = (trainer.config, trainer.scheme);
-    if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
+    // The stages of a pipeline hold whole gradients.
+    let has_choice = matches!(scheme.strategy, Strategy::Zero2 | Strategy::Zero3)
+        && scheme.mesh.size(&[Axis::Pipeline]) == 1;
+    if config.train.grad_accumulation == 1 || !has_choice {
         return Ok(None);
     }
     let estimate = |accumulate| {
-        let (model, layout) = (&trainer.replica.model, prepared.reducer.layout());
-        let activations = trainer.replica.pool.allocated_bytes();
+        let (replica, layout) = (&trainer.replica, prepared.reducer.layout());
         Estimate::new(
             config,
-            model,
-            layout,
-            scheme.accumulating(accumulate),
-            activations,
+            (&replica.model, layout),
+            (scheme.accumulating(accumulate), trainer.world.rank()),
+            (&replica.plan, replica.pool.allocated_bytes()),
         )
     };
     let (sharded, full) = (estimate(Accumulate::Sharded)?, estimate(Accumulate::Full)?);

@@ -7,7 +7,8 @@
 //! | `zero2` | whole, gathered after the update | shard, and parts of buckets in flight | shard |
 //! | `zero3` | shard, and the groups gathered at the moment | shard, and groups in flight | shard |
 //!
-//! With `parallel.accumulate: full`, `zero2` and `zero3` hold whole gradients if there are several micro-batches.
+//! With `parallel.accumulate: full`, `zero2` and `zero3` hold whole gradients if there are several micro-batches; a stage
+//! of a pipeline holds them anyway, and reduces them once a step.
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
@@ -16,16 +17,22 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
+use super::idle_world::idle_world;
+use super::step::{MicroBatchShape, rehearse};
 use super::world::World;
-use crate::config::{Accumulate, OptimizerConfig, Parallel, Strategy, TrainConfig};
+use crate::config::{
+    self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
+};
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
-use crate::model::{self, Model};
+use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
+use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
 use crate::parallel::{
-    Dtypes, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
-    Sharding,
+    Dtypes, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig,
+    ReplicaSet, ReshardPolicy, Sharding, is_counted,
 };
+use crate::plan::Work;
 
 /// A strategy on a mesh: what is decided before anything is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +51,9 @@ impl Scheme {
             1 => Strategy::Ddp,
             _ => parallel.strategy,
         };
-        let is_full = parallel.accumulate == Accumulate::Full && micro_batches > 1;
+        // In a pipeline a chunk may be done with all micro-batches before another one is with the first.
+        let is_full = (parallel.accumulate == Accumulate::Full && micro_batches > 1)
+            || mesh.size(&[Axis::Pipeline]) > 1;
         Self {
             strategy,
             mesh,
@@ -103,45 +112,160 @@ impl Scheme {
 
 /// What is decided before anything is allocated.
 pub(super) struct Blueprint {
+    /// What this rank holds of it.
     pub(super) model: Model,
     pub(super) layout: Arc<GradientLayout>,
+    /// That of a rank with the blocks of all stages.
+    pub(super) whole: Arc<GradientLayout>,
     pub(super) scheme: Scheme,
-    /// Bytes of the activations of a micro-batch.
+    pub(super) plan: Arc<PipelinePlan>,
+    /// Bytes of the activations of all micro-batches that are in the air at once.
     pub(super) activations: usize,
 }
 
 impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
-        let dtypes = Dtypes::of(config);
-        let model = network(config, dtypes)?;
-        check_groups(&config.train.optimizer, &model)?;
         let mesh = MeshShape::new(&config.parallel, env)?;
-        let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+        check_whole_matrices(&config.train.optimizer, &mesh)?;
+        let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
+        let part = part_of(config, &mesh, &plan, rank);
+        let (model, layout) = held(config, &mesh, &part)?;
+        check_groups(&config.train.optimizer, &model)?;
+        let layout = Arc::new(layout);
+        let whole = match &part.chunks {
+            None => layout.clone(),
+            Some(_) => Arc::new(held(config, &mesh, &ModelPart { chunks: None, ..part })?.1),
+        };
+        let accumulation = config.train.grad_accumulation;
+        let idle = idle_world(mesh, rank).mesh;
+        // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
+        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+        let longest = if is_piped { accumulation } else { 1 };
+        let shortest = match config.data.last_batch {
+            LastBatch::Wrap => longest,
+            LastBatch::Short => 1,
+        };
+        let steps = (shortest..=longest).rev();
         Ok(Self {
-            layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
-            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
+            whole,
+            layout,
+            scheme: Scheme::new(&config.parallel, accumulation, mesh),
+            activations: rehearse(&model, &plan, &idle, MicroBatchShape::of(config), steps)?,
+            plan,
             model,
         })
+    }
+
+    /// In which order the norm of `rank` is summed, over the ranks that hold one copy of the model with it. A pure
+    /// function: it lays out what each of them holds.
+    pub(super) fn norm_order(&self, config: &TrainConfig, rank: usize) -> Result<NormOrder, TrainError> {
+        let mesh = self.scheme.mesh;
+        // Ranks of one stage have the same layout: a tensor group cuts everything into equal parts.
+        let stages = mesh.members(rank, &[Axis::Pipeline]).into_iter().map(|first| {
+            let (_, layout) = held(config, &mesh, &part_of(config, &mesh, &self.plan, first))?;
+            let sharding = self.scheme.sharding(&layout, 0);
+            Ok::<_, TrainError>((layout, sharding))
+        });
+        let stages = stages.collect::<Result<Vec<_>, _>>()?;
+        let chunks = mesh.members(rank, &ONE_COPY).into_iter().map(|member| {
+            let at = |axis| mesh.index(member, &[axis]);
+            let (layout, sharding) = &stages[at(Axis::Pipeline)];
+            let counts = |id| is_counted(&layout.spec(id).roles, at);
+            NormOrder::chunks((layout, sharding), at(Axis::Shard), &self.whole, counts)
+        });
+        Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
+    }
+}
+
+/// A part of the model, and the layout of its gradients.
+fn held(
+    config: &TrainConfig,
+    mesh: &MeshShape,
+    part: &ModelPart,
+) -> Result<(Model, GradientLayout), TrainError> {
+    let dtypes = Dtypes::of(config);
+    let model = network(config, dtypes, part)?;
+    let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+    let layout = GradientLayout::of_model(&model, &layout)?;
+    Ok((model, layout))
+}
+
+/// Refuses an optimizer of whole matrices where no rank of a shard group has one.
+fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<(), TrainError> {
+    let tensor = mesh.size(&[Axis::Tensor]);
+    if config.kind != OptimizerKind::Muon || tensor == 1 {
+        return Ok(());
+    }
+    Err(TrainError::Refused(format!(
+        "`train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: {tensor}` each rank has a part of every one\n  hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer"
+    )))
+}
+
+/// The schedule of every rank, and the layers of every stage.
+fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+    let pipeline = &config.parallel.pipeline;
+    let vocabulary = match config.model.vocab_size {
+        Some(size) => size,
+        None => Vocabulary::of(&config.data.tokenizer)?.size,
+    };
+    let arithmetic = |n_layer, vocabulary: usize| {
+        let model = config::Model {
+            n_layer,
+            ..config.model.clone()
+        };
+        Work::of(&model, vocabulary as u64, config.train.recompute).total()
+    };
+    let costs = LayerCosts {
+        // Rows are looked up.
+        embedding: 0,
+        layers: vec![arithmetic(1, 0); config.model.n_layer],
+        head: arithmetic(0, vocabulary),
+    };
+    let csv = pipeline.file.as_deref().map(|path| {
+        std::fs::read_to_string(path).map_err(|error| {
+            TrainError::Refused(format!(
+                "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
+                path.display()
+            ))
+        })
+    });
+    let micro_batches = config.train.grad_accumulation;
+    Ok(PipelinePlan::new(
+        pipeline,
+        micro_batches,
+        csv.transpose()?.as_deref(),
+        &costs,
+    )?)
+}
+
+/// What a rank holds of the model: a pure function, so that every rank knows it of all others.
+pub(super) fn part_of(config: &TrainConfig, mesh: &MeshShape, plan: &PipelinePlan, rank: usize) -> ModelPart {
+    let tensor = mesh.size(&[Axis::Tensor]);
+    let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+    ModelPart {
+        tensor: (mesh.index(rank, &[Axis::Tensor]), tensor),
+        sequence: config.parallel.sequence && tensor > 1,
+        chunks: is_piped.then(|| plan.chunks_of(mesh.index(rank, &[Axis::Pipeline]))),
     }
 }
 
 /// Refuses a parameter group that would be empty.
 fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainError> {
-    let Some(index) = ParamGroups::unmatched(config, &model.params) else {
+    let Some(index) = ParamGroups::unmatched(config, &model.all_params) else {
         return Ok(());
     };
     Err(TrainError::ParamGroup {
         index,
         pattern: config.groups[index].params.clone(),
-        params: model.params.len(),
-        example: model.params[model.params.len() / 2].key.clone(),
+        params: model.all_params.len(),
+        example: model.all_params[model.all_params.len() / 2].key.clone(),
     })
 }
 
-/// The model that the configuration describes.
-pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
-    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
+/// A part of the model that the configuration describes.
+pub(super) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) -> Result<Model, TrainError> {
+    let vocabulary = Vocabulary::of(&config.data.tokenizer)?.size;
+    let model = model::build_part(&config.model, vocabulary, part)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
@@ -168,6 +292,7 @@ pub(super) fn allocate(
         overlap: parallel.overlap,
         accumulate: scheme.accumulate.unwrap_or(Accumulate::Full),
         unused: parallel.unused,
+        micro_batches: config.train.grad_accumulation,
     };
     let reducer = Reducer::over(&set, compute, layout.clone(), &sharding, reduction)?;
     Ok((parameters, reducer))
@@ -182,7 +307,7 @@ pub(super) fn optimizer(
     model: &Model,
 ) -> Result<Optimizer, TrainError> {
     let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
-    let owners = (&parameters.replica_set().owners, &**parameters.sharding());
+    let owners = (&parameters.replica_set().reduce, &**parameters.sharding());
     let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
     Ok(if needs_masters {
         optimizer.with_masters(owners.1)?

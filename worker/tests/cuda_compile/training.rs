@@ -119,6 +119,7 @@ impl Job {
             dloss: Some(&dloss),
             dtype: types.act,
             samples: Some(SampleKey::default()),
+            tensor: None,
             timeline: None,
         };
         let mut grads = LocalGrads::new(device.as_ref(), model, types.grad).unwrap();

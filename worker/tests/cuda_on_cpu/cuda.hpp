@@ -439,6 +439,12 @@ static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 #define __expf(x) expf(x)
 #define __logf(x) logf(x)
 static inline float __fdividef(float x, float y) { return x / y; }
+// Compiled without contraction: no operation of this file is fused with another.
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline float __fsub_rn(float x, float y) { return x - y; }
+static inline double __dmul_rn(double x, double y) { return x * y; }
+static inline double __dadd_rn(double x, double y) { return x + y; }
 static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 static inline int min(int a, int b) { return a < b ? a : b; }

@@ -113,6 +113,26 @@ fn layernorm() {
 }
 
 #[test]
+fn rmsnorm() {
+    check("rmsnorm");
+}
+
+#[test]
+fn swiglu() {
+    check("swiglu");
+}
+
+#[test]
+fn rotary() {
+    check("rotary");
+}
+
+#[test]
+fn attention_over_a_cache() {
+    check("decode");
+}
+
+#[test]
 fn column_sum() {
     check("column sum");
 }
@@ -164,8 +184,9 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
                 shape: AttentionShape {
                     batch: 1,
                     positions,
-                    channels,
                     heads,
+                    kv_heads: heads,
+                    head_size: head,
                 },
                 dropout: None,
             };
@@ -184,6 +205,11 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
 #[test]
 fn dropout() {
     check("dropout");
+}
+
+#[test]
+fn add_bias_residual() {
+    check("add bias");
 }
 
 #[test]
@@ -233,6 +259,7 @@ fn a_token_outside_the_vocabulary_is_no_address() {
         out: b[2].clone(),
         wpe: None,
         positions: 4,
+        part: None,
     });
     let found = &run(&encoder)[2];
     let wrong: Vec<bool> = found
@@ -247,6 +274,7 @@ fn a_token_outside_the_vocabulary_is_no_address() {
         dout: b[1].clone(),
         dwte: b[2].clone(),
         accumulate: false,
+        part: None,
     });
     let after = run(&backward);
     for channel in 0..8 {
@@ -272,6 +300,7 @@ fn a_token_may_be_everywhere() {
         dout: b[1].clone(),
         dwte: b[2].clone(),
         accumulate: true,
+        part: None,
     });
     for types in Types::ALL {
         case.check(&Bench::new(&Imitation::new(SCHEDULES)), types)

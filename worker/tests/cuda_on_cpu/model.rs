@@ -52,6 +52,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         dloss: Some(&dloss),
         dtype: DType::F32,
         samples: Some(SampleKey { seed: 3, first: 7 }),
+        tensor: None,
         timeline: None,
     };
     let passes = Passes {

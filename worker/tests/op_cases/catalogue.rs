@@ -6,13 +6,16 @@ use std::sync::Arc;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates, Runs,
-    Scale, SquaredNorm, TokenBackward, Update, UpdateRule, Updates,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates,
+    RmsNormBackward, RmsNormForward, Runs, Scale, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward,
+    Update, UpdateRule, Updates,
 };
 use ddp_worker::optim;
 
-use super::matrix::{attention, linear};
+use super::attention::{attention, decode, rotary};
+use super::matrix::linear;
 use super::numbers::{numbers, positive, tokens};
+use super::parts::parts;
 use super::{Case, Kind, Outcome, Tensor};
 
 const ACT: Kind = Kind::Act;
@@ -38,10 +41,15 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         optimizer(size),
         encoder(size),
         layernorm(size),
+        rmsnorm(size),
+        swiglu(size),
         column_sum(size),
         cross_entropy(size),
         linear(size),
         attention(size),
+        decode(size),
+        rotary(size),
+        parts(size),
     ]
     .into_iter()
     .flatten()
@@ -348,6 +356,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     out: b[2].clone(),
                     wpe: has_positions.then(|| b[3].clone()),
                     positions,
+                    part: None,
                 }
             });
             cases.push(case);
@@ -364,6 +373,7 @@ fn encoder(size: Size) -> Vec<Case> {
                     dout: b[1].clone(),
                     dwte: b[2].clone(),
                     accumulate,
+                    part: None,
                 }
             });
             cases.push(case);
@@ -429,6 +439,91 @@ fn layernorm(size: Size) -> Vec<Case> {
                 }
             });
             cases.push(case);
+        }
+    }
+    cases
+}
+
+fn rmsnorm(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 2]] = match size {
+        Size::Small => &[[5, 33], [67, 64], [9, 768], [2, 1101]],
+        Size::Large => &[[8192, 2048], [4099, 4096], [77, 12_288]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, channels] in sizes {
+        let (n, epsilon) = (rows * channels, 1e-2);
+        let name = format!("{rows} × {channels}");
+        let forward = vec![input(ACT, 1, n), input(ACT, 2, channels), close(ACT, 3, n)];
+        cases.push(Case::new(
+            format!("rmsnorm forward of {name}"),
+            forward,
+            move |b| RmsNormForward {
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                out: b[2].clone(),
+                epsilon,
+            },
+        ));
+        for accumulate in [false, true] {
+            let backward = vec![
+                input(ACT, 1, n),
+                input(ACT, 2, n),
+                input(ACT, 3, channels),
+                close(ACT, 4, n),
+                close(GRAD, 5, channels),
+            ];
+            let case = Case::new(format!("rmsnorm backward of {name}"), backward, move |b| {
+                RmsNormBackward {
+                    dout: b[0].clone(),
+                    inp: b[1].clone(),
+                    weight: b[2].clone(),
+                    dinp: b[3].clone(),
+                    dweight: b[4].clone(),
+                    epsilon,
+                    accumulate_dinp: accumulate,
+                    accumulate_dweight: !accumulate,
+                }
+            });
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+/// Gates from which the sigmoid is 0 or 1, too; channels that are loaded eight at once, and others.
+fn swiglu(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 2]] = match size {
+        Size::Small => &[[1, 8], [9, 600], [7, 13]],
+        Size::Large => &[[4096, 5632], [1023, 14_336], [5, 8191]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, channels] in sizes {
+        let n = rows * channels;
+        let name = format!("{rows} × {channels}");
+        let wide = || Tensor::new(ACT, numbers(1, 2 * n).iter().map(|x| 24.0 * x).collect());
+        let forward = vec![wide(), close(ACT, 2, n)];
+        cases.push(Case::new(
+            format!("swiglu forward of {name}"),
+            forward,
+            move |b| SwigluForward {
+                inp: b[0].clone(),
+                out: b[1].clone(),
+                channels,
+            },
+        ));
+        let backward = || {
+            let tensors = vec![wide().result(Outcome::Close), close(ACT, 2, n)];
+            Case::new(format!("swiglu backward of {name}"), tensors, move |b| {
+                SwigluBackward {
+                    inp_dinp: b[0].clone(),
+                    dout_out: b[1].clone(),
+                    channels,
+                }
+            })
+        };
+        cases.push(backward());
+        if (rows, channels) == (9, 600) {
+            cases.push(backward().shifted(3));
         }
     }
     cases

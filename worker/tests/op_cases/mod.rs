@@ -4,9 +4,11 @@
 //! and the rounding of results.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+mod attention;
 mod catalogue;
 mod matrix;
 pub(crate) mod numbers;
+mod parts;
 
 pub(crate) use catalogue::{Size, catalogue};
 

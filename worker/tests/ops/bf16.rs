@@ -9,9 +9,11 @@ use ddp_worker::config::ModelKind;
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
-    LinearShape, PositionBackward, Rates, Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum,
+    CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward,
+    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
+    PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward,
+    Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -193,6 +195,115 @@ fn layernorm() {
 }
 
 #[test]
+fn rmsnorm() {
+    let (rows, channels, epsilon) = (70, 45, 1e-3);
+    for accumulate in [false, true] {
+        compare(|s| {
+            let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
+            let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
+            let dweight = s.dirty_grad(channels);
+            s.rig.run(RmsNormForward {
+                inp: inp.clone(),
+                weight: weight.clone(),
+                out: out.clone(),
+                epsilon,
+            });
+            s.rig.run(RmsNormBackward {
+                dout: s.inp(4, rows * channels),
+                inp,
+                weight,
+                dinp: dinp.clone(),
+                dweight: dweight.clone(),
+                epsilon,
+                accumulate_dinp: accumulate,
+                accumulate_dweight: accumulate,
+            });
+            vec![("out", out), ("dinp", dinp), ("dweight", dweight)]
+        });
+    }
+}
+
+#[test]
+fn swiglu() {
+    // Several parts of the work.
+    let (rows, channels) = (30, 900);
+    compare(|s| {
+        let n = rows * channels;
+        let wide = numbers(1, 2 * n).iter().map(|x| 3.0 * x).collect::<Vec<_>>();
+        let inp = s.filled(s.act, &wide);
+        let (out, dout) = (s.dirty(n), s.inp(2, n));
+        s.rig.run(SwigluForward {
+            inp: inp.clone(),
+            out: out.clone(),
+            channels,
+        });
+        s.rig.run(SwigluBackward {
+            inp_dinp: inp.clone(),
+            dout_out: dout.clone(),
+            channels,
+        });
+        vec![("out", out), ("out once more", dout), ("dinp", inp)]
+    });
+}
+
+#[test]
+fn rotary() {
+    let (shape, first_position) = (sizes(2), 4000);
+    let embedding = RotaryEmbedding {
+        base: 10_000.0,
+        scaling: None,
+    };
+    let shape = AttentionShape {
+        head_size: 8,
+        ..shape
+    };
+    compare(|s| {
+        let n = shape.rows() * shape.qkv_channels();
+        let (qkv, dqkv) = (s.inp(1, n), s.inp(2, n));
+        s.rig.run(RotaryForward {
+            qkv: qkv.clone(),
+            shape,
+            embedding,
+            first_position,
+        });
+        s.rig.run(RotaryBackward {
+            dqkv: dqkv.clone(),
+            shape,
+            embedding,
+            first_position,
+        });
+        vec![("rotated", qkv), ("rotated back", dqkv)]
+    });
+}
+
+/// The cache holds what storage holds.
+#[test]
+fn attention_over_a_cache() {
+    let (shape, first_position, room) = (
+        AttentionShape {
+            positions: 3,
+            ..sizes(1)
+        },
+        80,
+        90,
+    );
+    compare(|s| {
+        let cached = shape.batch * room * shape.kv_channels();
+        let (keys, values) = (s.inp(1, cached), s.inp(2, cached));
+        let out = s.dirty(shape.rows() * shape.channels());
+        s.rig.run(AttentionDecode {
+            qkv: s.inp(3, shape.rows() * shape.qkv_channels()),
+            keys: keys.clone(),
+            values: values.clone(),
+            out: out.clone(),
+            shape,
+            first_position,
+        });
+        vec![("out", out), ("keys", keys), ("values", values)]
+    });
+}
+
+#[test]
 fn gelu() {
     compare(|s| {
         let n = 20_000;
@@ -212,16 +323,31 @@ fn gelu() {
 
 #[test]
 fn attention() {
-    let shape = AttentionShape {
+    attention_of(2);
+}
+
+/// The gradients of keys and values are sums over both heads, rounded once.
+#[test]
+fn grouped_query_attention() {
+    attention_of(1);
+}
+
+const fn sizes(kv_heads: usize) -> AttentionShape {
+    AttentionShape {
         batch: 2,
         positions: 67,
         heads: 2,
-        channels: 10,
-    };
-    let (rows, channels) = (2 * 67, 10);
+        kv_heads,
+        head_size: 5,
+    }
+}
+
+fn attention_of(kv_heads: usize) {
+    let shape = sizes(kv_heads);
+    let (rows, channels, qkv_channels) = (shape.rows(), shape.channels(), shape.qkv_channels());
     // What forward gives to backward is rounded: backward gets the same in every storage.
     let forward = |s: &Storage| {
-        let qkv = s.inp(1, rows * 3 * channels);
+        let qkv = s.inp(1, rows * qkv_channels);
         let (out, lse) = (s.dirty(rows * channels), s.rig.empty(s.stat(), rows * 2));
         s.rig.run(AttentionForward {
             qkv: qkv.clone(),
@@ -239,7 +365,7 @@ fn attention() {
     });
     compare(|s| {
         let [qkv, out, lse] = forward(s);
-        let dqkv = s.dirty(rows * 3 * channels);
+        let dqkv = s.dirty(rows * qkv_channels);
         s.rig.run(AttentionBackward {
             qkv,
             out: s.filled(s.act, &wide_values(&exact[1])),
@@ -273,6 +399,64 @@ fn cross_entropy() {
 }
 
 #[test]
+fn cross_entropy_by_parts_of_the_vocabulary() {
+    let (rows, whole) = (18, 201);
+    let parts = [(0, 67), (67, 134)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let targets: Vec<i32> = (0..rows as i32)
+        .map(|i| if i % 7 == 3 { -1 } else { i * 11 % 201 })
+        .collect();
+    compare(|s| {
+        let targets = s.rig.buffer(&targets);
+        let logits = parts.map(|part| s.inp(1 + part.first as u64, rows * part.held));
+        let [statistics, losses] = [2 * rows * 3, rows].map(|len| s.rig.empty(s.stat(), len));
+        for (rank, part) in parts.into_iter().enumerate() {
+            s.rig.run(CrossEntropyPartial {
+                logits: logits[rank].clone(),
+                targets: targets.clone(),
+                statistics: statistics.slice(3 * rows * rank..3 * rows * (rank + 1)),
+                part,
+            });
+        }
+        for (rank, part) in parts.into_iter().enumerate() {
+            s.rig.run(CrossEntropyCombine {
+                logits: logits[rank].clone(),
+                statistics: statistics.clone(),
+                targets: targets.clone(),
+                losses: losses.clone(),
+                dlosses: Some(s.filled(s.stat(), &numbers(2, rows))),
+                part,
+            });
+        }
+        let [first, second] = logits;
+        vec![
+            ("losses", losses),
+            ("first dlogits", first),
+            ("second dlogits", second),
+        ]
+    });
+}
+
+#[test]
+fn add_bias_residual() {
+    let (rows, columns) = (40, 603);
+    compare(|s| {
+        let (inp, out) = (s.inp(1, rows * columns), s.dirty(rows * columns));
+        let (bias, residual) = (s.inp(2, columns), s.inp(3, rows * columns));
+        let add = |inp: &Buffer, out: &Buffer| {
+            s.rig.run(AddBiasResidual {
+                inp: inp.clone(),
+                bias: Some(bias.clone()),
+                residual: Some(residual.clone()),
+                out: out.clone(),
+            });
+        };
+        add(&inp, &out);
+        add(&inp, &inp);
+        vec![("out", out), ("in place", inp)]
+    });
+}
+
+#[test]
 fn embeddings() {
     let (batch, positions, channels, vocab) = (20, 3, 70, 4);
     // Tokens repeat many times: sums that were rounded on the way would be far off.
@@ -292,12 +476,14 @@ fn embeddings() {
                 wpe: Some(s.inp(2, (positions + 1) * channels)),
                 out: out.clone(),
                 positions,
+                part: None,
             });
             s.rig.run(TokenBackward {
                 tokens,
                 dout: dout.clone(),
                 dwte: dwte.clone(),
                 accumulate,
+                part: None,
             });
             s.rig.run(PositionBackward {
                 dout,

@@ -3,7 +3,9 @@
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
-use ddp_worker::ops::{CHUNK, Rates, Runs, SquaredNorm, Update};
+use ddp_worker::ops::{
+    CHUNK, Rates, RmsNormBackward, RmsNormForward, Runs, SquaredNorm, SwigluBackward, SwigluForward, Update,
+};
 use ddp_worker::optim::adamw;
 
 use crate::rig::{Rank, Rig, numbers_f32, wide_values};
@@ -52,6 +54,49 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
         .collect()
 }
 
+/// Normalisation and feed-forward of Llama, whose sizes do not fill the lanes: several parts of the work.
+fn llama_bits(threads: usize, isa: Isa) -> Vec<u64> {
+    let (rig, rows, channels) = (Rig::with(threads, isa), 200, 333);
+    let n = rows * channels;
+    let buffer = |seed, len| rig.buffer(&numbers_f32(seed, len));
+    let (inp, weight, out, dweight) = (
+        buffer(1, n),
+        buffer(2, channels),
+        buffer(3, n),
+        buffer(4, channels),
+    );
+    let (dout, wide) = (buffer(5, n), buffer(6, 2 * n));
+    rig.run(RmsNormForward {
+        inp: inp.clone(),
+        weight: weight.clone(),
+        out: out.clone(),
+        epsilon: 1e-5,
+    });
+    rig.run(SwigluForward {
+        inp: wide.clone(),
+        out: dout.clone(),
+        channels,
+    });
+    let (dinp, again) = (buffer(7, n), buffer(8, n));
+    rig.run(SwigluBackward {
+        inp_dinp: wide.clone(),
+        dout_out: again.clone(),
+        channels,
+    });
+    rig.run(RmsNormBackward {
+        dout: dout.clone(),
+        inp,
+        weight,
+        dinp: dinp.clone(),
+        dweight: dweight.clone(),
+        epsilon: 1e-5,
+        accumulate_dinp: true,
+        accumulate_dweight: true,
+    });
+    let all = [out, dout, wide, again, dinp, dweight];
+    all.iter().flat_map(wide_values).map(f64::to_bits).collect()
+}
+
 const CASES: [(ModelKind, DType); 3] = [
     (ModelKind::Gpt2, DType::F32),
     (ModelKind::Gpt2, DType::Bf16),
@@ -78,6 +123,21 @@ fn threads_make_no_difference() {
                 &format!("{threads} threads"),
             );
         }
+    }
+}
+
+#[test]
+fn operations_of_llama_have_the_same_bits() {
+    let expected = llama_bits(1, Isa::detect());
+    for threads in [2, 3, 8] {
+        assert_same(
+            &llama_bits(threads, Isa::detect()),
+            &expected,
+            &format!("{threads} threads"),
+        );
+    }
+    for isa in Isa::available() {
+        assert_same(&llama_bits(1, isa), &expected, &isa.to_string());
     }
 }
 

@@ -346,6 +346,7 @@ fn bad_sizes_and_tokens_are_named() {
             wpe: None,
             out: f32s(4),
             positions: 2,
+            part: None,
         };
         rig.try_run(encoder).unwrap_err().to_string()
     };

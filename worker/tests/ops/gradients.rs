@@ -2,9 +2,11 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, Dropout, DropoutMask,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearShape, PositionBackward, TokenBackward, WeightLayout,
+    AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy,
+    CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward,
+    GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
+    Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding,
+    RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -226,13 +228,150 @@ fn gelu() {
 }
 
 #[test]
+fn rmsnorm() {
+    // More rows than one part of the work has, and channels that do not fill the lanes. ε that is seen.
+    let (rows, channels, epsilon) = (35, 5, 0.1);
+    let rig = Rig::new();
+    let inputs = [numbers(1, rows * channels), numbers(2, channels)];
+    let forward = |inputs: &[Vec<f64>]| {
+        let b = buffers(&rig, inputs);
+        let out = rig.empty(DType::F64, rows * channels);
+        rig.run(RmsNormForward {
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            out: out.clone(),
+            epsilon,
+        });
+        values(&out)
+    };
+    let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
+        let b = buffers(&rig, inputs);
+        let [dinp, dweight] = [rows * channels, channels].map(|n| rig.buffer(&vec![start; n]));
+        rig.run(RmsNormBackward {
+            dout: rig.buffer(dout),
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            dinp: dinp.clone(),
+            dweight: dweight.clone(),
+            epsilon,
+            accumulate_dinp: accumulate,
+            accumulate_dweight: accumulate,
+        });
+        vec![values(&dinp), values(&dweight)]
+    };
+    check_gradients(&inputs, forward, |inputs, dout| {
+        run_backward(inputs, dout, 7.0, false)
+    });
+    let dout = numbers(3, rows * channels);
+    let fresh = run_backward(&inputs, &dout, 7.0, false).concat();
+    let added = run_backward(&inputs, &dout, 3.0, true).concat();
+    for (fresh, added) in fresh.iter().zip(added) {
+        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+    }
+}
+
+#[test]
+fn swiglu() {
+    let (rows, channels) = (7, 11);
+    let rig = Rig::new();
+    let inputs = [numbers(1, rows * 2 * channels)
+        .iter()
+        .map(|x| 4.0 * x)
+        .collect::<Vec<_>>()];
+    let forward = |inputs: &[Vec<f64>]| {
+        let out = rig.empty(DType::F64, rows * channels);
+        rig.run(SwigluForward {
+            inp: rig.buffer(&inputs[0]),
+            out: out.clone(),
+            channels,
+        });
+        values(&out)
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let (inp_dinp, dout_out) = (rig.buffer(&inputs[0]), rig.buffer(dout));
+        rig.run(SwigluBackward {
+            inp_dinp: inp_dinp.clone(),
+            dout_out: dout_out.clone(),
+            channels,
+        });
+        assert_eq!(values::<f64>(&dout_out), forward(inputs), "the output once more");
+        vec![values(&inp_dinp)]
+    };
+    check_gradients(&inputs, forward, backward);
+    for (row, out) in inputs[0]
+        .chunks(2 * channels)
+        .zip(forward(&inputs).chunks(channels))
+    {
+        for (i, out) in out.iter().enumerate() {
+            let (gate, up) = (row[i], row[channels + i]);
+            assert_close(
+                *out,
+                gate / (1.0 + (-gate).exp()) * up,
+                1e-14,
+                "gate first, then up",
+            );
+        }
+    }
+}
+
+#[test]
+fn rotary() {
+    let shape = AttentionShape {
+        batch: 2,
+        positions: 5,
+        heads: 4,
+        kv_heads: 2,
+        head_size: 6,
+    };
+    let embedding = RotaryEmbedding {
+        base: 50.0,
+        scaling: Some(Llama3Scaling {
+            factor: 4.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 2.0,
+            original_max_position_embeddings: 40,
+        }),
+    };
+    let rig = Rig::new();
+    let inputs = [numbers(1, shape.rows() * shape.qkv_channels())];
+    let forward = |inputs: &[Vec<f64>]| {
+        let qkv = rig.buffer(&inputs[0]);
+        rig.run(RotaryForward {
+            qkv: qkv.clone(),
+            shape,
+            embedding,
+            first_position: 3,
+        });
+        values(&qkv)
+    };
+    let backward = |_: &[Vec<f64>], dout: &[f64]| {
+        let dqkv = rig.buffer(dout);
+        rig.run(RotaryBackward {
+            dqkv: dqkv.clone(),
+            shape,
+            embedding,
+            first_position: 3,
+        });
+        vec![values(&dqkv)]
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+#[test]
 fn attention() {
-    attention_gradients(None);
+    attention_gradients(2, None);
 }
 
 #[test]
 fn attention_with_dropout() {
-    attention_gradients(Some(DropoutMask::new(3, [1, 1], 17, 0.3)));
+    attention_gradients(2, Some(DropoutMask::new(3, [1, 1], 17, 0.3)));
+}
+
+#[test]
+fn attention_whose_heads_share_keys_and_values() {
+    for dropout in [None, Some(DropoutMask::new(3, [1, 1], 17, 0.3))] {
+        attention_gradients(1, dropout);
+    }
 }
 
 #[test]
@@ -259,17 +398,18 @@ fn dropout() {
     );
 }
 
-fn attention_gradients(dropout: Option<DropoutMask>) {
+fn attention_gradients(kv_heads: usize, dropout: Option<DropoutMask>) {
     // Two tiles of queries, the second one short.
     let shape = AttentionShape {
         batch: 2,
         positions: 67,
         heads: 2,
-        channels: 6,
+        kv_heads,
+        head_size: 3,
     };
-    let (rows, channels) = (2 * 67, 6);
+    let (rows, channels) = (shape.rows(), shape.channels());
     let rig = Rig::new();
-    let inputs = [numbers(1, rows * 3 * channels)
+    let inputs = [numbers(1, rows * shape.qkv_channels())
         .iter()
         .map(|x| 2.0 * x)
         .collect::<Vec<_>>()];
@@ -290,7 +430,7 @@ fn attention_gradients(dropout: Option<DropoutMask>) {
     };
     let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
         let [qkv, out, lse] = run_forward(&inputs[0]);
-        let dqkv = rig.empty(DType::F64, rows * 3 * channels);
+        let dqkv = rig.empty(DType::F64, rows * shape.qkv_channels());
         rig.run(AttentionBackward {
             qkv,
             out,
@@ -366,6 +506,7 @@ fn embeddings() {
             wpe: Some(b[1].clone()),
             out: out.clone(),
             positions,
+            part: None,
         });
         values(&out)
     };
@@ -379,6 +520,7 @@ fn embeddings() {
             dout: dout.clone(),
             dwte,
             accumulate: false,
+            part: None,
         });
         rig.run(PositionBackward {
             dout,
@@ -388,6 +530,119 @@ fn embeddings() {
             channels,
         });
         grads.iter().map(values).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+/// Three ranks hold a part of the logits each.
+#[test]
+fn vocabulary_parallel_cross_entropy() {
+    let (rows, whole) = (6, 7);
+    let parts = [(0, 2), (2, 1), (3, 4)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let rig = Rig::new();
+    let targets = rig.buffer::<i32>(&[0, 6, -1, 2, 3, 1]);
+    let inputs = parts.map(|part| numbers(1 + part.first as u64, rows * part.held));
+    let run = |logits: &[Vec<f64>], dlosses: Option<&[f64]>| {
+        let logits = buffers(&rig, logits);
+        let statistics = rig.empty(DType::F64, parts.len() * rows * 3);
+        for (rank, part) in parts.into_iter().enumerate() {
+            rig.run(CrossEntropyPartial {
+                logits: logits[rank].clone(),
+                targets: targets.clone(),
+                statistics: statistics.slice(3 * rows * rank..3 * rows * (rank + 1)),
+                part,
+            });
+        }
+        let losses = rig.empty(DType::F64, rows);
+        for (rank, part) in parts.into_iter().enumerate() {
+            rig.run(CrossEntropyCombine {
+                logits: logits[rank].clone(),
+                statistics: statistics.clone(),
+                targets: targets.clone(),
+                losses: losses.clone(),
+                dlosses: dlosses.map(|factors| rig.buffer(factors)),
+                part,
+            });
+        }
+        (values(&losses), logits.iter().map(values).collect())
+    };
+    check_gradients(
+        &inputs,
+        |inputs| run(inputs, None).0,
+        |inputs, dout| run(inputs, Some(dout)).1,
+    );
+}
+
+/// Two ranks look up the tokens that they hold, and their results are added.
+#[test]
+fn vocabulary_parallel_embedding() {
+    let (rows, channels, whole) = (6, 3, 5);
+    let parts = [(0, 2), (2, 3)].map(|(first, held)| VocabularyPart { first, held, whole });
+    let rig = Rig::new();
+    let tokens = rig.buffer::<i32>(&[1, 3, 1, 0, 4, 3]);
+    let inputs = parts.map(|part| numbers(1 + part.first as u64, part.held * channels));
+    let forward = |inputs: &[Vec<f64>]| {
+        let of_rank = |(part, wte): (VocabularyPart, &Vec<f64>)| {
+            let out = rig.empty(DType::F64, rows * channels);
+            rig.run(EncoderForward {
+                tokens: tokens.clone(),
+                wte: rig.buffer(wte),
+                wpe: None,
+                out: out.clone(),
+                positions: rows,
+                part: Some(part),
+            });
+            values::<f64>(&out)
+        };
+        let ranks = parts.into_iter().zip(inputs).map(of_rank);
+        let sum = ranks.reduce(|sum, own| sum.iter().zip(own).map(|(a, b)| a + b).collect());
+        sum.unwrap()
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let of_rank = |(part, wte): (VocabularyPart, &Vec<f64>)| {
+            // What is there must be overwritten.
+            let dwte = rig.buffer(wte);
+            rig.run(TokenBackward {
+                tokens: tokens.clone(),
+                dout: rig.buffer(dout),
+                dwte: dwte.clone(),
+                accumulate: false,
+                part: Some(part),
+            });
+            values(&dwte)
+        };
+        parts.into_iter().zip(inputs).map(of_rank).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+#[test]
+fn add_bias_residual() {
+    let (rows, columns) = (7, 5);
+    let rig = Rig::new();
+    let inputs = [
+        numbers(1, rows * columns),
+        numbers(2, columns),
+        numbers(3, rows * columns),
+    ];
+    let forward = |inputs: &[Vec<f64>]| {
+        let b = buffers(&rig, inputs);
+        rig.run(AddBiasResidual {
+            inp: b[0].clone(),
+            bias: Some(b[1].clone()),
+            residual: Some(b[2].clone()),
+            out: b[0].clone(),
+        });
+        values(&b[0])
+    };
+    let backward = |_: &[Vec<f64>], dout: &[f64]| {
+        let (x, dbias) = (rig.buffer(dout), rig.empty(DType::F64, columns));
+        rig.run(ColumnSum {
+            x,
+            out: dbias.clone(),
+            accumulate: false,
+        });
+        vec![dout.to_vec(), values(&dbias), dout.to_vec()]
     };
     check_gradients(&inputs, forward, backward);
 }

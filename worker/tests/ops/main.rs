@@ -11,5 +11,6 @@ mod local_model;
 mod model;
 mod model_gradients;
 mod optimizers;
+mod parts;
 mod published;
 mod rig;

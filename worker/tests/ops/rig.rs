@@ -213,6 +213,7 @@ impl Rank {
                 seed: 1,
                 first: 100 * micro_batch as u64,
             }),
+            tensor: None,
             timeline: None,
         }
     }

@@ -28,7 +28,7 @@ use crate::collective::wait::{Wait, poll_once};
 /// True if the elements are written beside the header, so that the ranks synchronise once.
 ///
 /// Each rank of an all-reduce then reads everything of all others: (N−1)·S bytes and not 2(N−1)/N·S. With more
-/// than two ranks only traffic that is neither gradients nor parameters does so.
+/// than two ranks only [`Traffic::Other`] does so.
 pub(super) fn is_brief(descriptor: &Descriptor, size: usize) -> bool {
     let is_frugal = !matches!(descriptor.operation, Operation::AllReduce(_))
         || size == 2

@@ -2,7 +2,7 @@
 // kernels do not take, and as their reference.
 //
 // Given by the compiler's command line: `ACT`, `HEAD` channels of a head, `TILE` queries and keys of a tile (32 or 64),
-// and `DROPOUT` where probabilities are dropped.
+// `DROPOUT` where probabilities are dropped, and `HEADS_PER_KV` where heads of queries share keys and values: how many.
 // A block is a square of threads; each computes 4 rows of a tile, every `SIDE`th column. Rows of the other operand are
 // walked in order, so every sum has one order.
 //
@@ -10,6 +10,10 @@
 
 #include "element.cuh"
 #include "dropout.cuh"
+
+#ifndef HEADS_PER_KV
+#define HEADS_PER_KV 1
+#endif
 
 constexpr u32 SIDE = TILE / 4;
 constexpr u32 THREADS = SIDE * SIDE;
@@ -138,30 +142,39 @@ __device__ __forceinline__ f32 row_max_of(f32 x) {
     return x;
 }
 
-// Which head of which sample a block works on, and which tile of it.
+// Which head of queries of which sample a block works on, and which tile of it. Where it owns keys, the head is the
+// first of those that share them.
 struct Place {
-    u32 pair, tile, channels, stride;
-    u64 in_at, out_at; // of the head's first row, in [B, T, 3C] and [B, T, C]
+    u32 sample, head, tile, channels, stride;
+    u64 q_at, k_at, v_at; // of the first row, in [B, T, (H + 2·KV)·HEAD]
+    u64 out_at;           // in [B, T, H·HEAD]
+    u64 rows_at;          // in [B, H, T]
 
-    __device__ __forceinline__ Place(u32 positions, u32 heads) {
-        const u32 tiles = (positions + TILE - 1) / TILE;
-        pair = blockIdx.x / tiles;
+    __device__ __forceinline__ Place(u32 positions, u32 heads, bool owns_keys) {
+        const u32 tiles = (positions + TILE - 1) / TILE, pair = blockIdx.x / tiles;
+        const u32 together = owns_keys ? HEADS_PER_KV : 1, kv_heads = heads / HEADS_PER_KV;
         tile = blockIdx.x % tiles;
+        sample = pair / (heads / together);
+        head = pair % (heads / together) * together;
         channels = heads * HEAD;
-        stride = 3 * channels;
-        in_at = (u64)(pair / heads) * positions * stride + pair % heads * HEAD;
-        out_at = (u64)(pair / heads) * positions * channels + pair % heads * HEAD;
+        stride = channels + 2 * kv_heads * HEAD;
+        const u64 row_at = (u64)sample * positions * stride;
+        q_at = row_at + head * HEAD;
+        k_at = row_at + head / HEADS_PER_KV * HEAD + channels;
+        v_at = k_at + kv_heads * HEAD;
+        out_at = (u64)sample * positions * channels + head * HEAD;
+        rows_at = (u64)pair * together * positions;
     }
 };
 
-// qkv [B, T, 3C], out [B, T, C], lse [B, H, T]
+// qkv [B, T, (H + 2·KV)·HEAD], out [B, T, H·HEAD], lse [B, H, T]
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const queries = shared, *const others = queries + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
-    const Place place(positions, heads);
+    const Place place(positions, heads, false);
     const u32 first = place.tile * TILE;
-    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
+    const ACT *q = qkv + place.q_at, *k = qkv + place.k_at, *v = qkv + place.v_at;
     load_rows(queries, q, place.stride, first, positions);
     Sums sums;
     clear(sums);
@@ -194,8 +207,7 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
             for (u32 j = 0; j < 4; j++) {
                 scores[i][j] = expf(scores[i][j] - greatest);
                 sum[i] += scores[i][j];
-                scores[i][j] *=
-                    of_key(MASK, place.pair / heads, place.pair % heads, first + row_of(i), tile * TILE + column_of(j));
+                scores[i][j] *= of_key(MASK, place.sample, place.head, first + row_of(i), tile * TILE + column_of(j));
             }
             #pragma unroll
             for (u32 j = 0; j < PER_THREAD; j++) {
@@ -212,7 +224,7 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
         const f32 all = row_sum_of(sum[i]);
         const u32 row = first + row_of(i);
         if (threadIdx.x % SIDE == 0 && row < positions) {
-            lse[(u64)place.pair * positions + row] = top[i] + logf(all);
+            lse[place.rows_at + row] = top[i] + logf(all);
         }
         for (u32 j = 0; j < PER_THREAD; j++) {
             sums[i][j] /= all;
@@ -221,17 +233,17 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
     store_rows(out + place.out_at, sums, 1.0f, place.channels, first, positions);
 }
 
-// dout [B, T, C]; the queries' part of dqkv [B, T, 3C]; along [B, H, T]: Σ dout·out of each query and head.
+// dout [B, T, H·HEAD]; the queries' part of dqkv, as qkv; along [B, H, T]: Σ dout·out of each query and head.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, ACT *dqkv, f32 *along, u32 positions,
              u32 heads, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const queries = shared, *const douts = queries + ROWS_OF_TILE, *const keys = douts + ROWS_OF_TILE;
     f32 *const values = keys + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
-    const Place place(positions, heads);
+    const Place place(positions, heads, false);
     const u32 first = place.tile * TILE;
-    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
-    const u64 rows_at = (u64)place.pair * positions;
+    const ACT *q = qkv + place.q_at, *k = qkv + place.k_at, *v = qkv + place.v_at;
+    const u64 rows_at = place.rows_at;
     load_rows(queries, q, place.stride, first, positions);
     load_rows(douts, dout + place.out_at, place.channels, first, positions);
     load_rows(keys, out + place.out_at, place.channels, first, positions);
@@ -266,8 +278,7 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
             for (u32 j = 0; j < 4; j++) {
                 const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
                 const f32 p = seen ? expf(scores[i][j] * scale - row_lse[i]) : 0.0f;
-                const f32 factor =
-                    of_key(MASK, place.pair / heads, place.pair % heads, first + row_of(i), tile * TILE + column_of(j));
+                const f32 factor = of_key(MASK, place.sample, place.head, first + row_of(i), tile * TILE + column_of(j));
                 dscores[i][j] = seen ? p * (dscores[i][j] * factor - row_along[i]) : 0.0f;
             }
         }
@@ -275,55 +286,59 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
         __syncthreads();
         add_products(dq, square, keys);
     }
-    store_rows(dqkv + place.in_at, dq, scale, place.stride, first, positions);
+    store_rows(dqkv + place.q_at, dq, scale, place.stride, first, positions);
 }
 
-// The keys' and values' parts of dqkv; `along` as `attention_dq` left it.
+// The keys' and values' parts of dqkv: sums over the heads that share them, in their order; `along` as `attention_dq`
+// left it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const f32 *along, u32 positions, u32 heads,
               f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const keys = shared, *const values = keys + ROWS_OF_TILE, *const queries = values + ROWS_OF_TILE;
     f32 *const douts = queries + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
-    const Place place(positions, heads);
+    const Place place(positions, heads, true);
     const u32 first = place.tile * TILE, tiles = (positions + TILE - 1) / TILE;
-    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
-    const u64 rows_at = (u64)place.pair * positions;
-    load_rows(keys, k, place.stride, first, positions);
-    load_rows(values, v, place.stride, first, positions);
+    load_rows(keys, qkv + place.k_at, place.stride, first, positions);
+    load_rows(values, qkv + place.v_at, place.stride, first, positions);
     Sums dk, dv;
     clear(dk);
     clear(dv);
-    for (u32 tile = place.tile; tile < tiles; tile++) {
-        __syncthreads();
-        load_rows(queries, q, place.stride, tile * TILE, positions);
-        load_rows(douts, dout + place.out_at, place.channels, tile * TILE, positions);
-        __syncthreads();
-        Square scores, dscores;
-        products(scores, keys, queries);
-        products(dscores, values, douts);
-        #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-            const u32 query = tile * TILE + column_of(j);
-            const f32 query_lse = query < positions ? lse[rows_at + query] : 0.0f;
-            const f32 query_along = query < positions ? along[rows_at + query] : 0.0f;
+    #pragma unroll 1
+    for (u32 member = 0; member < HEADS_PER_KV; member++) {
+        const ACT *q = qkv + place.q_at + member * HEAD, *d = dout + place.out_at + member * HEAD;
+        const u64 rows_at = place.rows_at + (u64)member * positions;
+        for (u32 tile = place.tile; tile < tiles; tile++) {
+            __syncthreads();
+            load_rows(queries, q, place.stride, tile * TILE, positions);
+            load_rows(douts, d, place.channels, tile * TILE, positions);
+            __syncthreads();
+            Square scores, dscores;
+            products(scores, keys, queries);
+            products(dscores, values, douts);
             #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                const bool seen = query < positions && first + row_of(i) <= query;
-                const f32 factor = of_key(MASK, place.pair / heads, place.pair % heads, query, first + row_of(i));
-                scores[i][j] = seen ? expf(scores[i][j] * scale - query_lse) : 0.0f;
-                dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] * factor - query_along) : 0.0f;
-                scores[i][j] *= factor;
+            for (u32 j = 0; j < 4; j++) {
+                const u32 query = tile * TILE + column_of(j);
+                const f32 query_lse = query < positions ? lse[rows_at + query] : 0.0f;
+                const f32 query_along = query < positions ? along[rows_at + query] : 0.0f;
+                #pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    const bool seen = query < positions && first + row_of(i) <= query;
+                    const f32 factor = of_key(MASK, place.sample, place.head + member, query, first + row_of(i));
+                    scores[i][j] = seen ? expf(scores[i][j] * scale - query_lse) : 0.0f;
+                    dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] * factor - query_along) : 0.0f;
+                    scores[i][j] *= factor;
+                }
             }
+            keep(square, scores);
+            __syncthreads();
+            add_products(dv, square, douts);
+            __syncthreads();
+            keep(square, dscores);
+            __syncthreads();
+            add_products(dk, square, queries);
         }
-        keep(square, scores);
-        __syncthreads();
-        add_products(dv, square, douts);
-        __syncthreads();
-        keep(square, dscores);
-        __syncthreads();
-        add_products(dk, square, queries);
     }
-    store_rows(dqkv + place.in_at + place.channels, dk, scale, place.stride, first, positions);
-    store_rows(dqkv + place.in_at + 2 * place.channels, dv, 1.0f, place.stride, first, positions);
+    store_rows(dqkv + place.k_at, dk, scale, place.stride, first, positions);
+    store_rows(dqkv + place.v_at, dv, 1.0f, place.stride, first, positions);
 }

@@ -1,8 +1,10 @@
 // Sums over rows in two stages, both in a fixed order: the gradients of biases, and of LayerNorm's gain and bias. A
-// single row is added, or copied, in one: a part of the gradients to what is there of them.
+// single row is added, or copied, in one: a part of the gradients to what is there of them. And the way there: a bias, and
+// a residual, added to rows.
 //
 // Bytes: column_partials reads R·C elements once and writes SLABS·C f32; add_partials reads these again, from the
-// cache. single_row reads and writes C elements, and reads what it adds to.
+// cache. single_row reads and writes C elements, and reads what it adds to. add_bias_residual reads and writes R·C
+// elements, and reads the residual.
 
 #include "elementwise.cuh"
 
@@ -116,4 +118,49 @@ struct SingleRow {
 // out[c] = x[c], or added to what is there
 extern "C" __global__ void __launch_bounds__(THREADS) single_row(const ACT *x, GRAD *out, u64 n, u32 accumulate) {
     each_pack<2>(SingleRow{x, out, accumulate != 0}, n);
+}
+
+struct AddBiasResidual {
+    const ACT *inp, *bias, *residual;
+    ACT *out;
+    u32 columns;
+
+    template <int N> struct State {
+        Pack<ACT, N> x, bias, residual;
+    };
+
+    template <int N> __device__ __forceinline__ void load(State<N> &state, u64 at) const {
+        state.x.load(inp + at);
+        if (bias) {
+            state.bias.load(bias + at % columns);
+        }
+        if (residual) {
+            state.residual.load(residual + at);
+        }
+    }
+
+    template <int N> __device__ __forceinline__ void finish(State<N> &state, u64 at) const {
+        f32 values[N];
+        state.x.get(values);
+        add(values, state.bias, bias != nullptr);
+        add(values, state.residual, residual != nullptr);
+        store(out + at, values);
+    }
+
+    template <int N> static __device__ __forceinline__ void add(f32 (&to)[N], const Pack<ACT, N> &pack, bool there) {
+        if (there) {
+            f32 terms[N];
+            pack.get(terms);
+            #pragma unroll
+            for (int i = 0; i < N; i++) {
+                to[i] += terms[i];
+            }
+        }
+    }
+};
+
+// out[r, c] = (inp[r, c] + bias[c]) + residual[r, c]; bias and residual may be null, and inp may be out.
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_bias_residual(const ACT *inp, const ACT *bias, const ACT *residual, ACT *out, u32 columns, u64 n) {
+    each_pack<1>(AddBiasResidual{inp, bias, residual, out, columns}, n);
 }

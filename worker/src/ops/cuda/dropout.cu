@@ -21,8 +21,8 @@ struct Body {
     }
 
     template <int N> __device__ __forceinline__ void finish(State<N> &state, u64 at) const {
-        const u64 row = at / channels;
-        const u32 channel = (u32)(at - row * channels);
+        const u64 own_row = at / channels, row = mask.first + own_row;
+        const u32 channel = (u32)(at - own_row * channels);
         const u32 sample = (u32)(row / positions), position = (u32)(row % positions);
         f32 x[N], add[N];
         u32 words[4];
@@ -44,9 +44,10 @@ struct Body {
     }
 };
 
-// inp, residual (or null), out [B, T, C]; n = B·T·C.
+// inp, residual (or null), out [R, C]: rows `first_row..` of [B·T, C]; n = R·C.
 extern "C" __global__ void __launch_bounds__(THREADS)
 dropout(const ACT *inp, const ACT *residual, ACT *out, u32 positions, u32 channels, u64 key, u64 first_sample,
-        u32 threshold, f32 scale, u64 n) {
-    each_pack<1>(Body{inp, residual, out, positions, channels, Mask{key, first_sample, threshold, scale}}, n);
+        u32 first_row, u32 threshold, f32 scale, u64 n) {
+    const Mask mask{key, first_sample, first_row, threshold, scale};
+    each_pack<1>(Body{inp, residual, out, positions, channels, mask}, n);
 }

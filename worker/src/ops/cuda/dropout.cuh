@@ -5,6 +5,7 @@
 
 struct Mask {
     u64 key, first_sample;
+    u32 first;     // row of the residual stream, or head of attention, that is the first here
     u32 threshold; // words below it drop their number
     f32 scale;     // of the numbers that stay
 
@@ -35,9 +36,9 @@ template <class T> __device__ __forceinline__ T chosen(const T (&of)[4], u32 i) 
 }
 
 #ifdef DROPOUT
-#define MASK_PARAMETERS , u64 mask_key, u64 first_sample, u32 threshold, f32 mask_scale
+#define MASK_PARAMETERS , u64 mask_key, u64 first_sample, u32 first_head, u32 threshold, f32 mask_scale
 constexpr bool HAS_MASK = true;
-#define MASK Mask{mask_key, first_sample, threshold, mask_scale}
+#define MASK Mask{mask_key, first_sample, first_head, threshold, mask_scale}
 #else
 #define MASK_PARAMETERS
 constexpr bool HAS_MASK = false;
@@ -51,7 +52,7 @@ struct NoMask {};
 __device__ __forceinline__ void
 of_group(f32 (&factors)[4], const Mask &mask, u32 in_batch, u32 head, u32 query, u32 group) {
     u32 words[4];
-    mask.words(words, in_batch, head, query, group);
+    mask.words(words, in_batch, mask.first + head, query, group);
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         factors[i] = mask.factor(words[i]);

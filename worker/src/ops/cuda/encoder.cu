@@ -7,11 +7,12 @@
 
 constexpr u32 THREADS = 256;
 
-// out[b, t] = wte[tokens[b, t]] + wpe[t]; wpe may be null. A thread makes VEC channels. Tokens are checked where they
-// enter; one that is outside the vocabulary all the same gives NaN, which the loss shows, and reads nothing.
+// out[b, t] = wte[tokens[b, t] − first] + wpe[t]; wpe may be null. The row of a token that is not one of the `held` from
+// `first` on is −0: another rank has it. A thread makes VEC channels. Tokens are checked where they enter; one that is
+// outside the whole vocabulary all the same gives NaN, which the loss shows, and reads no row of a token.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encoder_forward(const int *tokens, const ACT *wte, const ACT *wpe, ACT *out, u32 rows, u32 channels, u32 positions,
-                u32 vocab) {
+                u32 first, u32 held, u32 vocab) {
     const u32 packs = channels / VEC;
     const u64 index = (u64)blockIdx.x * THREADS + threadIdx.x;
     if (index >= (u64)rows * packs) {
@@ -21,20 +22,20 @@ encoder_forward(const int *tokens, const ACT *wte, const ACT *wpe, ACT *out, u32
     const u32 channel = (u32)(index % packs) * VEC;
     const u32 token = (u32)tokens[row];
     f32 sum[VEC];
-    if (token < vocab) {
-        load(sum, wte + (u64)token * channels + channel);
-        if (wpe) {
-            f32 position[VEC];
-            load(position, wpe + (row % positions) * channels + channel);
-            #pragma unroll
-            for (int i = 0; i < VEC; i++) {
-                sum[i] += position[i];
-            }
-        }
+    if (token - first < held) {
+        load(sum, wte + (u64)(token - first) * channels + channel);
     } else {
         #pragma unroll
         for (int i = 0; i < VEC; i++) {
-            sum[i] = __uint_as_float(0x7fffffffu);
+            sum[i] = token < vocab ? -0.0f : __uint_as_float(0x7fffffffu);
+        }
+    }
+    if (wpe) {
+        f32 position[VEC];
+        load(position, wpe + (row % positions) * channels + channel);
+        #pragma unroll
+        for (int i = 0; i < VEC; i++) {
+            sum[i] += position[i];
         }
     }
     store(out + row * channels + channel, sum);

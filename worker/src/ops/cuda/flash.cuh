@@ -2,13 +2,17 @@
 //
 // Given by the compiler's command line: `HEAD` channels of a head (32, 64, 128), `WARPS` of a block, `ROW_TILES` of 16
 // rows that a warp owns, `STEP` rows of the other operand that a block loads at once, `DROPOUT` where probabilities are
-// dropped.
+// dropped, `HEADS_PER_KV` where heads of queries share keys and values: how many.
 //
 // A tile is `[rows, HEAD]`, in chunks of 16 bytes. Chunks of a row change places by the row's number, so that the eight
 // rows that `ldmatrix` reads together lie in different banks.
 
 #include "tensor_core.cuh"
 #include "dropout.cuh"
+
+#ifndef HEADS_PER_KV
+#define HEADS_PER_KV 1
+#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * ROW_TILES;
@@ -108,9 +112,12 @@ drop(f32 (&numbers)[ROW_TILES][COLUMNS][4], const M &mask, u32 sample, u32 head,
     }
 }
 
+// Channels of all heads of keys.
+__device__ __forceinline__ u32 kv_channels(u32 heads) { return heads / HEADS_PER_KV * HEAD; }
+
 // One head of one sample, and a place in the order of its tiles.
 struct Work {
-    u32 pair;  // sample · heads + head
+    u32 pair;  // sample · heads + head, of queries or of keys
     u32 order; // 0 is the tile with the most work
 };
 

@@ -2,7 +2,8 @@
 // same bits each time.
 //
 // `flash_dq` owns queries and walks their keys; it also leaves Σ dout·out and the scaled lse of each query for the
-// second. `flash_dkv` owns keys and walks the queries that see them. Both compute the probabilities again from lse.
+// second. `flash_dkv` owns keys and walks the queries that see them, head by head where heads share the keys. Both
+// compute the probabilities again from lse.
 //
 // FLOP a (query, key) pair: 6·HEAD and 8·HEAD; five products are needed, two are computed twice. `PART` columns of
 // scores are in registers at a time; of the two left operands, `RESIDENT` are in registers for good.
@@ -174,7 +175,7 @@ of_pairs(f32 (&factors)[4], const M &mask, u32 sample, u32 head, u32 query, u32 
     }
 }
 
-// qkv, dqkv [B, T, 3C]; out, dout [B, T, C]; lse [B, H, T]; known [B·H, T], written.
+// qkv, dqkv [B, T, (H + 2·KV)·HEAD]; out, dout [B, T, H·HEAD]; lse [B, H, T]; known [B·H, T], written. `pairs` = B·H.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dqkv, Known *known, u32 positions,
          u32 heads, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
@@ -185,11 +186,11 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
     const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = (tiles - 1 - work.order) * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = 3 * channels;
+    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
     const u32 sample = work.pair / heads, head = work.pair % heads;
-    const u64 in_at = (u64)sample * positions * stride + head * HEAD;
+    const u64 rows_at = (u64)sample * positions * stride, in_at = rows_at + head * HEAD;
     const u64 out_at = (u64)sample * positions * channels + head * HEAD;
-    const bf16 *k = qkv + in_at + channels, *v = k + channels;
+    const bf16 *k = qkv + rows_at + head / HEADS_PER_KV * HEAD + channels, *v = k + kv_channels(heads);
 
     const u32 steps = (min(first + BLOCK_ROWS, positions) + STEP - 1) / STEP;
     load_tile<BLOCK_ROWS>(q_tile, qkv + in_at, stride, first, positions);
@@ -263,7 +264,8 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
     store_rows(dq, q_tile, dqkv + in_at, stride, first, positions);
 }
 
-// As above; `known` as `flash_dq` left it. Writes the gradients of keys and values.
+// As above; `known` as `flash_dq` left it. Writes the gradients of keys and values, of which there are `pairs` = B·KV
+// heads: sums over the heads of queries that share them, in their order.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32 positions, u32 heads, u32 pairs,
           u32 group, f32 scale MASK_PARAMETERS) {
@@ -274,26 +276,33 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
     const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = work.order * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = 3 * channels;
-    const u32 sample = work.pair / heads, head = work.pair % heads;
-    const u64 in_at = (u64)sample * positions * stride + head * HEAD;
-    const bf16 *q = qkv + in_at;
+    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
+    const u32 kv_heads = heads / HEADS_PER_KV;
+    const u32 sample = work.pair / kv_heads, kv_head = work.pair % kv_heads, head = kv_head * HEADS_PER_KV;
+    const u64 rows_at = (u64)sample * positions * stride;
+    const u64 k_at = rows_at + kv_head * HEAD + channels, v_at = k_at + kv_channels(heads);
+    const bf16 *q = qkv + rows_at + head * HEAD;
     dout += (u64)sample * positions * channels + head * HEAD;
-    known += (u64)work.pair * positions;
+    known += (u64)work.pair * HEADS_PER_KV * positions;
 
     const u32 steps = (positions + STEP - 1) / STEP;
-    const u32 first_step = first / STEP;
-    const auto load_step = [&](u32 step) {
-        const u32 to = steps_at + step % 2 * 2 * STEP_BYTES;
-        load_tile<STEP>(to, q, stride, step * STEP, positions);
-        load_tile<STEP>(to + STEP_BYTES, dout, channels, step * STEP, positions);
+    // The steps of a head begin at its first one; after its last follow those of the next head.
+    const u32 first_step = first / STEP, steps_of_head = steps - first_step;
+    const u32 end = first_step + HEADS_PER_KV * steps_of_head;
+    const auto member_of = [&](u32 at) { return HEADS_PER_KV == 1 ? 0 : (at - first_step) / steps_of_head; };
+    const auto load_step = [&](u32 at) {
+        const u32 to = steps_at + at % 2 * 2 * STEP_BYTES;
+        const u32 member = member_of(at), step = at - member * steps_of_head;
+        load_tile<STEP>(to, q + member * HEAD, stride, step * STEP, positions);
+        load_tile<STEP>(to + STEP_BYTES, dout + member * HEAD, channels, step * STEP, positions);
+        const Known *known_of_head = known + (u64)member * positions;
         for (u32 row = threadIdx.x; row < STEP; row += THREADS) {
             const bool valid = step * STEP + row < positions;
-            copy_pair(shared_address(&of_step[step % 2][row]), known + (valid ? step * STEP + row : 0), valid);
+            copy_pair(shared_address(&of_step[at % 2][row]), known_of_head + (valid ? step * STEP + row : 0), valid);
         }
     };
-    load_tile<BLOCK_ROWS>(k_tile, q + channels, stride, first, positions);
-    load_tile<BLOCK_ROWS>(v_tile, q + 2 * channels, stride, first, positions);
+    load_tile<BLOCK_ROWS>(k_tile, qkv + k_at, stride, first, positions);
+    load_tile<BLOCK_ROWS>(v_tile, qkv + v_at, stride, first, positions);
     load_step(first_step);
     copies_done();
     __syncthreads();
@@ -306,10 +315,11 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
     clear(dk);
     clear(dv);
     const f32 scale_log2 = scale * LOG2_E;
-    for (u32 step = first_step; step < steps; step++) {
-        const u32 queries = steps_at + step % 2 * 2 * STEP_BYTES, douts = queries + STEP_BYTES;
-        if (step + 1 < steps) {
-            load_step(step + 1);
+    for (u32 at = first_step; at < end; at++) {
+        const u32 queries = steps_at + at % 2 * 2 * STEP_BYTES, douts = queries + STEP_BYTES;
+        const u32 member = member_of(at), step = at - member * steps_of_head;
+        if (at + 1 < end) {
+            load_step(at + 1);
         }
         for (u32 part = 0; part < STEP; part += PART) {
             const u32 query = step * STEP + part;
@@ -323,11 +333,11 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
             #pragma unroll
             for (int n = 0; n < COLUMNS; n++) {
                 // Of two columns: lse, along, lse, along.
-                const float4 both = *reinterpret_cast<const float4 *>(&of_step[step % 2][part + 8 * n + lane % 4 * 2]);
+                const float4 both = *reinterpret_cast<const float4 *>(&of_step[at % 2][part + 8 * n + lane % 4 * 2]);
                 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) {
                     f32 factors[4];
-                    of_pairs(factors, MASK, sample, head, query + 8 * n + lane % 4 * 2, key + 16 * m);
+                    of_pairs(factors, MASK, sample, head + member, query + 8 * n + lane % 4 * 2, key + 16 * m);
                     #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         ds[m][n][i] = HAS_MASK ? ds[m][n][i] * factors[i] : ds[m][n][i];
@@ -349,6 +359,6 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
         __syncthreads();
     }
     scale_all(dk, scale);
-    store_rows(dk, k_tile, dqkv + in_at + channels, stride, first, positions);
-    store_rows(dv, v_tile, dqkv + in_at + 2 * channels, stride, first, positions);
+    store_rows(dk, k_tile, dqkv + k_at, stride, first, positions);
+    store_rows(dv, v_tile, dqkv + v_at, stride, first, positions);
 }

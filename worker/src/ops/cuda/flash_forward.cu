@@ -123,7 +123,8 @@ __device__ __forceinline__ void mask(f32 (&scores)[ROW_TILES][COLUMNS][4], u32 q
     }
 }
 
-// qkv [B, T, 3C], out [B, T, C], lse [B, H, T]; `pairs` = B·H, `group` heads go together, `scale` = 1/√HEAD.
+// qkv [B, T, (H + 2·KV)·HEAD], out [B, T, H·HEAD], lse [B, H, T]; `pairs` = B·H, `group` heads go together, `scale` =
+// 1/√HEAD.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u32 pairs, u32 group,
               f32 scale MASK_PARAMETERS) {
@@ -133,10 +134,11 @@ flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u3
     const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const Work work = work_of(pairs, tiles, group);
     const u32 first = (tiles - 1 - work.order) * BLOCK_ROWS;
-    const u32 channels = heads * HEAD, stride = 3 * channels;
+    const u32 channels = heads * HEAD, stride = channels + 2 * kv_channels(heads);
     const u32 sample = work.pair / heads, head = work.pair % heads;
-    const bf16 *q = qkv + (u64)sample * positions * stride + head * HEAD;
-    const bf16 *k = q + channels, *v = k + channels;
+    const bf16 *rows = qkv + (u64)sample * positions * stride;
+    const bf16 *q = rows + head * HEAD;
+    const bf16 *k = rows + head / HEADS_PER_KV * HEAD + channels, *v = k + kv_channels(heads);
 
     const u32 last_row = min(first + BLOCK_ROWS, positions) - 1;
     int step = (int)(last_row / STEP);

@@ -4,32 +4,9 @@
 // Bytes a row of C elements of s bytes: forward 2·C·s; backward 3·C·s, or 4·C·s where it adds to dinp. The gain and
 // bias stay in the cache; the partial sums of their gradients are small by the choice of blocks.
 
-#include "element.cuh"
+#include "row.cuh"
 
-constexpr u32 BLOCK = ROW_THREADS == WARP ? 256 : ROW_THREADS;
-constexpr u32 ROWS = BLOCK / ROW_THREADS;
-constexpr u32 ROW_PACKS = CHANNELS / VEC;
-constexpr int PACKS = (ROW_PACKS + ROW_THREADS - 1) / ROW_THREADS;
 constexpr f32 EPSILON = 1e-5f;
-constexpr f32 SHARE = 1.0f / (f32)CHANNELS;
-
-// What a thread has of a row: packs `lane`, `lane + ROW_THREADS`, …
-struct Row {
-    Pack<ACT, VEC> packs[PACKS];
-
-    static __device__ __forceinline__ u32 lane() { return threadIdx.x % ROW_THREADS; }
-    static __device__ __forceinline__ bool has(int k) { return lane() + k * ROW_THREADS < ROW_PACKS; }
-    static __device__ __forceinline__ u32 channel(int k) { return (lane() + k * ROW_THREADS) * VEC; }
-
-    __device__ __forceinline__ void load(const ACT *row) {
-        #pragma unroll
-        for (int k = 0; k < PACKS; k++) {
-            if (has(k)) {
-                packs[k].load(row + channel(k));
-            }
-        }
-    }
-};
 
 // Mean, and 1/√(variance + ε), of a row.
 __device__ __forceinline__ void statistics(const Row &row, f32 *warps, f32 &mean, f32 &scale) {
@@ -96,8 +73,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 layernorm_backward(const ACT *dout, const ACT *inp, const ACT *weight, ACT *dinp, f32 *partials, u32 rows,
                    u32 block_rows, u32 accumulate) {
     __shared__ f32 warps[2 * BLOCK / WARP];
+    __shared__ f32 gathered[GATHERED<2>];
     const u32 end = min((blockIdx.x + 1) * block_rows, rows);
-    f32 dweight[PACKS][VEC] = {}, dbias[PACKS][VEC] = {};
+    Sums<2> sums; // gradients of the gain and of the bias
     for (u32 row = blockIdx.x * block_rows + threadIdx.x / ROW_THREADS; row < end; row += ROWS) {
         Row x, d, before;
         x.load(inp + (u64)row * CHANNELS);
@@ -121,8 +99,8 @@ layernorm_backward(const ACT *dout, const ACT *inp, const ACT *weight, ACT *dinp
                     const f32 n = (value[i] - mean) * scale;
                     means[0] += dvalue[i] * w[i];
                     means[1] += dvalue[i] * w[i] * n;
-                    dweight[k][i] += dvalue[i] * n;
-                    dbias[k][i] += dvalue[i];
+                    sums.of[0][k][i] += dvalue[i] * n;
+                    sums.of[1][k][i] += dvalue[i];
                 }
             }
         }
@@ -147,39 +125,5 @@ layernorm_backward(const ACT *dout, const ACT *inp, const ACT *weight, ACT *dinp
             }
         }
     }
-
-    // The block's rows lie ROWS by ROWS with its warps: their sums are added in the order of the warps.
-    f32 *sums = partials + (u64)blockIdx.x * 2 * CHANNELS;
-    __shared__ f32 gathered[ROWS == 1 ? 1 : 2 * CHANNELS];
-    for (u32 turn = 0; turn < ROWS; turn++) {
-        if (threadIdx.x / ROW_THREADS == turn) {
-            #pragma unroll
-            for (int k = 0; k < PACKS; k++) {
-                #pragma unroll
-                for (int i = 0; i < VEC; i++) {
-                    if (Row::has(k)) {
-                        const u32 channel = Row::channel(k) + i;
-                        if (ROWS == 1) {
-                            sums[channel] = dweight[k][i];
-                            sums[CHANNELS + channel] = dbias[k][i];
-                        } else if (turn == 0) {
-                            gathered[channel] = dweight[k][i];
-                            gathered[CHANNELS + channel] = dbias[k][i];
-                        } else {
-                            gathered[channel] += dweight[k][i];
-                            gathered[CHANNELS + channel] += dbias[k][i];
-                        }
-                    }
-                }
-            }
-        }
-        if (ROWS > 1) {
-            __syncthreads();
-        }
-    }
-    if (ROWS > 1) {
-        for (u32 i = threadIdx.x; i < 2 * CHANNELS; i += BLOCK) {
-            sums[i] = gathered[i];
-        }
-    }
+    store_sums(partials + (u64)blockIdx.x * 2 * CHANNELS, sums, gathered);
 }

@@ -12,6 +12,7 @@ use crate::device::{Buffer, DType, DeviceError};
 const HEADERS: &[(&str, &str)] = &[
     ("element.cuh", include_str!("element.cuh")),
     ("elementwise.cuh", include_str!("elementwise.cuh")),
+    ("row.cuh", include_str!("row.cuh")),
     ("dropout.cuh", include_str!("dropout.cuh")),
     ("tensor_core.cuh", include_str!("tensor_core.cuh")),
     ("flash.cuh", include_str!("flash.cuh")),

@@ -1,6 +1,7 @@
 // The gradient of the token embedding, from rows sorted by token (token_sort.cu): no atomic additions, one order.
 //
-// Bytes: B·T rows read; the rows of the tokens that occur read (where they are added to) and written.
+// Bytes: B·T rows read, without those of tokens that another rank holds; the rows of the tokens that occur read (where
+// they are added to) and written.
 
 #include "element.cuh"
 
@@ -9,9 +10,16 @@ constexpr u32 THREADS = 256;
 constexpr u32 PLACES = 16;
 constexpr u32 NONE = 0xffffffffu;
 
-__device__ __forceinline__ u32 token_at(const int *tokens, const u32 *order, u32 place, u32 rows) {
-    return place < rows ? (u32)tokens[order[place]] : NONE;
-}
+// Tokens in their sorted order, counted from the first one that is held; `held` where it is not held here.
+struct Sorted {
+    const int *tokens;
+    const u32 *order;
+    u32 rows, first, held;
+
+    __device__ __forceinline__ u32 at(u32 place) const {
+        return place < rows ? min((u32)tokens[order[place]] - first, held) : NONE;
+    }
+};
 
 // Adds to the row of a token, or overwrites it.
 __device__ __forceinline__ void deliver(GRAD *dwte, const f32 (&sum)[VEC], bool accumulate) {
@@ -30,15 +38,20 @@ __device__ __forceinline__ void deliver(GRAD *dwte, const f32 (&sum)[VEC], bool 
 // partials[block, 0] where it came from an earlier block, in partials[block, 1] where it begins.
 extern "C" __global__ void __launch_bounds__(THREADS)
 token_sum(const int *tokens, const u32 *order, const ACT *dout, GRAD *dwte, f32 *partials, u32 rows, u32 channels,
-          u32 vocab, u32 accumulate) {
+          u32 first_token, u32 held, u32 accumulate) {
     const u32 channel = (blockIdx.y * THREADS + threadIdx.x) * VEC;
     if (channel >= channels) {
         return;
     }
+    const Sorted sorted{tokens, order, rows, first_token, held};
     const u32 first = blockIdx.x * PLACES;
     const u32 end = min(first + PLACES, rows);
-    u32 token = token_at(tokens, order, first, rows);
-    bool begins = first == 0 || token_at(tokens, order, first - 1, rows) != token;
+    u32 token = sorted.at(first);
+    // No token that is held comes after it.
+    if (token >= held) {
+        return;
+    }
+    bool begins = first == 0 || sorted.at(first - 1) != token;
     f32 sum[VEC] = {};
     #pragma unroll 4
     for (u32 place = first; place < end; place++) {
@@ -48,11 +61,11 @@ token_sum(const int *tokens, const u32 *order, const ACT *dout, GRAD *dwte, f32 
         for (int i = 0; i < VEC; i++) {
             sum[i] += d[i];
         }
-        const u32 next = token_at(tokens, order, place + 1, rows);
+        const u32 next = sorted.at(place + 1);
         const bool ends = next != token;
         if (ends || place + 1 == end) {
             if (begins && ends) {
-                if (token < vocab) {
+                if (token < held) {
                     deliver(dwte + (u64)token * channels + channel, sum, accumulate != 0);
                 }
             } else {
@@ -70,19 +83,19 @@ token_sum(const int *tokens, const u32 *order, const ACT *dout, GRAD *dwte, f32 
 
 // The run that begins in a block's places and crosses into later blocks: its partial sums, in order.
 extern "C" __global__ void __launch_bounds__(THREADS)
-token_join(const int *tokens, const u32 *order, const f32 *partials, GRAD *dwte, u32 rows, u32 channels, u32 vocab,
-           u32 accumulate) {
+token_join(const int *tokens, const u32 *order, const f32 *partials, GRAD *dwte, u32 rows, u32 channels,
+           u32 first_token, u32 held, u32 accumulate) {
     const u32 channel = (blockIdx.y * THREADS + threadIdx.x) * VEC;
     const u32 first = blockIdx.x * PLACES;
     const u32 end = first + PLACES;
     if (channel >= channels || end >= rows) {
         return;
     }
-    const u32 token = token_at(tokens, order, end - 1, rows);
-    const bool goes_on = token_at(tokens, order, end, rows) == token;
-    const bool begins = token_at(tokens, order, first, rows) != token || first == 0 ||
-                        token_at(tokens, order, first - 1, rows) != token;
-    if (!goes_on || !begins || token >= vocab) {
+    const Sorted sorted{tokens, order, rows, first_token, held};
+    const u32 token = sorted.at(end - 1);
+    const bool goes_on = sorted.at(end) == token;
+    const bool begins = sorted.at(first) != token || first == 0 || sorted.at(first - 1) != token;
+    if (!goes_on || !begins || token >= held) {
         return;
     }
     f32 sum[VEC];
@@ -96,7 +109,6 @@ token_join(const int *tokens, const u32 *order, const f32 *partials, GRAD *dwte,
         for (int i = 0; i < VEC; i++) {
             sum[i] += more[i];
         }
-    } while (token_at(tokens, order, (block + 1) * PLACES - 1, rows) == token &&
-             token_at(tokens, order, (block + 1) * PLACES, rows) == token);
+    } while (sorted.at((block + 1) * PLACES - 1) == token && sorted.at((block + 1) * PLACES) == token);
     deliver(dwte + (u64)token * channels + channel, sum, accumulate != 0);
 }

@@ -12,15 +12,17 @@ constexpr u32 DIGITS = 256;
 constexpr u32 STEPS = 4;
 constexpr u32 SLAB = THREADS * STEPS;
 
-// The digit of the row at a place of the last pass's order. What is no token sorts behind all that are.
-__device__ __forceinline__ u32 digit_at(const int *tokens, const u32 *order, u32 place, u32 vocab, u32 shift, u32 &row) {
+// The digit of the row at a place of the last pass's order. What is none of the `held` tokens from `first` on sorts behind
+// all that are.
+__device__ __forceinline__ u32
+digit_at(const int *tokens, const u32 *order, u32 place, u32 first, u32 held, u32 shift, u32 &row) {
     row = order ? order[place] : place;
-    return (min((u32)tokens[row], vocab) >> shift) % DIGITS;
+    return (min((u32)tokens[row] - first, held) >> shift) % DIGITS;
 }
 
 // counts[digit, slab]: how many rows of the slab have the digit.
 extern "C" __global__ void __launch_bounds__(THREADS)
-digit_count(const int *tokens, const u32 *order, u32 *counts, u32 rows, u32 slabs, u32 vocab, u32 shift) {
+digit_count(const int *tokens, const u32 *order, u32 *counts, u32 rows, u32 slabs, u32 first, u32 held, u32 shift) {
     __shared__ u32 found[DIGITS];
     found[threadIdx.x] = 0;
     __syncthreads();
@@ -28,7 +30,7 @@ digit_count(const int *tokens, const u32 *order, u32 *counts, u32 rows, u32 slab
         const u32 place = blockIdx.x * SLAB + i * THREADS + threadIdx.x;
         if (place < rows) {
             u32 row;
-            atomicAdd(&found[digit_at(tokens, order, place, vocab, shift, row)], 1u);
+            atomicAdd(&found[digit_at(tokens, order, place, first, held, shift, row)], 1u);
         }
     }
     __syncthreads();
@@ -70,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS) digit_scan(u32 *count
 
 // sorted: the rows of `order` (none: 0, 1, …), stably sorted by the digit.
 extern "C" __global__ void __launch_bounds__(THREADS)
-digit_scatter(const int *tokens, const u32 *order, const u32 *counts, u32 *sorted, u32 rows, u32 slabs, u32 vocab,
-              u32 shift) {
+digit_scatter(const int *tokens, const u32 *order, const u32 *counts, u32 *sorted, u32 rows, u32 slabs, u32 first,
+              u32 held, u32 shift) {
     __shared__ u32 found[WARPS][DIGITS];
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     for (u32 w = 0; w < WARPS; w++) {
@@ -82,7 +84,7 @@ digit_scatter(const int *tokens, const u32 *order, const u32 *counts, u32 *sorte
     for (u32 i = 0; i < STEPS; i++) {
         const u32 place = blockIdx.x * SLAB + (warp * STEPS + i) * WARP + lane;
         const bool there = place < rows;
-        digit[i] = there ? digit_at(tokens, order, place, vocab, shift, row[i]) : DIGITS - 1;
+        digit[i] = there ? digit_at(tokens, order, place, first, held, shift, row[i]) : DIGITS - 1;
         // The lanes with the same digit; those beyond the last row are nobody's.
         u32 peers = __ballot_sync(ALL_LANES, there);
         for (u32 bit = 1; bit < DIGITS; bit *= 2) {

@@ -14,12 +14,14 @@
 //! | [`merge_backward`], [`without_overlap`], [`forward_only`] | passes that change what it computes |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
+//! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 //! | [`csv`] | schedules as text, as PyTorch's `torch.distributed.pipelining` has them |
 
 mod action;
 pub mod csv;
 mod generators;
 mod passes;
+mod plan;
 mod simulator;
 mod stages;
 mod validator;
@@ -31,6 +33,7 @@ pub use generators::{
 pub use passes::{
     forward_only, merge_backward, with_gathering, with_reduction, with_steps, with_transfers, without_overlap,
 };
+pub use plan::{PipelinePlan, PlanError};
 pub use simulator::{Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, simulate};
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
 pub use validator::{MemoryBudget, Purpose, Reason, Refusal, Rules, least_capacity, validate};

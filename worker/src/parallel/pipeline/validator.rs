@@ -5,7 +5,7 @@
 //! |---|---|
 //! | each stage and micro-batch has one F, and one B or one I and one W | nothing is left out or counted twice |
 //! | what is needed on the same rank is done before | |
-//! | W and B of a stage take micro-batches in order | sums of gradients have the same bits under every schedule |
+//! | F, I, W and B of a stage take micro-batches in order | sums of losses and gradients have the same bits under every schedule |
 //! | nothing of a stage computes after its reduction | the reduced gradient is complete |
 //! | nothing of a stage computes or is reduced after its update | a step has one version of the weights |
 //! | a stage that gathers its weights computes only while they are | |
@@ -90,7 +90,7 @@ pub enum Reason {
     #[error("`{0}` has to come before it")]
     NeedsBefore(Action),
     /// The order of sums would differ.
-    #[error("it comes after `{0}`, but a stage adds gradients in the order of the micro-batches")]
+    #[error("it comes after `{0}`, but a stage takes micro-batches in order, as sums depend on it")]
     Descends(Action),
     /// The gradients are reduced, or the weights updated, already.
     #[error("it comes after `{0}`")]
@@ -161,12 +161,21 @@ pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
 /// What was done of a stage.
 #[derive(Clone, Copy, Default)]
 struct StageState {
-    /// Its last W or B.
-    last_gradient: Option<Action>,
+    /// Its last F, I and W; a B is both of these.
+    last: [Option<Action>; 3],
     /// Its reduction, and its update.
     closed_by: Option<Action>,
     /// Whether its weights are gathered, if it gathers them.
     is_gathered: Option<bool>,
+}
+
+/// Whether an action does F, I, W.
+fn halves(kind: ActionKind) -> [bool; 3] {
+    [
+        kind == ActionKind::Forward,
+        kind.makes_input_gradient(),
+        kind.makes_weight_gradient(),
+    ]
 }
 
 /// The walk over a rank's row.
@@ -239,10 +248,12 @@ impl<'a> Row<'a> {
         }
         let nothing = StageState::default();
         let stage = self.stages.get(&action.stage).unwrap_or(&nothing);
-        if let Some(last) = stage.last_gradient
-            && action.kind.makes_weight_gradient()
-            && last.micro_batch > action.micro_batch
-        {
+        let before = halves(action.kind)
+            .into_iter()
+            .zip(stage.last)
+            .filter_map(|(is_done, last)| last.filter(|_| is_done));
+        let mut later = before.filter(|last| last.micro_batch > action.micro_batch);
+        if let Some(last) = later.next() {
             return Err(Reason::Descends(last));
         }
         let changes = action.kind.is_compute() || action.kind == ActionKind::ReduceGradient;
@@ -300,8 +311,10 @@ impl<'a> Row<'a> {
     /// Notes that an action is done.
     fn note(&mut self, action: Action) {
         let stage = self.stages.entry(action.stage).or_default();
-        if action.kind.makes_weight_gradient() {
-            stage.last_gradient = Some(action);
+        for (last, is_done) in stage.last.iter_mut().zip(halves(action.kind)) {
+            if is_done {
+                *last = Some(action);
+            }
         }
         match action.kind {
             ActionKind::Unshard => stage.is_gathered = Some(true),

@@ -101,9 +101,12 @@ fn a_row_is_in_order() {
 fn gradients_are_added_in_the_order_of_micro_batches() {
     assert_eq!(
         refused("0F0,0F1,0I0,0I1,0W1,0W0"),
-        "rank 0 is refused at `0W0`: it comes after `0W1`, but a stage adds gradients in the order of the micro-batches"
+        "rank 0 is refused at `0W0`: it comes after `0W1`, but a stage takes micro-batches in order, as sums depend on it"
     );
     assert!(refused("0F0,0F1,0B1,0B0").contains("`0B0`: it comes after `0B1`"));
+    // Losses are added in forward, gradients of norms in I.
+    assert!(refused("0F1,0F0,0B0,0B1").contains("`0F0`: it comes after `0F1`"));
+    assert!(refused("0F0,0F1,0I1,0I0,0W0,0W1").contains("`0I0`: it comes after `0I1`"));
 }
 
 #[test]

@@ -9,8 +9,10 @@
 //! | all, in a wider type than crosses the wire | in its place | narrowed, in a slot | own part is widened into its place |
 //! | its shard (ZeRO-2, -3) | in a slot | in that slot | own part is copied into the shard, or added to it |
 //!
-//! With several copies of the state, what has landed for the last time in a step is then summed over the copies
-//! ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the same operations.
+//! What ranks beyond the data-parallel ones have a part of ([`CopyGroup::summed`]) is summed over them first, where it
+//! was contributed, when the unit is complete. With several copies of the state, what has landed for the last time in a
+//! step is then summed over the copies ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the
+//! same operations.
 //!
 //! *Slots* are memory shared with the other ranks, through which units pass one after the other. A slot is reused in the
 //! order of a stream: a host waits only where the device runs at once. Narrowing and widening are on a stream of their
@@ -27,13 +29,13 @@ use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
 use crate::parallel::comm_times::CommTracker;
-use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
+use crate::parallel::{CopyGroup, GradientLayout, Portion, ReplicaSet, ShardUnit, Sharding};
 
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
 
 /// True if gradients of other ranks' parameters exist in slots only.
-fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
+pub(super) fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
     sharding.world() > 1 && accumulate == Accumulate::Sharded
 }
 
@@ -45,22 +47,70 @@ struct Reduction {
     own: Range<usize>,
     /// Parameters that must be ready.
     params: Vec<ParamId>,
+    /// What of them is summed over other ranks first, counted from the first element.
+    partial: Vec<PartialSum>,
+    /// Another stage of a pipeline has a part of some gradient: launched when the passes of this rank are over.
+    is_shared_by_stages: bool,
     /// For errors and traces.
     tag: String,
 }
 
+/// Elements of a unit that are summed over a group.
+struct PartialSum {
+    /// Index in [`ReplicaSet::copy_groups`].
+    group: usize,
+    range: Range<usize>,
+}
+
+impl PartialSum {
+    /// Those of a unit, in the order in which they are summed: neighbours at once.
+    fn all(
+        (start, params): (usize, &[ParamId]),
+        layout: &GradientLayout,
+        sharding: &Sharding,
+        groups: &[CopyGroup],
+    ) -> Vec<Self> {
+        let mut sums = Vec::new();
+        for (index, group) in groups.iter().enumerate() {
+            let kind = |id: &ParamId| (group.summed.contains(id), layout.spec(*id).group);
+            for params in params.chunk_by(|a, b| kind(a) == kind(b)) {
+                if !group.summed.contains(&params[0]) {
+                    continue;
+                }
+                let [first, last] = [params[0], params[params.len() - 1]].map(|id| sharding.whole_range(id));
+                sums.push(Self {
+                    group: index,
+                    range: first.start - start..last.end - start,
+                });
+            }
+        }
+        sums
+    }
+}
+
 impl Reduction {
     /// The units of the sharding; where nothing is sharded, `sync` decides.
-    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync) -> Vec<Self> {
-        let whole = |range: Range<usize>, params: &[ParamId], tag| Self {
-            own: 0..range.len(),
-            range,
+    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync, groups: &[CopyGroup]) -> Vec<Self> {
+        let unit = |range: Range<usize>, own: Range<usize>, params: &[ParamId], tag| Self {
+            partial: PartialSum::all((range.start, params), layout, sharding, groups),
+            is_shared_by_stages: params.iter().any(|id| layout.spec(*id).is_shared_by_stages()),
             params: params.to_vec(),
+            range,
+            own,
             tag,
         };
+        let whole =
+            |range: Range<usize>, params: &[ParamId], tag| unit(range.clone(), 0..range.len(), params, tag);
+        let of_units = |sharding: &Sharding| {
+            let units = sharding.units().iter().enumerate();
+            let of = |(i, u): (usize, &ShardUnit)| {
+                unit(u.whole.clone(), sharding.own(i), &u.params, u.name.clone())
+            };
+            units.map(of).collect()
+        };
         match sync {
-            _ if sharding.world() > 1 => Self::of_units(sharding),
-            Sync::Bucketed => Self::of_units(&Sharding::of_buckets(layout, 1, 0)),
+            _ if sharding.world() > 1 => of_units(sharding),
+            Sync::Bucketed => of_units(&Sharding::of_buckets(layout, 1, 0)),
             Sync::Naive => vec![whole(0..layout.len(), layout.order(), "all gradients".into())],
             Sync::PerParameter => {
                 let tag = |id| format!("gradient of `{}`", layout.spec(id).name);
@@ -68,18 +118,6 @@ impl Reduction {
                 layout.order().iter().map(one).collect()
             }
         }
-    }
-
-    fn of_units(sharding: &Sharding) -> Vec<Self> {
-        let units = sharding.units().iter().enumerate();
-        units
-            .map(|(index, unit)| Self {
-                range: unit.whole.clone(),
-                own: sharding.own(index),
-                params: unit.params.clone(),
-                tag: unit.name.clone(),
-            })
-            .collect()
     }
 }
 
@@ -195,6 +233,7 @@ pub(super) struct GradUnits {
     device: Arc<dyn Device>,
     comm: Communicator,
     replicate: Option<Communicator>,
+    copy_groups: Vec<CopyGroup>,
     sharding: Arc<Sharding>,
     units: Vec<Unit>,
     /// What this rank keeps.
@@ -221,7 +260,7 @@ impl GradUnits {
         (accumulate, sync): (Accumulate, Sync),
     ) -> Result<Self, ReduceError> {
         let is_staged = is_staged(sharding, accumulate);
-        let reductions = Reduction::all(layout, sharding, sync);
+        let reductions = Reduction::all(layout, sharding, sync, &set.copy_groups);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
             set.all
@@ -270,6 +309,7 @@ impl GradUnits {
             device: device.clone(),
             comm: set.reduce.clone(),
             replicate: set.replicate.clone(),
+            copy_groups: set.copy_groups.clone(),
             sharding: sharding.clone(),
         })
     }
@@ -282,6 +322,17 @@ impl GradUnits {
     /// Parameters of a unit.
     pub(super) fn params(&self, unit: usize) -> &[ParamId] {
         &self.units[unit].reduction.params
+    }
+
+    /// True if another stage of a pipeline has a part of a unit. To wait for that stage in the middle of a pass could be to
+    /// wait for ever: it may need what comes of the pass.
+    pub(super) fn is_shared_by_stages(&self, unit: usize) -> bool {
+        self.units[unit].reduction.is_shared_by_stages
+    }
+
+    /// Memory of a gradient that adds up in its place.
+    pub(super) fn in_place(&self, id: ParamId) -> Option<&Buffer> {
+        self.grads.get(id.0)
     }
 
     /// True if gradients of other ranks' parameters exist in slots only: every micro-batch communicates.
@@ -342,6 +393,7 @@ impl GradUnits {
 
     /// Sends a unit on its way that is complete at `ready`.
     pub(super) fn launch(&mut self, index: usize, ready: Event, round: Round) {
+        let ready = self.sum_partial(index, ready);
         let (buffer, ready, slot) = self.outgoing(index, ready);
         let launch = Launch::after(ready, Traffic::Grads, self.units[index].reduction.tag.clone());
         let work = self.tracker.launch(|| match self.sharding.world() {
@@ -379,6 +431,29 @@ impl GradUnits {
         };
         self.sum_copies();
         landed
+    }
+
+    /// Sums what other ranks have a part of. Reached when the unit has these sums.
+    fn sum_partial(&mut self, index: usize, mut ready: Event) -> Event {
+        let Unit { reduction, place, .. } = &self.units[index];
+        for PartialSum { group, range } in &reduction.partial {
+            let memory = match (place, self.slot_of(index)) {
+                (Some(place), _) => place.slice(range.clone()),
+                (None, slot) => {
+                    let slot = slot.expect("each report asked for memory before");
+                    self.slots[slot].arena.slice(range.clone())
+                }
+            };
+            let comm = &self.copy_groups[*group].comm;
+            let tag = format!("partial gradients of {}", reduction.tag);
+            let launch = Launch::after(ready, Traffic::Grads, tag);
+            let work = self
+                .tracker
+                .launch(|| comm.all_reduce(&memory, ReduceOp::Sum, launch));
+            ready = work.event().clone();
+            self.in_flight.push(work);
+        }
+        ready
     }
 
     /// A unit as it crosses the wire, when it is there, and its slot.

@@ -143,6 +143,11 @@ impl Readiness {
         Ok(times == expected)
     }
 
+    /// A complete gradient is changed once more, until `at`.
+    pub(super) fn follow(&mut self, id: ParamId, at: Event) {
+        self.reports[id.0].events.push(at);
+    }
+
     /// An error if a contribution of this round is missing.
     pub(super) fn all_there(&self) -> Result<(), ReduceError> {
         let is_short = |id: &&ParamId| self.reports[id.0].times < self.reports[id.0].due;

@@ -9,7 +9,8 @@
 //! 3. [`Step::finish`] waits for the others and gives the right to read the sums ([`Reduced`]);
 //!    [`Step::finish_on`] lets a stream wait instead of the host.
 //!
-//! With [`Reducer::new`] every rank ends with all sums; with [`Reducer::over`] each with those that it owns.
+//! With [`Reducer::new`] every rank ends with all sums; with [`Reducer::over`] each with those that it owns. Gradients of
+//! which ranks beyond the data-parallel ones have a part are summed over these first.
 //!
 //! Peers write into the arena while a bucket is under way. The two guards keep Rust code out of it meanwhile; an
 //! operation in flight owns its segment, so that it outlives even a reducer that is dropped too early.
@@ -17,8 +18,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::grad_units::{GradUnits, Round};
+use super::grad_units::{GradUnits, Round, is_staged};
 use super::readiness::{Readiness, ReduceError};
+use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
 use crate::config::{Accumulate, Sync, Unused};
 use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
@@ -37,6 +39,8 @@ pub struct ReducerConfig {
     pub accumulate: Accumulate,
     /// The answer to parameters that take no part in a backward.
     pub unused: Unused,
+    /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
+    pub micro_batches: usize,
 }
 
 impl Default for ReducerConfig {
@@ -47,6 +51,7 @@ impl Default for ReducerConfig {
             overlap: true,
             accumulate: Accumulate::Full,
             unused: Unused::Error,
+            micro_batches: 1,
         }
     }
 }
@@ -55,6 +60,7 @@ impl Default for ReducerConfig {
 pub struct Reducer {
     layout: Arc<GradientLayout>,
     grads: GradUnits,
+    uses: UseAccumulators,
     /// Unit of each parameter.
     unit_of: Vec<usize>,
     /// Units are launched as soon as they are complete.
@@ -150,6 +156,19 @@ impl Reducer {
         sharding: &Arc<Sharding>,
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
+        let is_staged = is_staged(sharding, config.accumulate);
+        let mut ids = layout.order().iter();
+        if let Some(id) = ids.find(|id| is_staged && layout.spec(**id).is_shared_by_stages()) {
+            let name = &layout.spec(*id).name;
+            return Err(ReduceError::Misuse(format!(
+                "two stages of the pipeline share `{name}`, and its gradient cannot be reduced in every micro-batch\n  hint: set `parallel.accumulate: full`"
+            )));
+        }
+        let uses = if config.micro_batches > 1 && !is_staged {
+            UseAccumulators::new(&layout, (device, stream))?
+        } else {
+            UseAccumulators::none((device, stream))
+        };
         let kept = (config.accumulate, config.sync);
         let grads = GradUnits::new(set, (device, stream), &layout, sharding, kept)?;
         let mut unit_of = vec![0; layout.params()];
@@ -161,12 +180,13 @@ impl Reducer {
         let is_all_at_once = config.sync == Sync::Naive && sharding.world() == 1;
         Ok(Self {
             // Units in slots must leave their slots, overlapped or not.
-            is_eager: grads.is_staged() || (config.overlap && !is_all_at_once),
+            is_eager: is_staged || (config.overlap && !is_all_at_once),
             progress: Progress::new(&layout, &grads, 1),
             unused: config.unused,
             rank: set.all.members()[set.all.rank()],
             layout,
             grads,
+            uses,
             unit_of,
         })
     }
@@ -177,16 +197,22 @@ impl Reducer {
         &self.layout
     }
 
-    /// Size of the memory for gradients in bytes, padding and slots included.
+    /// Size of the memory for gradients in bytes: sums, slots, and what later uses of tied parameters add up in.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.grads.bytes()
+        self.grads.bytes() + self.uses.bytes()
+    }
+
+    /// What of it is sums, padding included.
+    #[must_use]
+    pub fn sum_bytes(&self) -> usize {
+        self.grads.sums().arena().bytes()
     }
 
     /// What of it is slots for gradients that are in flight.
     #[must_use]
     pub fn in_flight_bytes(&self) -> usize {
-        self.grads.bytes() - self.grads.sums().arena().bytes()
+        self.grads.bytes() - self.sum_bytes()
     }
 
     /// Number of operations in which all gradients are reduced.
@@ -213,6 +239,7 @@ impl Reducer {
             return Err(ReduceError::Poisoned(cause));
         }
         self.grads.reset();
+        self.uses.reset();
         self.progress = Progress::new(&self.layout, &self.grads, micro_batches);
         Ok(Step {
             reducer: self,
@@ -232,8 +259,18 @@ impl Reducer {
     fn writable(&mut self, id: ParamId) -> Result<(Buffer, bool), ReduceError> {
         self.check()?;
         let asked = self.progress.readiness.ask(id);
-        let memory = asked.and_then(|is_written| Ok((self.grads.grad(id)?, is_written)));
+        let memory = asked.and_then(|is_written| match self.uses.slot(id) {
+            Some((Some(own), is_written)) => Ok((own, is_written)),
+            Some((None, is_written)) => Ok((self.grads.grad(id)?, is_written)),
+            None => Ok((self.grads.grad(id)?, is_written)),
+        });
         memory.map_err(|e| self.fail(e))
+    }
+
+    /// The use of a gradient that the last memory was for has a value from now on.
+    fn write(&mut self, id: ParamId) {
+        self.progress.readiness.write(id);
+        self.uses.write(id);
     }
 
     /// One contribution to a gradient is there once `at` is reached.
@@ -241,13 +278,24 @@ impl Reducer {
         self.check()?;
         let is_staged = self.grads.is_staged();
         let added = self.progress.readiness.add(id, at, is_staged);
-        if added.map_err(|e| self.fail(e))? {
-            self.progress.open[self.unit_of[id.0]] -= 1;
-            while self.is_eager && self.progress.is_next_complete() {
-                self.launch_next();
-            }
+        let is_complete = added.map_err(|e| self.fail(e))?;
+        self.uses.write(id);
+        if !is_complete {
+            return Ok(());
+        }
+        let grad = self.grads.in_place(id);
+        if let Some(summed) = grad.and_then(|grad| self.uses.add_up(id, grad)) {
+            self.progress.readiness.follow(id, summed);
+        }
+        self.progress.open[self.unit_of[id.0]] -= 1;
+        while self.is_eager && self.progress.is_next_complete() && !self.is_next_shared_by_stages() {
+            self.launch_next();
         }
         Ok(())
+    }
+
+    fn is_next_shared_by_stages(&self) -> bool {
+        self.grads.is_shared_by_stages(self.progress.next())
     }
 
     fn launch_next(&mut self) {
@@ -289,7 +337,7 @@ impl<'a> Step<'a> {
     /// the first access of a step.
     pub fn grad_mut<T: Element>(&mut self, id: ParamId) -> Result<HostMut<'_, T>, ReduceError> {
         let (buffer, is_written) = self.reducer.writable(id)?;
-        self.reducer.progress.readiness.write(id);
+        self.reducer.write(id);
         let mut grad = self.host.insert(buffer).host_mut::<T>()?;
         if !is_written {
             grad.fill(T::zeroed());
@@ -373,6 +421,10 @@ impl<'a> Step<'a> {
 }
 
 impl GradSink for Step<'_> {
+    fn enter(&mut self, block: usize) {
+        self.reducer.uses.enter(block);
+    }
+
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
         Ok(self.slot(id)?)
     }

@@ -1,13 +1,14 @@
 //! What of the state a rank owns, and where it is in memory: what it writes to a checkpoint, and reads from one.
 //!
 //! Parameters are the f32 masters, so that a run may go on in another precision. A checkpoint names regions of tensors and
-//! ranges of their elements. Where ranks hold copies of the same state, each writes an equal part of it.
+//! ranges of their elements. Where data-parallel ranks hold copies of the same state, each writes an equal part of it; of
+//! the copies along other axes the ranks write that count them in the norm.
 
 use std::ops::Range;
 
 use crate::checkpoint::{Extent, Reader, TensorKind, share_of};
 use crate::device::{Arena, Buffer, DeviceError};
-use crate::model::{ParamSpec, Run};
+use crate::model::{ParamId, ParamSpec, Run};
 use crate::optim::{Optimizer, evict};
 use crate::parallel::{OwnPiece, Place, Portion, Sharding};
 use crate::session::Session;
@@ -36,7 +37,8 @@ pub(super) struct OwnTensors {
 /// What this rank writes of the state.
 pub(super) fn written(here: RankState<'_>) -> Vec<OwnTensors> {
     let parameters = &here.replica.parameters;
-    let pieces = written_by(parameters.sharding(), parameters.replica_set().copy());
+    let set = parameters.replica_set();
+    let pieces = written_by(parameters.sharding(), |id| set.is_counted(id), set.copy());
     own_tensors(here, &pieces)
 }
 
@@ -99,9 +101,14 @@ fn own_tensors(here: RankState<'_>, pieces: &[OwnPiece]) -> Vec<OwnTensors> {
     std::iter::once(masters).chain(slots).map(of_kind).collect()
 }
 
-/// What a rank writes: its part of what it owns, where it holds one of several copies of that.
-fn written_by(sharding: &Sharding, (copy, copies): (usize, usize)) -> Vec<OwnPiece> {
-    let own = sharding.own_pieces();
+/// What a rank writes: of what it owns and counts, its part where it holds one of several copies of that.
+fn written_by(
+    sharding: &Sharding,
+    is_counted: impl Fn(ParamId) -> bool,
+    (copy, copies): (usize, usize),
+) -> Vec<OwnPiece> {
+    let mut own = sharding.own_pieces();
+    own.retain(|piece| is_counted(piece.param));
     let ranges: Vec<_> = own
         .iter()
         .map(|piece| piece.elements.start as u64..piece.elements.end as u64)

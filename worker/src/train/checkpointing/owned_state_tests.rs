@@ -1,12 +1,20 @@
 //! What any number of ranks writes, whoever owns what, any other number reads.
 
+use std::collections::BTreeMap;
+
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
+use proptest::prelude::*;
+use proptest::strategy::Strategy as _;
 use tempfile::TempDir;
 
 use super::*;
 use crate::checkpoint::{Rng, State, Which, Writer, file_stem};
-use crate::config;
-use crate::model::{self, Model};
-use crate::parallel::{GradientLayout, LayoutConfig};
+use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy};
+use crate::mesh::{Axis, DATA, MeshShape};
+use crate::model::{self, Model, ModelPart};
+use crate::parallel::{GradientLayout, LayoutConfig, is_counted};
+use crate::train::strategy::Scheme;
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
@@ -41,8 +49,8 @@ fn ranks_of_a_copy(ranks: usize) -> usize {
 }
 
 /// Large enough that pieces end within tensors: units are cut at 16,384 elements.
-fn model() -> Model {
-    let config = config::Model {
+fn config() -> config::Model {
+    config::Model {
         kind: config::ModelKind::Gpt2,
         n_layer: 2,
         n_head: 2,
@@ -51,8 +59,11 @@ fn model() -> Model {
         vocab_size: None,
         dropout: 0.0,
         ..config::Model::default()
-    };
-    model::build(&config, 256).unwrap()
+    }
+}
+
+fn model() -> Model {
+    model::build(&config(), 256).unwrap()
 }
 
 fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Sharding {
@@ -76,7 +87,8 @@ fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Shardin
 /// What `rank` of `ranks` writes.
 fn written(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Vec<OwnPiece> {
     let sharding = sharding(model, owners, rank, ranks);
-    written_by(&sharding, (rank / sharding.world(), ranks / sharding.world()))
+    let copy = (rank / sharding.world(), ranks / sharding.world());
+    written_by(&sharding, |_| true, copy)
 }
 
 /// Bytes that belong to these elements and to no others.
@@ -156,6 +168,105 @@ fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// A mesh on which a model is trained.
+#[derive(Clone, Debug)]
+struct Trained {
+    model: config::Model,
+    parallel: Parallel,
+    ranks: usize,
+}
+
+/// Up to three stages, and two of everything else.
+fn trained() -> impl proptest::strategy::Strategy<Value = Trained> {
+    let kind = prop::sample::select(vec![config::ModelKind::Gpt2, config::ModelKind::Mlp]);
+    let strategy = prop::sample::select(vec![
+        Strategy::Ddp,
+        Strategy::Zero1,
+        Strategy::Zero2,
+        Strategy::Zero3,
+    ]);
+    let degrees = (1_usize..4, 1_usize..3, 1_usize..3, 1_usize..3);
+    (kind, strategy, any::<bool>(), any::<bool>(), degrees).prop_map(
+        |(kind, strategy, is_full, sequence, (stages, replicate, shard, tensor))| Trained {
+            model: config::Model { kind, ..config() },
+            parallel: Parallel {
+                strategy,
+                shard_group: Some(ShardGroup::Ranks(shard)),
+                accumulate: if is_full {
+                    Accumulate::Full
+                } else {
+                    Accumulate::Sharded
+                },
+                tensor,
+                sequence: sequence && tensor > 1,
+                pipeline: Pipeline {
+                    stages,
+                    ..Pipeline::default()
+                },
+                bucket_mb: 0.15,
+                first_bucket_mb: 0.05,
+                ..Parallel::default()
+            },
+            ranks: stages * replicate * shard * tensor,
+        },
+    )
+}
+
+impl Trained {
+    /// Elements of each parameter that a rank writes, as ranges of the whole parameter.
+    fn written(&self, mesh: MeshShape, rank: usize) -> Vec<(String, Range<usize>)> {
+        let at = |axis| mesh.index(rank, &[axis]);
+        let stages = mesh.size(&[Axis::Pipeline]);
+        let blocks = model::block_count(&self.model);
+        let first = |stage: usize| stage * blocks / stages;
+        let stage = at(Axis::Pipeline);
+        let part = ModelPart {
+            tensor: (at(Axis::Tensor), mesh.size(&[Axis::Tensor])),
+            sequence: self.parallel.sequence,
+            chunks: (stages > 1).then(|| vec![first(stage)..first(stage + 1)]),
+        };
+        let model = model::build_part(&self.model, 1024, &part).unwrap();
+        let config = LayoutConfig::of(&self.parallel, mesh.size(&DATA));
+        let layout = GradientLayout::of_model(&model, &config).unwrap();
+        let sharding = Scheme::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
+        let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));
+        let counts = |id: ParamId| is_counted(&model.params[id.0].roles, at);
+        let pieces = written_by(&sharding, counts, copy);
+        let written = pieces.into_iter().flat_map(|piece| {
+            let spec = &model.params[piece.param.0];
+            let range = |run: Run| run.global..run.global + run.local.len();
+            let runs = spec.runs(piece.elements).into_iter();
+            runs.map(move |run| (spec.key.clone(), range(run)))
+        });
+        written.collect()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn every_element_is_written_once_whatever_the_mesh(trained in trained()) {
+        let env = WorkerEnv {
+            world_size: WorldSize(trained.ranks as u32),
+            local_world_size: trained.ranks as u32,
+            ..WorkerEnv::single()
+        };
+        let mesh = MeshShape::new(&trained.parallel, &env).unwrap();
+        let whole = model::build(&trained.model, 1024).unwrap();
+        let times = whole.params.iter().map(|spec| (spec.key.clone(), vec![0; spec.len()]));
+        let mut times: BTreeMap<String, Vec<u8>> = times.collect();
+        for rank in 0..trained.ranks {
+            for (key, range) in trained.written(mesh, rank) {
+                times.get_mut(&key).unwrap()[range].iter_mut().for_each(|n| *n += 1);
+            }
+        }
+        for (key, times) in times {
+            prop_assert!(times.iter().all(|&n| n == 1), "`{key}`");
         }
     }
 }

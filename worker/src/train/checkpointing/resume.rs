@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::checkpoint::{Reader, State, Which};
 use crate::config::TrainConfig;
 use crate::data::ORDER_VERSION;
-use crate::model::Model;
+use crate::model::{Model, ModelPart};
 use crate::parallel::{Agreement, Dtypes, Signature};
 use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
@@ -33,7 +33,7 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
     let Some(path) = &config.model.init_from else {
         return Ok(());
     };
-    let model = network(config, Dtypes::of(config))?;
+    let model = network(config, Dtypes::of(config), &ModelPart::WHOLE)?;
     PretrainedWeights::open(path, &config.model, &model.all_params)?;
     Ok(())
 }

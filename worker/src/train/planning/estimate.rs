@@ -3,25 +3,19 @@
 //! their memory and count on the wire is the estimate.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ddp_proto::env::WorkerEnv;
 
-use crate::collective::{Communicator, Executor, Failure, Request, StreamWork, Transport, Wait};
 use crate::config::{Strategy, TrainConfig};
-use crate::device::{Device, Event, IdleDevice};
-use crate::mesh::{Axis, Mesh, MeshShape};
-use crate::model::{Flight, Model, SampleKey};
+use crate::mesh::{Axis, Mesh};
+use crate::model::{Model, NoHooks, SampleKey};
 use crate::optim::{Optimizer, StateMemory};
+use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{GradientLayout, Reducer};
-use crate::session::Cancel;
 use crate::train::TrainError;
-use crate::train::step::{MicroBatch, Replica};
+use crate::train::idle_world::idle_world;
+use crate::train::step::{MicroBatch, Purpose, Replica};
 use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
-use crate::train::world::World;
-
-/// Bound of waits for what is there at once.
-const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// What a rank holds and sends, under one strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +41,7 @@ pub struct Footprint {
     pub params: u64,
     /// Slots for parameters that are gathered at the moment.
     pub gathered: u64,
-    /// Gradients, with those in flight.
+    /// Gradients, with those in flight, and the sums of later uses of tied parameters.
     pub grads: u64,
     /// Slots for gradients that are being reduced.
     pub in_flight: u64,
@@ -55,21 +49,21 @@ pub struct Footprint {
     pub optimizer: u64,
     /// Of parameters, gradients and optimizer: so that ranks have equal slices of whole chunks.
     pub padding: u64,
-    /// Activations of a micro-batch.
+    /// Activations of all micro-batches that are in the air at once.
     pub activations: u64,
 }
 
 impl Footprint {
     pub(in crate::train) fn of(replica: &Replica, reducer: &Reducer, optimizer: &Optimizer) -> Self {
-        let (params, in_flight) = (replica.parameters.bytes(), reducer.in_flight_bytes());
+        let params = replica.parameters.bytes();
         let padded = replica.parameters.sharding().whole_len();
         let padding = (padded - replica.model.held_count()) as f64 / padded as f64;
-        let elements = params + reducer.bytes() - in_flight + optimizer.bytes();
+        let elements = params + reducer.sum_bytes() + optimizer.bytes();
         Self {
             params: params as u64,
             gathered: replica.parameters.gathered_bytes() as u64,
             grads: reducer.bytes() as u64,
-            in_flight: in_flight as u64,
+            in_flight: reducer.in_flight_bytes() as u64,
             optimizer: optimizer.bytes_by_place().device as u64,
             padding: (elements as f64 * padding) as u64,
             activations: replica.pool.allocated_bytes() as u64,
@@ -109,24 +103,25 @@ impl Estimate {
             model,
             layout,
             scheme,
+            plan,
             activations,
             ..
         } = Blueprint::of(config, env)?;
-        Self::new(config, &model, &layout, scheme, activations)
+        let rank = env.rank.get() as usize;
+        Self::new(config, (&model, &layout), (scheme, rank), (&plan, activations))
     }
 
     pub(in crate::train) fn new(
         config: &TrainConfig,
-        model: &Model,
-        layout: &Arc<GradientLayout>,
-        scheme: Scheme,
-        activations: usize,
+        (model, layout): (&Model, &Arc<GradientLayout>),
+        (scheme, rank): (Scheme, usize),
+        (plan, activations): (&Arc<PipelinePlan>, usize),
     ) -> Result<Self, TrainError> {
-        let world = idle_world(scheme.mesh);
+        let world = idle_world(scheme.mesh, rank);
         let (parameters, mut reducer) = allocate(&world, config, &scheme, model, layout)?;
         let home = StateMemory::on_device(world.device.clone());
         let optimizer = optimizer(&parameters, home, config, model)?;
-        let mut replica = Replica::new(&world, model.clone(), parameters, activations, config)?;
+        let mut replica = Replica::new(&world, model.clone(), parameters, (plan, activations), config)?;
         let micro_batches = config.train.grad_accumulation as u64;
         Ok(Self {
             strategy: scheme.strategy,
@@ -151,7 +146,8 @@ fn step_traffic(
         let after = sent(&replica.world.mesh)?;
         Ok::<_, TrainError>([0, 1, 2].map(|kind| after[kind] - before[kind]))
     };
-    let (one, two) = (sent_by(1)?, sent_by(2)?);
+    let one = sent_by(1)?;
+    let two = if micro_batches > 1 { sent_by(2)? } else { one };
     let [grads, params, between_copies] =
         [0, 1, 2].map(|kind| one[kind] + (micro_batches - 1) * (two[kind] - one[kind]));
     Ok(StepTraffic {
@@ -166,11 +162,13 @@ fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> R
     let (batch, key) = (MicroBatch::new(replica.positions()), SampleKey::default());
     replica.parameters.updated()?;
     let mut grads = reducer.step(micro_batches)?;
-    for _ in 0..micro_batches {
-        let mut flight = Flight::over(replica.model.whole());
-        drop(replica.forward(&mut flight, &batch, key)?);
-        replica.backward(&mut flight, key, &mut grads)?;
+    let row = replica.row(Purpose::Training, micro_batches);
+    replica.begin(&row, Purpose::Training)?;
+    for action in row {
+        let batch = replica.takes_batch(action).then_some(&batch);
+        replica.carry_out(action, (batch, key), &mut NoHooks, &mut grads)?;
     }
+    replica.finish()?;
     grads.finish_on(replica.world.stream, replica.world.deadline())?;
     Ok(())
 }
@@ -185,66 +183,6 @@ fn sent(mesh: &Mesh) -> Result<[u64; 3], TrainError> {
         copies.grads + copies.params
     };
     Ok([all.grads, all.params, between_copies])
-}
-
-/// Rank 0 of a mesh that is not there.
-fn idle_world(mesh: MeshShape) -> World {
-    let (device, cancel): (Arc<dyn Device>, _) = (Arc::new(IdleDevice), Cancel::default());
-    let ranks = IdleRanks((0..mesh.ranks()).collect());
-    let comm = Communicator::new("planned", Box::new(ranks), Executor::Inline, TIMEOUT, &cancel);
-    World {
-        mesh: Arc::new(Mesh::new(mesh, comm.clone(), Executor::Inline)),
-        stream: device.stream(),
-        device,
-        comm,
-        cancel,
-    }
-}
-
-/// Global ranks of a group whose operations are done as soon as they are asked for; this rank is the first. Its
-/// communicator counts what they would send.
-struct IdleRanks(Vec<usize>);
-
-impl Transport for IdleRanks {
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn members(&self) -> &[usize] {
-        &self.0
-    }
-
-    fn split(&mut self, _: &str, members: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
-        Ok(Box::new(Self(
-            members.iter().map(|member| self.0[*member]).collect(),
-        )))
-    }
-
-    fn is_on_stream(&self) -> bool {
-        true
-    }
-
-    fn enqueue(
-        &mut self,
-        _sequence: u64,
-        _request: &Request,
-        after: &Event,
-        _wait: &Wait,
-    ) -> Result<Arc<dyn StreamWork>, Failure> {
-        Ok(Arc::new(Done(after.clone())))
-    }
-}
-
-struct Done(Event);
-
-impl StreamWork for Done {
-    fn done(&self) -> &Event {
-        &self.0
-    }
-
-    fn outcome(&self) -> Option<Result<(), Failure>> {
-        Some(Ok(()))
-    }
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use crate::config::{
     Accumulate, OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, Sync, TrainConfig,
 };
 use crate::data::Vocabulary;
+use crate::model::ModelPart;
 use crate::parallel::Dtypes;
 use crate::plan::{Cluster, GlobalBatch, Work};
 use crate::train::TrainError;
@@ -69,7 +70,7 @@ impl Comparison {
         };
         let parameters = first.estimate.parameters;
         Ok(Self {
-            model: network(config, Dtypes::of(config))?.name,
+            model: network(config, Dtypes::of(config), &ModelPart::WHOLE)?.name,
             parameters,
             batch: GlobalBatch {
                 ranks: cluster.ranks(),

@@ -1,9 +1,12 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
+use super::flights::Purpose;
 use super::rank_table::RankTable;
 use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
+use crate::device::{DeviceError, Event};
 use crate::mesh::DATA;
+use crate::model::{Activation, GradSink, GradSlot, NoHooks, ParamId, SampleKey};
 use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::world::World;
@@ -42,15 +45,31 @@ impl Evaluation {
             passes(mine.clone())
         };
         let (mut total, mut positions) = (0.0, 0);
-        let mut next = mine.start;
-        for _ in 0..needed {
-            world.check()?;
-            session.still_alive();
-            let taken = (mine.end - next).min(rows as u64);
-            self.fill(&mut batch, next, taken as usize)?;
-            total += replica.total_loss(&batch)?;
-            positions += taken as usize * self.block_size;
-            next += taken;
+        let mut done = 0;
+        while done < needed {
+            // As many as a step has: so the memory of activations suffices.
+            let count = (needed - done).min(replica.plan.micro_batches() as u64);
+            let row = replica.row(Purpose::Evaluation, count as usize);
+            replica.begin(&row, Purpose::Evaluation)?;
+            for action in row {
+                world.check()?;
+                session.still_alive();
+                let m = done + action.micro_batch.unwrap_or_default() as u64;
+                let next = mine.start + m * rows as u64;
+                let taken = mine.end.saturating_sub(next).min(rows as u64) as usize;
+                let takes_batch = replica.takes_batch(action);
+                if takes_batch {
+                    self.fill(&mut batch, next, taken)?;
+                }
+                let batch = (takes_batch.then_some(&batch), SampleKey::default());
+                let losses = replica.carry_out(action, batch, &mut NoHooks, &mut NoGradients)?;
+                if let Some(losses) = losses.filter(|_| replica.counts_losses()) {
+                    total += sum_of(world, &losses)?;
+                    positions += taken * self.block_size;
+                }
+            }
+            replica.finish()?;
+            done += count;
         }
         let shares = rank_table.gather("validation loss", [total, positions as f64])?;
         let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
@@ -70,5 +89,27 @@ impl Evaluation {
             }
         }
         Ok(())
+    }
+}
+
+/// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
+fn sum_of(world: &World, losses: &Activation) -> Result<f64, DeviceError> {
+    let bytes = world.device.download(world.stream, losses.buffer())?;
+    let losses = bytes
+        .chunks_exact(size_of::<f32>())
+        .map(bytemuck::pod_read_unaligned::<f32>);
+    Ok(losses.map(f64::from).sum())
+}
+
+/// An evaluation has no backward.
+struct NoGradients;
+
+impl GradSink for NoGradients {
+    fn grad(&mut self, _id: ParamId) -> Result<GradSlot, DeviceError> {
+        unreachable!("an evaluation has no backward")
+    }
+
+    fn contributed(&mut self, _id: ParamId, _at: Event) -> Result<(), DeviceError> {
+        unreachable!("an evaluation has no backward")
     }
 }

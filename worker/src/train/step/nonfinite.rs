@@ -10,12 +10,13 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
+use super::flights::Purpose;
 use super::rank_table::RankTable;
-use super::replica::{MicroBatch, Replica, ReplicaHooks};
+use super::replica::{MicroBatch, Replica};
 use crate::config::OnNonFinite;
 use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
-use crate::model::{Activation, Flight, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
+use crate::model::{Activation, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
 use crate::train::TrainError;
 use crate::train::world::World;
 
@@ -88,6 +89,8 @@ impl Skips {
 /// The passes of a step once more.
 pub(super) struct Inspection<'a> {
     pub(super) replica: &'a mut Replica,
+    /// The model of which this rank may hold a part.
+    pub(super) whole: &'a Model,
     pub(super) loader: &'a Loader,
     pub(super) rank_table: &'a RankTable,
     pub(super) step: u64,
@@ -98,35 +101,69 @@ pub(super) struct Inspection<'a> {
 impl Inspection<'_> {
     /// Which rank saw a number that is not finite first, and where, in words: the same ones on all ranks. Every rank must
     /// call it.
-    pub(super) fn run(self) -> Result<String, TrainError> {
-        let model = &self.replica.model;
-        let places = places(model.blocks.len(), model.params.len());
-        let mut batch = MicroBatch::new(self.replica.positions());
-        let mut found = None;
-        for (m, key) in (0..).zip(self.keys) {
-            self.loader
-                .fill(self.step, m, &mut batch.inputs, &mut batch.targets)?;
-            let place = inspect(self.replica, &batch, key, found.is_none())?;
-            found = found.or(place.map(|place| (m, place)));
-        }
-        let code = |found: Location| places.iter().position(|place| *place == found);
-        let own = found.and_then(|(m, place)| Some([m as f64, code(place)? as f64]));
-        let own = own.unwrap_or(NONE);
+    pub(super) fn run(mut self) -> Result<String, TrainError> {
+        let places = places(self.whole.blocks.len(), self.whole.params.len());
+        let found = self.search(&places)?;
+        let own = found.map_or(NONE, |(m, code)| [m as f64, code as f64]);
         let sightings = self.rank_table.gather("what is not finite", own)?;
         Ok(match first_of(&sightings) {
             Some((rank, [m, code])) => {
-                let words = places[code as usize].words(&self.replica.model);
+                let words = places[code as usize].words(self.whole);
                 format!("rank {rank} saw it first: {words}, micro-batch {m}")
             }
             None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
         })
     }
+
+    /// The first micro-batch, and in it the first of `places` by its index, with a number that is not finite on this rank.
+    fn search(&mut self, places: &[Location]) -> Result<Option<(usize, usize)>, TrainError> {
+        let mut batch = MicroBatch::new(self.replica.positions());
+        let world = self.replica.world.clone();
+        let seen = RefCell::new(Seen {
+            world: &world,
+            places,
+            blocks: in_whole(&self.replica.model, self.whole),
+            at: (0, 0),
+            first: None,
+        });
+        let model = self.replica.model.clone();
+        let mut sink = LookingSink {
+            model: &model,
+            memory: HashMap::new(),
+            seen: &seen,
+        };
+        let row = self.replica.row(Purpose::Inspection, self.keys.len());
+        self.replica.begin(&row, Purpose::Inspection)?;
+        for action in row {
+            let m = action.micro_batch.unwrap_or_default();
+            seen.borrow_mut().at.0 = m;
+            let takes_batch = self.replica.takes_batch(action);
+            if takes_batch {
+                let MicroBatch { inputs, targets } = &mut batch;
+                self.loader.fill(self.step, m as u64, inputs, targets)?;
+            }
+            let batch = (takes_batch.then_some(&batch), self.keys[m]);
+            let mut hooks = LookingHooks { seen: &seen };
+            self.replica.carry_out(action, batch, &mut hooks, &mut sink)?;
+        }
+        self.replica.finish()?;
+        let first = seen.borrow().first;
+        Ok(first)
+    }
+}
+
+/// By block that a rank holds: its number in the whole model.
+fn in_whole(model: &Model, whole: &Model) -> Vec<usize> {
+    let number = |name: &str| whole.blocks.iter().position(|block| block.name() == name);
+    let held = model.blocks.iter().map(|block| number(block.name()));
+    held.map(|number| number.expect("the whole model has every block"))
+        .collect()
 }
 
 /// Where a number was not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Location {
-    /// In the output of a block.
+    /// In the output of a block. Blocks and parameters are those of the whole model.
     Output(usize),
     /// In a block's gradient of a parameter.
     Gradient(usize, ParamId),
@@ -175,82 +212,53 @@ fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
     seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
 }
 
-/// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
-fn inspect(
-    replica: &mut Replica,
-    batch: &MicroBatch,
-    key: SampleKey,
-    look: bool,
-) -> Result<Option<Location>, TrainError> {
-    let tokens = replica.upload(batch);
-    let ctx = replica.context(key);
-    let passes = replica.passes(&ctx);
-    let mut flight = Flight::over(replica.model.whole());
-    let seen = RefCell::new(Seen {
-        world: &replica.world,
-        look,
-        block: 0,
-        first: None,
-    });
-    let mut hooks = LookingHooks {
-        inner: replica.hooks(),
-        seen: &seen,
-    };
-    let mut sink = LookingSink {
-        model: &replica.model,
-        memory: HashMap::new(),
-        seen: &seen,
-    };
-    let both = passes
-        .forward(&mut flight, &tokens, &mut hooks)
-        .and_then(|losses| {
-            drop(losses);
-            passes.backward(&mut flight, None, &mut hooks, &mut sink)
-        });
-    both.map_err(|error| replica.cause(error))?;
-    let first = seen.borrow().first;
-    Ok(first)
-}
-
-/// Where a number that is not finite was seen first.
+/// Where a number that is not finite was seen first, in the order of micro-batches and places: a rank may come to a later
+/// micro-batch before an earlier one comes back.
 struct Seen<'a> {
     world: &'a World,
-    look: bool,
-    /// The one whose pass is under way.
-    block: usize,
-    first: Option<Location>,
+    places: &'a [Location],
+    /// By block of this rank: its number in the whole model.
+    blocks: Vec<usize>,
+    /// The micro-batch, and the block of this rank, whose pass is under way.
+    at: (usize, usize),
+    first: Option<(usize, usize)>,
 }
 
 impl Seen<'_> {
     fn look_at(&mut self, place: Location, buffer: &Buffer) -> Result<(), DeviceError> {
-        if self.look && self.first.is_none() && !is_finite(self.world, buffer)? {
-            self.first = Some(place);
+        let code = self.places.iter().position(|other| *other == place);
+        let found = (self.at.0, code.expect("the whole model has this place"));
+        let is_earlier = self.first.is_none_or(|first| found < first);
+        if is_earlier && !is_finite(self.world, buffer)? {
+            self.first = Some(found);
         }
         Ok(())
+    }
+
+    /// The block whose pass is under way, in the whole model.
+    fn block(&self) -> usize {
+        self.blocks[self.at.1]
     }
 }
 
 /// Looks at what each block makes.
 struct LookingHooks<'a> {
-    inner: ReplicaHooks<'a>,
     seen: &'a RefCell<Seen<'a>>,
 }
 
 impl Hooks for LookingHooks<'_> {
-    fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
-        self.seen.borrow_mut().block = block;
-        self.inner.before(block, pass)
+    fn before(&mut self, block: usize, _pass: Pass) -> Result<(), DeviceError> {
+        self.seen.borrow_mut().at.1 = block;
+        Ok(())
     }
 
-    fn after(&mut self, block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
-        self.inner.after(block, pass, made)?;
+    fn after(&mut self, _block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
+        let mut seen = self.seen.borrow_mut();
         let place = match pass {
-            Pass::Forward => Location::Output(block),
-            Pass::Backward => Location::InputGradient(block),
+            Pass::Forward => Location::Output(seen.block()),
+            Pass::Backward => Location::InputGradient(seen.block()),
         };
-        made.map_or(Ok(()), |made| {
-            self.seen.borrow_mut().look_at(place, made.buffer())
-        })
+        made.map_or(Ok(()), |made| seen.look_at(place, made.buffer()))
     }
 }
 
@@ -279,7 +287,7 @@ impl GradSink for LookingSink<'_> {
             return Ok(());
         };
         let mut seen = self.seen.borrow_mut();
-        let place = Location::Gradient(seen.block, id);
+        let place = Location::Gradient(seen.block(), self.model.whole_id(id));
         seen.look_at(place, &gradient)
     }
 

@@ -72,7 +72,7 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 /// Numbers of one rank in a step.
 const WIDTH: usize = 4;
 
-/// Of each rank in a step: the sum of its losses, their number, its request to stop, and how far it is with the
+/// Of each rank in a step: the sum of its losses, their number (both 0 where another stage makes them), its request to stop, and how far it is with the
 /// checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
 /// and to the host when it asks for them.
 pub(crate) struct StepTable(RankTable<WIDTH>);
@@ -111,10 +111,14 @@ impl StepTable {
         device.enqueue(*stream, sum.into());
     }
 
-    /// Gathers the rows. Every rank must call it; `positions` is the number of losses that were not ignored.
-    pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
-        let known = [positions as f64, f64::from(u8::from(stop)), save];
-        self.0.write(1, &known);
+    /// Gathers the rows. Every rank must call it; `positions` is the number of losses that were not ignored, on a rank whose
+    /// losses count.
+    pub(crate) fn share(&self, positions: Option<usize>, stop: bool, save: f64) -> Work {
+        let known = [f64::from(u8::from(stop)), save];
+        match positions {
+            Some(positions) => self.0.write(1, &[positions as f64, known[0], known[1]]),
+            None => self.0.write(0, &[0.0, 0.0, known[0], known[1]]),
+        }
         self.0.share("losses")
     }
 

@@ -1,27 +1,36 @@
-//! The model on this rank, and the memory of one micro-batch.
+//! The model on this rank, and the memory of its micro-batches.
 
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use super::flights::{Flights, Purpose};
+use super::rehearsal::MicroBatchShape;
+use crate::collective::WorkError;
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
+use crate::mesh::Axis;
 use crate::model::{
-    self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
-    TensorGroup,
+    self, Activation, ActivationPool, Context, GradSink, Hooks, Model, Pass, Passes, SampleKey, TensorOps,
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
-use crate::mesh::Axis;
-use crate::parallel::{Parameters, TensorRanks};
+use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
+use crate::parallel::{CommTimes, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::World;
 
-/// The model on this rank, and the memory of one micro-batch.
+/// The model on this rank, and the memory of its micro-batches.
 pub(crate) struct Replica {
+    /// What this rank holds of it.
     pub(crate) model: Model,
     pub(crate) parameters: Parameters,
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
     /// The ranks that compute each layer together with this one.
-    pub(crate) tensor: Option<TensorRanks>,
+    tensor: Option<TensorGroup>,
+    pub(crate) plan: Arc<PipelinePlan>,
+    flights: Flights,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -45,22 +54,31 @@ impl MicroBatch {
 }
 
 impl Replica {
-    /// `activations` is what [`model::rehearse`] says of the model.
+    /// `activations` is what [`super::rehearse`] says of the model and the plan. Every rank must call it.
     pub(crate) fn new(
         world: &World,
         model: Model,
         parameters: Parameters,
-        activations: usize,
+        (plan, activations): (&Arc<PipelinePlan>, usize),
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
-        let shape = [config.train.micro_batch, config.model.block_size];
-        let positions: usize = shape.iter().product();
-        let tensor = tensor_ranks(world, model.part.sequence)?;
+        let shape = MicroBatchShape::of(config);
+        let positions = shape.samples * shape.positions;
+        let tensor = tensor_group(world, model.part.sequence)?;
         let dloss = world
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
+        let edges = EdgeQueues::connect(
+            &world.mesh,
+            (&world.device, world.stream),
+            (plan.placement(), plan.capacity()),
+            (&shape.activations(&model.part), model.dtype()),
+        )?;
+        let places = places(&model, &plan.row(edges.rank(), plan.micro_batches()));
         Ok(Self {
-            feed: Feed::new(world, shape)?,
+            feed: Feed::new(world, shape.tokens(), places)?,
+            flights: Flights::new(plan.clone(), edges),
+            plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,
             tensor,
             world: world.clone(),
@@ -118,44 +136,84 @@ impl Replica {
         self.world.device.enqueue(self.world.stream, fill.into());
     }
 
-    /// Forward of one micro-batch, whose backward comes next. Returns the loss of each position, still on the device.
-    pub(crate) fn forward(
+    /// This rank's share of losses counts: it makes them, and no other rank of its tensor group counts the same ones.
+    pub(crate) fn counts_losses(&self) -> bool {
+        self.model.holds_head && self.world.mesh.index(&[Axis::Tensor]) == 0
+    }
+
+    /// What this rank does in a step of so many micro-batches, or in an evaluation.
+    pub(crate) fn row(&self, purpose: Purpose, micro_batches: usize) -> Vec<Action> {
+        let rank = self.flights.rank();
+        match purpose {
+            Purpose::Training | Purpose::Inspection => self.plan.row(rank, micro_batches),
+            Purpose::Evaluation => self.plan.evaluation_row(rank, micro_batches),
+        }
+    }
+
+    /// Before the first action of a row.
+    pub(crate) fn begin(&mut self, row: &[Action], purpose: Purpose) -> Result<(), TrainError> {
+        self.feed.reset();
+        let begun = self.flights.begin(row, purpose, &self.pool);
+        begun.map_err(|error| self.cause(error))
+    }
+
+    /// True if an action takes a micro-batch from the host: its tokens, its targets, or both.
+    pub(crate) fn takes_batch(&self, action: Action) -> bool {
+        Flights::takes_tokens(action) || self.flights.makes_losses(action)
+    }
+
+    /// Carries out an action of the row. `batch` is the micro-batch for an action that takes one, of the samples that `key`
+    /// names; `hooks` accompany the passes beside the replica's own. Returns the loss of each position, still on the device,
+    /// if the action makes them.
+    pub(crate) fn carry_out(
         &mut self,
-        flight: &mut Flight,
-        batch: &MicroBatch,
-        key: SampleKey,
-    ) -> Result<Activation, TrainError> {
-        let tokens = self.upload(batch);
-        let losses = self
-            .passes(&self.context(key))
-            .forward(flight, &tokens, &mut self.hooks());
-        losses.map_err(|error| self.cause(error))
-    }
-
-    /// Backward of the micro-batch that went forward last.
-    pub(crate) fn backward(
-        &self,
-        flight: &mut Flight,
-        key: SampleKey,
+        action: Action,
+        (batch, key): (Option<&MicroBatch>, SampleKey),
+        hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
-    ) -> Result<(), TrainError> {
-        let ctx = self.context(key);
-        let done = self.passes(&ctx).backward(flight, None, &mut self.hooks(), grads);
-        done.map(drop).map_err(|error| self.cause(error))
+    ) -> Result<Option<Activation>, TrainError> {
+        let micro_batch = action.micro_batch.unwrap_or_default();
+        let makes_losses = self.flights.makes_losses(action);
+        let bring = |batch: &MicroBatch| {
+            let wanted = [Flights::takes_tokens(action), makes_losses];
+            self.feed.bring(micro_batch, batch, wanted)
+        };
+        let (tokens, targets) = batch.map_or((None, None), bring);
+        let (world, parameters, model) = (&self.world, &self.parameters, &self.model);
+        let no_targets = self.dloss.slice(0..0);
+        let ctx = Context {
+            device: world.device.as_ref(),
+            stream: world.stream,
+            pool: &self.pool,
+            params: parameters,
+            targets: targets.as_ref().unwrap_or(&no_targets),
+            dloss: Some(&self.dloss),
+            shape: self.feed.shape,
+            tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
+            dtype: model.dtype(),
+            samples: Some(key),
+            timeline: Some(world.comm.timeline()),
+        };
+        let passes = Passes { model, ctx: &ctx };
+        let mut hooks = ReplicaHooks {
+            parameters,
+            world,
+            others: hooks,
+        };
+        let done = (self.flights).carry_out(action, &passes, tokens, &mut hooks, grads);
+        if makes_losses {
+            self.feed.targets.release(&self.world, micro_batch);
+        }
+        if action.stage == 0 && self.flights.ends_flight(action) {
+            self.feed.tokens.release(&self.world, micro_batch);
+        }
+        done.map_err(|error| self.cause(error))
     }
 
-    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
-    pub(crate) fn total_loss(&mut self, batch: &MicroBatch) -> Result<f64, TrainError> {
-        let tokens = self.upload(batch);
-        let losses = self
-            .passes(&self.context(SampleKey::default()))
-            .evaluate(self.model.whole(), &tokens, &mut self.hooks())
-            .map_err(|error| self.cause(error))?;
-        let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
-        let losses = bytes
-            .chunks_exact(size_of::<f32>())
-            .map(bytemuck::pod_read_unaligned::<f32>);
-        Ok(losses.map(f64::from).sum())
+    /// Behind the last action of a row.
+    pub(crate) fn finish(&mut self) -> Result<(), TrainError> {
+        let done = self.flights.finish();
+        done.map_err(|error| self.cause(error))
     }
 
     /// Positions of a micro-batch.
@@ -163,64 +221,54 @@ impl Replica {
         self.dloss.len()
     }
 
-    /// An operation may have failed because its parameters could not be gathered.
+    /// An operation may have failed because its parameters could not be gathered, nothing came from another stage, or the
+    /// ranks of the tensor group did not exchange what they have.
     pub(crate) fn cause(&self, error: DeviceError) -> TrainError {
-        self.parameters
-            .failure()
-            .map_or_else(|| error.into(), TrainError::from)
+        self.failure().map_or_else(|| error.into(), TrainError::from)
     }
 
-    /// Brings a micro-batch to the device, and returns its tokens.
-    pub(crate) fn upload(&mut self, batch: &MicroBatch) -> Activation {
-        self.feed.bring(batch);
-        self.feed.inputs()
+    /// Why parameters could not be gathered, or a message of the pipeline failed, if that is so.
+    pub(crate) fn failure(&self) -> Option<WorkError> {
+        let of_tensor = || self.tensor.as_ref().and_then(TensorGroup::failure);
+        let of_edges = || self.flights.edges.failure();
+        self.parameters.failure().or_else(of_edges).or_else(of_tensor)
     }
 
-    pub(crate) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
-        Passes {
-            model: &self.model,
-            ctx,
+    /// Time that parameters and messages of the pipeline took since the last call, as far as the host saw it.
+    pub(crate) fn take_times(&self) -> CommTimes {
+        let mut times = self.parameters.take_times();
+        times += self.flights.edges.take_times();
+        if let Some(tensor) = &self.tensor {
+            times += tensor.take_times();
         }
+        times
     }
 
-    pub(crate) fn hooks(&self) -> ReplicaHooks<'_> {
-        ReplicaHooks {
-            parameters: &self.parameters,
-            world: &self.world,
-        }
-    }
-
-    pub(crate) fn context(&self, key: SampleKey) -> Context<'_> {
-        Context {
-            device: self.world.device.as_ref(),
-            stream: self.world.stream,
-            pool: &self.pool,
-            params: &self.parameters,
-            targets: self.feed.targets(),
-            dloss: Some(&self.dloss),
-            shape: self.feed.shape,
-            tensor: self.tensor.as_ref().map(|ranks| ranks as &dyn TensorGroup),
-            dtype: self.model.dtype(),
-            samples: Some(key),
-            timeline: Some(self.world.comm.timeline()),
-        }
+    /// Of what was launched since the last call, the part that the device measures.
+    pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
+        let tensor = self.tensor.as_ref().map(TensorGroup::take_device_times);
+        [
+            self.parameters.take_device_times(),
+            self.flights.edges.take_device_times(),
+            tensor.unwrap_or_default(),
+        ]
     }
 }
 
 /// This rank in its tensor group; none if it is alone there. Every rank must call it.
-fn tensor_ranks(world: &World, is_sequence: bool) -> Result<Option<TensorRanks>, TrainError> {
+fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
     }
     let comm = world.mesh.group_inline(&[Axis::Tensor], "tensor")?;
     let compute = (&world.device, world.stream);
-    Ok(Some(TensorRanks::new(comm, compute, is_sequence)))
+    Ok(Some(TensorGroup::new(comm, compute, is_sequence)))
 }
 
 /// Memory for activations: such that the ranks of a tensor group need no copies to sum and gather them.
 fn activation_pool(
     world: &World,
-    tensor: Option<&TensorRanks>,
+    tensor: Option<&TensorGroup>,
     bytes: usize,
 ) -> Result<ActivationPool, TrainError> {
     let device = world.device.clone();
@@ -232,11 +280,11 @@ fn activation_pool(
     Ok(ActivationPool::in_arena(device, arena))
 }
 
-/// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
-/// generation is over.
-pub(crate) struct ReplicaHooks<'a> {
+/// What accompanies every pass: parameters are gathered and released, and a pass ends soon after the generation is over.
+struct ReplicaHooks<'a> {
     parameters: &'a Parameters,
     world: &'a World,
+    others: &'a mut dyn Hooks,
 }
 
 impl Hooks for ReplicaHooks<'_> {
@@ -244,85 +292,133 @@ impl Hooks for ReplicaHooks<'_> {
         if let Some(cause) = self.world.cancel.cause() {
             return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
         }
+        self.others.before(block, pass)?;
         self.parameters.unshard(block, pass)
     }
 
-    fn after(&mut self, block: usize, pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
+    fn after(&mut self, block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
         self.parameters.reshard(block, pass);
-        Ok(())
+        self.others.after(block, pass, made)
     }
 }
 
-/// Tokens and targets on their way to the device: on a stream of their own, into one of two places, while the
-/// micro-batch before is computed from the other.
+/// Tokens and targets on their way to the device, on a stream of their own, while another micro-batch is computed.
 struct Feed {
     world: World,
     /// Copies, ahead of the stream that computes.
     stream: Stream,
-    places: [TokenBuffers; 2],
-    /// The place that was filled last.
-    current: usize,
     /// `[B, T]`
     shape: [usize; 2],
-}
-
-/// Memory of one micro-batch.
-struct TokenBuffers {
-    /// Tokens and targets, `[B, T]`, i32.
-    inputs: Buffer,
-    targets: Buffer,
-    /// All that reads it has run.
-    read: Event,
+    tokens: Places,
+    targets: Places,
 }
 
 impl Feed {
-    /// For micro-batches of `shape`, samples by positions.
-    fn new(world: &World, shape: [usize; 2]) -> Result<Self, TrainError> {
-        let alloc = |name: &str| {
-            let arena = world
-                .device
-                .alloc(&ArenaSpec::private(name, DType::I32, shape.iter().product()));
-            arena.map(|arena| arena.whole())
-        };
-        let place = || -> Result<TokenBuffers, TrainError> {
-            Ok(TokenBuffers {
-                inputs: alloc("tokens")?,
-                targets: alloc("targets")?,
-                read: Event::reached(),
-            })
-        };
+    /// For micro-batches of `shape`, samples by positions; so many places for tokens, and for targets.
+    fn new(world: &World, shape: [usize; 2], places: [usize; 2]) -> Result<Self, TrainError> {
         let device = world.device.as_ref();
         let named = device.host_side().map(|side| side.named_stream("data"));
+        let len = shape.iter().product();
         Ok(Self {
             stream: named.unwrap_or_else(|| device.stream()),
-            places: [place()?, place()?],
-            current: 0,
+            tokens: Places::new(world, ("tokens", len), places[0])?,
+            targets: Places::new(world, ("targets", len), places[1])?,
             world: world.clone(),
             shape,
         })
     }
 
-    /// Later operations of the stream that computes read this batch. Whatever reads the one before is in that stream
-    /// already.
-    fn bring(&mut self, batch: &MicroBatch) {
+    /// Tokens and targets, as they are wanted, of a micro-batch: later operations of the stream that computes read them,
+    /// `[B, T]`, i32, until they are released.
+    fn bring(
+        &mut self,
+        micro_batch: usize,
+        batch: &MicroBatch,
+        wanted: [bool; 2],
+    ) -> (Option<Activation>, Option<Buffer>) {
         let World { device, stream, .. } = &self.world;
-        let deadline = self.world.deadline();
-        self.places[self.current].read = device.record(*stream);
-        self.current = 1 - self.current;
-        let place = &self.places[self.current];
-        device.wait_event(self.stream, &place.read, deadline);
-        device.upload(self.stream, &place.inputs, bytemuck::cast_slice(&batch.inputs));
-        device.upload(self.stream, &place.targets, bytemuck::cast_slice(&batch.targets));
-        device.wait_event(*stream, &device.record(self.stream), deadline);
+        let on = (&self.world, self.stream);
+        let tokens = wanted[0].then(|| self.tokens.fill(on, micro_batch, &batch.inputs));
+        let targets = wanted[1].then(|| self.targets.fill(on, micro_batch, &batch.targets));
+        device.wait_event(*stream, &device.record(self.stream), self.world.deadline());
+        let shaped = |tokens| Activation::borrowed(tokens, self.shape.to_vec());
+        (tokens.map(shaped), targets)
     }
 
-    /// Tokens, `[B, T]`, i32.
-    fn inputs(&self) -> Activation {
-        Activation::borrowed(self.places[self.current].inputs.clone(), self.shape.to_vec())
+    /// What an earlier row has left behind by an error is released.
+    fn reset(&mut self) {
+        for places in [&mut self.tokens, &mut self.targets] {
+            for (_, index) in std::mem::take(&mut places.taken) {
+                places.give_back(&self.world, index);
+            }
+        }
+    }
+}
+
+/// Memory for tokens, or for targets, of several micro-batches.
+struct Places {
+    places: Vec<Place>,
+    /// The one that was released first is taken first.
+    free: VecDeque<usize>,
+    /// By micro-batch.
+    taken: BTreeMap<usize, usize>,
+}
+
+/// Memory for one micro-batch.
+struct Place {
+    buffer: Buffer,
+    /// All that reads it has run.
+    read: Event,
+}
+
+impl Places {
+    fn new(world: &World, (name, len): (&str, usize), count: usize) -> Result<Self, TrainError> {
+        let place = |_| {
+            let arena = world.device.alloc(&ArenaSpec::private(name, DType::I32, len))?;
+            Ok(Place {
+                buffer: arena.whole(),
+                read: Event::reached(),
+            })
+        };
+        Ok(Self {
+            places: (0..count).map(place).collect::<Result<_, DeviceError>>()?,
+            free: (0..count).collect(),
+            taken: BTreeMap::new(),
+        })
     }
 
-    /// Targets, `[B, T]`, i32.
-    fn targets(&self) -> &Buffer {
-        &self.places[self.current].targets
+    fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
+        let index = self.free.pop_front();
+        let index = index.expect("there are as many places as micro-batches in the air");
+        self.taken.insert(micro_batch, index);
+        let Place { buffer, read } = &self.places[index];
+        world.device.wait_event(stream, read, world.deadline());
+        world.device.upload(stream, buffer, bytemuck::cast_slice(numbers));
+        buffer.clone()
     }
+
+    /// All that reads those of a micro-batch is in the stream that computes.
+    fn release(&mut self, world: &World, micro_batch: usize) {
+        if let Some(index) = self.taken.remove(&micro_batch) {
+            self.give_back(world, index);
+        }
+    }
+
+    fn give_back(&mut self, world: &World, index: usize) {
+        self.places[index].read = world.device.record(world.stream);
+        self.free.push_back(index);
+    }
+}
+
+/// Places for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
+/// meanwhile.
+fn places(model: &Model, row: &[Action]) -> [usize; 2] {
+    let (mut now, mut most) = (0_usize, 0);
+    for action in row.iter().filter(|action| action.stage == 0) {
+        now += usize::from(action.kind == ActionKind::Forward);
+        most = most.max(now);
+        now -= usize::from(action.kind.makes_weight_gradient());
+    }
+    let of = |is_held: bool, most: usize| if is_held { most + 1 } else { 0 };
+    [of(model.holds_embedding, most), of(model.holds_head, 1)]
 }

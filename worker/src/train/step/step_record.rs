@@ -63,8 +63,8 @@ pub(crate) struct EnqueuedStep {
     pub(crate) lr: f32,
     /// What the host saw so far.
     pub(crate) times: StepTimes,
-    /// What the device measures of reduction and of parameters.
-    pub(crate) device_times: [DeviceTimes; 2],
+    /// What the device measures of reduction, of parameters and of messages of the pipeline.
+    pub(crate) device_times: [DeviceTimes; 4],
     pub(crate) started: Instant,
     /// Bytes that this rank sent.
     pub(crate) sent: WireBytes,

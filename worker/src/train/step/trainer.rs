@@ -5,12 +5,13 @@
 //! the clipping factor. On a device that runs asynchronously the numbers of a step are read when the next one has been
 //! enqueued.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
 use super::evaluation::Evaluation;
+use super::flights::Purpose;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::rank_table::{RankTable, StepTable};
 use super::replica::{MicroBatch, Replica};
@@ -19,16 +20,17 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
 use crate::mesh::DATA;
-use crate::model::{Flight, SampleKey};
+use crate::model::{ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Step, sequential};
+use crate::parallel::pipeline::{Action, ActionKind};
+use crate::parallel::{DeviceTimes, Dtypes, Portion, ReduceError, Reducer, Step};
 use crate::plan::GlobalBatch;
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
 use crate::train::checkpointing::{Checkpoints, Position, RankState};
 use crate::train::reporting::{ProfilingWindow, say};
-use crate::train::strategy::Scheme;
+use crate::train::strategy::{Scheme, network};
 use crate::train::world::World;
 
 /// What a rank trains with, as the run was set up. Others read it; only the trainer changes it.
@@ -91,90 +93,110 @@ impl TrainerParts<'_> {
         times: &mut StepTimes,
     ) -> Result<StepGradients, TrainError> {
         let micro_batches = self.begin_passes(step);
+        let row = self.replica.row(Purpose::Training, micro_batches as usize);
         let mut grads = reducer.step(micro_batches as usize)?;
+        self.replica.begin(&row, Purpose::Training)?;
         let mut run = RunningStep {
             step,
             micro_batches,
             batch: MicroBatch::new(self.replica.positions()),
-            flights: BTreeMap::new(),
-            forwards: 0,
+            stages: self.replica.plan.placement().stages(),
+            losses: 0,
             positions: 0,
         };
         let mut sharing = None;
-        for action in sequential(micro_batches) {
-            match action {
-                Action::Forward { chunk, micro_batch } => {
-                    self.forward(&mut run, (chunk, micro_batch), times)?;
-                    if run.forwards == micro_batches {
-                        let began = Instant::now();
-                        let stop = self.session.stop_requested().is_some();
-                        let save = self.checkpoints.code();
-                        sharing = Some(self.step_table.share(run.positions, stop, save));
-                        times.share += began.elapsed();
-                    }
-                }
-                Action::Backward { chunk, micro_batch } => {
-                    self.backward(&mut run, (chunk, micro_batch), &mut grads, times)?;
-                }
+        for action in row {
+            self.carry_out(&mut run, action, &mut grads, times)?;
+            // In a pipeline another rank may still need this one to come to its losses.
+            if run.stages == 1 && run.losses == micro_batches && sharing.is_none() {
+                sharing = Some(self.share(run.positions, times));
             }
         }
+        let sharing = sharing.unwrap_or_else(|| self.share(run.positions, times));
+        self.replica.finish()?;
+        times.account(self.replica.take_times());
         let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
         times.account(reduced.times());
         Ok(StepGradients {
             grads: reduced.portion(),
             device_times: reduced.device_times(),
-            sharing: sharing.expect("a step has a micro-batch"),
+            sharing,
         })
     }
 
-    fn forward(
-        &mut self,
-        run: &mut RunningStep,
-        (chunk, m): (usize, u64),
-        times: &mut StepTimes,
-    ) -> Result<(), TrainError> {
-        let (began, span) = (Instant::now(), self.world.begin_span());
-        let batch = &mut run.batch;
-        let filled = self
-            .loader
-            .fill(run.step, m, &mut batch.inputs, &mut batch.targets)?;
-        run.positions += filled * self.config.model.block_size;
-        self.world.end_span(span, Kind::Data, || run.of_pass(m, "data"));
-        times.data += began.elapsed();
-        let (key, began, span) = (self.key(run.step, m), Instant::now(), self.world.begin_span());
-        let mut flight = Flight::over(self.replica.model.whole());
-        let losses = self.replica.forward(&mut flight, &run.batch, key)?;
-        self.step_table.add(&losses, run.forwards == 0);
-        drop(losses);
-        run.flights.insert((chunk, m), flight);
-        run.forwards += 1;
-        self.world
-            .end_span(span, Kind::Forward, || run.of_pass(m, "forward"));
-        let waited = times.account(self.replica.parameters.take_times());
-        times.forward += began.elapsed().saturating_sub(waited);
-        Ok(())
+    /// Tells the other ranks of the losses of so many positions.
+    fn share(&self, positions: usize, times: &mut StepTimes) -> Work {
+        let began = Instant::now();
+        let stop = self.session.stop_requested().is_some();
+        let losses = self.replica.counts_losses().then_some(positions);
+        let sharing = self.step_table.share(losses, stop, self.checkpoints.code());
+        times.share += began.elapsed();
+        sharing
     }
 
-    fn backward(
+    /// One action of the step.
+    fn carry_out(
         &mut self,
         run: &mut RunningStep,
-        (chunk, m): (usize, u64),
+        action: Action,
         grads: &mut Step<'_>,
         times: &mut StepTimes,
     ) -> Result<(), TrainError> {
         self.world.check()?;
+        let m = action.micro_batch.unwrap_or_default() as u64;
+        let takes_batch = self.replica.takes_batch(action);
+        if takes_batch {
+            self.read(run, action, times)?;
+        }
         let (began, before, span) = (Instant::now(), grads.times().exposed, self.world.begin_span());
-        let mut flight = run.flights.remove(&(chunk, m)).expect("it went forward before");
-        let done = self.replica.backward(&mut flight, self.key(run.step, m), grads);
-        done.map_err(|error| match grads.failure() {
+        let batch = (takes_batch.then_some(&run.batch), self.key(run.step, m));
+        let done = self.replica.carry_out(action, batch, &mut NoHooks, grads);
+        let losses = done.map_err(|error| match grads.failure() {
             Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
             _ => error,
         })?;
+        if let Some(losses) = losses {
+            if self.replica.counts_losses() {
+                self.step_table.add(&losses, run.losses == 0);
+            }
+            run.losses += 1;
+        }
+        let waited = times.account(self.replica.take_times());
+        let waited = waited + grads.times().exposed.saturating_sub(before);
+        let took = began.elapsed().saturating_sub(waited);
+        let (kind, what) = match action.kind {
+            ActionKind::Forward => (Kind::Forward, "forward"),
+            ActionKind::Backward => (Kind::Backward, "backward"),
+            ActionKind::InputGradient => (Kind::Backward, "input gradient"),
+            ActionKind::WeightGradient => (Kind::Backward, "weight gradients"),
+            _ => return Ok(()),
+        };
+        let sum = match kind {
+            Kind::Forward => &mut times.forward,
+            _ => &mut times.backward,
+        };
+        *sum += took;
+        self.world.end_span(span, kind, || run.of_action(action, what));
+        Ok(())
+    }
+
+    /// Reads the micro-batch that an action takes.
+    fn read(
+        &mut self,
+        run: &mut RunningStep,
+        action: Action,
+        times: &mut StepTimes,
+    ) -> Result<(), TrainError> {
+        let (began, span) = (Instant::now(), self.world.begin_span());
+        let (m, MicroBatch { inputs, targets }) =
+            (action.micro_batch.unwrap_or_default() as u64, &mut run.batch);
+        let filled = self.loader.fill(run.step, m, inputs, targets)?;
+        if action.stage + 1 == run.stages {
+            run.positions += filled * self.config.model.block_size;
+        }
         self.world
-            .end_span(span, Kind::Backward, || run.of_pass(m, "backward"));
-        let for_grads = grads.times().exposed.saturating_sub(before);
-        let waited = times.account(self.replica.parameters.take_times()) + for_grads;
-        times.backward += began.elapsed().saturating_sub(waited);
+            .end_span(span, Kind::Data, || run.of_action(action, "data"));
+        times.data += began.elapsed();
         Ok(())
     }
 
@@ -215,8 +237,10 @@ impl TrainerParts<'_> {
     fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
         let passes = self.begin_passes(step);
         let keys = (0..passes).map(|m| self.key(step, m)).collect();
+        let whole = network(self.config, Dtypes::of(self.config), &ModelPart::WHOLE)?;
         let inspection = Inspection {
             replica: &mut self.replica,
+            whole: &whole,
             loader: &self.loader,
             rank_table: &self.rank_table,
             step,
@@ -421,8 +445,7 @@ impl<'a> Trainer<'a> {
     fn result_of(&self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepResult, TrainError> {
         let result = enqueued.result(&self.parts.world);
         // The stream says only in words why it went wrong, if it does at all.
-        let parameters = &self.parts.replica.parameters;
-        let failure = parameters.failure().or_else(|| reducer.failure());
+        let failure = self.parts.replica.failure().or_else(|| reducer.failure());
         failure.map_or(result, |error| Err(error.into()))
     }
 
@@ -491,8 +514,8 @@ impl<'a> Trainer<'a> {
         self.parts.replica.parameters.drain()?;
         timeline.resume();
         self.accounted = self.accounted + (self.parts.sent() - before);
-        let parameters = &self.parts.replica.parameters;
-        let _ = (parameters.take_times(), parameters.take_device_times());
+        let replica = &self.parts.replica;
+        let _ = (replica.take_times(), replica.take_device_times());
         Ok(done)
     }
 
@@ -560,7 +583,8 @@ impl<'a> Trainer<'a> {
         // belongs to the step that waits for it.
         let now = parts.sent();
         let sent = now - std::mem::replace(&mut self.accounted, now);
-        let device_times = [device_times, parts.replica.parameters.take_device_times()];
+        let [of_parameters, of_edges, of_tensor] = parts.replica.take_device_times();
+        let device_times = [device_times, of_parameters, of_edges, of_tensor];
         let train = &parts.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
         let lr = (f64::from(lr) * batch_factor(train, parts.global_batch().samples())) as f32;
@@ -596,25 +620,28 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// The micro-batches of a step on their way through the blocks.
+/// A step whose row is being run.
 struct RunningStep {
     step: u64,
     micro_batches: u64,
     /// Where tokens are read into.
     batch: MicroBatch,
-    /// By chunk and micro-batch: between forward and backward.
-    flights: BTreeMap<(usize, u64), Flight>,
-    forwards: u64,
-    /// Of this rank's micro-batches so far.
+    /// Of the pipeline.
+    stages: usize,
+    /// Micro-batches whose losses are there.
+    losses: u64,
+    /// Of this rank's losses so far.
     positions: usize,
 }
 
 impl RunningStep {
     /// Name of a span.
-    fn of_pass(&self, m: u64, what: &str) -> String {
-        match self.micro_batches {
-            1 => what.to_owned(),
-            _ => format!("micro-batch {}: {what}", m + 1),
+    fn of_action(&self, action: Action, what: &str) -> String {
+        let m = action.micro_batch.unwrap_or_default() + 1;
+        match (self.stages, self.micro_batches) {
+            (1, 1) => what.to_owned(),
+            (1, _) => format!("micro-batch {m}: {what}"),
+            _ => format!("stage {}, micro-batch {m}: {what}", action.stage),
         }
     }
 }

@@ -278,6 +278,7 @@ fn every_operation_moves_its_elements_and_counts_its_bytes() {
             grads,
             params: 3 * 24,
             other: 4,
+            ..WireBytes::default()
         };
         assert_eq!(wire, expected, "rank {rank}");
     }

@@ -1,0 +1,299 @@
+//! The kernels of causal attention on a GPU: tensor cores do it for bf16 and the usual sizes of heads, plain f32
+//! arithmetic for everything else.
+//!
+//! A kernel is compiled for the size of a head, for the heads of queries that share keys and values, and for a mask:
+//! where every head has its own, and nothing is dropped, it is the machine code of kernels that know of neither.
+
+use super::shape::AttentionShape;
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::{Buffer, DType, DeviceError};
+use crate::ops::DropoutMask;
+use crate::ops::cuda::plan::{Call, count, element, is_aligned, kernels, units_with};
+
+static PLAIN: KernelSource = kernels("attention.cu", include_str!("../cuda/attention.cu"));
+static FLASH_FORWARD: KernelSource = kernels("flash_forward.cu", include_str!("../cuda/flash_forward.cu"));
+static FLASH_BACKWARD: KernelSource = kernels("flash_backward.cu", include_str!("../cuda/flash_backward.cu"));
+
+/// A kernel of attention.
+pub(super) struct Kernel {
+    /// Names on tensor cores, and plain.
+    names: [&'static str; 2],
+    /// There it has so many tiles of its own rows in shared memory, plain so many operands.
+    tiles: [usize; 2],
+    owned: Owned,
+}
+
+/// What the blocks of a kernel have each a tile of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owned {
+    /// Queries, of every head of these.
+    Queries,
+    /// Keys and values, of every head of these.
+    Keys,
+}
+
+/// The output.
+pub(super) const OUT: Kernel = kernel(["flash_forward", "attention_forward"], [1, 2], Owned::Queries);
+/// Gradients of queries.
+pub(super) const DQ: Kernel = kernel(["flash_dq", "attention_dq"], [2, 4], Owned::Queries);
+/// Gradients of keys and values.
+pub(super) const DKV: Kernel = kernel(["flash_dkv", "attention_dkv"], [2, 4], Owned::Keys);
+
+const fn kernel(names: [&'static str; 2], tiles: [usize; 2], owned: Owned) -> Kernel {
+    Kernel { names, tiles, owned }
+}
+
+/// Forward or backward on tensor cores.
+pub(super) struct Pass {
+    source: &'static KernelSource,
+    cuts: [TileCut; 3],
+}
+
+pub(super) static FORWARD: Pass = Pass {
+    source: &FLASH_FORWARD,
+    cuts: [
+        cut(32, [4, 1, 64, 4], None),
+        cut(64, [4, 2, 64, 2], None),
+        cut(128, [4, 1, 64, 2], None),
+    ],
+};
+
+pub(super) static BACKWARD: Pass = Pass {
+    source: &FLASH_BACKWARD,
+    cuts: [
+        cut(32, [4, 2, 64, 2], Some((32, 2))),
+        cut(64, [4, 2, 64, 2], Some((32, 1))),
+        cut(128, [4, 1, 64, 1], Some((32, 1))),
+    ],
+};
+
+/// What a kernel is compiled for, beside types and sizes.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    has_mask: bool,
+    heads_per_kv: usize,
+}
+
+impl Variant {
+    /// Without a mask and sharing nothing, a kernel is compiled as it always was.
+    fn defines(self) -> impl Iterator<Item = Define> {
+        let mask = self.has_mask.then(|| Define::number("DROPOUT", 1));
+        let shares = self.heads_per_kv > 1;
+        let shared = shares.then(|| Define::number("HEADS_PER_KV", self.heads_per_kv as i64));
+        mask.into_iter().chain(shared)
+    }
+}
+
+/// Bytes of keys and values that the blocks in flight share through the L2 cache, a third of a small one.
+const GROUP_BYTES: usize = 16 << 20;
+
+/// Widest head on a GPU.
+const MAX_HEAD: usize = 256;
+
+/// How a flash kernel is cut: see `flash.cuh`. The numbers are the fastest of those measured on an H200.
+#[derive(Clone, Copy, Debug)]
+struct TileCut {
+    head: usize,
+    warps: usize,
+    row_tiles: usize,
+    step: usize,
+    /// Blocks of a multiprocessor, which bounds the registers of a thread.
+    blocks: usize,
+    /// Backward: columns of scores at a time, and operands that stay in registers.
+    part: Option<(usize, usize)>,
+}
+
+const fn cut(
+    head: usize,
+    [warps, row_tiles, step, blocks]: [usize; 4],
+    part: Option<(usize, usize)>,
+) -> TileCut {
+    TileCut {
+        head,
+        warps,
+        row_tiles,
+        step,
+        blocks,
+        part,
+    }
+}
+
+impl TileCut {
+    /// Queries or keys of a block.
+    const fn rows(self) -> usize {
+        self.warps * self.row_tiles * 16
+    }
+
+    /// Own rows, and two steps of two operands.
+    const fn shared_bytes(self, own_tiles: usize) -> usize {
+        (own_tiles * self.rows() + 4 * self.step) * self.head * DType::Bf16.bytes()
+    }
+
+    fn defines(self, variant: Variant) -> Vec<Define> {
+        let number = |name, value: usize| Define::number(name, value as i64);
+        let mut defines = vec![
+            number("HEAD", self.head),
+            number("WARPS", self.warps),
+            number("ROW_TILES", self.row_tiles),
+            number("STEP", self.step),
+            number("BLOCKS", self.blocks),
+        ];
+        if let Some((part, resident)) = self.part {
+            defines.extend([number("PART", part), number("RESIDENT", resident)]);
+        }
+        defines.extend(variant.defines());
+        defines
+    }
+}
+
+/// Queries and keys of a tile of the plain kernels. Up to heads of 176 channels the four operands of backward fit into
+/// the 99 KiB that a block has on every card since sm_80.
+const fn plain_tile(head: usize) -> usize {
+    if head > 80 { 32 } else { 64 }
+}
+
+fn plain_defines(act: &'static str, head: usize, variant: Variant) -> Vec<Define> {
+    let mut defines = vec![
+        Define::word("ACT", act),
+        Define::number("HEAD", head as i64),
+        Define::number("TILE", plain_tile(head) as i64),
+    ];
+    defines.extend(variant.defines());
+    defines
+}
+
+/// What the launches of an attention have in common.
+pub(super) struct Launches {
+    op: &'static str,
+    act: &'static str,
+    shape: AttentionShape,
+    mask: Option<DropoutMask>,
+    /// None: the plain kernels.
+    flash: Option<(&'static KernelSource, TileCut)>,
+}
+
+impl Launches {
+    /// Of activations of one type, the first's. Tensor cores can have them if they are bf16 and their rows start at
+    /// multiples of 16 bytes.
+    pub(super) fn new(
+        op: &'static str,
+        pass: &'static Pass,
+        shape: AttentionShape,
+        buffers: &[&Buffer],
+    ) -> Result<Self, DeviceError> {
+        let fits = |buffer: &&Buffer| buffer.dtype() == DType::Bf16 && is_aligned(buffer);
+        let fit = buffers.iter().all(fits);
+        let cut = pass.cuts.iter().find(|cut| fit && cut.head == shape.head_size);
+        check_head(op, shape.head_size)?;
+        Ok(Self {
+            op,
+            act: element(op, buffers[0])?,
+            shape,
+            mask: None,
+            flash: cut.map(|cut| (pass.source, *cut)),
+        })
+    }
+
+    /// With a mask of the probabilities.
+    pub(super) fn dropping(self, mask: Option<DropoutMask>) -> Self {
+        Self { mask, ..self }
+    }
+
+    pub(super) const fn on_tensor_cores(&self) -> bool {
+        self.flash.is_some()
+    }
+
+    /// A kernel's launch; `add` gives it the buffers, its first arguments.
+    pub(super) fn call(&self, kernel: &Kernel, add: impl FnOnce(Call) -> Call) -> Result<Call, DeviceError> {
+        let variant = Variant {
+            has_mask: self.mask.is_some(),
+            heads_per_kv: self.shape.heads_per_kv(),
+        };
+        let ([flash, plain], [own_tiles, operands]) = (kernel.names, kernel.tiles);
+        let call = if let Some((source, cut)) = self.flash {
+            let grid = self.grid(kernel.owned, cut.rows(), 32 * cut.warps)?;
+            let grid = grid.with_shared(cut.shared_bytes(own_tiles));
+            Call::new(source, flash, cut.defines(variant), grid)
+        } else {
+            let head = self.shape.head_size;
+            // Channels as these kernels lay them out.
+            let (tile, padded) = (plain_tile(head), head.next_multiple_of(16));
+            let words = operands * tile * (padded + 1) + tile * (tile + 1);
+            let grid = self.grid(kernel.owned, tile, (tile / 4) * (tile / 4))?;
+            let grid = grid.with_shared(words * DType::F32.bytes());
+            Call::new(&PLAIN, plain, plain_defines(self.act, head, variant), grid)
+        };
+        self.with_sizes(add(call), kernel.owned)
+    }
+
+    /// A block for each tile of rows of each head.
+    fn grid(&self, owned: Owned, rows: usize, threads: usize) -> Result<Grid, DeviceError> {
+        let blocks = self.pairs(owned) * self.shape.positions.div_ceil(rows);
+        Ok(Grid::linear(count(self.op, "blocks", blocks)?, threads as u32))
+    }
+
+    /// Heads of all samples.
+    fn pairs(&self, owned: Owned) -> usize {
+        let heads = match owned {
+            Owned::Queries => self.shape.heads,
+            Owned::Keys => self.shape.kv_heads,
+        };
+        self.shape.batch * heads
+    }
+
+    /// Heads whose blocks start together: what these read fits the L2 cache.
+    fn group(&self, owned: Owned) -> usize {
+        let head = 2 * self.shape.positions * self.shape.head_size * DType::Bf16.bytes();
+        let shared = self.shape.heads_per_kv();
+        let heads = match owned {
+            Owned::Queries => (GROUP_BYTES / head).max(1) * shared,
+            Owned::Keys => GROUP_BYTES / (head * shared),
+        };
+        heads.clamp(1, self.pairs(owned))
+    }
+
+    /// Adds what all kernels take after their buffers.
+    fn with_sizes(&self, call: Call, owned: Owned) -> Result<Call, DeviceError> {
+        let (op, shape) = (self.op, self.shape);
+        // Within a sample, rows are found by 32-bit arithmetic.
+        count(op, "elements of a row", shape.qkv_channels())?;
+        let positions = count(op, "positions", shape.positions)?;
+        let heads = count(op, "heads", shape.heads)?;
+        let pairs = count(op, "heads of all samples", self.pairs(owned))?;
+        let group = count(op, "heads of a group", self.group(owned))?;
+        let call = match self.flash {
+            Some(_) => call.u32([positions, heads, pairs, group]),
+            None => call.u32([positions, heads]),
+        };
+        let call = call.f32([shape.scale()]);
+        Ok(call.with(self.mask.iter().flat_map(DropoutMask::args)))
+    }
+}
+
+/// Refuses heads for which kernels have no registers and shared memory.
+pub(super) fn check_head(op: &'static str, head_size: usize) -> Result<(), DeviceError> {
+    if head_size > MAX_HEAD {
+        let what = format!("heads of {head_size} channels, on a GPU at most {MAX_HEAD}");
+        return Err(DeviceError::Shape { op, what });
+    }
+    Ok(())
+}
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    let variant = |has_mask, heads_per_kv| Variant {
+        has_mask,
+        heads_per_kv,
+    };
+    let (alone, masked, shared) = (variant(false, 1), variant(true, 1), variant(false, 4));
+    let of_tiles = |variant: Variant| {
+        [&FORWARD, &BACKWARD].map(|pass| units_with(pass.source, pass.cuts.map(|cut| cut.defines(variant))))
+    };
+    let plain = [("f32", 48), ("f32", 64), ("f32", 96), ("f32", 256), ("bf16", 48)];
+    let plain = plain.map(|(act, head)| plain_defines(act, head, alone));
+    let others = [("f32", 64, masked), ("bf16", 48, masked), ("f32", 64, shared)];
+    let others = others.map(|(act, head, variant)| plain_defines(act, head, variant));
+    let flash = [alone, masked, shared].into_iter().flat_map(of_tiles);
+    let mut units: Vec<CompileUnit> = flash.flatten().collect();
+    units.extend(units_with(&PLAIN, plain.into_iter().chain(others)));
+    units
+}

@@ -1,0 +1,30 @@
+//! Attention over the heads of one fused activation, `[B, T, (H + 2·KV)·D]`: of each row the heads of queries, then
+//! those of keys, then those of values, as the fused projection of GPT-2 has them.
+//!
+//! With fewer heads of keys and values than of queries (`KV < H`), each is read by `H / KV` heads of queries: grouped-
+//! query attention (Ainslie et al. 2023); with one, multi-query attention (Shazeer 2019).
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `shape` | [`AttentionShape`]: sizes, and where a head lies |
+//! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
+//! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
+//! | `rotary` | [`RotaryForward`], [`RotaryBackward`]: positions as rotations of queries and keys |
+//! | `launches` | the kernels of `causal` on a GPU: on tensor cores, or plain |
+
+mod causal;
+mod decode;
+mod launches;
+mod rotary;
+mod shape;
+
+pub use causal::{AttentionBackward, AttentionForward};
+pub use decode::AttentionDecode;
+pub use rotary::{Llama3Scaling, RotaryBackward, RotaryEmbedding, RotaryForward};
+pub use shape::AttentionShape;
+
+use crate::device::cuda::CompileUnit;
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    [launches::units(), decode::units(), rotary::units()].concat()
+}

@@ -1,0 +1,342 @@
+//! The pipeline of a run: from a configuration to a checked schedule, and the layers of each stage. Pure: whoever wants to
+//! know what every rank will do, calls it.
+//!
+//! A generator or a file makes the schedule of a step, [passes](super::with_transfers) complete it, and the
+//! [validator](super::validate) refuses what could not run. A step with fewer micro-batches, the last of an epoch, leaves out
+//! the actions of those that it lacks: what is left keeps its order, so that nothing is waited for that did not have to be
+//! before.
+
+use std::ops::Range;
+
+use ddp_proto::words::counted;
+
+use super::action::{Action, ActionKind, Schedule};
+use super::csv::{self, CsvFormat};
+use super::generators::{
+    PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
+};
+use super::passes::{forward_only, with_reduction, with_transfers, without_overlap};
+use super::simulator::{Links, StageCosts, simulate};
+use super::stages::{LayerCosts, Placement, divide_layers};
+use super::validator::{Purpose, Rules, least_capacity, validate};
+use crate::config::{Pipeline, PipelineSchedule};
+
+const STAGES: &str = "parallel.pipeline.stages";
+const SCHEDULE: &str = "parallel.pipeline.schedule";
+const CHUNKS: &str = "parallel.pipeline.chunks";
+const LAYERS: &str = "parallel.pipeline.layers";
+const FILE: &str = "parallel.pipeline.file";
+
+/// The `parallel.pipeline` section describes no pipeline of this model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}\n  hint: {hint}")]
+pub struct PlanError {
+    /// The key that is to blame.
+    pub key: &'static str,
+    what: String,
+    hint: String,
+}
+
+fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanError {
+    let hint = hint.into();
+    PlanError { key, what, hint }
+}
+
+/// What all ranks of a pipeline do, and hold. Without a pipeline it has one rank, which does one micro-batch after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PipelinePlan {
+    name: &'static str,
+    /// By stage.
+    layers: Vec<Range<usize>>,
+    training: Schedule,
+    evaluation: Schedule,
+    capacity: usize,
+}
+
+impl PipelinePlan {
+    /// For steps of up to so many micro-batches. `csv` is the text of [`Pipeline::file`], if there is one.
+    pub fn new(
+        config: &Pipeline,
+        micro_batches: usize,
+        csv: Option<&str>,
+        costs: &LayerCosts,
+    ) -> Result<Self, PlanError> {
+        check_single(config)?;
+        let made = match csv {
+            None => generated(config, micro_batches)?,
+            Some(text) => read(config, micro_batches, text)?,
+        };
+        let key = if csv.is_some() { FILE } else { SCHEDULE };
+        let layers = layers(config, costs, made.placement().stages())?;
+        // Messages are added to what would be right without them.
+        let apart = without_overlap(&made);
+        check(key, &apart, Purpose::Training)?;
+        let (training, evaluation) = (completed(&apart), with_transfers(&forward_only(&apart)));
+        check(key, &training, Purpose::Training)?;
+        check(key, &evaluation, Purpose::Evaluation)?;
+        let least = [&training, &evaluation].map(|schedule| least_capacity(schedule).unwrap_or(1));
+        let capacity = least.into_iter().fold(1, usize::max);
+        Ok(Self {
+            name: csv.map_or(name(config.schedule), |_| "from a file"),
+            layers,
+            training,
+            evaluation,
+            capacity,
+        })
+    }
+
+    /// Of its schedule, for people.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Which rank holds which stage.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        self.training.placement()
+    }
+
+    /// Layers of each stage.
+    #[must_use]
+    pub fn layers(&self) -> &[Range<usize>] {
+        &self.layers
+    }
+
+    /// Micro-batches of a step, at most.
+    #[must_use]
+    pub fn micro_batches(&self) -> usize {
+        self.training.micro_batches()
+    }
+
+    /// Messages that the queue of an edge must hold.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// What a rank does in a step of so many micro-batches, which are no more than [`PipelinePlan::micro_batches`].
+    #[must_use]
+    pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
+        first(&self.training, rank, micro_batches)
+    }
+
+    /// What a rank does to compute the losses of so many micro-batches, as for [`PipelinePlan::row`].
+    #[must_use]
+    pub fn evaluation_row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
+        first(&self.evaluation, rank, micro_batches)
+    }
+
+    /// The blocks of each chunk of a rank, counted from the embedding, which the first stage has. The last one has the head.
+    #[must_use]
+    pub fn chunks_of(&self, rank: usize) -> Vec<Range<usize>> {
+        let last = self.layers.len() - 1;
+        let blocks = |stage: usize| {
+            let Range { start, end } = self.layers[stage];
+            let first = if stage == 0 { 0 } else { start + 1 };
+            first..end + 1 + usize::from(stage == last)
+        };
+        self.placement().stages_of(rank).map(blocks).collect()
+    }
+
+    /// The part of all ranks' time in which they do not compute, if F, I and W of every stage take equally long and messages
+    /// no time.
+    #[must_use]
+    pub fn bubble(&self) -> f64 {
+        let costs = vec![StageCosts::UNIT; self.layers.len()];
+        let simulated = simulate(&self.training, &costs, Links::IDEAL);
+        simulated.map_or(0.0, |simulated| simulated.bubble_fraction())
+    }
+
+    /// All of it as text, for ranks to compare.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let schedule = csv::write(&self.training, CsvFormat::ComputeComms);
+        format!("layers {:?}\n{schedule}", self.layers)
+    }
+}
+
+/// A rank's actions but for those of micro-batches from `micro_batches` on.
+fn first(schedule: &Schedule, rank: usize, micro_batches: usize) -> Vec<Action> {
+    let is_of_them = |action: &Action| action.micro_batch.is_none_or(|number| number < micro_batches);
+    schedule.actions(rank).filter(is_of_them).collect()
+}
+
+/// Without a pipeline there is nothing to say about one.
+fn check_single(config: &Pipeline) -> Result<(), PlanError> {
+    let set = [
+        (config.chunks.is_some_and(|chunks| chunks > 1), CHUNKS),
+        (config.layers.is_some(), LAYERS),
+        (config.file.is_some(), FILE),
+    ];
+    match set.into_iter().find(|(is_set, _)| *is_set && config.stages == 1) {
+        None => Ok(()),
+        Some((_, key)) => Err(refused(
+            key,
+            format!("`{key}` is set, but `{STAGES}` is 1: there is no pipeline"),
+            format!("set `{STAGES}`, or leave it out"),
+        )),
+    }
+}
+
+/// F, B, I and W of a step.
+fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanError> {
+    let kind = match config.stages {
+        1 => PipelineSchedule::OneFOneB,
+        _ => config.schedule,
+    };
+    let shape = PipelineShape {
+        ranks: config.stages,
+        chunks: match config.stages {
+            1 => 1,
+            _ => config.chunks.unwrap_or_else(|| usual_chunks(kind)),
+        },
+        micro_batches,
+    };
+    let made: Result<Schedule, ShapeError> = match kind {
+        PipelineSchedule::GPipe => gpipe(shape),
+        PipelineSchedule::OneFOneB => one_f_one_b(shape),
+        PipelineSchedule::Interleaved => interleaved_1f1b(shape),
+        PipelineSchedule::ZbH1 => zb_h1(shape),
+        PipelineSchedule::Zbv => zbv(shape),
+        PipelineSchedule::DualPipeV => dual_pipe_v(shape),
+        PipelineSchedule::Greedy => greedy(shape),
+    };
+    made.map_err(|error| {
+        let hint = format!(
+            "change `{CHUNKS}` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `{SCHEDULE}`"
+        );
+        refused(SCHEDULE, format!("`{SCHEDULE}`: {error}"), hint)
+    })
+}
+
+/// The schedule of a file, in either of PyTorch's forms.
+fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule, PlanError> {
+    let schedule = csv::read(text).map_err(|error| {
+        let hint = "a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them";
+        refused(FILE, format!("`{FILE}` is no schedule: {error}"), hint)
+    })?;
+    let (ranks, stages) = (schedule.placement().ranks(), schedule.placement().stages());
+    if ranks != config.stages {
+        return Err(refused(
+            STAGES,
+            format!(
+                "`{FILE}` has {}, but `{STAGES}` is {}",
+                counted(ranks as u64, "row"),
+                config.stages
+            ),
+            format!("set `{STAGES}: {ranks}`, or take another file"),
+        ));
+    }
+    if let Some(chunks) = config.chunks.filter(|chunks| chunks * ranks != stages) {
+        return Err(refused(
+            CHUNKS,
+            format!(
+                "`{CHUNKS}` is {chunks}, but `{FILE}` has {} on {ranks} ranks",
+                counted(stages as u64, "stage")
+            ),
+            "leave it out: the file says it",
+        ));
+    }
+    if schedule.micro_batches() != micro_batches {
+        let of_file = schedule.micro_batches();
+        return Err(refused(
+            "train.grad_accumulation",
+            format!(
+                "`{FILE}` is for {}, but `train.grad_accumulation` is {micro_batches}",
+                counted(of_file as u64, "micro-batch")
+            ),
+            format!("set `train.grad_accumulation: {of_file}`, or take another file"),
+        ));
+    }
+    Ok(schedule)
+}
+
+/// Refuses what cannot be run.
+fn check(key: &'static str, schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
+    let rules = Rules {
+        purpose,
+        capacity: None,
+        memory: None,
+    };
+    validate(schedule, rules).map_err(|refusal| {
+        let hint = match key {
+            FILE => "correct the table: a row has the cells of a rank, in the order in which it runs them",
+            _ => "take another `parallel.pipeline.schedule`",
+        };
+        refused(key, format!("`{key}`: {refusal}"), hint)
+    })
+}
+
+/// With the reductions of its gradients, and with what ranks send to each other.
+fn completed(made: &Schedule) -> Schedule {
+    let is_reduction = |action: Action| action.kind == ActionKind::ReduceGradient;
+    let mut ranks = 0..made.rows().len();
+    let reduced = if ranks.any(|rank| made.actions(rank).any(is_reduction)) {
+        made.clone()
+    } else {
+        with_reduction(made)
+    };
+    if reduced.has_transfers() {
+        reduced
+    } else {
+        with_transfers(&reduced)
+    }
+}
+
+/// The layers of each stage: as the configuration says, else divided by cost.
+fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usize>>, PlanError> {
+    let Some(counts) = &config.layers else {
+        return divide_layers(costs, stages).map_err(|error| {
+            let text = error.to_string();
+            let (what, hint) = text.split_once("\n  hint: ").unwrap_or((&text, ""));
+            refused(STAGES, what.to_owned(), hint)
+        });
+    };
+    let (sum, all) = (counts.iter().sum::<usize>(), costs.layers.len());
+    if counts.len() != stages || sum != all {
+        return Err(refused(
+            LAYERS,
+            format!(
+                "`{LAYERS}` has {} with {sum} layers in all, but there are {} and `model.n_layer` is {all}",
+                counted(counts.len() as u64, "number"),
+                counted(stages as u64, "stage"),
+            ),
+            "give a number for each stage (ranks × chunks), or leave it out: layers are then divided by cost",
+        ));
+    }
+    let mut next = 0;
+    let ranges = counts.iter().map(|count| {
+        let first = next;
+        next += count;
+        first..next
+    });
+    Ok(ranges.collect())
+}
+
+/// The chunks that a schedule is made for.
+fn usual_chunks(kind: PipelineSchedule) -> usize {
+    match kind {
+        PipelineSchedule::GPipe | PipelineSchedule::OneFOneB | PipelineSchedule::ZbH1 => 1,
+        PipelineSchedule::Interleaved
+        | PipelineSchedule::Zbv
+        | PipelineSchedule::DualPipeV
+        | PipelineSchedule::Greedy => 2,
+    }
+}
+
+fn name(kind: PipelineSchedule) -> &'static str {
+    match kind {
+        PipelineSchedule::GPipe => "GPipe",
+        PipelineSchedule::OneFOneB => "1F1B",
+        PipelineSchedule::Interleaved => "interleaved 1F1B",
+        PipelineSchedule::ZbH1 => "ZB-H1",
+        PipelineSchedule::Zbv => "ZBV",
+        PipelineSchedule::DualPipeV => "DualPipeV",
+        PipelineSchedule::Greedy => "greedy",
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

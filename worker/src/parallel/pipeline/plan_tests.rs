@@ -1,0 +1,203 @@
+//! What a configuration leads to, and what it is refused for.
+
+use super::*;
+use crate::parallel::pipeline::Edge;
+
+const ALL: [PipelineSchedule; 7] = [
+    PipelineSchedule::GPipe,
+    PipelineSchedule::OneFOneB,
+    PipelineSchedule::Interleaved,
+    PipelineSchedule::ZbH1,
+    PipelineSchedule::Zbv,
+    PipelineSchedule::DualPipeV,
+    PipelineSchedule::Greedy,
+];
+
+fn of(schedule: PipelineSchedule, stages: usize) -> Pipeline {
+    Pipeline {
+        stages,
+        schedule,
+        ..Pipeline::default()
+    }
+}
+
+fn plan(config: &Pipeline, micro_batches: usize, layers: usize) -> Result<PipelinePlan, PlanError> {
+    PipelinePlan::new(config, micro_batches, None, &LayerCosts::equal(layers))
+}
+
+fn refusal(config: &Pipeline, micro_batches: usize, csv: Option<&str>) -> String {
+    let error = PipelinePlan::new(config, micro_batches, csv, &LayerCosts::equal(8)).unwrap_err();
+    format!("{}: {error}", error.key)
+}
+
+fn text(row: &[Action]) -> String {
+    let words: Vec<String> = row.iter().map(ToString::to_string).collect();
+    words.join(" ")
+}
+
+#[test]
+fn without_a_pipeline_one_micro_batch_comes_after_the_other() {
+    for kind in ALL {
+        let plan = plan(&of(kind, 1), 3, 2).unwrap();
+        assert_eq!(text(&plan.row(0, 3)), "0F0 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD");
+        assert_eq!(text(&plan.row(0, 1)), "0F0 0B0 0REDUCE_GRAD");
+        assert_eq!(text(&plan.evaluation_row(0, 2)), "0F0 0F1");
+        assert_eq!(plan.chunks_of(0), [0..4]);
+        assert_eq!(plan.bubble(), 0.0);
+    }
+}
+
+#[test]
+fn one_forward_one_backward_on_two_ranks() {
+    let plan = plan(&of(PipelineSchedule::OneFOneB, 2), 2, 4).unwrap();
+    assert_eq!(
+        text(&plan.row(0, 2)),
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD"
+    );
+    assert_eq!(
+        text(&plan.row(1, 2)),
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD"
+    );
+    assert_eq!(text(&plan.evaluation_row(1, 1)), "1RECV_F0 1F0");
+    assert_eq!([plan.chunks_of(0), plan.chunks_of(1)], [[0..3], [3..6]]);
+    assert_eq!(plan.capacity(), 1);
+}
+
+#[test]
+fn every_schedule_is_there_for_every_number_of_micro_batches_that_it_has() {
+    for kind in ALL {
+        for stages in [2, 3, 4] {
+            for micro_batches in 1..=9 {
+                let made = plan(&of(kind, stages), micro_batches, 30);
+                if kind == PipelineSchedule::DualPipeV && micro_batches < 2 * stages {
+                    assert!(made.is_err());
+                    continue;
+                }
+                check_short_steps(&made.unwrap());
+            }
+        }
+    }
+}
+
+/// Both ends of an edge send and receive the same messages in the same order, however many micro-batches a step has.
+fn check_short_steps(plan: &PipelinePlan) {
+    let placement = plan.placement();
+    for micro_batches in 1..=plan.micro_batches() {
+        let rows: Vec<Vec<Action>> = (0..placement.ranks())
+            .map(|rank| plan.row(rank, micro_batches))
+            .collect();
+        let messages = |rank: usize, edge: Edge, is_send: bool| -> Vec<Action> {
+            let of_edge = rows[rank].iter().filter(|action| {
+                let is_it = if is_send {
+                    action.kind.is_send()
+                } else {
+                    action.kind.is_receive()
+                };
+                is_it
+                    && action
+                        .transfer(placement)
+                        .is_some_and(|transfer| transfer.edge() == edge)
+            });
+            let transfers = of_edge.map(|action| action.transfer(placement).unwrap());
+            transfers.map(|transfer| transfer.receive).collect()
+        };
+        for from in 0..placement.ranks() {
+            for to in 0..placement.ranks() {
+                for is_gradient in [false, true] {
+                    let edge = Edge {
+                        from,
+                        to,
+                        is_gradient,
+                    };
+                    assert_eq!(messages(from, edge, true), messages(to, edge, false));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_are_divided_by_cost_or_as_they_are_given() {
+    let mut config = of(PipelineSchedule::OneFOneB, 4);
+    let sizes = |plan: PipelinePlan| -> Vec<usize> {
+        let layers = plan.layers().iter();
+        layers.map(ExactSizeIterator::len).collect()
+    };
+    assert_eq!(sizes(plan(&config, 4, 30).unwrap()), [8, 8, 7, 7]);
+    config.layers = Some(vec![2, 2, 2, 4]);
+    let given = plan(&config, 4, 10).unwrap();
+    assert_eq!(given.chunks_of(3), [7..12]);
+    assert_eq!(sizes(given), [2, 2, 2, 4]);
+    assert!(!plan(&config, 4, 10).unwrap().text().is_empty());
+}
+
+#[test]
+fn what_is_no_pipeline_is_refused_in_words() {
+    let zbv = of(PipelineSchedule::Zbv, 2);
+    let several = Pipeline {
+        chunks: Some(2),
+        ..of(PipelineSchedule::OneFOneB, 2)
+    };
+    insta::assert_snapshot!(refusal(&several, 4, None), @r"
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: 1F1B does not exist for 2 ranks, 2 chunks a rank and 4 micro-batches: 1F1B has one chunk a rank; interleaved 1F1B has several
+      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    ");
+    insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @r"
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: DualPipeV does not exist for 2 ranks, 2 chunks a rank and 3 micro-batches: it needs 2 chunks a rank, and as many micro-batches as stages
+      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    ");
+    insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @r"
+    parallel.pipeline.stages: 8 layers cannot be divided on 9 stages: each stage needs a layer
+      hint: use fewer pipeline ranks or chunks
+    ");
+    let layers = Pipeline {
+        layers: Some(vec![4, 3]),
+        ..zbv.clone()
+    };
+    insta::assert_snapshot!(refusal(&layers, 4, None), @r"
+    parallel.pipeline.layers: `parallel.pipeline.layers` has 2 numbers with 7 layers in all, but there are 4 stages and `model.n_layer` is 8
+      hint: give a number for each stage (ranks × chunks), or leave it out: layers are then divided by cost
+    ");
+    let alone = Pipeline {
+        chunks: Some(2),
+        ..of(PipelineSchedule::Zbv, 1)
+    };
+    insta::assert_snapshot!(refusal(&alone, 4, None), @r"
+    parallel.pipeline.chunks: `parallel.pipeline.chunks` is set, but `parallel.pipeline.stages` is 1: there is no pipeline
+      hint: set `parallel.pipeline.stages`, or leave it out
+    ");
+}
+
+#[test]
+fn a_file_that_is_no_schedule_is_refused_with_rank_action_and_reason() {
+    let config = of(PipelineSchedule::OneFOneB, 2);
+    let good = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1";
+    let made = PipelinePlan::new(&config, 2, Some(good), &LayerCosts::equal(4)).unwrap();
+    assert_eq!(made.name(), "from a file");
+    assert_eq!(text(&made.row(0, 1)), "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD");
+    let refusal = |csv: &str, micro_batches| refusal(&config, micro_batches, Some(csv));
+    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: rank 1 is refused at `1B1`: `1F1` has to come before it
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: rank 0 is refused at `0B0`: it comes after `0B1`, but a stage takes micro-batches in order, as sums depend on it
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file`: the schedule deadlocks: rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0
+      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0X0", 2), @r"
+    parallel.pipeline.file: `parallel.pipeline.file` is no schedule: row 1, column 2, `0X0`: an action is a stage, a kind and a micro-batch, such as `2F1`
+      hint: a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them
+    ");
+    insta::assert_snapshot!(refusal("0F0,0B0", 1), @r"
+    parallel.pipeline.stages: `parallel.pipeline.file` has 1 row, but `parallel.pipeline.stages` is 2
+      hint: set `parallel.pipeline.stages: 1`, or take another file
+    ");
+    insta::assert_snapshot!(refusal(good, 4), @r"
+    train.grad_accumulation: `parallel.pipeline.file` is for 2 micro-batches, but `train.grad_accumulation` is 4
+      hint: set `train.grad_accumulation: 2`, or take another file
+    ");
+}

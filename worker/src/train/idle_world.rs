@@ -1,0 +1,83 @@
+//! A rank of a mesh that is not there: on a device that does nothing, among ranks that do nothing. The run's own types, made
+//! for it, say what a rank will hold and send before anything is allocated.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::world::World;
+use crate::collective::{Communicator, Executor, Failure, Request, StreamWork, Transport, Wait};
+use crate::device::{Device, Event, IdleDevice};
+use crate::mesh::{Mesh, MeshShape};
+use crate::session::Cancel;
+
+/// Bound of waits for what is there at once.
+const TIMEOUT: Duration = Duration::from_mins(1);
+
+/// One rank of a mesh.
+pub(super) fn idle_world(mesh: MeshShape, rank: usize) -> World {
+    let (device, cancel): (Arc<dyn Device>, _) = (Arc::new(IdleDevice), Cancel::default());
+    let ranks = IdleRanks {
+        members: (0..mesh.ranks()).collect(),
+        rank,
+    };
+    let comm = Communicator::new("planned", Box::new(ranks), Executor::Inline, TIMEOUT, &cancel);
+    World {
+        mesh: Arc::new(Mesh::new(mesh, comm.clone(), Executor::Inline)),
+        stream: device.stream(),
+        device,
+        comm,
+        cancel,
+    }
+}
+
+/// A group whose operations are done as soon as they are asked for. Its communicator counts what they would send.
+struct IdleRanks {
+    /// Global ranks.
+    members: Vec<usize>,
+    /// Which of them this one is.
+    rank: usize,
+}
+
+impl Transport for IdleRanks {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    fn split(&mut self, _: &str, members: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let rank = members.iter().position(|&member| member == self.rank);
+        Ok(Box::new(Self {
+            members: members.iter().map(|&member| self.members[member]).collect(),
+            rank: rank.ok_or_else(|| Failure::Invalid("a rank is in its own group".into()))?,
+        }))
+    }
+
+    fn is_on_stream(&self) -> bool {
+        true
+    }
+
+    fn enqueue(
+        &mut self,
+        _sequence: u64,
+        _request: &Request,
+        after: &Event,
+        _wait: &Wait,
+    ) -> Result<Arc<dyn StreamWork>, Failure> {
+        Ok(Arc::new(Done(after.clone())))
+    }
+}
+
+struct Done(Event);
+
+impl StreamWork for Done {
+    fn done(&self) -> &Event {
+        &self.0
+    }
+
+    fn outcome(&self) -> Option<Result<(), Failure>> {
+        Some(Ok(()))
+    }
+}
