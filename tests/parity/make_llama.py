@@ -70,7 +70,7 @@ def make(name, words, dtype):
         "tokens": tokens.tolist(),
         "loss": loss.item(),
     }
-    (HERE / name / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    (HERE / name / "golden.json").write_text(json.dumps(golden) + "\n")
     (HERE / name / "generation_config.json").unlink(missing_ok=True)
 
 
