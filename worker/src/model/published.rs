@@ -331,11 +331,11 @@ impl Published {
         for key in self.unknown {
             set(key, Value::Null);
         }
-        if let NormKind::Rms { eps } = decoder.norm {
-            set(Self::EPSILON.0, decimal(eps));
+        if let NormKind::Rms { epsilon } = decoder.norm {
+            set(Self::EPSILON.0, epsilon.into());
         }
         if let PositionKind::Rotary { theta, scaling } = decoder.position_kind {
-            set(Self::THETA.0, decimal(theta));
+            set(Self::THETA.0, theta.into());
             set(Self::SCALING[0], scaling.map_or(Value::Null, scaling_json));
             let head_size = decoder.attention.map(|attention| attention.head_size);
             set(Self::HEAD_SIZE, json!(head_size));
@@ -351,7 +351,7 @@ fn scaling_json(scaling: RopeScaling) -> Value {
         high_freq_factor,
         original_positions,
     } = scaling;
-    let factors = [factor, low_freq_factor, high_freq_factor].map(decimal);
+    let factors = [factor, low_freq_factor, high_freq_factor].map(Value::from);
     let values = factors.into_iter().chain([original_positions.into()]);
     let keys = Published::SCALING_KEYS.map(str::to_owned);
     let mut json: Map<String, Value> = keys.into_iter().zip(values).collect();

@@ -64,11 +64,11 @@ impl Settings {
             }
         }
         let decoder = Decoder::of(&model);
-        if let NormKind::Rms { eps } = decoder.norm {
+        if let NormKind::Rms { epsilon } = decoder.norm {
             let (key, default) = Published::EPSILON;
-            let there = self.get(key).and_then(Value::as_f64).unwrap_or(default) as f32;
-            if there.to_bits() != eps.to_bits() {
-                misfit.differs(format!("`{key}` is {there:e} there and {eps:e} here"));
+            let there = self.get(key).and_then(Value::as_f64).unwrap_or(default);
+            if there.to_bits() != epsilon.to_bits() {
+                misfit.differs(format!("`{key}` is {there:e} there and {epsilon:e} here"));
                 misfit.write("norm_eps", format_args!("{there:e}"));
             }
         }
@@ -119,12 +119,14 @@ impl Settings {
         if there == here as u64 {
             return;
         }
-        misfit.differs(format!("`{}` is {there} there and {here} here", size.published));
-        misfit.write(size.key, there);
-        if let Ok(there) = usize::try_from(there)
-            && SIZES.contains(&there)
-        {
-            (size.set)(model, there);
+        let words = format!("`{}` is {there} there and {here} here", size.published);
+        match usize::try_from(there) {
+            Ok(there) if SIZES.contains(&there) => {
+                misfit.differs(words);
+                misfit.write(size.key, there);
+                (size.set)(model, there);
+            }
+            _ => misfit.is_foreign(words),
         }
     }
 
@@ -139,7 +141,7 @@ impl Settings {
         }
     }
 
-    fn compare_rotary(&self, (theta, scaling): (f32, Option<RopeScaling>), misfit: &mut Misfit) {
+    fn compare_rotary(&self, (theta, scaling): (f64, Option<RopeScaling>), misfit: &mut Misfit) {
         let section = Published::SCALING
             .into_iter()
             .filter_map(|key| self.get(key)?.as_object())
@@ -149,7 +151,7 @@ impl Settings {
             below.or_else(|| self.get(key)?.as_f64())
         };
         let (key, default) = Published::THETA;
-        let there = number(key).unwrap_or(default) as f32;
+        let there = number(key).unwrap_or(default);
         if there.to_bits() != theta.to_bits() {
             misfit.differs(format!("`{key}` is {there:?} there and {theta:?} here"));
             misfit.write(key, format_args!("{there:?}"));
@@ -187,9 +189,9 @@ impl Settings {
                 // Where it is left out, transformers takes the number of positions.
                 let original = number(positions).or_else(|| self.get("max_position_embeddings")?.as_f64());
                 Ok(Some(RopeScaling {
-                    factor: needed(factor)? as f32,
-                    low_freq_factor: needed(low)? as f32,
-                    high_freq_factor: needed(high)? as f32,
+                    factor: needed(factor)?,
+                    low_freq_factor: needed(low)?,
+                    high_freq_factor: needed(high)?,
                     original_positions: original.map_or_else(|| needed(positions), Ok)? as usize,
                 }))
             }

@@ -280,7 +280,39 @@ fn a_llama_is_exported_as_transformers_has_it() {
         ("lm_head.weight", "lm_head.weight", 0..300),
     ];
     exported.expect(&llama, &expected);
-    insta::assert_snapshot!(exported.config, @"");
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "architectures": [
+        "LlamaForCausalLM"
+      ],
+      "attention_bias": false,
+      "attention_dropout": 0.0,
+      "bos_token_id": null,
+      "eos_token_id": null,
+      "head_dim": 2,
+      "hidden_act": "silu",
+      "hidden_size": 8,
+      "intermediate_size": 12,
+      "max_position_embeddings": 16,
+      "mlp_bias": false,
+      "model_type": "llama",
+      "num_attention_heads": 4,
+      "num_hidden_layers": 1,
+      "num_key_value_heads": 2,
+      "rms_norm_eps": 1e-6,
+      "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8,
+        "rope_type": "llama3"
+      },
+      "rope_theta": 500000.0,
+      "tie_word_embeddings": false,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
     let tied = config::Model {
         tied: Some(true),
         n_kv_head: None,
@@ -291,7 +323,33 @@ fn a_llama_is_exported_as_transformers_has_it() {
     expected.pop();
     (expected[4].2, expected[5].2) = (8..16, 16..24);
     exported.expect(&tied, &expected);
-    insta::assert_snapshot!(exported.config, @"");
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "architectures": [
+        "LlamaForCausalLM"
+      ],
+      "attention_bias": false,
+      "attention_dropout": 0.0,
+      "bos_token_id": null,
+      "eos_token_id": null,
+      "head_dim": 2,
+      "hidden_act": "silu",
+      "hidden_size": 8,
+      "intermediate_size": 12,
+      "max_position_embeddings": 16,
+      "mlp_bias": false,
+      "model_type": "llama",
+      "num_attention_heads": 4,
+      "num_hidden_layers": 1,
+      "num_key_value_heads": 4,
+      "rms_norm_eps": 1e-6,
+      "rope_scaling": null,
+      "rope_theta": 500000.0,
+      "tie_word_embeddings": true,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
 }
 
 /// Transformers takes a GPT-2's file without `transformer.` for one without a head.
@@ -314,7 +372,30 @@ fn a_gpt2_with_a_head_of_its_own_is_exported_with_the_prefix() {
         assert!(found.tensor(&name).unwrap().data() == content_of(extent), "{name}");
     }
     assert_eq!(found.len(), keys.len() / 3);
-    insta::assert_snapshot!(exported.config, @"");
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "activation_function": "gelu_new",
+      "architectures": [
+        "GPT2LMHeadModel"
+      ],
+      "attn_pdrop": 0.0,
+      "embd_pdrop": 0.0,
+      "layer_norm_epsilon": 0.00001,
+      "model_type": "gpt2",
+      "n_ctx": 16,
+      "n_embd": 7,
+      "n_head": 1,
+      "n_inner": 10,
+      "n_layer": 1,
+      "n_positions": 16,
+      "resid_pdrop": 0.0,
+      "scale_attn_by_inverse_layer_idx": false,
+      "scale_attn_weights": true,
+      "tie_word_embeddings": false,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
 }
 
 #[test]
