@@ -9,12 +9,12 @@ import unittest
 import torch
 
 try:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 except ImportError:
-    GPT2LMHeadModel = None
+    AutoModelForCausalLM = None
 
 DDP_RUN = os.environ["DDP_RUN"]
 DDP_TRAIN = str(pathlib.Path(DDP_RUN).with_name("ddp-train"))
@@ -23,9 +23,11 @@ PATIENCE_S = 240
 # Of the loss: sums of f32 in another order.
 TOLERANCE = 2e-6
 
+# Wide enough that a wrong scale, order or activation shows in the loss.
+WORDS = {"initializer_range": 0.2, "vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
 YAML = f"""\
 run: {{ out_dir: out }}
-model: {{ kind: gpt2, n_layer: {LAYERS}, n_head: {HEADS}, n_embd: {CHANNELS}, block_size: {BLOCK}, init_from: hf }}
+model: {{ n_layer: {LAYERS}, n_head: {HEADS}, n_embd: {CHANNELS}, block_size: {BLOCK}, init_from: hf, KIND }}
 data: {{ train: train.txt, val: val.txt }}
 train: {{ steps: 1, micro_batch: 2, optimizer: {{ lr: 0.0 }} }}
 parallel: {{ backend: cpu }}
@@ -49,21 +51,19 @@ def loss_of(model, tokens):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
 
 
-@unittest.skipUnless(GPT2LMHeadModel, "transformers is not installed: pip install transformers")
-class Weights(unittest.TestCase):
+class WeightsOf:
+    """Of one kind of model: `kind` is what its `model` section has beside the sizes, `make` makes it."""
+
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.dir = pathlib.Path(folder.name)
         self.val = text(20, seed=5)
-        (self.dir / "train.yaml").write_text(YAML)
+        (self.dir / "train.yaml").write_text(YAML.replace("KIND", self.kind))
         (self.dir / "train.txt").write_bytes(text(40, seed=3))
         (self.dir / "val.txt").write_bytes(self.val)
         torch.manual_seed(11)
-        # Wide enough that a wrong scale, order or activation shows in the loss.
-        sizes = {"n_positions": BLOCK, "n_embd": CHANNELS, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": 256}
-        words = {"bos_token_id": None, "eos_token_id": None}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **words, initializer_range=0.2)).eval()
+        self.model = self.make().eval()
 
     def call(self, *words):
         done = subprocess.run(words, cwd=self.dir, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -78,7 +78,7 @@ class Weights(unittest.TestCase):
 
     def exported(self):
         self.call(DDP_TRAIN, "ckpt", "export", "out", "--to", "back")
-        return GPT2LMHeadModel.from_pretrained(self.dir / "back").eval()
+        return AutoModelForCausalLM.from_pretrained(self.dir / "back").eval()
 
     def expect_close(self, found, expected):
         print(f"loss {found:.9f}, in transformers {expected:.9f}: {abs(found - expected) / expected:.1e}")
@@ -113,6 +113,57 @@ class Weights(unittest.TestCase):
         loss = self.train(2, train__steps=8, train__optimizer__lr=1e-3)
         self.assertLess(loss, loss_of(self.model, self.val) - 0.1)
         self.expect_close(loss, loss_of(self.exported(), self.val))
+
+
+def gpt2(**words):
+    sizes = {"n_positions": BLOCK, "n_embd": CHANNELS, "n_layer": LAYERS, "n_head": HEADS}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **WORDS, **words))
+
+
+def llama(**words):
+    sizes = {"max_position_embeddings": 2 * BLOCK, "hidden_size": CHANNELS, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "intermediate_size": 96}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **WORDS, **words))
+
+
+NEEDED = unittest.skipUnless(AutoModelForCausalLM, "transformers is not installed: pip install transformers")
+
+
+@NEEDED
+class Gpt2Weights(WeightsOf, unittest.TestCase):
+    kind = "kind: gpt2"
+
+    def make(self):
+        return gpt2()
+
+
+@NEEDED
+class UntiedGpt2Weights(WeightsOf, unittest.TestCase):
+    kind = "kind: gpt2, tied: false, n_inner: 96"
+
+    def make(self):
+        return gpt2(tie_word_embeddings=False, n_inner=96)
+
+
+@NEEDED
+class LlamaWeights(WeightsOf, unittest.TestCase):
+    kind = (
+        "kind: llama, n_kv_head: 2, n_inner: 96, norm_eps: 1e-6, rope_theta: 500000.0, "
+        "rope_scaling: { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 16 }"
+    )
+
+    def make(self):
+        rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+        rope = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **rope}}
+        return llama(num_key_value_heads=2, rms_norm_eps=1e-6, **rope)
+
+
+@NEEDED
+class TiedLlamaWeights(WeightsOf, unittest.TestCase):
+    kind = "kind: llama, n_inner: 96, tied: true"
+
+    def make(self):
+        return llama(rms_norm_eps=1e-5, tie_word_embeddings=True)
 
 
 if __name__ == "__main__":

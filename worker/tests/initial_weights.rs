@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ddp_worker::checkpoint::{Disk, Reader, Storage, TensorKind, Which, export};
-use ddp_worker::config::{ModelKind, Precision, Resume, Strategy, TrainConfig};
+use ddp_worker::config::{self, ModelKind, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::train::TrainError;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
@@ -22,6 +22,8 @@ type Parameters = BTreeMap<String, Vec<u32>>;
 struct Exported {
     folder: TempDir,
     trained: Trained,
+    /// What was exported.
+    parameters: Parameters,
 }
 
 impl Exported {
@@ -36,14 +38,19 @@ impl Exported {
         let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
         let disk: Arc<dyn Storage> = Arc::new(Disk);
         export(&disk, &reader, &folder.path().join("model")).unwrap();
-        Self { folder, trained }
+        Self {
+            folder,
+            trained,
+            parameters: parameters(&job),
+        }
     }
 
     fn path(&self) -> PathBuf {
         self.folder.path().join("model")
     }
 
-    fn parameters(&self) -> Parameters {
+    /// By the names of the file.
+    fn tensors(&self) -> Parameters {
         let bytes = fs::read(self.path().join("model.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
         let bits = |(name, tensor): (String, TensorView<'_>)| (name, words(tensor.data()));
@@ -66,7 +73,7 @@ impl Exported {
         let whole = fs::read(self.path().join("model.safetensors")).unwrap();
         let shapes = SafeTensors::deserialize(&whole).unwrap();
         let stored: Vec<(String, Vec<u16>)> = self
-            .parameters()
+            .tensors()
             .into_iter()
             .map(|(name, bits)| (name, bits.into_iter().map(round).collect()))
             .collect();
@@ -118,7 +125,7 @@ fn parameters(job: &Job) -> Parameters {
 #[test]
 fn every_strategy_begins_with_the_bits_of_the_file_on_any_number_of_ranks() {
     let source = Exported::new(|_| ());
-    let expected = source.parameters();
+    let expected = source.tensors();
     for precision in [Precision::F32, Precision::Bf16] {
         for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3] {
             for ranks in [1, 2, 4] {
@@ -159,7 +166,7 @@ fn halves_are_widened_into_the_masters() {
     let source = Exported::new(|_| ());
     for dtype in [Dtype::F16, Dtype::BF16] {
         let (path, expected) = source.rounded(dtype);
-        assert_ne!(expected, source.parameters());
+        assert_ne!(expected, source.tensors());
         for (strategy, precision) in [
             (Strategy::Ddp, Precision::F32),
             (Strategy::Zero3, Precision::Bf16),
@@ -187,7 +194,7 @@ fn rows_that_the_file_has_not_are_those_of_a_run_without_it() {
         padded(c);
     });
     random.train(1);
-    let (random, known) = (parameters(&random), source.parameters());
+    let (random, known) = (parameters(&random), source.tensors());
     for (strategy, ranks) in [(Strategy::Ddp, 1), (Strategy::Zero3, 4)] {
         let job = standing_still(&source.path(), |c| {
             c.parallel.strategy = strategy;
@@ -210,7 +217,7 @@ fn a_model_with_a_head_of_its_own_comes_back() {
     let text = fs::read_to_string(source.path().join("config.json")).unwrap();
     let job = standing_still(&source.path(), |c| c.model.kind = ModelKind::Mlp);
     job.train(2);
-    assert_eq!(parameters(&job), source.parameters());
+    assert_eq!(parameters(&job), source.tensors());
     // Where the weights of a run came from is no part of the model.
     let again = tempfile::tempdir().unwrap();
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
@@ -220,6 +227,50 @@ fn a_model_with_a_head_of_its_own_comes_back() {
         fs::read_to_string(again.path().join("model/config.json")).unwrap(),
         text
     );
+}
+
+/// Sizes and parts of a model that are not GPT-2's.
+type Change = fn(&mut config::Model);
+
+const OTHERS: [(&str, Change); 5] = [
+    ("gpt2 with a head and a width of its own", |model| {
+        (model.tied, model.n_inner) = (Some(false), Some(24));
+    }),
+    ("llama", |model| model.kind = ModelKind::Llama),
+    ("llama with grouped queries", |model| {
+        (model.kind, model.n_head, model.n_kv_head) = (ModelKind::Llama, 4, Some(2));
+        (model.n_inner, model.norm_eps) = (Some(24), 1e-6);
+    }),
+    ("tied llama with scaled positions", |model| {
+        (model.kind, model.tied, model.rope_theta) = (ModelKind::Llama, Some(true), 500_000.0);
+        model.rope_scaling = Some(config::RopeScaling {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_positions: 8,
+        });
+    }),
+    ("tied mlp", |model| {
+        (model.kind, model.tied) = (ModelKind::Mlp, Some(true));
+    }),
+];
+
+#[test]
+fn every_model_that_is_exported_comes_back_bit_by_bit() {
+    for (what, change) in OTHERS {
+        let source = Exported::new(|c| change(&mut c.model));
+        for (strategy, ranks) in [(Strategy::Ddp, 1), (Strategy::Zero3, 4)] {
+            let job = standing_still(&source.path(), |c| {
+                change(&mut c.model);
+                c.parallel.strategy = strategy;
+            });
+            let again = job.train(ranks);
+            assert!(parameters(&job) == source.parameters, "{what}, {strategy:?}");
+            if ranks == 1 {
+                assert_eq!(again.summary.val_loss, source.trained.summary.val_loss, "{what}");
+            }
+        }
+    }
 }
 
 #[test]

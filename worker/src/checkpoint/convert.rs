@@ -8,17 +8,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use serde_json::{Value, json};
-
 use super::CheckpointError;
 use super::folder::{self, file_stem};
 use super::manifest::TensorKind;
 use super::part::{Extent, PartWriter, share_of, write_part};
-use super::reader::{EMBEDDING, Reader};
+use super::reader::Reader;
 use super::storage::{DiskStep, Storage, write_file};
 use super::writer::Writer;
-use crate::device::DType;
-use crate::model::Region;
+use crate::model::{Decoder, Published, Region};
 
 /// Name of the file with the parameters, as other tools expect it.
 const MODEL: &str = "model.safetensors";
@@ -26,8 +23,9 @@ const MODEL: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
 
 /// Writes the parameters of a checkpoint as one `model.safetensors`, with a `config.json`, to the new folder
-/// `target`, which appears when it is whole. A GPT-2 has the names, shapes and configuration keys of the published
-/// one; [`crate::pretrained`] reads it back. Memory is bounded by a few megabytes; every hash is checked on the way.
+/// `target`, which appears when it is whole. GPT-2 and Llama have the names, shapes and settings of Hugging Face
+/// ([`Published`]); [`crate::pretrained`] reads them back. Memory is bounded by a few megabytes; every hash is checked on
+/// the way.
 pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Result<(), CheckpointError> {
     if target.symlink_metadata().is_ok() {
         return Err(CheckpointError::Occupied {
@@ -52,11 +50,31 @@ pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Res
 
 fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
     storage.run(DiskStep::CreateFolder(folder))?;
-    let extents = whole_tensors(source, &TensorKind::Parameter);
-    let config = config(source, &extents)?;
-    let fill = |index: usize, part: &mut PartWriter<'_>| copy(source, &extents[index], part);
-    write_part((storage, &folder.join(MODEL), true), &extents, fill)?;
-    write_file(storage, &folder.join(CONFIG), format!("{config:#}\n").as_bytes())
+    let model = source.model_config()?;
+    let (published, decoder) = (Published::of(model.kind), Decoder::of(&model));
+    let (mut files, mut sources) = (Vec::new(), Vec::new());
+    for parameter in whole_tensors(source, &TensorKind::Parameter) {
+        let shape: Vec<usize> = parameter.shape.iter().map(|len| *len as usize).collect();
+        for tensor in published.tensors(&decoder, &parameter.tensor.key, &shape) {
+            let shape: Vec<u64> = tensor.shape.iter().map(|len| *len as u64).collect();
+            let Range { start, end } = tensor.elements;
+            files.push(Extent {
+                tensor: TensorKind::Parameter.of(&published.name_in_file(&tensor.name, &decoder)),
+                region: Region::whole(&shape),
+                range: 0..(end - start) as u64,
+                dtype: parameter.dtype,
+                shape,
+            });
+            sources.push(Extent {
+                range: start as u64..end as u64,
+                ..parameter.clone()
+            });
+        }
+    }
+    let fill = |index: usize, part: &mut PartWriter<'_>| copy(source, &sources[index], part);
+    write_part((storage, &folder.join(MODEL), true), &files, fill)?;
+    let settings = published.settings(&model, model.vocab_size.unwrap_or_default());
+    write_file(storage, &folder.join(CONFIG), format!("{settings:#}\n").as_bytes())
 }
 
 /// A hidden folder in the same file system.
@@ -78,56 +96,6 @@ fn parent(target: &Path) -> &Path {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     }
-}
-
-/// The configuration in the words of other tools, from the run's own.
-fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointError> {
-    let model = source.manifest().state.config.get("model");
-    let Some(model) = model.filter(|model| model.is_object()) else {
-        return Err(CheckpointError::damaged(
-            source.path(),
-            "its configuration has no `model` section",
-        ));
-    };
-    let dtype = parameters.first().map_or(DType::F32, |extent| extent.dtype);
-    let torch_dtype = match dtype {
-        DType::F64 => "float64",
-        DType::Bf16 => "bfloat16",
-        _ => "float32",
-    };
-    let table = parameters.iter().find(|extent| extent.tensor.key == EMBEDDING);
-    let rows = table.and_then(|extent| extent.shape.first());
-    if model["kind"] != "gpt2" {
-        let mut config = model.clone();
-        if let Some(keys) = config.as_object_mut() {
-            // Where other weights lay, on another machine perhaps.
-            keys.remove("init_from");
-        }
-        config["model_type"] = model["kind"].clone();
-        config["torch_dtype"] = torch_dtype.into();
-        config["vocab_size"] = json!(rows);
-        return Ok(config);
-    }
-    // Checkpoints of older builds have none.
-    let dropout = model.get("dropout").cloned().unwrap_or(json!(0.0));
-    Ok(json!({
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "n_layer": model["n_layer"],
-        "n_head": model["n_head"],
-        "n_embd": model["n_embd"],
-        "n_inner": null,
-        "n_ctx": model["block_size"],
-        "n_positions": model["block_size"],
-        "vocab_size": rows,
-        "attn_pdrop": dropout,
-        "embd_pdrop": dropout,
-        "resid_pdrop": dropout,
-        "tie_word_embeddings": true,
-        "torch_dtype": torch_dtype,
-    }))
 }
 
 /// Bytes of a tensor that are in memory at once.

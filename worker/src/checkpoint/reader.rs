@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
@@ -17,13 +18,11 @@ use super::manifest::{
 use super::part::{Extent, Header, dtype_on_disk, read_header};
 use super::{CheckpointError, storage};
 use crate::config::{self, OptimizerConfig};
-use crate::model::{self, Overlap, Region};
+use crate::model::{self, Names, Overlap, Region};
 use crate::optim;
 
 /// Bytes of an entry whose runs are read at once.
 const BATCH_BYTES: u64 = 4 << 20;
-/// The parameter whose rows are the vocabulary.
-pub(super) const EMBEDDING: &str = "wte.weight";
 
 /// Which checkpoint of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -250,27 +249,35 @@ impl Reader {
     /// Checks that the tensors are those of the model and of the optimizer that the checkpoint's own configuration
     /// describes.
     pub fn check_model(&self) -> Result<(), CheckpointError> {
-        let describes_none = |cause: String| {
-            let what = format!("its configuration describes no model: {cause}");
-            CheckpointError::damaged(&self.path.join(MANIFEST), what)
-        };
-        let section = &self.manifest.state.config["model"];
-        let mut config: config::Model =
-            config::section("model", section.clone()).map_err(|e| describes_none(e.to_string()))?;
-        // Else the tokenizer's, which need not be here.
-        if config.vocab_size.is_none() {
-            let rows = self.tensor(&TensorKind::Parameter.of(EMBEDDING))?.shape.first();
-            config.vocab_size = rows.map(|rows| *rows as usize);
-        }
-        let model = model::build(&config, 1).map_err(|e| describes_none(e.to_string()))?;
+        let config = self.model_config()?;
+        let model = model::build(&config, 1).map_err(|e| self.describes_none("model", e))?;
         let optimizer = self.manifest.state.config.pointer("/train/optimizer").cloned();
         let optimizer: OptimizerConfig = config::section(
             "train.optimizer",
             optimizer.unwrap_or_else(|| serde_json::json!({})),
         )
-        .map_err(|e| describes_none(e.to_string()))?;
+        .map_err(|e| self.describes_none("optimizer", e))?;
         let kinds = TensorKind::with_slots(optim::rule(&optimizer).slots);
         self.expect(&Extent::of_model(&kinds, &model.params))
+    }
+
+    /// The `model` section of the checkpoint's own configuration, with the size of the vocabulary.
+    pub(super) fn model_config(&self) -> Result<config::Model, CheckpointError> {
+        let section = &self.manifest.state.config["model"];
+        let mut config: config::Model =
+            config::section("model", section.clone()).map_err(|e| self.describes_none("model", e))?;
+        // Else the tokenizer's, which need not be here.
+        if config.vocab_size.is_none() {
+            let embedding = TensorKind::Parameter.of(Names::of(config.kind).tokens);
+            let rows = self.tensor(&embedding)?.shape.first();
+            config.vocab_size = rows.map(|rows| *rows as usize);
+        }
+        Ok(config)
+    }
+
+    fn describes_none(&self, what: &str, cause: impl Display) -> CheckpointError {
+        let what = format!("its configuration describes no {what}: {cause}");
+        CheckpointError::damaged(&self.path.join(MANIFEST), what)
     }
 
     /// Folder of the checkpoint.

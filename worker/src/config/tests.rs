@@ -6,7 +6,7 @@ use serde_json::Value as Json;
 
 use super::keys::{Allowed, KEYS, Presence};
 use super::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, Run,
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, RopeScaling, Run,
     ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
 };
 
@@ -482,6 +482,12 @@ fn example() -> Json {
             n_embd: 1,
             block_size: 1,
             vocab_size: None,
+            rope_scaling: Some(RopeScaling {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_positions: 8192,
+            }),
             dropout: 0.0,
             ..Model::default()
         },

@@ -119,6 +119,28 @@ pub struct Names {
     pub final_norm: &'static str,
 }
 
+impl Names {
+    /// Those of a kind.
+    #[must_use]
+    pub fn of(kind: ModelKind) -> &'static Self {
+        match kind {
+            ModelKind::Gpt2 => &GPT2,
+            ModelKind::Llama => &LLAMA,
+            ModelKind::Mlp => &MLP,
+        }
+    }
+
+    /// Which layer a tensor is of, by its name, and the rest of the name: 3 and `mlp.down_proj.weight`.
+    #[must_use]
+    pub fn layer_of<'a>(&self, tensor: &'a str) -> Option<(usize, &'a str)> {
+        let (number, rest) = tensor
+            .strip_prefix(self.layer)?
+            .strip_prefix('.')?
+            .split_once('.')?;
+        Some((number.parse().ok()?, rest))
+    }
+}
+
 /// The head's matrix, where it is not tied.
 pub const HEAD: &str = "lm_head.weight";
 
@@ -180,14 +202,13 @@ impl Decoder {
             is_tied: config.is_tied(),
             layout: WeightLayout::InOut,
             dropout: config.dropout,
-            names: &GPT2,
+            names: Names::of(config.kind),
         };
         match config.kind {
             ModelKind::Gpt2 => gpt2,
             ModelKind::Mlp => Self {
                 attention: None,
                 position_kind: PositionKind::None,
-                names: &MLP,
                 ..gpt2
             },
             ModelKind::Llama => Self {
@@ -201,7 +222,6 @@ impl Decoder {
                 activation: ActivationKind::SwiGlu,
                 has_biases: false,
                 layout: WeightLayout::OutIn,
-                names: &LLAMA,
                 ..gpt2
             },
         }

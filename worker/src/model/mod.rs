@@ -10,6 +10,7 @@
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`Model`] | parameters, groups and blocks of one network |
+//! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`Flight`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
@@ -22,6 +23,7 @@ mod decoder;
 mod layers;
 mod param;
 mod passes;
+mod published;
 mod region;
 mod tensor;
 mod transformer;
@@ -32,6 +34,7 @@ pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputi
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
+pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
 pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

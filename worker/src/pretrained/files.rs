@@ -76,7 +76,7 @@ impl PretrainedError {
         let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let folder = folder.unwrap_or_else(|| Path::new(".")).display();
         let hint = format!(
-            "convert it once: `python3 -c \"from transformers import GPT2LMHeadModel as M; M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\"`, and name the new folder"
+            "convert it once: `python3 -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\"`, and name the new folder"
         );
         let what = " is a pickle, which only Python can read, and only by running it";
         Self::unusable(path, what, hint)

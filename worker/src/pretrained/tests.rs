@@ -1,5 +1,7 @@
 //! Files as they are published, and what is wrong with those that are not taken.
 
+mod llama;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +11,7 @@ use tempfile::TempDir;
 
 use super::{PretrainedError, PretrainedWeights};
 use crate::config::{Model, ModelKind};
-use crate::model::{self, ParamSpec};
+use crate::model::{self, Decoder, ParamSpec, Published};
 
 /// A tensor on its way to a file: name, type, shape, bytes.
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
@@ -29,6 +31,14 @@ fn shape(kind: ModelKind) -> Model {
 
 fn params(model: &Model) -> Vec<ParamSpec> {
     model::build(model, 256).unwrap().params
+}
+
+/// The settings of [`shape`]'s GPT-2, as they are published.
+fn gpt2_settings() -> Value {
+    json!({
+        "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 256,
+        "n_inner": null, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "scale_attn_weights": true,
+    })
 }
 
 /// Element `i` of parameter `id`: exact in 8 bits of mantissa, and never that of its neighbour.
@@ -51,13 +61,19 @@ fn tensor(name: &str, dtype: Dtype, shape: &[usize], of: impl Fn(usize) -> f32) 
     (name.to_owned(), dtype, shape.to_vec(), bytes)
 }
 
-/// All parameters of a model.
+/// All parameters of a model, as they are published.
 fn tensors(model: &Model, dtype: Dtype) -> Vec<Tensor> {
+    let (published, decoder) = (Published::of(model.kind), Decoder::of(model));
     let params = params(model);
     let specs = params.iter().enumerate();
-    specs
-        .map(|(id, spec)| tensor(&spec.key, dtype, &spec.global_shape, |i| value(id, i)))
-        .collect()
+    let tensors = specs.flat_map(|(id, spec)| {
+        let tensors = published.tensors(&decoder, &spec.key, &spec.global_shape);
+        tensors.into_iter().map(move |published| {
+            let first = published.elements.start;
+            tensor(&published.name, dtype, &published.shape, |i| value(id, first + i))
+        })
+    });
+    tensors.collect()
 }
 
 fn write(path: &Path, tensors: &[Tensor]) {
@@ -87,12 +103,12 @@ impl Case {
         }
     }
 
-    /// The published settings with some changed.
+    /// The published settings of a GPT-2 with some changed.
     fn with_settings(self, changed: &Value) -> Self {
-        let mut settings = json!({
-            "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 256,
-            "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "scale_attn_weights": true,
-        });
+        self.with_settings_of(gpt2_settings(), changed)
+    }
+
+    fn with_settings_of(self, mut settings: Value, changed: &Value) -> Self {
         for (key, value) in changed.as_object().unwrap() {
             settings[key] = value.clone();
         }
@@ -117,12 +133,13 @@ impl Case {
         PretrainedWeights::open(&path, &self.model, &params(&self.model))
     }
 
-    /// The message, with the temporary folder called `gpt2`.
+    /// The message, with the temporary folder called by the kind of the model here.
     fn error(&self, name: &str) -> String {
         let error = self.open_at(name).err().expect("it should be refused");
+        let kind = Published::of(self.model.kind).model_type;
         error
             .to_string()
-            .replace(self.folder.path().to_str().unwrap(), "gpt2")
+            .replace(self.folder.path().to_str().unwrap(), kind)
     }
 
     /// All weights that there are have the values of [`value`].
@@ -165,6 +182,12 @@ fn every_type_and_both_kinds_of_names_are_read() {
     }
 }
 
+/// Where each tensor of a file is.
+fn homes(tensors: &[Tensor], home: &str) -> Vec<(String, Value)> {
+    let names = tensors.iter().map(|(name, ..)| name.clone());
+    names.map(|name| (name, home.into())).collect()
+}
+
 #[test]
 fn an_index_leads_to_several_files() {
     let case = Case::empty().with_settings(&json!({}));
@@ -176,12 +199,6 @@ fn an_index_leads_to_several_files() {
     let rest = tensors.split_off(9);
     write(&case.path(first), &tensors);
     write(&case.path(second), &rest);
-    let homes = |tensors: &[Tensor], home: &str| -> Vec<(String, Value)> {
-        tensors
-            .iter()
-            .map(|(name, ..)| (name.clone(), home.into()))
-            .collect()
-    };
     let mut map: serde_json::Map<String, Value> = homes(&tensors, first)
         .into_iter()
         .chain(homes(&rest, second))
@@ -238,8 +255,17 @@ fn masks_and_a_tied_head_are_passed_over() {
     write(&case.path("model.safetensors"), &tensors);
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` does not fit the `model` section: `lm_head.weight` is another than `wte.weight` there, and the same here
-      hint: they are weights of another architecture than this build trains
+      hint: write `tied: false` in section `model`
     ");
+    let taken = Case {
+        folder: tempfile::tempdir().unwrap(),
+        model: Model {
+            tied: Some(false),
+            ..shape(ModelKind::Gpt2)
+        },
+    };
+    write(&taken.path("model.safetensors"), &self::tensors(&taken.model, Dtype::F16));
+    taken.expect_values(&taken.open().unwrap());
     // With this word its values mean nothing.
     case = case.with_settings(&json!({ "tie_word_embeddings": true }));
     case.expect_values(&case.open().unwrap());
@@ -288,7 +314,7 @@ fn an_untied_model_takes_its_own_head() {
     case.expect_values(&case.open().unwrap());
     case.model = shape(ModelKind::Gpt2);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `mlp` there and `gpt2` here; `wpe.weight` is missing there; `h.0.ln_1.weight` is missing there; and 11 more
+    `gpt2` does not fit the `model` section: `model_type` is `mlp` there and `gpt2` here
       hint: write `kind: mlp` in section `model`
     ");
 }
@@ -335,9 +361,9 @@ fn another_architecture_is_told_from_other_sizes() {
     `gpt2` does not fit the `model` section: `scale_attn_by_inverse_layer_idx` is true there and false here
       hint: they are weights of another architecture than this build trains
     ");
-    let case = case.with_settings(&json!({ "model_type": "llama", "n_layer": 80 }));
+    let case = case.with_settings(&json!({ "model_type": "gpt_neox", "n_layer": 80 }));
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `llama` there and `gpt2` here; `n_layer` is 80 there and 2 here
+    `gpt2` does not fit the `model` section: `model_type` is `gpt_neox` there and `gpt2` here; `n_layer` is 80 there and 2 here
       hint: they are weights of another architecture than this build trains
     ");
     fs::write(case.path("config.json"), "[]").unwrap();
@@ -423,7 +449,7 @@ fn what_is_no_file_with_weights_says_how_to_get_one() {
     fs::write(case.path("pytorch_model.bin"), "PK").unwrap();
     insta::assert_snapshot!(case.error(""), @r#"
     `gpt2/pytorch_model.bin` is a pickle, which only Python can read, and only by running it
-      hint: convert it once: `python3 -c "from transformers import GPT2LMHeadModel as M; M.from_pretrained('gpt2').save_pretrained('NEW_FOLDER')"`, and name the new folder
+      hint: convert it once: `python3 -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('gpt2').save_pretrained('NEW_FOLDER')"`, and name the new folder
     "#);
     assert_eq!(case.error(""), case.error("pytorch_model.bin"));
     nix::unistd::mkfifo(&case.path("pipe.safetensors"), nix::sys::stat::Mode::S_IRWXU).unwrap();

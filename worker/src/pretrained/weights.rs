@@ -10,9 +10,10 @@ use bytemuck::Pod;
 use safetensors::tensor::Dtype;
 
 use super::files::{PretrainedError, StoredTensor, WeightFile, WeightFiles};
-use super::fit::{self, Misfit, ParamSource, Settings};
+use super::fit::{Expected, Misfit, Named, ParamSource, Piece};
+use super::settings::Settings;
 use crate::config;
-use crate::model::{ParamId, ParamSpec};
+use crate::model::{HEAD, ParamId, ParamSpec, Published};
 
 /// Elements that are widened at once.
 const CHUNK: usize = 1 << 16;
@@ -25,7 +26,7 @@ pub struct PretrainedWeights {
     files: Vec<WeightFile>,
     /// By parameter.
     sources: Vec<ParamSource>,
-    /// See [`fit::remainder`].
+    /// See [`Expected::remainder`].
     remainder: Option<String>,
 }
 
@@ -44,24 +45,18 @@ impl PretrainedWeights {
         let mut misfit = Misfit::default();
         if let Some(settings) = &settings {
             settings.compare(model, &mut misfit);
+            // Another kind has other names for everything.
+            if !settings.is_of(model.kind) {
+                return Err(misfit.into_error(path));
+            }
         }
-        let mut named = fit::by_name(&tensors, &mut misfit);
-        if !params.iter().any(|spec| spec.key == fit::HEAD)
-            && let Some(head) = named.remove(fit::HEAD)
-            && !settings.is_some_and(|settings| settings.is_tied())
-            && !named
-                .get(fit::TOKENS)
-                .map_or(Ok(false), |tokens| is_same(&files, head, tokens))?
-        {
-            misfit.is_foreign(format!(
-                "`{}` is another than `{}` there, and the same here",
-                fit::HEAD,
-                fit::TOKENS
-            ));
-        }
-        fit::compare_sizes(&named, model, &mut misfit);
-        let sources = fit::sources(&named, params, &mut misfit);
-        let remainder = fit::remainder(&named, params);
+        let expected = Expected::new(model, params);
+        let mut named = expected.by_name(&tensors, &mut misfit);
+        let is_tied = settings.map(|settings| settings.is_tied(model.kind));
+        compare_heads(&files, (model.is_tied(), is_tied), &expected, &mut named, &mut misfit)?;
+        expected.compare_sizes(&named, &mut misfit);
+        let sources = expected.sources(&named, &mut misfit);
+        let remainder = expected.remainder(&named);
         misfit.into_result(path)?;
         Ok(Self {
             path: path.to_owned(),
@@ -77,7 +72,7 @@ impl PretrainedWeights {
     /// If there is no such parameter.
     #[must_use]
     pub fn elements(&self, id: ParamId) -> usize {
-        self.sources[id.0].elements
+        self.sources[id.0].elements()
     }
 
     /// Reads elements `range` of a parameter into `out`. What the file has in 16 bits is widened, which is exact.
@@ -86,12 +81,27 @@ impl PretrainedWeights {
     /// If the range is not within [`PretrainedWeights::elements`], or `out` has another length.
     pub fn read(&self, id: ParamId, range: Range<usize>, out: &mut [f32]) -> Result<(), PretrainedError> {
         let source = &self.sources[id.0];
-        let StoredTensor { name, offset, .. } = &source.tensor;
-        assert!(range.end <= source.elements, "{range:?} of `{name}`");
-        assert_eq!(range.len(), out.len(), "elements of `{name}`");
-        let WeightFile { path, file, .. } = &self.files[source.tensor.file];
-        let at = |bytes: usize| offset + (range.start * bytes) as u64;
-        match source.tensor.dtype {
+        assert!(range.end <= source.elements(), "{range:?} of {source:?}");
+        assert_eq!(range.len(), out.len(), "elements of {source:?}");
+        let mut rest = out;
+        for Piece { tensor, elements } in &source.pieces {
+            let start = range.start.max(elements.start);
+            let end = range.end.min(elements.end);
+            if start < end {
+                let (now, later) = rest.split_at_mut(end - start);
+                self.read_tensor(tensor, start - elements.start, now)?;
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads elements of a tensor, from `start` on.
+    fn read_tensor(&self, tensor: &StoredTensor, start: usize, out: &mut [f32]) -> Result<(), PretrainedError> {
+        let StoredTensor { name, offset, .. } = tensor;
+        let WeightFile { path, file, .. } = &self.files[tensor.file];
+        let at = |bytes: usize| offset + (start * bytes) as u64;
+        match tensor.dtype {
             Dtype::F16 => widen::<half::f16>(file, at(2), out),
             Dtype::BF16 => widen::<half::bf16>(file, at(2), out),
             _ => widen::<f32>(file, at(4), out),
@@ -114,14 +124,15 @@ impl PretrainedWeights {
     /// Elements of all parameters that are taken.
     #[must_use]
     pub fn parameters(&self) -> usize {
-        self.sources.iter().map(|source| source.elements).sum()
+        self.sources.iter().map(ParamSource::elements).sum()
     }
 
     /// Types in which they are stored: `f16`, or `f16 and f32`.
     #[must_use]
     pub fn types(&self) -> String {
         let types = [(Dtype::F16, "f16"), (Dtype::BF16, "bf16"), (Dtype::F32, "f32")];
-        let is_there = |dtype: Dtype| self.sources.iter().any(|source| source.tensor.dtype == dtype);
+        let pieces = self.sources.iter().flat_map(|source| &source.pieces);
+        let is_there = |dtype: Dtype| pieces.clone().any(|piece| piece.tensor.dtype == dtype);
         let types = types.into_iter().filter(|(dtype, _)| is_there(*dtype));
         types.map(|(_, name)| name).collect::<Vec<_>>().join(" and ")
     }
@@ -159,6 +170,40 @@ fn widen<T: Pod + Into<f32>>(file: &File, offset: u64, out: &mut [f32]) -> std::
         for (out, stored) in out.iter_mut().zip(stored) {
             *out = (*stored).into();
         }
+    }
+    Ok(())
+}
+
+/// Compares whether the head is the token embedding: here, and in the file, if that says it. Takes out of `named` a head
+/// that is none.
+fn compare_heads(
+    files: &[WeightFile],
+    (here, there): (bool, Option<bool>),
+    expected: &Expected<'_>,
+    named: &mut Named<'_>,
+    misfit: &mut Misfit,
+) -> Result<(), PretrainedError> {
+    let tokens = expected.tokens();
+    if !here {
+        if there == Some(true) {
+            misfit.differs(format!("`{}` is true there, and `tied` is false here", Published::TIED));
+        }
+        if there == Some(true) || there.is_none() && !named.contains_key(HEAD) {
+            misfit.write("tied", true);
+        }
+        return Ok(());
+    }
+    let Some(head) = named.remove(HEAD) else {
+        return Ok(());
+    };
+    let is_same = match named.get(tokens) {
+        _ if there == Some(true) => true,
+        Some(tokens) => is_same(files, head, tokens)?,
+        None => false,
+    };
+    if !is_same {
+        misfit.differs(format!("`{HEAD}` is another than `{tokens}` there, and the same here"));
+        misfit.write("tied", false);
     }
     Ok(())
 }

@@ -12,4 +12,5 @@ mod model;
 mod model_gradients;
 mod optimizers;
 mod parts;
+mod published;
 mod rig;

@@ -1,5 +1,7 @@
 //! Rewriting checkpoints: for other numbers of ranks, and for other tools.
 
+use std::ops::Range;
+
 use safetensors::SafeTensors;
 
 use super::super::{Disk, Keep, export, reshard, retain};
@@ -29,7 +31,11 @@ fn model() -> config::Model {
 
 /// Its tensors, parameters first.
 fn tensors() -> Vec<Extent> {
-    let params = model::build(&model(), 300).unwrap().params;
+    tensors_of(&model())
+}
+
+fn tensors_of(model: &config::Model) -> Vec<Extent> {
+    let params = model::build(model, 300).unwrap().params;
     let kinds = TensorKind::with_slots(optim::rule(&config::OptimizerConfig::default()).slots);
     Extent::of_model(&kinds, &params)
 }
@@ -44,9 +50,13 @@ fn content_of(tensor: &Extent) -> Vec<u8> {
 
 /// A run of a GPT-2 whose checkpoint one rank wrote.
 fn run() -> TempDir {
+    run_of(&model())
+}
+
+fn run_of(model: &config::Model) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let writer = Writer::begin(folder.path(), 40, 1).unwrap();
-    let tensors = tensors();
+    let tensors = tensors_of(model);
     let contents: Vec<Vec<u8>> = tensors.iter().map(content_of).collect();
     let pieces: Vec<(Extent, &[u8])> = tensors
         .into_iter()
@@ -54,7 +64,7 @@ fn run() -> TempDir {
         .collect();
     writer.write("parameters", &pieces).unwrap();
     let state = State {
-        config: serde_json::json!({ "model": model() }),
+        config: serde_json::json!({ "model": model }),
         ..state(40)
     };
     writer.commit(&state, &["parameters"]).unwrap();
@@ -193,6 +203,199 @@ fn an_export_is_read_by_others_bit_by_bit() {
     `OUT/gpt2` exists already
       hint: name a folder that does not exist yet, or delete it
     ");
+}
+
+/// Names, shapes and bytes of an exported model, and its `config.json`.
+struct ExportedModel {
+    weights: Vec<u8>,
+    config: String,
+}
+
+impl ExportedModel {
+    fn new(model: &config::Model) -> Self {
+        let source = run_of(model);
+        let reader = Reader::open(source.path(), Which::Latest).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("model");
+        export(&disk(), &reader, &target).unwrap();
+        Self {
+            weights: fs::read(target.join("model.safetensors")).unwrap(),
+            config: fs::read_to_string(target.join("config.json")).unwrap(),
+        }
+    }
+
+    /// Expects exactly these tensors: name, key of the parameter, first and last row.
+    #[track_caller]
+    fn expect(&self, model: &config::Model, expected: &[(&str, &str, Range<usize>)]) {
+        let found = SafeTensors::deserialize(&self.weights).unwrap();
+        assert_eq!(found.len(), expected.len(), "{:?}", found.names());
+        let parameters = tensors_of(model);
+        for (name, key, rows) in expected {
+            let whole = parameters.iter().find(|whole| whole.tensor.key == *key).unwrap();
+            let columns: usize = whole.shape[1..].iter().map(|len| *len as usize).product();
+            let tensor = found.tensor(name).unwrap();
+            assert_eq!(tensor.shape()[0], rows.len(), "{name}");
+            assert_eq!(tensor.shape()[1..].iter().product::<usize>(), columns, "{name}");
+            let bytes = [rows.start, rows.end].map(|row| row * columns * 4);
+            assert!(tensor.data() == &content_of(whole)[bytes[0]..bytes[1]], "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_llama_is_exported_as_transformers_has_it() {
+    let llama = config::Model {
+        kind: ModelKind::Llama,
+        n_head: 4,
+        n_kv_head: Some(2),
+        n_embd: 8,
+        n_inner: Some(12),
+        norm_eps: 1e-6,
+        rope_theta: 500_000.0,
+        rope_scaling: Some(config::RopeScaling {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_positions: 8,
+        }),
+        ..model()
+    };
+    let exported = ExportedModel::new(&llama);
+    let mut expected = vec![
+        ("model.embed_tokens.weight", "model.embed_tokens.weight", 0..300),
+        ("model.norm.weight", "model.norm.weight", 0..8),
+        ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight", 0..8),
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 0..8),
+        ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 8..12),
+        ("model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 12..16),
+        ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight", 0..8),
+        (
+            "model.layers.0.post_attention_layernorm.weight",
+            "model.layers.0.post_attention_layernorm.weight",
+            0..8,
+        ),
+        ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate_up_proj.weight", 0..12),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight", 12..24),
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight", 0..8),
+        ("lm_head.weight", "lm_head.weight", 0..300),
+    ];
+    exported.expect(&llama, &expected);
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "architectures": [
+        "LlamaForCausalLM"
+      ],
+      "attention_bias": false,
+      "attention_dropout": 0.0,
+      "bos_token_id": null,
+      "eos_token_id": null,
+      "head_dim": 2,
+      "hidden_act": "silu",
+      "hidden_size": 8,
+      "intermediate_size": 12,
+      "max_position_embeddings": 16,
+      "mlp_bias": false,
+      "model_type": "llama",
+      "num_attention_heads": 4,
+      "num_hidden_layers": 1,
+      "num_key_value_heads": 2,
+      "rms_norm_eps": 1e-6,
+      "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8,
+        "rope_type": "llama3"
+      },
+      "rope_theta": 500000.0,
+      "tie_word_embeddings": false,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
+    let tied = config::Model {
+        tied: Some(true),
+        n_kv_head: None,
+        rope_scaling: None,
+        ..llama
+    };
+    let exported = ExportedModel::new(&tied);
+    expected.pop();
+    (expected[4].2, expected[5].2) = (8..16, 16..24);
+    exported.expect(&tied, &expected);
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "architectures": [
+        "LlamaForCausalLM"
+      ],
+      "attention_bias": false,
+      "attention_dropout": 0.0,
+      "bos_token_id": null,
+      "eos_token_id": null,
+      "head_dim": 2,
+      "hidden_act": "silu",
+      "hidden_size": 8,
+      "intermediate_size": 12,
+      "max_position_embeddings": 16,
+      "mlp_bias": false,
+      "model_type": "llama",
+      "num_attention_heads": 4,
+      "num_hidden_layers": 1,
+      "num_key_value_heads": 4,
+      "rms_norm_eps": 1e-6,
+      "rope_scaling": null,
+      "rope_theta": 500000.0,
+      "tie_word_embeddings": true,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
+}
+
+/// Transformers takes a GPT-2's file without `transformer.` for one without a head.
+#[test]
+fn a_gpt2_with_a_head_of_its_own_is_exported_with_the_prefix() {
+    let untied = config::Model {
+        tied: Some(false),
+        n_inner: Some(10),
+        ..model()
+    };
+    let exported = ExportedModel::new(&untied);
+    let found = SafeTensors::deserialize(&exported.weights).unwrap();
+    let keys = tensors_of(&untied);
+    for extent in &keys[..keys.len() / 3] {
+        let key = &extent.tensor.key;
+        let name = match key.as_str() {
+            "lm_head.weight" => key.clone(),
+            _ => format!("transformer.{key}"),
+        };
+        assert!(found.tensor(&name).unwrap().data() == content_of(extent), "{name}");
+    }
+    assert_eq!(found.len(), keys.len() / 3);
+    insta::assert_snapshot!(exported.config, @r#"
+    {
+      "activation_function": "gelu_new",
+      "architectures": [
+        "GPT2LMHeadModel"
+      ],
+      "attn_pdrop": 0.0,
+      "embd_pdrop": 0.0,
+      "layer_norm_epsilon": 0.00001,
+      "model_type": "gpt2",
+      "n_ctx": 16,
+      "n_embd": 7,
+      "n_head": 1,
+      "n_inner": 10,
+      "n_layer": 1,
+      "n_positions": 16,
+      "resid_pdrop": 0.0,
+      "scale_attn_by_inverse_layer_idx": false,
+      "scale_attn_weights": true,
+      "tie_word_embeddings": false,
+      "torch_dtype": "float32",
+      "vocab_size": 300
+    }
+    "#);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use ddp_proto::words::grouped;
 use serde_json::Value;
 
 use crate::checkpoint::{Reader, State, Which};
-use crate::config::TrainConfig;
+use crate::config::{self, TrainConfig};
 use crate::data::ORDER_VERSION;
 use crate::model::{Model, ModelPart};
 use crate::parallel::{Agreement, Dtypes, Signature};
@@ -128,16 +128,20 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
     }
 }
 
-/// A section without what may change: what counts only at the beginning of a run, and the rate of dropout.
+/// A section without what may change: what counts only at the beginning of a run, and the rate of dropout. A checkpoint of
+/// an older build lacks the keys that were added since: they have their defaults.
 fn lasting(config: &Value, pointer: &str) -> Option<Value> {
-    let mut section = config.pointer(pointer)?.clone();
-    if pointer == "/model"
-        && let Some(keys) = section.as_object_mut()
-    {
-        keys.remove("init_from");
-        keys.remove("dropout");
+    let section = config.pointer(pointer)?.clone();
+    if pointer != "/model" {
+        return Some(section);
     }
-    Some(section)
+    let model = config::section("model", section.clone()).map(|model: config::Model| config::Model {
+        init_from: None,
+        dropout: 0.0,
+        ..model
+    });
+    let complete = model.and_then(serde_json::to_value);
+    Some(complete.unwrap_or(section))
 }
 
 /// First difference between two values, by path: key, value now, value then.

@@ -1,0 +1,396 @@
+//! How models are published: Hugging Face's names of tensors, and the words of its `config.json`, as a table for each kind.
+//! What reads such files and what writes them goes by the same table.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde_json::{Map, Value, json};
+
+use super::decoder::{Decoder, HEAD, Names, NormKind, PositionKind};
+use crate::config::{self, ModelKind, RopeScaling};
+use crate::ops::LAYERNORM_EPSILON;
+
+/// One kind of model as it is published.
+#[derive(Debug)]
+pub struct Published {
+    /// Which kind.
+    pub kind: ModelKind,
+    /// `model_type` in `config.json`.
+    pub model_type: &'static str,
+    /// The class of transformers that loads it; none: it knows no such model.
+    pub architecture: Option<&'static str>,
+    /// Before every name but the head's. Some tools write it, some do not.
+    pub prefix: &'static str,
+    /// Parameters that are several tensors there.
+    pub fused: &'static [FusedTensors],
+    /// What older tools saved of a layer that is no parameter.
+    pub buffers: &'static [&'static str],
+    /// Sizes. The defaults of later ones follow from earlier ones.
+    pub sizes: &'static [SizeSetting],
+    /// What no key of the `model` section changes.
+    pub fixed: &'static [(&'static str, FixedSetting)],
+    /// Keys with the number of positions.
+    pub positions: &'static [&'static str],
+    /// Keys with the rate of dropout.
+    pub dropout: &'static [&'static str],
+    /// Tokens that a run does not know, and for which transformers would take others.
+    pub unknown: &'static [&'static str],
+}
+
+/// A parameter of a layer whose rows are those of several tensors, one after the other.
+#[derive(Debug)]
+pub struct FusedTensors {
+    /// Its name within the layer, without `.weight`.
+    pub parameter: &'static str,
+    /// The tensors' names within the layer, without `.weight`.
+    pub tensors: &'static [&'static str],
+    /// Rows of each.
+    pub rows: fn(&Decoder) -> Vec<usize>,
+}
+
+/// A size of a model.
+#[derive(Debug)]
+pub struct SizeSetting {
+    /// Key in `config.json`.
+    pub published: &'static str,
+    /// Key in the `model` section.
+    pub key: &'static str,
+    /// Reads it.
+    pub get: fn(&config::Model) -> usize,
+    /// Changes it.
+    pub set: fn(&mut config::Model, usize),
+    /// Where `config.json` leaves it out: so many times the size under another key.
+    pub default: Option<(u64, &'static str)>,
+}
+
+/// A setting that is the same in every model that this build trains.
+#[derive(Debug)]
+pub enum FixedSetting {
+    /// One of some words that mean the same. The first is written.
+    Word(&'static [&'static str]),
+    /// A number.
+    Number(f64),
+    /// True or false.
+    Flag(bool),
+}
+
+/// A published tensor: rows of a parameter, or all of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PublishedTensor {
+    /// Its name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Elements of the parameter.
+    pub elements: Range<usize>,
+}
+
+const fn layers(published: &'static str) -> SizeSetting {
+    SizeSetting {
+        published,
+        key: "n_layer",
+        get: |model| model.n_layer,
+        set: |model, size| model.n_layer = size,
+        default: None,
+    }
+}
+
+const fn channels(published: &'static str) -> SizeSetting {
+    SizeSetting {
+        published,
+        key: "n_embd",
+        get: |model| model.n_embd,
+        set: |model, size| model.n_embd = size,
+        default: None,
+    }
+}
+
+const fn heads(published: &'static str) -> SizeSetting {
+    SizeSetting {
+        published,
+        key: "n_head",
+        get: |model| model.n_head,
+        set: |model, size| model.n_head = size,
+        default: None,
+    }
+}
+
+const fn inner(published: &'static str, default: Option<(u64, &'static str)>) -> SizeSetting {
+    SizeSetting {
+        published,
+        key: "n_inner",
+        get: config::Model::inner,
+        set: |model, size| model.n_inner = Some(size),
+        default,
+    }
+}
+
+static GPT2: Published = GPT2_TABLE;
+
+const GPT2_TABLE: Published = Published {
+    kind: ModelKind::Gpt2,
+    model_type: "gpt2",
+    architecture: Some("GPT2LMHeadModel"),
+    prefix: "transformer.",
+    fused: &[],
+    // The causal masks of attention.
+    buffers: &["attn.bias", "attn.masked_bias"],
+    sizes: &[
+        layers("n_layer"),
+        channels("n_embd"),
+        heads("n_head"),
+        inner("n_inner", Some((4, "n_embd"))),
+    ],
+    fixed: &[
+        (
+            "activation_function",
+            FixedSetting::Word(&["gelu_new", "gelu_pytorch_tanh"]),
+        ),
+        ("layer_norm_epsilon", FixedSetting::Number(LAYERNORM_EPSILON)),
+        ("scale_attn_weights", FixedSetting::Flag(true)),
+        ("scale_attn_by_inverse_layer_idx", FixedSetting::Flag(false)),
+    ],
+    positions: &["n_positions", "n_ctx"],
+    dropout: &["attn_pdrop", "embd_pdrop", "resid_pdrop"],
+    unknown: &[],
+};
+
+/// Ours alone: names and words are GPT-2's.
+static MLP: Published = Published {
+    kind: ModelKind::Mlp,
+    model_type: "mlp",
+    architecture: None,
+    sizes: &[
+        layers("n_layer"),
+        channels("n_embd"),
+        inner("n_inner", Some((4, "n_embd"))),
+    ],
+    ..GPT2_TABLE
+};
+
+static LLAMA: Published = Published {
+    kind: ModelKind::Llama,
+    model_type: "llama",
+    architecture: Some("LlamaForCausalLM"),
+    prefix: "model.",
+    fused: &[
+        FusedTensors {
+            parameter: "self_attn.qkv_proj",
+            tensors: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            rows: |decoder| {
+                decoder
+                    .attention
+                    .map_or(Vec::new(), |attention| attention.stretches().to_vec())
+            },
+        },
+        FusedTensors {
+            parameter: "mlp.gate_up_proj",
+            tensors: &["mlp.gate_proj", "mlp.up_proj"],
+            rows: |decoder| vec![decoder.inner; 2],
+        },
+    ],
+    // The frequencies of the angles.
+    buffers: &["self_attn.rotary_emb.inv_freq"],
+    sizes: &[
+        layers("num_hidden_layers"),
+        channels("hidden_size"),
+        heads("num_attention_heads"),
+        SizeSetting {
+            published: "num_key_value_heads",
+            key: "n_kv_head",
+            get: config::Model::kv_heads,
+            set: |model, size| model.n_kv_head = Some(size),
+            default: Some((1, "num_attention_heads")),
+        },
+        inner("intermediate_size", None),
+    ],
+    fixed: &[
+        ("hidden_act", FixedSetting::Word(&["silu", "swish"])),
+        ("attention_bias", FixedSetting::Flag(false)),
+        ("mlp_bias", FixedSetting::Flag(false)),
+    ],
+    positions: &["max_position_embeddings"],
+    dropout: &["attention_dropout"],
+    unknown: &["bos_token_id", "eos_token_id"],
+};
+
+impl Published {
+    /// Of an RMS norm, and what transformers takes where it is left out.
+    pub const EPSILON: (&'static str, f64) = ("rms_norm_eps", 1e-6);
+    /// Of rotary positions, likewise.
+    pub const THETA: (&'static str, f64) = ("rope_theta", 10_000.0);
+    /// How rotary positions are scaled; newer versions write the second, with `rope_theta` in it.
+    pub const SCALING: [&'static str; 2] = ["rope_scaling", "rope_parameters"];
+    /// The keys of [`RopeScaling`], in the order of its fields.
+    pub const SCALING_KEYS: [&'static str; 4] = [
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ];
+    /// Whether the head is the token embedding.
+    pub const TIED: &'static str = "tie_word_embeddings";
+    /// Channels of a head.
+    pub const HEAD_SIZE: &'static str = "head_dim";
+
+    /// The table of a kind.
+    #[must_use]
+    pub fn of(kind: ModelKind) -> &'static Self {
+        match kind {
+            ModelKind::Gpt2 => &GPT2,
+            ModelKind::Llama => &LLAMA,
+            ModelKind::Mlp => &MLP,
+        }
+    }
+
+    /// The table with this `model_type`.
+    #[must_use]
+    pub fn of_type(model_type: &str) -> Option<&'static Self> {
+        [&GPT2, &LLAMA, &MLP]
+            .into_iter()
+            .find(|published| published.model_type == model_type)
+    }
+
+    /// Names of the parameters.
+    #[must_use]
+    pub fn names(&self) -> &'static Names {
+        Names::of(self.kind)
+    }
+
+    /// The tensors that make up the parameter with this key and this shape, in the order of its rows.
+    #[must_use]
+    pub fn tensors(&self, decoder: &Decoder, key: &str, shape: &[usize]) -> Vec<PublishedTensor> {
+        let part = self.names().layer_of(key).and_then(|(layer, part)| {
+            let name = part.strip_suffix(".weight")?;
+            let fused = self.fused.iter().find(|fused| fused.parameter == name)?;
+            Some((layer, fused))
+        });
+        let Some((layer, fused)) = part else {
+            return vec![PublishedTensor {
+                name: key.to_owned(),
+                shape: shape.to_vec(),
+                elements: 0..shape.iter().product(),
+            }];
+        };
+        let columns: usize = shape[1..].iter().product();
+        let mut end = 0;
+        let tensors = fused.tensors.iter().zip((fused.rows)(decoder));
+        tensors
+            .map(|(tensor, rows)| {
+                let start = end;
+                end += rows * columns;
+                PublishedTensor {
+                    name: format!("{}.{layer}.{tensor}.weight", self.names().layer),
+                    shape: [&[rows][..], &shape[1..]].concat(),
+                    elements: start..end,
+                }
+            })
+            .collect()
+    }
+
+    /// A tensor's name in a file for other tools. Transformers takes a file without the prefix for one without a head,
+    /// so only such a file leaves it out.
+    #[must_use]
+    pub fn name_in_file(&self, name: &str, decoder: &Decoder) -> String {
+        let is_known = self.architecture.is_some();
+        if decoder.is_tied || !is_known || name == HEAD || name.starts_with(self.prefix) {
+            name.to_owned()
+        } else {
+            format!("{}{name}", self.prefix)
+        }
+    }
+
+    /// The `config.json` of a model whose token embedding has `vocab` rows. Where the words of transformers have changed,
+    /// these are the older ones, which all versions read.
+    #[must_use]
+    pub fn settings(&self, model: &config::Model, vocab: usize) -> Value {
+        let decoder = Decoder::of(model);
+        let mut settings = Map::new();
+        let mut set = |key: &str, value: Value| {
+            settings.insert(key.to_owned(), value);
+        };
+        if let Some(architecture) = self.architecture {
+            set("architectures", json!([architecture]));
+        }
+        set("model_type", self.model_type.into());
+        set("torch_dtype", "float32".into());
+        set("vocab_size", vocab.into());
+        set(Self::TIED, decoder.is_tied.into());
+        for size in self.sizes {
+            set(size.published, (size.get)(model).into());
+        }
+        for (key, value) in self.fixed {
+            set(key, value.json());
+        }
+        for key in self.positions {
+            set(key, model.block_size.into());
+        }
+        for key in self.dropout {
+            set(key, decimal(model.dropout));
+        }
+        for key in self.unknown {
+            set(key, Value::Null);
+        }
+        if let NormKind::Rms { epsilon } = decoder.norm {
+            set(Self::EPSILON.0, epsilon.into());
+        }
+        if let PositionKind::Rotary { theta, scaling } = decoder.position_kind {
+            set(Self::THETA.0, theta.into());
+            set(Self::SCALING[0], scaling.map_or(Value::Null, scaling_json));
+            let head_size = decoder.attention.map(|attention| attention.head_size);
+            set(Self::HEAD_SIZE, json!(head_size));
+        }
+        settings.into()
+    }
+}
+
+fn scaling_json(scaling: RopeScaling) -> Value {
+    let RopeScaling {
+        factor,
+        low_freq_factor,
+        high_freq_factor,
+        original_positions,
+    } = scaling;
+    let factors = [factor, low_freq_factor, high_freq_factor].map(Value::from);
+    let values = factors.into_iter().chain([original_positions.into()]);
+    let keys = Published::SCALING_KEYS.map(str::to_owned);
+    let mut json: Map<String, Value> = keys.into_iter().zip(values).collect();
+    json.insert("rope_type".into(), "llama3".into());
+    json.into()
+}
+
+/// The shortest number that is this one in 32 bits.
+fn decimal(value: f32) -> Value {
+    let shortest: f64 = value.to_string().parse().unwrap_or(f64::from(value));
+    shortest.into()
+}
+
+impl FixedSetting {
+    /// True if it is the setting of `config.json`.
+    #[must_use]
+    pub fn is(&self, found: &Value) -> bool {
+        match self {
+            Self::Word(words) => found.as_str().is_some_and(|found| words.contains(&found)),
+            Self::Number(number) => found.as_f64() == Some(*number),
+            Self::Flag(flag) => found.as_bool() == Some(*flag),
+        }
+    }
+
+    fn json(&self) -> Value {
+        match self {
+            Self::Word(words) => words[0].into(),
+            Self::Number(number) => (*number).into(),
+            Self::Flag(flag) => (*flag).into(),
+        }
+    }
+}
+
+impl fmt::Display for FixedSetting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Word(words) => write!(f, "`{}`", words[0]),
+            Self::Number(number) => write!(f, "{number:e}"),
+            Self::Flag(flag) => write!(f, "{flag}"),
+        }
+    }
+}
