@@ -205,6 +205,7 @@ impl Run {
             params: &self.params,
             targets: &self.targets,
             dloss: Some(&self.dloss),
+            shape: self.tokens.shape().try_into().expect("samples and positions"),
             dtype: DType::F32,
             samples: None,
             tensor: None,

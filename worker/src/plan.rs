@@ -238,6 +238,7 @@ impl Cluster {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config;
 
     #[test]
     fn names_are_found_however_they_are_written() {
@@ -323,7 +324,7 @@ mod tests {
     #[test]
     fn gpt2_124m_at_1024_positions() {
         let model = Model {
-            kind: ModelKind::Gpt2,
+            kind: config::ModelKind::Gpt2,
             n_layer: 12,
             n_head: 12,
             n_embd: 768,
@@ -348,7 +349,7 @@ mod tests {
     #[test]
     fn neither_position_embeddings_nor_masked_positions_are_counted() {
         let model = Model {
-            kind: ModelKind::Gpt2,
+            kind: config::ModelKind::Gpt2,
             n_layer: 1,
             n_head: 1,
             n_embd: 128,

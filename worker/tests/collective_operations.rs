@@ -287,6 +287,7 @@ fn wire_bytes_equal_the_formulas() {
             grads: all_reduce(s),
             params: (n - 1) * s / n,
             activations: all_reduce(s),
+            pipeline: 0,
             other: (n - 1) * s / n,
         };
         if nodes.iter().all(|&ranks| ranks == nodes[0]) {

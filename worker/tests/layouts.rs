@@ -117,15 +117,27 @@ fn layouts(ranks: usize) -> Vec<Layout> {
             for turn in 0..4 {
                 let i = layouts.len();
                 layouts.push(Layout {
-                    kind: if turn % 2 == 0 { ModelKind::Gpt2 } else { ModelKind::Llama },
+                    kind: if turn % 2 == 0 {
+                        ModelKind::Gpt2
+                    } else {
+                        ModelKind::Llama
+                    },
                     tied: i % 3 != 1,
                     stages,
                     schedule: SCHEDULES[i % SCHEDULES.len()],
                     data,
-                    strategy: if data == 1 { Strategy::Ddp } else { STRATEGIES[(i + turn) % 4] },
+                    strategy: if data == 1 {
+                        Strategy::Ddp
+                    } else {
+                        STRATEGIES[(i + turn) % 4]
+                    },
                     tensor,
                     sequence: tensor > 1 && turn >= 2,
-                    precision: if turn == 3 { Precision::Bf16 } else { Precision::F32 },
+                    precision: if turn == 3 {
+                        Precision::Bf16
+                    } else {
+                        Precision::F32
+                    },
                     recompute: RECOMPUTE[i % 3],
                     accumulation: if stages > 1 { 4 } else { 1 + turn % 2 },
                 });
@@ -143,7 +155,9 @@ fn parameters(job: &Job) -> BTreeMap<String, Vec<f32>> {
     parameters
         .map(|tensor| {
             let bytes = reader.read_whole(&tensor.name).unwrap();
-            let values = bytes.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap()));
+            let values = bytes
+                .chunks_exact(4)
+                .map(|x| f32::from_le_bytes(x.try_into().unwrap()));
             (tensor.name.key.clone(), values.collect())
         })
         .collect()
@@ -159,7 +173,10 @@ fn same_bits(one: &Trained, other: &Trained) -> Result<(), String> {
             ));
         }
     }
-    let differs = one.state.iter().find(|(name, hash)| other.state.get(*name) != Some(hash));
+    let differs = one
+        .state
+        .iter()
+        .find(|(name, hash)| other.state.get(*name) != Some(hash));
     differs.map_or(Ok(()), |(name, _)| Err(format!("tensor `{name}` differs")))
 }
 
@@ -172,7 +189,10 @@ fn close(
     for (a, b) in one.metrics.iter().zip(&other.metrics) {
         let error = (a.loss - b.loss).abs() / a.loss;
         if error > tolerance {
-            return Err(format!("step {}: loss {} and {}, off by {error:.1e}", a.step, a.loss, b.loss));
+            return Err(format!(
+                "step {}: loss {} and {}, off by {error:.1e}",
+                a.step, a.loss, b.loss
+            ));
         }
     }
     let (one, other) = (parameters(job), parameters(other_job));

@@ -510,8 +510,8 @@ fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize))
         n_embd: 8,
         block_size: 8,
         vocab_size: None,
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     };
     World::of(&[4]).run(Executor::Thread, |rank| {
         let shape = case.mesh();

@@ -37,7 +37,7 @@ struct Member {
 impl Member {
     fn new(rank: Rank) -> Self {
         let stream = rank.device.stream();
-        let group = TensorGroup::new(rank.comm.clone(), (&rank.device, stream));
+        let group = TensorGroup::new(rank.comm.clone(), (&rank.device, stream), false);
         Self { rank, group, stream }
     }
 

@@ -168,6 +168,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         params: &params,
         targets: &tokens,
         dloss: Some(&factors),
+        shape: [2, 8],
         dtype: DType::F32,
         samples: None,
         tensor: None,

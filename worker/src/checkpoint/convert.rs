@@ -74,7 +74,11 @@ fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<()
     let fill = |index: usize, part: &mut PartWriter<'_>| copy(source, &sources[index], part);
     write_part((storage, &folder.join(MODEL), true), &files, fill)?;
     let settings = published.settings(&model, model.vocab_size.unwrap_or_default());
-    write_file(storage, &folder.join(CONFIG), format!("{settings:#}\n").as_bytes())
+    write_file(
+        storage,
+        &folder.join(CONFIG),
+        format!("{settings:#}\n").as_bytes(),
+    )
 }
 
 /// A hidden folder in the same file system.

@@ -6,8 +6,8 @@ use serde_json::Value as Json;
 
 use super::keys::{Allowed, KEYS, Presence};
 use super::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, RopeScaling, Run,
-    ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, RopeScaling,
+    Run, ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
 };
 
 const GOOD: &str = "\

@@ -79,7 +79,9 @@ impl<'a> Generator<'a> {
         let bytes = device.download(*stream, logits.buffer())?;
         Ok(match model.dtype() {
             DType::Bf16 => {
-                let each = bytes.chunks_exact(2).map(bytemuck::pod_read_unaligned::<half::bf16>);
+                let each = bytes
+                    .chunks_exact(2)
+                    .map(bytemuck::pod_read_unaligned::<half::bf16>);
                 each.map(f32::from).collect()
             }
             _ => bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),

@@ -84,7 +84,9 @@ impl LoadedModel {
         }
         device.synchronize(stream)?;
         Ok(Self {
-            no_targets: device.alloc(&ArenaSpec::private("targets", DType::I32, 0))?.whole(),
+            no_targets: device
+                .alloc(&ArenaSpec::private("targets", DType::I32, 0))?
+                .whole(),
             pool: ActivationPool::new(device.clone()),
             device: device.clone(),
             config,

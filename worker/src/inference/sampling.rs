@@ -101,7 +101,10 @@ mod tests {
         for (token, count) in counts(sampling(1.0, None, None)).into_iter().enumerate() {
             let expected = f64::from(LOGITS[token]).exp() / total;
             let found = count as f64 / 20_000.0;
-            assert!((found - expected).abs() < 0.01, "{token}: {found}, expected {expected}");
+            assert!(
+                (found - expected).abs() < 0.01,
+                "{token}: {found}, expected {expected}"
+            );
         }
     }
 

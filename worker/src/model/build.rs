@@ -625,7 +625,7 @@ mod tests {
         let role = |blocks: &[Range<usize>]| {
             let part = ModelPart::of_chunks(blocks.to_vec());
             let model = build_part(&config, 256, &part).unwrap();
-            let tied = model.params.iter().find(|spec| spec.key == TOKENS)?;
+            let tied = model.params.iter().find(|spec| spec.key == "wte.weight")?;
             Some(tied.roles[Axis::Pipeline as usize])
         };
         assert_eq!(role(&[0..3]), Some(AxisRole::PartialGradients));

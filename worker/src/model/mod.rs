@@ -29,7 +29,9 @@ mod tensor;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, KvCache, Model, Params, SampleKey, Saved, WeightGradient};
+pub use block::{
+    Block, Context, GradSink, GradSlot, KvCache, Model, Params, SampleKey, Saved, WeightGradient,
+};
 pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};

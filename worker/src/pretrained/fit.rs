@@ -171,12 +171,7 @@ impl<'a> Expected<'a> {
         sources
     }
 
-    fn piece(
-        &self,
-        expected: &PublishedTensor,
-        tensor: &StoredTensor,
-        misfit: &mut Misfit,
-    ) -> Option<Piece> {
+    fn piece(&self, expected: &PublishedTensor, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<Piece> {
         let name = expected.name.as_str();
         let fits = match (expected.shape.as_slice(), tensor.shape.as_slice()) {
             ([here, others @ ..], [there, others_there @ ..]) => {

@@ -92,7 +92,10 @@ impl Settings {
         let Some(there) = self.model_type().filter(|_| !self.is_of(here)) else {
             return published;
         };
-        let words = format!("`model_type` is `{there}` there and `{}` here", published.model_type);
+        let words = format!(
+            "`model_type` is `{there}` there and `{}` here",
+            published.model_type
+        );
         match Published::of_type(there) {
             Some(other) => {
                 misfit.write("kind", there);
@@ -177,7 +180,9 @@ impl Settings {
             return Ok(None);
         };
         // Older versions write `type`.
-        let kind = ["rope_type", "type"].iter().find_map(|key| section.get(*key)?.as_str());
+        let kind = ["rope_type", "type"]
+            .iter()
+            .find_map(|key| section.get(*key)?.as_str());
         match kind.unwrap_or("default") {
             "default" => Ok(None),
             "llama3" => {

@@ -264,7 +264,10 @@ fn masks_and_a_tied_head_are_passed_over() {
             ..shape(ModelKind::Gpt2)
         },
     };
-    write(&taken.path("model.safetensors"), &self::tensors(&taken.model, Dtype::F16));
+    write(
+        &taken.path("model.safetensors"),
+        &self::tensors(&taken.model, Dtype::F16),
+    );
     taken.expect_values(&taken.open().unwrap());
     // With this word its values mean nothing.
     case = case.with_settings(&json!({ "tie_word_embeddings": true }));

@@ -53,7 +53,13 @@ impl PretrainedWeights {
         let expected = Expected::new(model, params);
         let mut named = expected.by_name(&tensors, &mut misfit);
         let is_tied = settings.map(|settings| settings.is_tied(model.kind));
-        compare_heads(&files, (model.is_tied(), is_tied), &expected, &mut named, &mut misfit)?;
+        compare_heads(
+            &files,
+            (model.is_tied(), is_tied),
+            &expected,
+            &mut named,
+            &mut misfit,
+        )?;
         expected.compare_sizes(&named, &mut misfit);
         let sources = expected.sources(&named, &mut misfit);
         let remainder = expected.remainder(&named);
@@ -97,7 +103,12 @@ impl PretrainedWeights {
     }
 
     /// Reads elements of a tensor, from `start` on.
-    fn read_tensor(&self, tensor: &StoredTensor, start: usize, out: &mut [f32]) -> Result<(), PretrainedError> {
+    fn read_tensor(
+        &self,
+        tensor: &StoredTensor,
+        start: usize,
+        out: &mut [f32],
+    ) -> Result<(), PretrainedError> {
         let StoredTensor { name, offset, .. } = tensor;
         let WeightFile { path, file, .. } = &self.files[tensor.file];
         let at = |bytes: usize| offset + (start * bytes) as u64;
@@ -186,7 +197,10 @@ fn compare_heads(
     let tokens = expected.tokens();
     if !here {
         if there == Some(true) {
-            misfit.differs(format!("`{}` is true there, and `tied` is false here", Published::TIED));
+            misfit.differs(format!(
+                "`{}` is true there, and `tied` is false here",
+                Published::TIED
+            ));
         }
         if there == Some(true) || there.is_none() && !named.contains_key(HEAD) {
             misfit.write("tied", true);
@@ -202,7 +216,9 @@ fn compare_heads(
         None => false,
     };
     if !is_same {
-        misfit.differs(format!("`{HEAD}` is another than `{tokens}` there, and the same here"));
+        misfit.differs(format!(
+            "`{HEAD}` is another than `{tokens}` there, and the same here"
+        ));
         misfit.write("tied", false);
     }
     Ok(())

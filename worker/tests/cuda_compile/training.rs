@@ -117,6 +117,7 @@ impl Job {
             params: &params,
             targets: &targets,
             dloss: Some(&dloss),
+            shape: [self.batch, self.positions],
             dtype: types.act,
             samples: Some(SampleKey::default()),
             tensor: None,

@@ -50,6 +50,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         params: &params,
         targets: &targets,
         dloss: Some(&dloss),
+        shape: [BATCH, POSITIONS],
         dtype: DType::F32,
         samples: Some(SampleKey { seed: 3, first: 7 }),
         tensor: None,

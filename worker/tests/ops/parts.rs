@@ -400,7 +400,7 @@ fn attend(qkv: &[f32], dout: &[f32], shape: AttentionShape, mask: DropoutMask) -
     let rig = Rig::new();
     let rows = shape.batch * shape.positions;
     let (qkv, dqkv) = (rig.buffer(qkv), rig.empty(DType::F32, qkv.len()));
-    let out = rig.empty(DType::F32, rows * shape.channels);
+    let out = rig.empty(DType::F32, rows * shape.channels());
     let lse = rig.empty(DType::F32, rows * shape.heads);
     let dropout = Some(mask);
     rig.run(AttentionForward {
@@ -429,7 +429,8 @@ fn heads_of_a_rank_have_the_mask_of_all_heads() {
         batch: 2,
         positions: 70,
         heads,
-        channels: heads * width,
+        kv_heads: heads,
+        head_size: width,
     };
     let (channels, rows) = (heads * width, 2 * 70);
     let (qkv, dout) = (

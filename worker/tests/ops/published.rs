@@ -58,15 +58,24 @@ fn expect_parity(name: &str, config: &Model) {
     let batch = &rank.batches[0];
     let column = |from: usize| -> Vec<i32> {
         let rows = golden.tokens.iter();
-        rows.flat_map(|row| row[from..].iter().copied().take(sizes[2])).collect()
+        rows.flat_map(|row| row[from..].iter().copied().take(sizes[2]))
+            .collect()
     };
     let inputs = batch.tokens.buffer();
     inputs.host_mut::<i32>().unwrap().copy_from_slice(&column(0));
-    batch.targets.host_mut::<i32>().unwrap().copy_from_slice(&column(1));
+    batch
+        .targets
+        .host_mut::<i32>()
+        .unwrap()
+        .copy_from_slice(&column(1));
 
     let loss = rank.step(0);
     let error = (loss - golden.loss).abs() / golden.loss;
-    assert!(error < TOLERANCE, "{name}: {loss}, transformers has {}", golden.loss);
+    assert!(
+        error < TOLERANCE,
+        "{name}: {loss}, transformers has {}",
+        golden.loss
+    );
     let bytes = fs::read(folder.join("gradients.safetensors")).unwrap();
     let expected = SafeTensors::deserialize(&bytes).unwrap();
     let (published, decoder) = (Published::of(config.kind), Decoder::of(config));
@@ -86,7 +95,11 @@ fn expect_parity(name: &str, config: &Model) {
             });
             assert!(length > 0.0, "{name}: `{}` has no gradient", tensor.name);
             let error = (difference / length).sqrt();
-            assert!(error < TOLERANCE, "{name}: the gradient of `{}` is off by {error:e}", tensor.name);
+            assert!(
+                error < TOLERANCE,
+                "{name}: the gradient of `{}` is off by {error:e}",
+                tensor.name
+            );
             compared += 1;
         }
     }

@@ -208,6 +208,7 @@ impl Rank {
             params: &self.params,
             targets: &self.batches[micro_batch].targets,
             dloss: Some(&self.batches[micro_batch].dloss),
+            shape: self.batches[micro_batch].tokens.shape().try_into().unwrap(),
             dtype: self.dtype,
             samples: Some(SampleKey {
                 seed: 1,

@@ -264,19 +264,51 @@ fn a_llama_is_exported_as_transformers_has_it() {
     let mut expected = vec![
         ("model.embed_tokens.weight", "model.embed_tokens.weight", 0..300),
         ("model.norm.weight", "model.norm.weight", 0..8),
-        ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight", 0..8),
-        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 0..8),
-        ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 8..12),
-        ("model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.qkv_proj.weight", 12..16),
-        ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight", 0..8),
+        (
+            "model.layers.0.input_layernorm.weight",
+            "model.layers.0.input_layernorm.weight",
+            0..8,
+        ),
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.0.self_attn.qkv_proj.weight",
+            0..8,
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            "model.layers.0.self_attn.qkv_proj.weight",
+            8..12,
+        ),
+        (
+            "model.layers.0.self_attn.v_proj.weight",
+            "model.layers.0.self_attn.qkv_proj.weight",
+            12..16,
+        ),
+        (
+            "model.layers.0.self_attn.o_proj.weight",
+            "model.layers.0.self_attn.o_proj.weight",
+            0..8,
+        ),
         (
             "model.layers.0.post_attention_layernorm.weight",
             "model.layers.0.post_attention_layernorm.weight",
             0..8,
         ),
-        ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate_up_proj.weight", 0..12),
-        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight", 12..24),
-        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight", 0..8),
+        (
+            "model.layers.0.mlp.gate_proj.weight",
+            "model.layers.0.mlp.gate_up_proj.weight",
+            0..12,
+        ),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            "model.layers.0.mlp.gate_up_proj.weight",
+            12..24,
+        ),
+        (
+            "model.layers.0.mlp.down_proj.weight",
+            "model.layers.0.mlp.down_proj.weight",
+            0..8,
+        ),
         ("lm_head.weight", "lm_head.weight", 0..300),
     ];
     exported.expect(&llama, &expected);
@@ -369,7 +401,10 @@ fn a_gpt2_with_a_head_of_its_own_is_exported_with_the_prefix() {
             "lm_head.weight" => key.clone(),
             _ => format!("transformer.{key}"),
         };
-        assert!(found.tensor(&name).unwrap().data() == content_of(extent), "{name}");
+        assert!(
+            found.tensor(&name).unwrap().data() == content_of(extent),
+            "{name}"
+        );
     }
     assert_eq!(found.len(), keys.len() / 3);
     insta::assert_snapshot!(exported.config, @r#"

@@ -88,11 +88,24 @@ fn any_range_crosses_the_borders_of_the_tensors() {
     let case = Case::of_llama(llama(), Dtype::F16);
     let weights = case.open().unwrap();
     let specs = params(&case.model);
-    let fused = specs.iter().position(|spec| spec.key.contains("qkv_proj")).unwrap();
+    let fused = specs
+        .iter()
+        .position(|spec| spec.key.contains("qkv_proj"))
+        .unwrap();
     assert_eq!(specs[fused].global_shape, [16, 8]);
     let id = model::ParamId(fused);
     // Queries end with element 64, keys with 96.
-    for range in [0..1, 63..65, 60..100, 64..96, 95..96, 95..97, 0..128, 127..128, 7..7] {
+    for range in [
+        0..1,
+        63..65,
+        60..100,
+        64..96,
+        95..96,
+        95..97,
+        0..128,
+        127..128,
+        7..7,
+    ] {
         let mut read = vec![0.0; range.len()];
         weights.read(id, range.clone(), &mut read).unwrap();
         let expected: Vec<f32> = range.clone().map(|i| value(fused, i)).collect();
@@ -361,7 +374,12 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
       hint: the sizes agree: are the weights complete, and of this kind of model?
     ");
     tensors.truncate(tensors.len() - 2);
-    tensors.push((spare.0.replacen("model.", "", 1), spare.1, spare.2.clone(), spare.3.clone()));
+    tensors.push((
+        spare.0.replacen("model.", "", 1),
+        spare.1,
+        spare.2.clone(),
+        spare.3.clone(),
+    ));
     tensors.push(spare);
     insta::assert_snapshot!(error(&tensors), @r"
     `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is there with and without `model.` in front

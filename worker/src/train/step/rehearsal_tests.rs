@@ -28,8 +28,8 @@ fn config(kind: ModelKind, [n_layer, n_embd, positions, vocab]: [usize; 4]) -> c
         n_embd,
         block_size: positions,
         vocab_size: Some(vocab),
-        init_from: None,
         dropout: 0.0,
+        ..config::Model::default()
     }
 }
 
