@@ -103,10 +103,12 @@ impl Model {
     #[must_use]
     pub fn inner(&self) -> usize {
         self.n_inner.unwrap_or_else(|| match self.kind {
-            ModelKind::Gpt2 | ModelKind::Mlp => 4 * self.n_embd,
+            ModelKind::Gpt2 | ModelKind::Mlp => self.n_embd.saturating_mul(4),
             ModelKind::Llama => {
-                let width = 8 * self.n_embd / 3;
-                width.next_multiple_of(if width < 256 { 8 } else { 256 })
+                let width = self.n_embd.saturating_mul(8) / 3;
+                width
+                    .checked_next_multiple_of(if width < 256 { 8 } else { 256 })
+                    .unwrap_or(width)
             }
         })
     }
