@@ -278,7 +278,8 @@ impl Parameters {
         work.wait(self.set.all.deadline()).map(drop)
     }
 
-    /// The first difference between ranks that must hold the same, after so many steps: the same one on all of them.
+    /// The first difference between ranks that must hold the same, after so many steps: the same one on all
+    /// ranks of a group.
     pub fn difference(&self, step: u64) -> Result<Option<Difference>, WorkError> {
         let Some(Compared { comm, parts, hashes }) = &self.compared else {
             return Ok(None);
@@ -318,6 +319,7 @@ impl Parameters {
                 .map(|(member, _)| *member)
                 .collect(),
             step,
+            is_of_all: comm.size() == self.set.all.size(),
         }))
     }
 }
@@ -350,6 +352,16 @@ pub struct Difference {
     ranks: Vec<usize>,
     /// Steps finished.
     step: u64,
+    /// All ranks have compared the same.
+    is_of_all: bool,
+}
+
+impl Difference {
+    /// True if every rank has met it, and not only those that hold copies of this part.
+    #[must_use]
+    pub const fn is_of_all(&self) -> bool {
+        self.is_of_all
+    }
 }
 
 /// What must be the same, bit by bit, on the ranks of a group: all parameters, or this rank's part where it owns parts.

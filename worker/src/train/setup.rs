@@ -10,8 +10,10 @@ use super::checkpointing::{
     BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
+use super::rank_table::{RankTable, StepTable};
+use super::replica::Replica;
 use super::reporting::ProfilingWindow;
-use super::step::{Evaluation, RankTable, Replica, StepTable, Trainer, TrainerParts};
+use super::step::{Evaluation, Trainer, TrainerParts};
 use super::strategy::{Blueprint, allocate, optimizer};
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};

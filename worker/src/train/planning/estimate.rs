@@ -16,7 +16,7 @@ use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::{GradientLayout, Reducer};
 use crate::session::Cancel;
 use crate::train::TrainError;
-use crate::train::step::{MicroBatch, Replica};
+use crate::train::replica::{MicroBatch, Replica};
 use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
 use crate::train::world::World;
 

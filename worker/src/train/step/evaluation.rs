@@ -1,11 +1,11 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use super::rank_table::RankTable;
-use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
 use crate::mesh::DATA;
 use crate::session::Session;
 use crate::train::TrainError;
+use crate::train::rank_table::RankTable;
+use crate::train::replica::{MicroBatch, Replica};
 use crate::train::world::World;
 
 /// The held-out text, cut into blocks.

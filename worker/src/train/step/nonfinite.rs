@@ -10,13 +10,13 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::rank_table::RankTable;
-use super::replica::{MicroBatch, Replica, ReplicaHooks};
 use crate::config::OnNonFinite;
 use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{Activation, Flight, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
 use crate::train::TrainError;
+use crate::train::rank_table::RankTable;
+use crate::train::replica::{MicroBatch, Replica, ReplicaHooks};
 use crate::train::world::World;
 
 /// Steps that were skipped.

@@ -12,8 +12,6 @@ use ddp_proto::control::{Phase, Progress};
 
 use super::evaluation::Evaluation;
 use super::nonfinite::{Decision, Inspection, Skips};
-use super::rank_table::{RankTable, StepTable};
-use super::replica::{MicroBatch, Replica};
 use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
@@ -27,6 +25,8 @@ use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
 use crate::train::checkpointing::{Checkpoints, Position, RankState};
+use crate::train::rank_table::{RankTable, StepTable};
+use crate::train::replica::{MicroBatch, Replica};
 use crate::train::reporting::{ProfilingWindow, say};
 use crate::train::strategy::Scheme;
 use crate::train::world::World;
