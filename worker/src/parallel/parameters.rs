@@ -278,8 +278,8 @@ impl Parameters {
         work.wait(self.set.all.deadline()).map(drop)
     }
 
-    /// The first difference between ranks that must hold the same, after so many steps: the same one on all
-    /// ranks of a group.
+    /// The first difference between ranks that must hold the same, after so many steps. All ranks that compared with each
+    /// other get the same one.
     pub fn difference(&self, step: u64) -> Result<Option<Difference>, WorkError> {
         let Some(Compared { comm, parts, hashes }) = &self.compared else {
             return Ok(None);
@@ -352,12 +352,12 @@ pub struct Difference {
     ranks: Vec<usize>,
     /// Steps finished.
     step: u64,
-    /// All ranks have compared the same.
+    /// Every rank took part in the comparison.
     is_of_all: bool,
 }
 
 impl Difference {
-    /// True if every rank has met it, and not only those that hold copies of this part.
+    /// True if every rank has found it; false if only the ranks that hold copies of this part have.
     #[must_use]
     pub const fn is_of_all(&self) -> bool {
         self.is_of_all

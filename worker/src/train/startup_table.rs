@@ -22,7 +22,7 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(trainer.world.size(), "rank"),
+        counted(global_batch.ranks, "rank"),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,

@@ -57,6 +57,11 @@ impl Scheme {
         }
     }
 
+    /// Ranks that read different samples.
+    pub(super) fn data_ranks(&self) -> u64 {
+        self.mesh.size(&DATA) as u64
+    }
+
     /// Ranks that hold one copy of the state.
     pub(super) fn shard_ranks(&self) -> usize {
         self.mesh.size(&[Axis::Shard])

@@ -216,7 +216,7 @@ fn a_latest_that_is_too_long_names_no_step() {
     let latest = folder.path().join("checkpoints/latest");
     fs::write(latest, vec![b'x'; (1 << 20) + 1]).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
-    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `it is longer than 1048576 bytes`
+    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: it is longer than 1048576 bytes
       hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
     ");
 }
