@@ -1,4 +1,4 @@
-//! The native worker, as the command line sees it. The only file of this package that calls `ddp_worker`.
+//! The native worker, as the command line sees it. The only file of this package that calls its training.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;

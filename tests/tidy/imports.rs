@@ -238,6 +238,51 @@ fn imports_form_no_circles() {
     );
 }
 
+/// Imports between the folders within one folder, such as `train::step` and `train::checkpointing`.
+fn between_rooms(imports: &BTreeMap<Path, BTreeSet<Path>>) -> BTreeMap<Path, BTreeSet<Path>> {
+    let rooms: BTreeSet<&[String]> = imports
+        .keys()
+        .filter(|path| path.len() > 2)
+        .map(|path| &path[..2])
+        .collect();
+    let room = |path: &Path| rooms.get(path.get(..2)?).map(|room| room.to_vec());
+    let mut between: BTreeMap<Path, BTreeSet<Path>> = BTreeMap::new();
+    for (from, to) in imports
+        .iter()
+        .flat_map(|(from, to)| to.iter().map(move |to| (from, to)))
+    {
+        if let (Some(from), Some(to)) = (room(from), room(to))
+            && from != to
+            && from[0] == to[0]
+        {
+            between.entry(from).or_default().insert(to);
+        }
+    }
+    between
+}
+
+#[test]
+fn rooms_of_a_folder_import_each_other_in_one_direction() {
+    let circles = circles(&between_rooms(&Package::of("worker/src/").imports()));
+    assert!(circles.is_empty(), "folders that import each other: {circles:?}");
+}
+
+#[test]
+fn a_circle_of_rooms_is_found() {
+    let imports = [
+        ("train::step::trainer", &["train::saving::thread"][..]),
+        ("train::saving::thread", &["train::saving::disk"]),
+        ("train::saving::disk", &["train::step::batch", "train::world"]),
+        ("train::step::batch", &[]),
+        ("train::world", &[]),
+    ];
+    let imports = imports.map(|(from, to)| (words(from), to.iter().map(|name| words(name)).collect()));
+    let imports = imports.into_iter().collect();
+    assert!(circles(&imports).is_empty());
+    let expected = BTreeSet::from([words("train::saving"), words("train::step")]);
+    assert_eq!(circles(&between_rooms(&imports)), BTreeSet::from([expected]));
+}
+
 #[test]
 fn a_circle_is_found() {
     let path = |name: &str| vec![name.to_owned()];

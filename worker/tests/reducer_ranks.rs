@@ -283,8 +283,7 @@ fn a_gradient_that_nobody_wrote_is_refused_where_every_micro_batch_is_reduced() 
     }
 }
 
-#[test]
-fn replicas_start_as_rank_0_and_differences_are_found() {
+fn small_model() -> model::Model {
     let config = config::Model {
         kind: ModelKind::Mlp,
         n_layer: 1,
@@ -295,7 +294,12 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
         dropout: 0.0,
         ..config::Model::default()
     };
-    let model = model::build(&config, 16).unwrap();
+    model::build(&config, 16).unwrap()
+}
+
+#[test]
+fn replicas_start_as_rank_0_and_differences_are_found() {
+    let model = small_model();
     let layout = GradientLayout::of_model(&model, &LayoutConfig::new(3)).unwrap();
     let sharding = Arc::new(Sharding::replicated(&layout));
     let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
@@ -312,7 +316,9 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
             let param = params.slice(sharding.whole_range(ParamId(wrong)));
             param.host_mut::<f32>().unwrap()[7] = 3.0;
         }
-        parameters.difference(12).unwrap().unwrap().to_string()
+        let difference = parameters.difference(12).unwrap().unwrap();
+        assert!(difference.is_of_all());
+        difference.to_string()
     });
     let name = &model.params[1].key;
     for message in outcomes {
@@ -323,4 +329,41 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
             "{message}"
         );
     }
+}
+
+/// Two copies of two shards: who holds copies of another shard sees nothing, and works on.
+#[test]
+fn a_difference_between_copies_of_one_shard_is_not_met_by_all() {
+    let model = small_model();
+    let layout = GradientLayout::of_model(&model, &LayoutConfig::new(4)).unwrap();
+    let outcomes = ranks(4, Executor::Thread, &Cancel::new(), |comm, device| {
+        let rank = comm.rank();
+        let shard = comm
+            .split("shard", &[rank / 2 * 2, rank / 2 * 2 + 1], Executor::Thread)
+            .unwrap();
+        let copies = comm
+            .split("copies", &[rank % 2, rank % 2 + 2], Executor::Thread)
+            .unwrap();
+        let set = ReplicaSet {
+            reduce: shard.clone(),
+            owners: Some(shard.clone()),
+            replicate: Some(copies.clone()),
+            copies: Some(copies),
+            ..ReplicaSet::of_all(comm)
+        };
+        let policy = ReshardPolicy::Release {
+            after_forward: true,
+            persist_below: 0,
+        };
+        let sharding = Arc::new(Sharding::of_groups(&layout, 2, shard.rank()));
+        let compute = (&device, device.stream());
+        let parameters = Parameters::new((&set, &shard), compute, &model, &sharding, policy).unwrap();
+        if rank == 2 {
+            let own = parameters.own().arena().whole();
+            own.host_mut::<f32>().unwrap()[0] = 1.0;
+        }
+        let difference = parameters.difference(3).unwrap();
+        difference.map(|difference| difference.is_of_all())
+    });
+    assert_eq!(outcomes, [Some(false), None, Some(false), None]);
 }

@@ -82,6 +82,10 @@ fn tombstone_name(step: u64) -> String {
 /// Generation in the name of a temporary folder; `None` for every other name. A name that only begins like
 /// one, and what was being deleted, belongs to generation 0, so that everybody may delete it.
 fn generation_of_temporary(name: &str) -> Option<u64> {
+    // A name that is not UTF-8: a run gives none.
+    if name.contains(char::REPLACEMENT_CHARACTER) {
+        return None;
+    }
     if name.starts_with(TOMBSTONE_PREFIX) {
         return Some(0);
     }
@@ -118,12 +122,14 @@ pub(super) fn names(folder: &Path) -> Result<Vec<String>, CheckpointError> {
 
 /// The steps that have a folder, ascending. Links and names that only resemble one do not count.
 fn saved_steps(root: &Path) -> io::Result<Vec<u64>> {
-    let mut steps: Vec<u64> = list(root)?.iter().filter_map(|name| parse_step(name)).collect();
-    steps.retain(|step| {
-        root.join(step_name(*step))
-            .symlink_metadata()
-            .is_ok_and(|found| found.is_dir())
-    });
+    let mut steps = Vec::new();
+    for step in list(root)?.iter().filter_map(|name| parse_step(name)) {
+        match root.join(step_name(step)).symlink_metadata() {
+            Ok(found) if found.is_dir() => steps.push(step),
+            Err(e) if !is_absent(&e) => return Err(e),
+            _ => {}
+        }
+    }
     steps.sort_unstable();
     Ok(steps)
 }
@@ -131,23 +137,24 @@ fn saved_steps(root: &Path) -> io::Result<Vec<u64>> {
 /// The step that `checkpoints/latest` of a run's folder names; `None` where there is none.
 pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let path = checkpoints(out_dir).join(LATEST);
-    let bytes = match read_bounded(&path, MAX_LATEST_BYTES) {
-        Err(e) if is_absent(&e) => return Ok(None),
-        read => read?,
-    };
-    let text = String::from_utf8_lossy(&bytes);
-    let step = parse_step(text.trim()).ok_or_else(|| {
-        let name = path.display();
+    let names_none = |found: String| {
+        let (name, example) = (path.display(), step_name(40));
         io::Error::new(
             ErrorKind::InvalidData,
             format!(
-                "`{name}` names no step: `{}`\n  hint: write the name of a checkpoint into it, such as `{}`, or delete it: the newest one is taken then",
-                text.trim(),
-                step_name(40)
+                "`{name}` names no step: {found}\n  hint: write the name of a checkpoint into it, such as `{example}`, or delete it: the newest one is taken then"
             ),
         )
-    })?;
-    Ok(Some(step))
+    };
+    let bytes = match read_bounded(&path, MAX_LATEST_BYTES) {
+        Err(e) if is_absent(&e) => return Ok(None),
+        Err(e) if e.kind() == ErrorKind::FileTooLarge => return Err(names_none(e.to_string())),
+        read => read?,
+    };
+    let text = String::from_utf8_lossy(&bytes);
+    let step = parse_step(text.trim());
+    step.map(Some)
+        .ok_or_else(|| names_none(format!("`{}`", text.trim())))
 }
 
 /// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its

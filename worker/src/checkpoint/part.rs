@@ -362,10 +362,16 @@ impl RangeRecord {
         start..len.min(start + BLOCK_BYTES)
     }
 
-    /// True if `bytes` are those of block `index`, by its hash.
-    pub(super) fn is_block(&self, index: usize, bytes: impl Read) -> io::Result<bool> {
+    /// True if the next `len` of `bytes` are those of block `index`, by its hash.
+    pub(super) fn is_block(&self, index: usize, bytes: impl Read, len: u64) -> io::Result<bool> {
         let mut hasher = block_hasher(index);
-        hasher.update_reader(bytes)?;
+        hasher.update_reader(bytes.take(len))?;
+        if hasher.count() < len {
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the file ends before its tensors do",
+            ));
+        }
         let (hash, expected) = match self.blocks.get(index) {
             Some(block) => (Hash::from_bytes(hasher.finalize_non_root()), block),
             None => (hasher.finalize(), &self.blake3),

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom};
+use std::io::{ErrorKind, Seek as _, SeekFrom};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -70,6 +70,11 @@ impl DataFile {
             ErrorKind::InvalidData => CheckpointError::damaged(&path, e.to_string()),
             _ => failed(e),
         })?;
+        let described = header.data + header.metadata.data_len() as u64;
+        if described != found {
+            let what = format!(" has {found} bytes, and its header describes {described}");
+            return Err(CheckpointError::of_file(&path, what));
+        }
         Ok(Self { path, header })
     }
 
@@ -401,7 +406,7 @@ impl Reader {
             let mut file = data.open()?;
             let is_right = file
                 .seek(SeekFrom::Start(stored.offset + block.start))
-                .and_then(|_| range.is_block(index, file.take(block.end - block.start)));
+                .and_then(|_| range.is_block(index, file, block.end - block.start));
             if !is_right.map_err(|e| data.failed(&e))? {
                 return Err(stored.changed(&block));
             }

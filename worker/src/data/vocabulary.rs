@@ -1,10 +1,11 @@
 //! What training has to know of a tokenizer: how many tokens there are, and whose they are.
 
-use std::collections::HashMap;
+use std::fmt;
 use std::io::Read as _;
 use std::path::Path;
 
 use serde::Deserialize;
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::DataError;
 use super::mapped_file::open_regular;
@@ -53,8 +54,7 @@ impl Vocabulary {
         let failed = |e: serde_json::Error| DataError::no_tokenizer(path, e);
         let contents: Contents = serde_json::from_slice(&json).map_err(failed)?;
         let added = contents.added_tokens.iter().map(|token| token.id as usize + 1);
-        let known = size_of(contents.model.vocab).map_err(failed)?;
-        let size = added.fold(known, usize::max);
+        let size = added.fold(contents.model.vocab.0, usize::max);
         if size == 0 {
             return Err(DataError::no_tokenizer(path, "its vocabulary is empty"));
         }
@@ -110,16 +110,43 @@ struct AddedToken {
 
 #[derive(Deserialize)]
 struct TokenizerModel {
-    vocab: serde_json::Value,
+    vocab: VocabularySize,
 }
 
-/// One more than the largest number of a vocabulary: a table of words and numbers, or a list whose places are them.
-fn size_of(vocabulary: serde_json::Value) -> serde_json::Result<usize> {
-    if let serde_json::Value::Array(list) = vocabulary {
-        return Ok(list.len());
+/// One more than the largest number of a vocabulary: a table of words and numbers, or a list whose places are them. It is
+/// read without being held: every rank reads it.
+struct VocabularySize(usize);
+
+impl<'de> Deserialize<'de> for VocabularySize {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(VocabularyVisitor)
     }
-    let table: HashMap<String, u32> = serde_json::from_value(vocabulary)?;
-    Ok(table.values().max().map_or(0, |id| *id as usize + 1))
+}
+
+struct VocabularyVisitor;
+
+impl<'de> Visitor<'de> for VocabularyVisitor {
+    type Value = VocabularySize;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a vocabulary")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut table: A) -> Result<VocabularySize, A::Error> {
+        let mut size = 0;
+        while let Some((_, id)) = table.next_entry::<IgnoredAny, u32>()? {
+            size = size.max(id as usize + 1);
+        }
+        Ok(VocabularySize(size))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<VocabularySize, A::Error> {
+        let mut size = 0;
+        while list.next_element::<IgnoredAny>()?.is_some() {
+            size += 1;
+        }
+        Ok(VocabularySize(size))
+    }
 }
 
 #[cfg(test)]

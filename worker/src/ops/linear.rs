@@ -462,6 +462,7 @@ impl Operation for LinearGeluForward {
             ..
         } = product
             && self.gelu.inp.same(&self.linear.out)
+            && self.gelu.out.len() == self.gelu.inp.len()
             && is_one_pass(cx, &product, aux)
         {
             let product = Product {
@@ -490,7 +491,10 @@ impl Operation for LinearGeluBackward {
         let wide = &self.gelu.inp_out;
         let product = self.linear.product().product(cx)?;
         let aux = cx.ptr(wide, product.dtype)?;
-        if self.gelu.dout_dinp.same(&self.linear.dinp) && is_one_pass(cx, &product, aux) {
+        if self.gelu.dout_dinp.same(&self.linear.dinp)
+            && wide.len() == self.gelu.dout_dinp.len()
+            && is_one_pass(cx, &product, aux)
+        {
             let epilogue = Epilogue::GeluBackward { aux };
             if cx.try_multiply(&Product { epilogue, ..product })? {
                 let (inp, out) = (wide.clone(), wide.clone());

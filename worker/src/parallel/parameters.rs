@@ -279,7 +279,8 @@ impl Parameters {
         work.wait(self.set.all.deadline()).map(drop)
     }
 
-    /// The first difference between ranks that must hold the same, after so many steps: the same one on all of them.
+    /// The first difference between ranks that must hold the same, after so many steps. All ranks that compared with each
+    /// other get the same one.
     pub fn difference(&self, step: u64) -> Result<Option<Difference>, WorkError> {
         let mut first = None;
         // All of them: other ranks take part in those behind the first that finds something.
@@ -310,7 +311,7 @@ impl Parameters {
         work.wait(comm.deadline())?;
         let all = self.device.download(self.stream, &hashes.whole());
         let all = all.map_err(WorkError::Pending)?;
-        Ok(compared.first_difference(&all, step))
+        Ok(compared.first_difference(&all, step, self.set.all.size()))
     }
 }
 
@@ -342,6 +343,16 @@ pub struct Difference {
     ranks: Vec<usize>,
     /// Steps finished.
     step: u64,
+    /// Every rank took part in the comparison.
+    is_of_all: bool,
+}
+
+impl Difference {
+    /// True if every rank has found it; false if only the ranks that hold copies of this part have.
+    #[must_use]
+    pub const fn is_of_all(&self) -> bool {
+        self.is_of_all
+    }
 }
 
 /// What must be the same, bit by bit, on the ranks of a group: all parameters, or this rank's part where it owns parts.
@@ -402,7 +413,7 @@ impl Compared {
     }
 
     /// From the hashes of all ranks.
-    fn first_difference(&self, hashes: &[u8], step: u64) -> Option<Difference> {
+    fn first_difference(&self, hashes: &[u8], step: u64, world: usize) -> Option<Difference> {
         let Self { comm, parts, .. } = self;
         let ranks: Vec<&[u8]> = hashes.chunks(parts.len() * HASH_BYTES).collect();
         let differs = |rank: &[u8], part: usize| {
@@ -419,6 +430,7 @@ impl Compared {
                 .map(|(member, _)| *member)
                 .collect(),
             step,
+            is_of_all: comm.size() == world,
         })
     }
 }

@@ -156,7 +156,7 @@ impl Session {
     /// Tells the agent with which numbers of ranks another generation can go on with this work. Said by one rank, once.
     pub fn limit_sizes(&self, sizes: Sizes) {
         if let Some(link) = &self.link {
-            // Refused only where the connection is gone, and with it this generation.
+            // Refused where the connection is gone, and with it this generation; or behind as many lines as may wait.
             let _ = link.shared.outbox.push(&ToAgent::Sizes(sizes));
         }
     }

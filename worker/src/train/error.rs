@@ -198,7 +198,11 @@ impl TrainError {
     /// True if every rank has met the same error at the same point, so that all can still work together.
     #[must_use]
     pub fn is_unanimous(&self) -> bool {
-        matches!(self, Self::NonFinite { .. } | Self::Replicas(_))
+        match self {
+            Self::NonFinite { .. } => true,
+            Self::Replicas(difference) => difference.is_of_all(),
+            _ => false,
+        }
     }
 
     /// Message and hint apart, as the agent wants them.

@@ -7,10 +7,12 @@
 //! | `device_choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `idle_world.rs` | a rank of a mesh that is not there, to plan with |
+//! | `replica/` | the model on this rank, and micro-batches through it |
+//! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
 //! | `startup_table.rs` | what rank 0 says before the first step |
 //! | `recorder.rs` | what is told of each step: to `metrics.jsonl`, to the agent, to the console |
-//! | `step/` | the loop over the steps, one step, and the model on this rank |
+//! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
 //! | `reporting/` | the console, and the steps whose timeline is written |
 //! | `planning/` | what a strategy costs, before anything is allocated |
@@ -20,7 +22,9 @@ mod device_choice;
 mod error;
 mod idle_world;
 mod planning;
+mod rank_table;
 mod recorder;
+mod replica;
 mod reporting;
 mod run;
 mod setup;

@@ -87,7 +87,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
     let sizes = Sizes {
-        ranks_divide: ranks_divide(&config.train, env.world_size.get().into()),
+        ranks_divide: ranks_divide(&config.train, opened.data_ranks()),
         ranks_multiple_of: MeshShape::ranks_multiple_of(&config.parallel),
     };
     if env.rank.get() == 0 && sizes != Sizes::default() {

@@ -10,8 +10,10 @@ use super::checkpointing::{
     BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
+use super::rank_table::{RankTable, StepTable};
+use super::replica::Replica;
 use super::reporting::ProfilingWindow;
-use super::step::{Evaluation, RankTable, Replica, StepTable, Trainer, TrainerParts};
+use super::step::{Evaluation, Trainer, TrainerParts};
 use super::strategy::{Blueprint, allocate, optimizer};
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
@@ -64,6 +66,13 @@ pub(super) struct Opened {
     rescaled: Option<String>,
 }
 
+impl Opened {
+    /// Ranks that read different samples.
+    pub(super) fn data_ranks(&self) -> u64 {
+        self.blueprint.scheme.data_ranks()
+    }
+}
+
 /// Opens everything and checks that all ranks agree. Returns the configuration to train with as well: the one that is
 /// given, but for the accumulation of a run that goes on on another number of ranks.
 pub(super) fn open(
@@ -88,10 +97,7 @@ pub(super) fn open(
         Start::Resume { step } => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
-    let (ranks, given) = (
-        blueprint.scheme.mesh.size(&DATA) as u64,
-        config.train.grad_accumulation,
-    );
+    let (ranks, given) = (blueprint.scheme.data_ranks(), config.train.grad_accumulation);
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,

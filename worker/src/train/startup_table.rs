@@ -10,7 +10,7 @@ use super::step::TrainerParts;
 use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
-use crate::mesh::{Axis, DATA};
+use crate::mesh::Axis;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
@@ -24,7 +24,7 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(trainer.world.mesh.size(&DATA), "rank"),
+        counted(global_batch.ranks, "rank"),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,

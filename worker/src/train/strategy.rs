@@ -18,7 +18,7 @@ use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use super::idle_world::idle_world;
-use super::step::{MicroBatchShape, rehearse};
+use super::replica::{MicroBatchShape, rehearse};
 use super::world::World;
 use crate::config::{
     self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
@@ -64,6 +64,11 @@ impl Scheme {
                 Strategy::Zero2 | Strategy::Zero3 => Some(Accumulate::Sharded),
             },
         }
+    }
+
+    /// Ranks that read different samples.
+    pub(super) fn data_ranks(&self) -> u64 {
+        self.mesh.size(&DATA) as u64
     }
 
     /// Ranks that hold one copy of the state.

@@ -181,6 +181,46 @@ fn who_reads_a_part_of_a_piece_hashes_its_blocks_only() {
     );
 }
 
+#[test]
+fn a_file_that_is_cut_after_it_was_opened_is_no_panic() {
+    let (folder, path, _) = saved_in_blocks();
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    let part = path.join("part-0.safetensors");
+    // Within its first block, so that there is nothing of the last one.
+    let file = fs::OpenOptions::new().write(true).open(&part).unwrap();
+    file.set_len(1 << 20).unwrap();
+    insta::assert_snapshot!(message(&reader.verify().unwrap_err(), folder.path()), @"cannot read `OUT/checkpoints/step_00000001/part-0.safetensors`: the file ends before its tensors do");
+}
+
+#[test]
+fn a_file_that_is_shorter_than_its_header_says_is_refused_though_the_manifest_agrees() {
+    let (folder, path) = saved(20);
+    let part = path.join("part-0.safetensors");
+    let file = fs::OpenOptions::new().write(true).open(&part).unwrap();
+    file.set_len(220).unwrap();
+    let manifest = path.join("manifest.json");
+    let sealed = fs::read_to_string(&manifest).unwrap();
+    let mut contents = Manifest::read(&manifest).unwrap();
+    contents.files[0].bytes = 220;
+    assert!(sealed.contains("228"));
+    fs::write(&manifest, contents.to_bytes().unwrap()).unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` has 220 bytes, and its header describes 228
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+}
+
+#[test]
+fn a_latest_that_is_too_long_names_no_step() {
+    let (folder, _) = saved(20);
+    let latest = folder.path().join("checkpoints/latest");
+    fs::write(latest, vec![b'x'; (1 << 20) + 1]).unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: it is longer than 1048576 bytes
+      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
+    ");
+}
+
 /// As builds did that hashed pieces as a whole.
 #[test]
 fn a_checkpoint_without_hashes_of_blocks_is_read() {

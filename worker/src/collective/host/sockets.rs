@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_of_this_node_that_accepts_nobody_is_named_when_the_time_is_over() {
+    fn a_rank_of_this_node_that_accepts_no_connection_is_named_when_the_time_is_over() {
         let name = format!("ddp-sockets-test-{}", std::process::id());
         let _listener = listen_unix(&name, 1).unwrap();
         let wait = Wait::new(Duration::from_millis(50), &Cancel::new());

@@ -272,7 +272,9 @@ impl LaunchContext<'_> {
         let function = self.device.function(self.op, launch)?;
         let address = |value: &u64| ptr::from_ref(value).cast_mut().cast::<c_void>();
         let mut pointers: Vec<_> = launch.args.iter().map(address).collect();
-        pointers.extend(launch.table.first().map(address));
+        if !launch.table.is_empty() {
+            pointers.push(launch.table.as_ptr().cast_mut().cast());
+        }
         let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid.blocks, grid.threads);
         // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
         // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay

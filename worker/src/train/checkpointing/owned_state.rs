@@ -13,7 +13,8 @@ use crate::optim::{Optimizer, evict};
 use crate::parallel::{OwnPiece, Place, Portion, Sharding};
 use crate::session::Session;
 use crate::train::TrainError;
-use crate::train::step::{RankTable, Replica};
+use crate::train::rank_table::RankTable;
+use crate::train::replica::Replica;
 use crate::train::world::World;
 
 /// The rank, and the state that is saved.

@@ -562,4 +562,21 @@ mod tests {
         let steps = comparison.scaling.iter().map(|point| point.seconds().unwrap());
         assert!(steps.is_sorted());
     }
+
+    #[test]
+    fn what_does_not_overlap_takes_the_sum() {
+        for (overrides, overlaps) in [(&["parallel.overlap=false"][..], false), (&[], true)] {
+            let comparison = Comparison::of(&config(overrides), &machines(80 * GB)).unwrap();
+            for candidate in &comparison.candidates {
+                let (compute, communication) = (candidate.compute.unwrap(), candidate.communication.unwrap());
+                let expected = if overlaps {
+                    compute.max(communication)
+                } else {
+                    compute + communication
+                };
+                assert_eq!(candidate.seconds(), Some(expected));
+                assert!(communication > 0.0);
+            }
+        }
+    }
 }

@@ -17,7 +17,7 @@ use crate::model::Model;
 use crate::session::Session;
 use crate::timeline::{About, Lane, Overlap, Span, TraceFile, picture};
 use crate::train::TrainError;
-use crate::train::step::RankTable;
+use crate::train::rank_table::RankTable;
 use crate::train::world::World;
 
 /// Most ranks of which one trace is made; the files of all are there.

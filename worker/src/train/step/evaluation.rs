@@ -1,14 +1,13 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use super::flights::RowPurpose;
-use super::rank_table::RankTable;
-use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
 use crate::device::{DeviceError, Event};
 use crate::mesh::DATA;
 use crate::model::{Activation, GradSink, GradSlot, NoHooks, ParamId, SampleKey};
 use crate::session::Session;
 use crate::train::TrainError;
+use crate::train::rank_table::RankTable;
+use crate::train::replica::{MicroBatch, Replica, RowPurpose};
 use crate::train::world::World;
 
 /// The held-out text, cut into blocks.

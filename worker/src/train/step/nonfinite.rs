@@ -10,14 +10,13 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::flights::RowPurpose;
-use super::rank_table::RankTable;
-use super::replica::{MicroBatch, Replica};
 use crate::config::OnNonFinite;
 use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{Activation, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
 use crate::train::TrainError;
+use crate::train::rank_table::RankTable;
+use crate::train::replica::{MicroBatch, Replica, RowPurpose};
 use crate::train::world::World;
 
 /// Steps that were skipped.

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::rank_table::StepRows;
 use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
 use crate::parallel::{CommTimes, DeviceTimes};
 use crate::train::TrainError;
+use crate::train::rank_table::StepRows;
 use crate::train::world::World;
 
 /// Time of the parts of one step.
