@@ -241,6 +241,7 @@ fn key_of(error: &TrainError) -> String {
     match error {
         TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
         TrainError::Mesh(error) => error.key.to_owned(),
+        TrainError::Model(error) => format!("model.{}", error.key),
         TrainError::Pipeline(error) => error.key.to_owned(),
         _ => "parallel".to_owned(),
     }

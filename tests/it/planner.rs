@@ -119,5 +119,5 @@ fn what_is_wrong_is_named() {
     plan(job.dir(), &[&["tiny.yaml"], &sets[..]].concat())
         .expect_exit(2)
         .expect_stderr("`--set parallel.shard_group=3`")
-        .expect_stderr("8 ranks are not groups of 3");
+        .expect_stderr("8 data-parallel ranks are not groups of 3");
 }

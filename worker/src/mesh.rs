@@ -127,6 +127,26 @@ impl MeshShape {
         })
     }
 
+    /// Refuses micro-batches, of so many samples and positions, whose rows the ranks of a tensor group cannot share evenly, where they are to.
+    pub fn check_rows(&self, parallel: &Parallel, rows: [usize; 2]) -> Result<(), MeshError> {
+        let tensor = self.size(&[Axis::Tensor]);
+        let [samples, positions] = rows;
+        if !parallel.sequence || (samples * positions).is_multiple_of(tensor) {
+            return Ok(());
+        }
+        Err(MeshError {
+            key: "parallel.sequence",
+            what: format!(
+                "`parallel.sequence` divides the {samples} × {positions} positions of a micro-batch over {tensor} ranks, which is no whole number"
+            ),
+            hint: format!(
+                "take `train.micro_batch: {}` or `model.block_size: {}`, or leave `parallel.sequence` out",
+                samples.next_multiple_of(tensor),
+                positions.next_multiple_of(tensor),
+            ),
+        })
+    }
+
     /// Ranks along all of `axes`.
     #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {
@@ -294,6 +314,7 @@ impl Mesh {
         axis: Axis,
         pairs: &[[usize; 2]],
         name: impl Fn(usize) -> String,
+        ahead: usize,
     ) -> Result<Vec<Option<Communicator>>, CollectiveError> {
         let (own, along) = (self.index(&[axis]), self.members(&[axis]));
         let mut made = vec![None; pairs.len()];
@@ -306,7 +327,7 @@ impl Mesh {
             let mut members = pairs[pair].map(|coordinate| along[coordinate]);
             members.sort_unstable();
             let name = name(pair);
-            let comm = self.world.split(&name, &members, Executor::Thread)?;
+            let comm = (self.world).split_for_ahead(&name, &members, Executor::Thread, ahead)?;
             self.groups().push(Group {
                 members: members.to_vec(),
                 name,
@@ -397,6 +418,30 @@ mod tests {
             ..WorkerEnv::single()
         };
         MeshShape::new(&parallel, &env).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn rows_that_tensor_ranks_cannot_share_are_refused_with_sizes_that_they_can() {
+        let parallel = Parallel {
+            tensor: 2,
+            sequence: true,
+            ..Parallel::default()
+        };
+        let env = WorkerEnv {
+            world_size: WorldSize(2),
+            local_world_size: 2,
+            ..WorkerEnv::single()
+        };
+        let mesh = MeshShape::new(&parallel, &env).unwrap();
+        let error = |rows| {
+            mesh.check_rows(&parallel, rows)
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(error([1, 32]), Ok(()));
+        insta::assert_snapshot!(error([1, 33]).unwrap_err(), @r"
+        `parallel.sequence` divides the 1 × 33 positions of a micro-batch over 2 ranks, which is no whole number
+          hint: take `train.micro_batch: 2` or `model.block_size: 34`, or leave `parallel.sequence` out
+        ");
     }
 
     #[test]

@@ -6,8 +6,8 @@ mod train_support;
 use std::sync::Arc;
 
 use ddp_worker::config::{
-    LastBatch, LearningRate, ModelKind, Order, PipelineSchedule, Precision, Recompute, Resume, Strategy,
-    TrainConfig,
+    Accumulate, LastBatch, LearningRate, ModelKind, Order, PipelineSchedule, Precision, Recompute, Resume,
+    Strategy, TrainConfig,
 };
 use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
 use ddp_worker::parallel::pipeline::{PipelineShape, interleaved_1f1b};
@@ -27,19 +27,15 @@ const ALL: [PipelineSchedule; 7] = [
     PipelineSchedule::Greedy,
 ];
 
-/// Those whose norm is not of one shard group.
-const STRATEGIES: [Strategy; 1] = [Strategy::Ddp];
-
-/// Untied: its ends share no parameter.
-const KIND: ModelKind = ModelKind::Mlp;
+const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
 /// A few steps of a model of eight layers.
 fn job(change: impl FnOnce(&mut TrainConfig)) -> Job {
     Job::with(|c| {
-        c.model.kind = KIND;
+        // Its ends share the token embedding.
+        c.model.kind = ModelKind::Gpt2;
         c.model.n_layer = 8;
         c.train.steps = 3;
-        c.train.grad_clip = None;
         c.data.order = Order::Sequential;
         change(c);
     })
@@ -68,10 +64,15 @@ fn exists(schedule: PipelineSchedule, stages: usize, micro_batches: usize) -> bo
 
 fn every_schedule_equals_one_rank(stages: usize, accumulations: [usize; 3]) {
     for accumulation in accumulations {
-        let reference = job(|c| c.train.grad_accumulation = accumulation).train(1);
+        let accumulate = |c: &mut TrainConfig| {
+            c.train.grad_accumulation = accumulation;
+            // One micro-batch adds both gradients of a tied weight where they are; two ranks add two sums.
+            c.model.tied = Some(accumulation > 1);
+        };
+        let reference = job(accumulate).train(1);
         for schedule in ALL {
             if exists(schedule, stages, accumulation) {
-                let job = piped(stages, schedule, |c| c.train.grad_accumulation = accumulation);
+                let job = piped(stages, schedule, accumulate);
                 let what = format!("{schedule:?} on {stages} ranks, {accumulation} micro-batches");
                 assert_equal(&reference, &job.train(stages as u32), &what);
             }
@@ -179,6 +180,10 @@ fn a_pipeline_beside_another_equals_data_parallelism() {
         let change = |c: &mut TrainConfig| {
             c.parallel.strategy = strategy;
             c.train.grad_accumulation = 4;
+            // As stages do, whatever is said here.
+            if matches!(strategy, Strategy::Zero2 | Strategy::Zero3) {
+                c.parallel.accumulate = Accumulate::Full;
+            }
         };
         let reference = job(change).train(2);
         for schedule in [PipelineSchedule::OneFOneB, PipelineSchedule::Zbv] {
@@ -186,6 +191,22 @@ fn a_pipeline_beside_another_equals_data_parallelism() {
             assert_equal(&reference, &found, &format!("{strategy:?} under {schedule:?}"));
         }
     }
+}
+
+/// Stages hold other units: the last has only such as stay gathered. All of them still make as many passes.
+#[test]
+fn stages_that_release_nothing_evaluate_as_often_as_others() {
+    let change = |c: &mut TrainConfig| {
+        c.parallel.strategy = Strategy::Zero3;
+        c.parallel.accumulate = Accumulate::Full;
+        c.parallel.persist_below = 256 * 16;
+        c.train.micro_batch = 1;
+        c.train.grad_accumulation = 4;
+    };
+    let reference = job(change).train(2);
+    assert!(reference.summary.val_loss.is_some());
+    let found = piped(4, PipelineSchedule::OneFOneB, change).train(8);
+    assert_equal(&reference, &found, "evaluation of stages that release nothing");
 }
 
 #[test]

@@ -18,6 +18,8 @@ const QUEUE_BOUND: usize = 1024;
 /// An operation gets this long after its time-out to report the time-out itself, with the better error.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// Bound of any operation.
+const LONGEST: Duration = Duration::from_hours(24 * 7);
 /// Longest wait for a buffer to be ready between two checks of the cancel token, which events do not know.
 const INPUT_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -215,11 +217,24 @@ impl Communicator {
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
     /// (ranks of this group, ascending), and with no operation in flight.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
+        self.split_for_ahead(name, members, executor, 1)
+    }
+
+    /// The same, for operations that are put in the queue while up to so many others are still to come before them: each
+    /// may take as many times the time-out. Who needs its result bounds the wait for it.
+    pub fn split_for_ahead(
+        &self,
+        name: &str,
+        members: &[usize],
+        executor: Executor,
+        ahead: usize,
+    ) -> Result<Self, CollectiveError> {
         let transport = self.driver().set_up("split", 0, name, |transport, wait| {
             transport.split(name, members, wait)
         })?;
         let info = &*self.0.info;
-        let bounds = (info.timeout, &info.cancel);
+        let times = u32::try_from(ahead).unwrap_or(u32::MAX).max(1);
+        let bounds = (info.timeout.saturating_mul(times).min(LONGEST), &info.cancel);
         Ok(Self::over(
             name,
             transport,

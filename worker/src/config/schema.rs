@@ -134,6 +134,17 @@ pub struct RopeScaling {
     pub original_positions: usize,
 }
 
+impl RopeScaling {
+    /// True if all numbers are above 0, and the lower factor below the higher one.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        let numbers = [self.factor, self.low_freq_factor, self.high_freq_factor];
+        numbers.iter().all(|x| x.is_finite() && *x > 0.0)
+            && self.low_freq_factor < self.high_freq_factor
+            && self.original_positions > 0
+    }
+}
+
 /// `model.kind`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

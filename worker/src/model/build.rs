@@ -129,7 +129,7 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
         return Err(ModelError { key, what, hint });
     }
     let (n_embd, n_head) = (config.n_embd, config.n_head);
-    if !n_embd.is_multiple_of(n_head) {
+    if config.kind != config::ModelKind::Mlp && !n_embd.is_multiple_of(n_head) {
         let divisible = n_embd.next_multiple_of(n_head);
         return Err(ModelError {
             key: "n_embd",
@@ -153,6 +153,7 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
             hint: "take another `model.n_head`, so that `model.n_embd` / `model.n_head` is even".to_owned(),
         });
     }
+    check_rotary(config)?;
     if vocab < tokenizer {
         return Err(ModelError {
             key: "vocab_size",
@@ -163,6 +164,25 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
         });
     }
     Ok(vocab)
+}
+
+/// Refuses angles that are none. A head's size is right already.
+fn check_rotary(config: &config::Model) -> Result<(), ModelError> {
+    let PositionKind::Rotary { theta, scaling } = Decoder::of(config).position_kind else {
+        return Ok(());
+    };
+    let (key, what) = match scaling {
+        _ if !theta.is_normal() || theta <= 0.0 => ("rope_theta", format!("`model.rope_theta` is {theta}")),
+        Some(scaling) if !scaling.is_valid() => {
+            ("rope_scaling", format!("`model.rope_scaling` is {scaling:?}"))
+        }
+        _ => return Ok(()),
+    };
+    Err(ModelError {
+        key,
+        what,
+        hint: "all numbers must be above 0, and `low_freq_factor` below `high_freq_factor`".to_owned(),
+    })
 }
 
 /// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; none
@@ -648,6 +668,16 @@ mod tests {
         `model.n_embd` is 18446744073709551615, more than 131072
           hint: is there a digit too many?
         ");
+        let rotary = error(config::Model {
+            rope_scaling: Some(config::RopeScaling {
+                factor: 8.0,
+                low_freq_factor: 4.0,
+                high_freq_factor: 4.0,
+                original_positions: 8,
+            }),
+            ..config(ModelKind::Llama)
+        });
+        assert_eq!(rotary.key, "rope_scaling");
         let vocab = error(config::Model {
             vocab_size: Some(100),
             ..gpt2

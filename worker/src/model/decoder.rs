@@ -130,6 +130,14 @@ impl Names {
         }
     }
 
+    /// True of a parameter of a layer, of any kind of model.
+    #[must_use]
+    pub fn are_of_a_layer(key: &str) -> bool {
+        [&GPT2, &LLAMA, &MLP]
+            .iter()
+            .any(|names| names.layer_of(key).is_some())
+    }
+
     /// Which layer a tensor is of, by its name, and the rest of the name: 3 and `mlp.down_proj.weight`.
     #[must_use]
     pub fn layer_of<'a>(&self, tensor: &'a str) -> Option<(usize, &'a str)> {

@@ -17,7 +17,7 @@ use super::rules::{StepMemory, muon_blend, muon_descend, muon_momentum};
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::OptimizerConfig;
 use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
-use crate::model::{ParamId, ParamSpec};
+use crate::model::{Names, ParamId, ParamSpec};
 use crate::ops::{
     CHUNK, ClipScale, LinearDweight, LinearForward, LinearShape, Op, Rates, Runs, SquaredNorm, Update,
     UpdateRule, WeightLayout,
@@ -35,7 +35,7 @@ const ADAMW_RMS: f64 = 0.2;
 
 /// True of the parameters that Muon updates: matrices of the blocks.
 pub(super) fn is_hidden_matrix(spec: &ParamSpec) -> bool {
-    spec.global_shape.len() == 2 && spec.key.starts_with("h.")
+    spec.global_shape.len() == 2 && Names::are_of_a_layer(&spec.key)
 }
 
 /// The matrices of which this rank owns a part, and memory to make one of them orthogonal.
@@ -316,12 +316,37 @@ fn blend((keep, x): (f32, &Buffer), (add, y): (f32, &Buffer), scale: &Buffer) ->
 mod tests {
     use super::*;
     use crate::collective::{Executor, SingleRank};
+    use crate::config::ModelKind;
     use crate::config::OptimizerKind;
     use crate::device::CpuDevice;
     use crate::model::{AxisRole, GroupId, Init};
     use crate::optim::{Optimizer, StateMemory, UpdateStep};
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig, Portion};
     use crate::session::Cancel;
+
+    #[test]
+    fn the_matrices_of_the_layers_are_muons_in_every_kind_of_model() {
+        for kind in [ModelKind::Gpt2, ModelKind::Llama, ModelKind::Mlp] {
+            let config = crate::config::Model {
+                kind,
+                n_layer: 2,
+                n_embd: 8,
+                block_size: 4,
+                tied: Some(false),
+                ..crate::config::Model::default()
+            };
+            let model = crate::model::build(&config, 16).unwrap();
+            let hidden = model.params.iter().filter(|spec| is_hidden_matrix(spec)).count();
+            let matrices = model
+                .params
+                .iter()
+                .filter(|spec| spec.global_shape.len() == 2)
+                .count();
+            // All but the embeddings and the head.
+            let others = if kind == ModelKind::Gpt2 { 3 } else { 2 };
+            assert_eq!(hidden, matrices - others, "{kind:?}");
+        }
+    }
 
     /// Row-major.
     #[derive(Clone)]

@@ -113,12 +113,13 @@ fn tag(transfer: &Transfer) -> String {
 }
 
 impl EdgeQueues {
-    /// Of this rank, between the stages of `placement`. Messages have the given shape and type. Every rank of the mesh must
+    /// Of this rank, between the stages of `placement`. Messages have the given shape and type, and
+    /// are received up to `ahead` actions before they are sent. Every rank of the mesh must
     /// call it, with no operation of the world in flight.
     pub fn connect(
         mesh: &Mesh,
         (device, stream): (&Arc<dyn Device>, Stream),
-        (placement, capacity): (&Placement, usize),
+        (placement, capacity, ahead): (&Placement, usize, usize),
         (shape, dtype): (&[usize], DType),
     ) -> Result<Self, CollectiveError> {
         let edges = edges(placement);
@@ -127,7 +128,7 @@ impl EdgeQueues {
             let edge: Edge = edges[pair];
             format!("{} {} to {}", noun(edge), edge.from, edge.to)
         };
-        let comms = mesh.pairs(Axis::Pipeline, &pairs, name)?;
+        let comms = mesh.pairs(Axis::Pipeline, &pairs, name, ahead)?;
         let own = mesh.index(&[Axis::Pipeline]);
         let (mut outgoing, mut incoming) = (BTreeMap::new(), BTreeMap::new());
         for (edge, comm) in edges.iter().zip(comms) {

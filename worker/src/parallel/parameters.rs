@@ -249,7 +249,8 @@ impl Parameters {
     /// True if every pass over the blocks is a collective one: all ranks must make as many.
     #[must_use]
     pub fn moves_together(&self) -> bool {
-        self.plan.persists.contains(&false)
+        // Not of this rank's units: other stages have others, and all make as many passes.
+        matches!(self.own, Portion::Shard(_))
     }
 
     /// Time that parameters took since the last call, as far as the host saw it.

@@ -50,6 +50,7 @@ impl Settings {
     /// Compares all that changes what the same numbers compute.
     pub(super) fn compare(&self, model: &Model, misfit: &mut Misfit) {
         let published = self.compare_kind(model.kind, misfit);
+        self.check_types(published, misfit);
         // What follows from a kind or a size is no difference of its own: it is compared as if that was mended.
         let mut model = Model {
             kind: published.kind,
@@ -82,6 +83,44 @@ impl Settings {
                 misfit.is_foreign(format!(
                     "`{key}` is {there} there and {here} here, channels over heads"
                 ));
+            }
+        }
+    }
+
+    /// Refuses what is there and cannot be read: it is not left out.
+    fn check_types(&self, published: &Published, misfit: &mut Misfit) {
+        type Form = (fn(&Value) -> bool, &'static str);
+        const WHOLE: Form = (Value::is_u64, "a whole number");
+        const NUMBER: Form = (Value::is_number, "a number");
+        let mut check = |section: &Map<String, Value>, key: &str, (is, what): Form| {
+            if let Some(there) = section.get(key).filter(|there| !there.is_null() && !is(there)) {
+                misfit.is_foreign(format!("`{key}` is {} there, expected {what}", words(there)));
+            }
+        };
+        let sizes = published.sizes.iter().map(|size| size.published);
+        for key in sizes
+            .chain(published.positions.iter().copied())
+            .chain([Published::HEAD_SIZE])
+        {
+            check(&self.0, key, WHOLE);
+        }
+        for key in [Published::EPSILON.0, Published::THETA.0] {
+            check(&self.0, key, NUMBER);
+        }
+        check(&self.0, "model_type", (Value::is_string, "a word"));
+        check(&self.0, Published::TIED, (Value::is_boolean, "`true` or `false`"));
+        for key in Published::SCALING {
+            check(&self.0, key, (Value::is_object, "a section"));
+            let Some(section) = self.get(key).and_then(Value::as_object) else {
+                continue;
+            };
+            let [factor, low, high, positions] = Published::SCALING_KEYS;
+            for key in [factor, low, high, Published::THETA.0] {
+                check(section, key, NUMBER);
+            }
+            check(section, positions, WHOLE);
+            for key in ["rope_type", "type"] {
+                check(section, key, (Value::is_string, "a word"));
             }
         }
     }

@@ -70,7 +70,7 @@ impl Replica {
         let edges = EdgeQueues::connect(
             &world.mesh,
             (&world.device, world.stream),
-            (plan.placement(), plan.capacity()),
+            (plan.placement(), plan.capacity(), plan.actions()),
             (&shape.activations(&model.part), model.dtype()),
         )?;
         let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));

@@ -334,7 +334,10 @@ fn agree(
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
     signature.model(&blueprint.model, &blueprint.whole);
-    signature.field("schedule of the pipeline", blueprint.plan.text());
+    signature.field(
+        "schedule of the pipeline (`parallel.pipeline`)",
+        blueprint.plan.signature(),
+    );
     signature.field("kind of device", choice.kind());
     let (env, store) = (session.env(), session.store());
     let agreement = Agreement {

@@ -12,6 +12,9 @@
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
+use std::collections::BTreeSet;
+use std::io::Read as _;
+use std::path::Path;
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
@@ -20,6 +23,7 @@ use super::TrainError;
 use super::idle_world::idle_world;
 use super::schedule::{MicroBatchShape, rehearse};
 use super::world::World;
+use crate::checkpoint::open_to_read;
 use crate::config::{
     self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
 };
@@ -132,6 +136,10 @@ impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let mesh = MeshShape::new(&config.parallel, env)?;
         check_whole_matrices(&config.train.optimizer, &mesh)?;
+        mesh.check_rows(
+            &config.parallel,
+            [config.train.micro_batch, config.model.block_size],
+        )?;
         let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
         let part = part_of(config, &mesh, &plan, rank);
         let (model, layout) = held(config, &mesh, &part)?;
@@ -146,11 +154,12 @@ impl Blueprint {
         // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
         let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
         let longest = if is_piped { accumulation } else { 1 };
-        let shortest = match config.data.last_batch {
-            LastBatch::Wrap => longest,
-            LastBatch::Short => 1,
+        // A few lengths are enough: what finds no place in the memory is put beside it.
+        let steps = match config.data.last_batch {
+            LastBatch::Wrap => BTreeSet::from([longest]),
+            LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
         };
-        let steps = (shortest..=longest).rev();
+        let steps = steps.into_iter().rev();
         Ok(Self {
             whole,
             layout,
@@ -206,6 +215,19 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
     )))
 }
 
+/// Text of a file, if it is no larger than a schedule can be.
+fn read_schedule(path: &Path) -> std::io::Result<String> {
+    const LARGEST: u64 = 1 << 24;
+    let mut text = String::new();
+    let read = open_to_read(path)?.take(LARGEST + 1).read_to_string(&mut text)? as u64;
+    if read > LARGEST {
+        return Err(std::io::Error::other(format!(
+            "it is larger than {LARGEST} bytes"
+        )));
+    }
+    Ok(text)
+}
+
 /// The schedule of every rank, and the layers of every stage.
 fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
     let pipeline = &config.parallel.pipeline;
@@ -227,7 +249,7 @@ fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
         head: arithmetic(0, vocabulary),
     };
     let csv = pipeline.file.as_deref().map(|path| {
-        std::fs::read_to_string(path).map_err(|error| {
+        read_schedule(path).map_err(|error| {
             TrainError::Refused(format!(
                 "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
                 path.display()

@@ -756,7 +756,7 @@ impl FlightRecorder {
 mod tests {
     use super::*;
     use crate::collective::operation::{ReduceOp, Traffic};
-    use crate::device::{CpuDevice, Signal};
+    use crate::device::{Memory, Signal};
 
     #[test]
     fn other_operations_and_communicators_name_the_one_that_failed() {
@@ -802,12 +802,40 @@ mod tests {
     }
 
     fn enqueue(recorder: &mut FlightRecorder, sequence: u64, now: Instant) -> (Signal, Signal) {
+        let (buffer, _) = buffer();
+        enqueue_on(recorder, buffer, sequence, now)
+    }
+
+    /// Memory that shows when it is freed.
+    struct Traced {
+        _alive: Arc<()>,
+    }
+
+    // SAFETY: there is no host pointer.
+    unsafe impl Memory for Traced {
+        fn bytes(&self) -> usize {
+            4096
+        }
+    }
+
+    /// A buffer, and what is alive as long as its memory.
+    fn buffer() -> (Buffer, Weak<()>) {
+        let alive = Arc::new(());
+        let trace = Arc::downgrade(&alive);
         let spec = ArenaSpec::private("test", DType::F32, 1024);
-        let memory = CpuDevice::new(1).unwrap().alloc(&spec).unwrap().whole();
+        (Arena::new(&spec, Traced { _alive: alive }).whole(), trace)
+    }
+
+    fn enqueue_on(
+        recorder: &mut FlightRecorder,
+        buffer: Buffer,
+        sequence: u64,
+        now: Instant,
+    ) -> (Signal, Signal) {
         let ((started, start), (done, end)) = (Event::pair("start"), Event::pair("end"));
         let request = Request {
             operation: Operation::AllReduce(ReduceOp::Max),
-            buffer: memory,
+            buffer,
             traffic: Traffic::Grads,
             tag: format!("bucket {sequence}"),
         };
@@ -854,6 +882,32 @@ mod tests {
         start.set(Err(error.clone()));
         recorder.update(now);
         assert_eq!(recorder.failed, Some((7, error)));
+    }
+
+    #[test]
+    fn the_memory_of_an_operation_is_kept_until_the_stream_has_passed_it_but_of_a_failed_one_for_longer() {
+        let (mut recorder, now) = (FlightRecorder::default(), Instant::now());
+        let traces = [Ok(()), Err(DeviceError::Upstream("no gradient".into()))].map(|input| {
+            let (buffer, trace) = buffer();
+            let (start, end) = enqueue_on(&mut recorder, buffer, 0, now);
+            start.set(input.clone());
+            // A device may say of both events that they have failed, though the operation is in its stream.
+            end.set(input);
+            assert!(trace.upgrade().is_some());
+            recorder.update(now);
+            trace
+        });
+        // Also when it is no more among those that are remembered.
+        for sequence in 1..=REMEMBERED as u64 {
+            drop(enqueue(&mut recorder, sequence, now));
+            recorder.update(now);
+        }
+        assert_eq!(
+            traces.each_ref().map(|trace| trace.upgrade().is_some()),
+            [false, true]
+        );
+        drop(recorder);
+        assert!(traces[1].upgrade().is_none());
     }
 
     #[test]

@@ -66,7 +66,8 @@ impl Llama3Scaling {
     fn is_valid(&self) -> bool {
         let numbers = [self.factor, self.low_freq_factor, self.high_freq_factor];
         let positive = |x: &f64| x.is_finite() && *x > 0.0;
-        numbers.iter().all(positive) && self.low_freq_factor < self.high_freq_factor
+        let has_positions = self.original_max_position_embeddings > 0;
+        numbers.iter().all(positive) && self.low_freq_factor < self.high_freq_factor && has_positions
     }
 }
 

@@ -37,6 +37,9 @@ pub struct PlanError {
     hint: String,
 }
 
+/// Forward passes of a schedule, at most. Schedules are made, checked and simulated before anything starts.
+const MAX_CELLS: usize = 1 << 16;
+
 fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanError {
     let hint = hint.into();
     PlanError { key, what, hint }
@@ -48,6 +51,8 @@ pub struct PipelinePlan {
     name: &'static str,
     /// By stage.
     layers: Vec<Range<usize>>,
+    micro_batches: usize,
+    /// Of a step; without a pipeline of one micro-batch.
     training: Schedule,
     evaluation: Schedule,
     capacity: usize,
@@ -62,8 +67,9 @@ impl PipelinePlan {
         costs: &LayerCosts,
     ) -> Result<Self, PlanError> {
         check_single(config)?;
+        let scheduled = if config.stages == 1 { 1 } else { micro_batches };
         let made = match csv {
-            None => generated(config, micro_batches)?,
+            None => generated(config, scheduled)?,
             Some(text) => read(config, micro_batches, text)?,
         };
         let key = if csv.is_some() { FILE } else { SCHEDULE };
@@ -79,6 +85,7 @@ impl PipelinePlan {
         Ok(Self {
             name: csv.map_or(name(config.schedule), |_| "from a file"),
             layers,
+            micro_batches,
             training,
             evaluation,
             capacity,
@@ -106,7 +113,17 @@ impl PipelinePlan {
     /// Micro-batches of a step, at most.
     #[must_use]
     pub fn micro_batches(&self) -> usize {
-        self.training.micro_batches()
+        self.micro_batches
+    }
+
+    /// Actions of a step, at most, of a rank.
+    #[must_use]
+    pub fn actions(&self) -> usize {
+        let ranks = 0..self.placement().ranks();
+        ranks
+            .map(|rank| self.training.actions(rank).count())
+            .max()
+            .unwrap_or(0)
     }
 
     /// Messages that the queue of an edge must hold.
@@ -118,13 +135,13 @@ impl PipelinePlan {
     /// What a rank does in a step of so many micro-batches, which are no more than [`PipelinePlan::micro_batches`].
     #[must_use]
     pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
-        first(&self.training, rank, micro_batches)
+        self.first(&self.training, rank, micro_batches)
     }
 
     /// What a rank does to compute the losses of so many micro-batches, as for [`PipelinePlan::row`].
     #[must_use]
     pub fn evaluation_row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
-        first(&self.evaluation, rank, micro_batches)
+        self.first(&self.evaluation, rank, micro_batches)
     }
 
     /// The blocks of each chunk of a rank, counted from the embedding, which the first stage has. The last one has the head.
@@ -148,18 +165,38 @@ impl PipelinePlan {
         simulated.map_or(0.0, |simulated| simulated.bubble_fraction())
     }
 
-    /// All of it as text, for ranks to compare.
+    /// Hash of all of it, for ranks to compare.
     #[must_use]
-    pub fn text(&self) -> String {
+    pub fn signature(&self) -> String {
         let schedule = csv::write(&self.training, CsvFormat::ComputeComms);
-        format!("layers {:?}\n{schedule}", self.layers)
+        let text = format!(
+            "layers {:?}, {} micro-batches\n{schedule}",
+            self.layers, self.micro_batches
+        );
+        blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
     }
-}
 
-/// A rank's actions but for those of micro-batches from `micro_batches` on.
-fn first(schedule: &Schedule, rank: usize, micro_batches: usize) -> Vec<Action> {
-    let is_of_them = |action: &Action| action.micro_batch.is_none_or(|number| number < micro_batches);
-    schedule.actions(rank).filter(is_of_them).collect()
+    /// A rank's actions but for those of micro-batches from `micro_batches` on.
+    fn first(&self, schedule: &Schedule, rank: usize, micro_batches: usize) -> Vec<Action> {
+        if schedule.micro_batches() == self.micro_batches {
+            let is_of_them = |action: &Action| action.micro_batch.is_none_or(|number| number < micro_batches);
+            return schedule.actions(rank).filter(is_of_them).collect();
+        }
+        // Without a pipeline: one after the other, then what is done once.
+        let numbered = (0..micro_batches).flat_map(|number| {
+            let actions = schedule
+                .actions(rank)
+                .filter(|action| action.micro_batch.is_some());
+            actions.map(move |action| Action {
+                micro_batch: Some(number),
+                ..action
+            })
+        });
+        let once = schedule
+            .actions(rank)
+            .filter(|action| action.micro_batch.is_none());
+        numbered.chain(once).collect()
+    }
 }
 
 /// Without a pipeline there is nothing to say about one.
@@ -193,6 +230,17 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
         },
         micro_batches,
     };
+    let cells = [shape.ranks, shape.chunks, micro_batches];
+    if cells.into_iter().fold(1, usize::saturating_mul) > MAX_CELLS {
+        return Err(refused(
+            "train.grad_accumulation",
+            format!(
+                "a schedule of {} ranks × {} chunks × {micro_batches} micro-batches has more than {MAX_CELLS} forward passes",
+                shape.ranks, shape.chunks
+            ),
+            "take fewer micro-batches, or larger ones",
+        ));
+    }
     let made: Result<Schedule, ShapeError> = match kind {
         PipelineSchedule::GPipe => gpipe(shape),
         PipelineSchedule::OneFOneB => one_f_one_b(shape),
@@ -226,6 +274,18 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
                 config.stages
             ),
             format!("set `{STAGES}: {ranks}`, or take another file"),
+        ));
+    }
+    // Tied weights are on the first and the last rank, or on the first alone.
+    let ends = [0, stages - 1].map(|stage| schedule.placement().rank_of(stage));
+    if ends[0] != 0 || (ends[1] != 0 && ends[1] != ranks - 1) {
+        return Err(refused(
+            FILE,
+            format!(
+                "`{FILE}` has the first stage on rank {}, and the last on rank {}",
+                ends[0], ends[1]
+            ),
+            "put the first stage on the first row, and the last on the last row or on the first",
         ));
     }
     if let Some(chunks) = config.chunks.filter(|chunks| chunks * ranks != stages) {

@@ -128,7 +128,11 @@ fn layers_are_divided_by_cost_or_as_they_are_given() {
     let given = plan(&config, 4, 10).unwrap();
     assert_eq!(given.chunks_of(3), [7..12]);
     assert_eq!(sizes(given), [2, 2, 2, 4]);
-    assert!(!plan(&config, 4, 10).unwrap().text().is_empty());
+    config.layers = None;
+    assert_ne!(
+        plan(&config, 4, 10).unwrap().signature(),
+        plan(&config, 4, 11).unwrap().signature()
+    );
 }
 
 #[test]

@@ -106,7 +106,7 @@ impl<'a> Stage<'a> {
         let edges = EdgeQueues::connect(
             mesh,
             (&self.device, STREAM),
-            (plan.placement(), plan.capacity()),
+            (plan.placement(), plan.capacity(), plan.actions()),
             (&self.shape.activations(&self.model.part), self.model.dtype()),
         )?;
         Ok(Flights::new(plan.clone(), edges))

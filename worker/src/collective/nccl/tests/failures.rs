@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::fake::{BROKEN, FakeDevice, Fault};
 use super::functions::{functions, old_version};
-use super::{Rank, SUM, World, deadline, done, failure, launch, nccl};
+use super::{Rank, SUM, World, deadline, done, failure, launch, nccl, read};
 use crate::collective::nccl::library::Nccl;
 use crate::collective::nccl::library::Status;
 use crate::collective::{Executor, Failure, Launch, Traffic};
-use crate::device::{Device, Event};
+use crate::device::{Device, DeviceError, Event};
 
 /// A time-out for tests in which something times out; nothing is shorter than that.
 const SHORT: Duration = Duration::from_millis(300);
@@ -348,6 +348,35 @@ fn what_is_left_without_a_word_keeps_its_memory_and_calls_nothing() {
     assert_eq!((log.aborted, log.destroyed, log.violations), (0, 0, vec![]));
     // The arena outlives its communicator, as it does without this test's own clone.
     assert!(memory.iter().all(|arena| arena.len() == 16));
+}
+
+/// Its input has failed, but the library has it: the other rank finds it in the stream when its own rank is gone, which
+/// knew of the failure at once.
+#[test]
+fn what_is_left_without_its_input_keeps_its_memory() {
+    let world = World::of(2, &[]);
+    let is_gone = std::sync::Barrier::new(2);
+    world.run(|rank| {
+        if rank.rank() == 0 {
+            let arena = rank.arena(&[1.0_f32; 64]);
+            let input = Event::failed(DeviceError::Upstream("no gradient".into()));
+            let launch = Launch::after(input, Traffic::Grads, "bucket 0");
+            let (words, _) = failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch));
+            assert!(words.ends_with("no gradient"), "{words}");
+            drop((arena, rank));
+            is_gone.wait();
+            return;
+        }
+        is_gone.wait();
+        let arena = rank.arena(&[1.0_f32; 64]);
+        let work = rank.comm.all_reduce(&arena.whole(), SUM, launch("bucket 0"));
+        // The watchdog of rank 0 may have looked before its rank was gone.
+        let is_aborted = || world.fake.log().aborted == 1;
+        eventually("the sum, or the abort", || work.is_done() || is_aborted());
+        if work.is_done() {
+            assert_eq!(read::<f32>(&arena.whole()), [2.0; 64]);
+        }
+    });
 }
 
 /// The thread that aborts is not the one that ends the process.
