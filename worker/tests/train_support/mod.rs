@@ -10,7 +10,7 @@ pub mod watched;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
@@ -215,6 +215,20 @@ impl Trained {
     /// Bytes of gradients that rank 0 sent in all.
     pub fn grad_bytes(&self) -> u64 {
         self.metrics.iter().map(|line| line.wire_bytes.grads).sum()
+    }
+}
+
+/// All files below `from`, also into a folder that is not there yet.
+pub fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_folder(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), &target).unwrap();
+        }
     }
 }
 
