@@ -72,6 +72,61 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
     assert_eq!(config["num_key_value_heads"], 4);
 }
 
+const DOCUMENT: &str = "docs/PARALLELISM.md";
+
+/// A number as the document writes it.
+fn grouped(bytes: u64) -> String {
+    let digits = bytes.to_string();
+    let groups = digits.as_bytes().rchunks(3).rev();
+    let groups: Vec<_> = groups.map(|group| String::from_utf8_lossy(group)).collect();
+    groups.join(",")
+}
+
+/// All of them train on the samples of its first command, and what they send is in the text.
+#[test]
+fn every_command_of_the_document_on_parallelism_has_the_losses_of_one_rank() {
+    let text = std::fs::read_to_string(repository(DOCUMENT)).expect("readable");
+    let commands = text.lines().filter_map(|line| line.strip_prefix("    try "));
+    let dir = temp_dir();
+    let held_out = dir.path().join("val.txt");
+    std::fs::write(&held_out, "The body of a compound statement.\n".repeat(20)).expect("writable");
+    let mut expected: Vec<f64> = Vec::new();
+    let mut seen = 0;
+    for command in commands {
+        let words: Vec<&str> = command.split_whitespace().collect();
+        let ranks = words[0].parse().expect("a number of ranks");
+        let launch = launch().nproc(ranks).words(&words[1..]).dir(dir.path());
+        let launch = launch
+            .set("train.steps=3")
+            .set("run.out_dir=try")
+            .set("run.overwrite=true");
+        let launch = launch.set(&format!("data.val={}", held_out.display()));
+        launch
+            .target(repository("examples/single-node/train.yaml"))
+            .run()
+            .expect_exit(0);
+        let found = losses(&dir.path().join("try"));
+        if expected.is_empty() {
+            expected.clone_from(&found);
+        }
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 1e-5 * expected,
+                "{command}: {found} and {expected}"
+            );
+        }
+        let sent = &metrics(&dir.path().join("try"))[2]["wire_bytes"];
+        // Of the layouts on eight ranks the document has the formulas only.
+        for kind in ["grads", "activations"] {
+            let bytes = grouped(sent[kind].as_u64().expect("a number"));
+            let is_said = ranks > 2 || text.contains(&bytes);
+            assert!(is_said, "{command}: {kind} {bytes} is not in {DOCUMENT}");
+        }
+        seen += 1;
+    }
+    assert!(seen >= 14, "{seen} commands");
+}
+
 /// Nats per byte at the end of a whole run: of the text's pairs of bytes, and of the model.
 fn bigram_and_validation(name: &str, ranks: u32) -> [f64; 2] {
     let dir = temp_dir();
@@ -89,8 +144,8 @@ fn bigram_and_validation(name: &str, ranks: u32) -> [f64; 2] {
 #[ignore = "minutes of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_three_d_is_reached() {
     let [bigram, loss] = bigram_and_validation("three-d", 8);
-    assert!(loss < bigram - 0.3, "{loss} against {bigram}");
-    assert!((loss - 1.98).abs() < 0.02, "{loss}");
+    assert!(loss < bigram - 0.5, "{loss} against {bigram}");
+    assert!((loss - 1.90).abs() < 0.02, "{loss}");
 }
 
 #[test]
