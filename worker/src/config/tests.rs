@@ -472,10 +472,16 @@ fn tensor_ranks_share_the_positions_of_a_micro_batch_evenly() {
         ];
         load_good(&[&sets[..], more].concat())
     };
-    insta::assert_snapshot!(shared(&["train.micro_batch=2"]).unwrap_err(), @"");
+    insta::assert_snapshot!(shared(&["train.micro_batch=2"]).unwrap_err(), @r"
+    `--set parallel.sequence=true`: `parallel.sequence: true` shares the positions of a micro-batch, but 2 × 15 of them cannot be divided over 4 tensor ranks; `train.micro_batch: 4` would do
+      hint: change `train.micro_batch` or `model.block_size`, or leave `parallel.sequence` out
+    ");
     assert!(shared(&["train.micro_batch=4"]).is_ok());
     assert!(shared(&["train.micro_batch=2", "parallel.sequence=false"]).is_ok());
-    insta::assert_snapshot!(set("parallel.sequence=true"), @"");
+    insta::assert_snapshot!(set("parallel.sequence=true"), @r"
+    `--set parallel.sequence=true`: `parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with
+      hint: set `parallel.tensor`, or leave it out
+    ");
 }
 
 #[test]
