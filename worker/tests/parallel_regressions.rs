@@ -7,7 +7,7 @@ mod train_support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use ddp_worker::checkpoint::{Disk, Reader, Storage, TensorKind, Which, export};
+use ddp_worker::checkpoint::{Disk, Reader, Storage, Which, export};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
     Rescale, Resume, Strategy, TrainConfig,
@@ -147,25 +147,9 @@ fn every_layout_equals_one_rank(change: impl Fn(&mut TrainConfig)) -> Trained {
     alone
 }
 
-/// Parameters of the last checkpoint.
-fn parameters(job: &Job) -> BTreeMap<String, Vec<f32>> {
-    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    let tensors = reader.manifest().tensors.iter();
-    let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
-    parameters
-        .map(|tensor| {
-            let bytes = reader.read_whole(&tensor.name).unwrap();
-            let values = bytes
-                .chunks_exact(4)
-                .map(|x| f32::from_le_bytes(x.try_into().unwrap()));
-            (tensor.name.key.clone(), values.collect())
-        })
-        .collect()
-}
-
 /// How far the parameters are apart, in parts of what training changed.
 fn distance(one: &Job, other: &Job, start: &Job) -> f64 {
-    let [one, other, start] = [one, other, start].map(parameters);
+    let [one, other, start] = [one, other, start].map(Job::parameters);
     let squares = |from: &BTreeMap<String, Vec<f32>>| -> f64 {
         let pairs = one.iter().flat_map(|(key, values)| values.iter().zip(&from[key]));
         pairs.map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum()
@@ -265,7 +249,7 @@ fn tied_weights_are_one_matrix_under_a_pipeline() {
         };
         let job = ALONE.job(tied);
         let alone = job.train(1);
-        let table = parameters(&job);
+        let table = job.parameters();
         assert!(
             !table.keys().any(|key| key.starts_with("lm_head")),
             "{:?}",
@@ -526,7 +510,7 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
         c.model.vocab_size = Some(264);
         c.train.steps = 1;
     };
-    let rows = |job: &Job| parameters(job)["wte.weight"].len() / job.config.model.n_embd;
+    let rows = |job: &Job| job.parameters()["wte.weight"].len() / job.config.model.n_embd;
     let alone = ALONE.job(padded);
     alone.train(1);
     for layout in LAYOUTS {
@@ -549,8 +533,8 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
     fresh.train(1);
     let known = 264 * alone.config.model.n_embd;
     let expected = [
-        &parameters(&alone)["wte.weight"][..],
-        &parameters(&fresh)["wte.weight"][known..],
+        &alone.parameters()["wte.weight"][..],
+        &fresh.parameters()["wte.weight"][known..],
     ]
     .concat();
     for layout in [ALONE, cut(2, true), cut(4, false), LAYOUTS[6]] {
@@ -559,7 +543,7 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
             c.model.init_from = Some(path.clone());
         });
         job.train(layout.ranks());
-        assert_eq!(parameters(&job)["wte.weight"], expected, "{layout:?}");
+        assert_eq!(job.parameters()["wte.weight"], expected, "{layout:?}");
     }
     let refused = cut(4, false)
         .job(|c| c.model.vocab_size = Some(258))

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
-use ddp_worker::checkpoint::{Reader, Storage, Which};
+use ddp_worker::checkpoint::{Reader, Storage, TensorKind, Which};
 use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
@@ -180,6 +180,21 @@ impl Job {
             .map(|tensor| {
                 let bytes = reader.read_whole(&tensor.name).unwrap();
                 (tensor.name.to_string(), blake3::hash(&bytes).to_hex().to_string())
+            })
+            .collect()
+    }
+
+    /// Parameters of the latest checkpoint.
+    pub fn parameters(&self) -> BTreeMap<String, Vec<f32>> {
+        let reader = Reader::open(&self.out_dir(), Which::Latest).unwrap();
+        let tensors = reader.manifest().tensors.iter();
+        let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
+        parameters
+            .map(|tensor| {
+                let bytes = reader.read_whole(&tensor.name).unwrap();
+                let words = bytes.chunks_exact(4);
+                let values = words.map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+                (tensor.name.key.clone(), values.collect())
             })
             .collect()
     }
