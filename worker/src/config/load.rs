@@ -269,7 +269,7 @@ fn strategy(config: &TrainConfig) -> [Rule; 8] {
     let is_narrowed = parallel.reduce_dtype == ReduceDtype::Bf16;
     let (samples, positions) = (config.train.micro_batch, config.model.block_size);
     let fits = |samples: &usize| (samples * positions).is_multiple_of(tensor);
-    let above = (samples..).find(fits).unwrap_or_default();
+    let above = (samples..samples + tensor).find(fits).unwrap_or(samples);
     [
         (
             strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed,
