@@ -10,7 +10,7 @@ use super::settings::{NAMES, Settings};
 use super::target::TargetKind;
 use super::values;
 
-/// Start, synchronise and keep alive data-parallel training.
+/// Start, synchronise and keep alive parallel training.
 ///
 /// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by $PYTHON_EXEC or the
 /// environment's `python3 -u`) or any program. Everything after a script or a program belongs to it; after a `.yaml`,

@@ -2,7 +2,7 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies stall --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies layouts stall --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
@@ -198,8 +198,14 @@ def workers_of(job):
     return [pathlib.Path("/proc") / pid for pid in out.split()]
 
 
-def our_steps(name, steps, folder, strategy="ddp", precision="f32"):
-    """Lines of `steps` steps after 3. The job is killed then: validation and the last checkpoint are not of interest."""
+def peak_rss(rank):
+    """MiB that a process has used at most so far."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", (rank / "status").read_text()).group(1)) / 1024
+
+
+def our_steps(name, steps, folder, strategy="ddp", precision="f32", ranks=2, more=()):
+    """Lines of `steps` steps after 3, and the peak RSS of the largest rank in MiB. `more` are settings as pairs. The job is
+    killed then: validation and the last checkpoint are not of interest."""
     layers, heads, width, vocab, positions, batch = CONFIGS[name]
     out = pathlib.Path(folder) / "run"
     yaml = pathlib.Path(folder) / "bench.yaml"
@@ -210,19 +216,22 @@ def our_steps(name, steps, folder, strategy="ddp", precision="f32"):
         f"train: {{steps: 100000, micro_batch: {batch}, threads: 1, precision: {precision}}}\n"
         f"parallel: {{strategy: {strategy}}}\n"
     )
-    job = subprocess.Popen([RUN, "--nproc-per-node", "2", yaml], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    ranks = []
+    sets = [f"--set={key}={value}" for key, value in more]
+    command = [RUN, "--nproc-per-node", str(ranks), *sets, yaml]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    workers = []
     try:
         seen = lambda: lines_of(out / "metrics.jsonl")
         enough = lambda: seen() if len(seen()) >= steps + 3 else sys.exit("ddp-run ended early") if job.poll() is not None else None
         rows = wait_for(enough, f"{steps + 3} steps", every_s=0.1)
-        ranks = workers_of(job)
+        workers = workers_of(job)
+        rss = max(map(peak_rss, workers))
     finally:
         job.kill()
         job.wait()
     # Their memory and their cores are the next one's.
-    wait_for(lambda: True if not any(rank.exists() for rank in ranks) else None, "the ranks to end")
-    return rows[3 : steps + 3]
+    wait_for(lambda: True if not any(worker.exists() for worker in workers) else None, "the ranks to end")
+    return rows[3 : steps + 3], rss
 
 
 def torch_steps(args, name, steps, mode="ddp"):
@@ -240,10 +249,9 @@ def bench_steps(args):
     for name in CONFIGS:
         for turn in range(2):
             with tempfile.TemporaryDirectory() as folder:
-                rows = our_steps(name, 10, folder)
+                rows, rss = our_steps(name, 10, folder)
             ours = spread([r["step_ms"] for r in rows])
             exposed = spread([r["comm_exposed_ms"] for r in rows])
-            rss = max(r["memory"]["peak_rss"] for r in rows) / 2**20
             peer = "| |"
             if args.torch:
                 median, low, high, peak = torch_steps(args, name, 10)
@@ -264,14 +272,60 @@ def bench_strategies(args):
         for precision in ("f32", "bf16"):
             for strategy, mode in STRATEGIES.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    rows = our_steps(name, STEPS[name], folder, strategy, precision)
-                pss, rss = (max(r["memory"][key] for r in rows) / 2**20 for key in ("pss", "peak_rss"))
+                    rows, rss = our_steps(name, STEPS[name], folder, strategy, precision)
+                pss = max(r["memory"]["pss"] for r in rows) / 2**20
                 peer = "| | | |"
                 if args.torch and mode and precision == "f32":
                     median, low, high, peak = torch_steps(args, name, STEPS.get((name, mode), STEPS[name]), mode)
                     peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
                 times = spread([r["step_ms"] for r in rows])
                 print(f"| {name} | {strategy}, {precision} | {times} | {pss:.0f}, {rss:.0f} MiB {peer}", flush=True)
+
+
+PIPELINE = {"parallel.pipeline.stages": 2, "train.grad_accumulation": 8}
+# Ranks, our settings, and the words of `nd_step.py`. Its model is not tied.
+LAYOUTS = {
+    "tp 2": (2, {"parallel.tensor": 2}, "--mode tp"),
+    "tp 2, sequence parallel": (2, {"parallel.tensor": 2, "parallel.sequence": "true"}, "--mode tp_sp"),
+    "pp 2, 1F1B": (2, {**PIPELINE, "parallel.pipeline.schedule": "1f1b"}, "--mode pp --schedule 1F1B --micro 8"),
+    "pp 2, ZBV": (
+        2,
+        {**PIPELINE, "parallel.pipeline.schedule": "zbv"},
+        "--mode pp --schedule ZBVZeroBubble --chunks 2 --micro 8",
+    ),
+    "fsdp 2 × tp 2, sequence parallel": (
+        4,
+        {"parallel.strategy": "zero3", "parallel.tensor": 2, "parallel.sequence": "true"},
+        "--mode fsdp2_tp --tp 2",
+    ),
+}
+
+
+def torch_layout(args, ranks, words):
+    """Median and least milliseconds of a step, and the peak RSS of the largest rank in MiB."""
+    command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks), PEERS / "nd_step.py"]
+    command += ["--config", "A", "--steps", "10", *words.split()]
+    # Pipelining over gloo has hung before (pytorch 132644).
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S).stdout
+    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+)\).*peak RSS max ([0-9]+) MiB", out)
+    return [float(x) for x in found.groups()]
+
+
+def bench_layouts(args):
+    print("\n### Layouts, configuration A, untied, f32, 1 thread a rank; pp with 8 micro-batches a step\n")
+    print("| layout | ranks | turn | ddp-run | exposed communication | peak RSS of a rank | PyTorch (gloo): median, least | its peak RSS |")
+    print("|---|---|---|---|---|---|---|---|")
+    for turn in range(2):
+        for layout, (ranks, settings, words) in LAYOUTS.items():
+            more = {"model.tied": "false", **settings}.items()
+            with tempfile.TemporaryDirectory() as folder:
+                rows, rss = our_steps("A", 10, folder, ranks=ranks, more=more)
+            ours, exposed = (spread([r[key] for r in rows]) for key in ("step_ms", "comm_exposed_ms"))
+            peer = "| |"
+            if args.torch:
+                median, least, peak = torch_layout(args, ranks, words)
+                peer = f"{median:.1f} ms, {least:.1f} | {peak:.0f} MiB |"
+            print(f"| {layout} | {ranks} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
 def bench_stall(_args):
@@ -285,7 +339,8 @@ def bench_stall(_args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "stall"])
+    known = ["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "layouts", "stall"]
+    parser.add_argument("what", nargs="+", choices=known)
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)

@@ -30,6 +30,7 @@ mod numa;
 mod out_dir;
 mod out_of_memory;
 mod outage;
+mod parallel_examples;
 mod pid_one;
 mod pipelines;
 mod planner;

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Real PyTorch scripts under ddp-run, with gloo on the CPU, and weights to and from transformers. `cargo test` does not
-# need PyTorch; these tests do, and those of the weights are skipped without transformers.
+# Real PyTorch scripts under ddp-run, with gloo on the CPU, and weights and training beside transformers. `cargo test` does
+# not need PyTorch; these tests do, and those two are skipped without transformers.
 #
 #     tests/torch/run.sh                                   all of them
 #     PYTHON=/path/to/venv/bin/python tests/torch/run.sh   with another Python
 #     tests/torch/run.sh -k restart                        those whose name contains `restart`
 #     tests/torch/run.sh -k Weights                        those of the weights
+#     tests/torch/run.sh -k Training                       training under parallel layouts, beside transformers
 #
 # DDP_RUN=… takes a binary that is built already, with `ddp-train` beside it; DDP_RESTARTS=20 says how often the restart is tried.
 # Exit code 77: PyTorch is missing, nothing was tested.

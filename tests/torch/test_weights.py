@@ -117,13 +117,13 @@ class WeightsOf:
 
 def gpt2(**words):
     sizes = {"n_positions": BLOCK, "n_embd": CHANNELS, "n_layer": LAYERS, "n_head": HEADS}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **WORDS, **words))
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **WORDS, **words}))
 
 
 def llama(**words):
     sizes = {"max_position_embeddings": 2 * BLOCK, "hidden_size": CHANNELS, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": HEADS, "intermediate_size": 96}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **WORDS, **words))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **WORDS, **words}))
 
 
 NEEDED = unittest.skipUnless(AutoModelForCausalLM, "transformers is not installed: pip install transformers")

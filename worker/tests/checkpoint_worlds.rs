@@ -2,15 +2,13 @@
 
 mod train_support;
 
-use std::path::Path;
-
 use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord, Which, file_stem};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, OnNonFinite, OptimizerKind, OptimizerOffload, Precision, Recompute,
     Rescale, Resume, ShardGroup, Strategy, TrainConfig,
 };
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
-use train_support::{Job, Trained};
+use train_support::{Job, Trained, copy_folder};
 
 const SIZES: [u32; 5] = [1, 2, 3, 4, 8];
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
@@ -80,19 +78,6 @@ fn saved_again(first: &Job, (strategy, precision): (Strategy, Precision), ranks:
         "{strategy:?} on {ranks}: {written:?}"
     );
     trained
-}
-
-fn copy_folder(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let target = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy_folder(&entry.path(), &target);
-        } else {
-            std::fs::copy(entry.path(), &target).unwrap();
-        }
-    }
 }
 
 /// Over the sizes, every strategy loads what every other saved, and every third time in the other precision: a

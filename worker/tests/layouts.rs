@@ -7,9 +7,6 @@
 
 mod train_support;
 
-use std::collections::BTreeMap;
-
-use ddp_worker::checkpoint::{Reader, TensorKind, Which};
 use ddp_worker::config::{
     ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
 };
@@ -157,22 +154,6 @@ fn layouts(ranks: usize) -> Vec<Layout> {
     layouts
 }
 
-/// Parameters of the last checkpoint.
-fn parameters(job: &Job) -> BTreeMap<String, Vec<f32>> {
-    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    let tensors = reader.manifest().tensors.iter();
-    let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
-    parameters
-        .map(|tensor| {
-            let bytes = reader.read_whole(&tensor.name).unwrap();
-            let values = bytes
-                .chunks_exact(4)
-                .map(|x| f32::from_le_bytes(x.try_into().unwrap()));
-            (tensor.name.key.clone(), values.collect())
-        })
-        .collect()
-}
-
 /// The bits of losses, norms, parameters and moments.
 fn same_bits(one: &Trained, other: &Trained) -> Result<(), String> {
     for (a, b) in one.metrics.iter().zip(&other.metrics) {
@@ -205,7 +186,7 @@ fn close(
             ));
         }
     }
-    let (one, other) = (parameters(job), parameters(other_job));
+    let (one, other) = (job.parameters(), other_job.parameters());
     for (key, values) in &one {
         let squares = |f: &dyn Fn(usize) -> f64| (0..values.len()).map(f).map(|x| x * x).sum::<f64>();
         let length = squares(&|i| f64::from(values[i])).sqrt();

@@ -108,6 +108,7 @@ fn more_chunks_than_two_equal_one_rank() {
     }
 }
 
+/// Megatron-LM 1304: 30 layers on 4 stages silently became 28.
 #[test]
 fn thirty_layers_on_four_stages_are_thirty_layers() {
     let thirty = |c: &mut TrainConfig| {

@@ -561,6 +561,7 @@ fn embed_and_compare(member: &Member) -> [Vec<f32>; 2] {
     [member.read(&losses), member.read(&dtable)]
 }
 
+/// Megatron-LM's `test_vocab_parallel_cross_entropy`, with an embedding before it.
 #[test]
 fn an_embedding_and_a_loss_by_parts_of_the_vocabulary_are_those_of_one_rank() {
     let alone = World::of(&[1]).run(Executor::Inline, |rank| embed_and_compare(&Member::new(rank)));

@@ -4,7 +4,7 @@ mod train_support;
 
 use ddp_worker::config::{Accumulate, ModelKind, Recompute, Rescale, Resume, Strategy, TrainConfig};
 use train_support::faulty::{Fault, FaultyDevice};
-use train_support::{Job, Trained, assert_close, assert_same};
+use train_support::{Job, Trained, assert_close, assert_same, copy_folder};
 
 const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
@@ -180,19 +180,6 @@ fn resumed(job: &Job, strategy: Strategy, ranks: u32) -> Trained {
     again.config.parallel.strategy = strategy;
     again.config.train.steps = 4;
     again.train(ranks)
-}
-
-fn copy_folder(from: &std::path::Path, to: &std::path::Path) {
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let target = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            std::fs::create_dir_all(&target).unwrap();
-            copy_folder(&entry.path(), &target);
-        } else {
-            std::fs::copy(entry.path(), &target).unwrap();
-        }
-    }
 }
 
 #[test]

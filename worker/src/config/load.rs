@@ -261,12 +261,15 @@ fn model_kind(model: &Model) -> [Rule; 4] {
 }
 
 /// Keys that only some strategies or precisions read.
-fn strategy(config: &TrainConfig) -> [Rule; 7] {
-    let parallel = &config.parallel;
+fn strategy(config: &TrainConfig) -> [Rule; 8] {
+    let (parallel, tensor) = (&config.parallel, config.parallel.tensor);
     let strategy = parallel.strategy;
     let releases = strategy == Strategy::Zero3;
     let holds_shards = matches!(strategy, Strategy::Zero2 | Strategy::Zero3);
     let is_narrowed = parallel.reduce_dtype == ReduceDtype::Bf16;
+    let (samples, positions) = (config.train.micro_batch, config.model.block_size);
+    let fits = |samples: &usize| (samples * positions).is_multiple_of(tensor);
+    let above = (samples..samples + tensor).find(fits).unwrap_or(samples);
     [
         (
             strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed,
@@ -305,10 +308,18 @@ fn strategy(config: &TrainConfig) -> [Rule; 7] {
             "leave it out, or train with `zero2` or `zero3`",
         ),
         (
-            parallel.sequence && parallel.tensor == 1,
+            parallel.sequence && tensor == 1,
             "parallel.sequence",
             "`parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with".into(),
             "set `parallel.tensor`, or leave it out",
+        ),
+        (
+            parallel.sequence && !fits(&samples),
+            "parallel.sequence",
+            format!(
+                "`parallel.sequence: true` shares the positions of a micro-batch, but {samples} × {positions} of them cannot be divided over {tensor} tensor ranks; `train.micro_batch: {above}` would do"
+            ),
+            "change `train.micro_batch` or `model.block_size`, or leave `parallel.sequence` out",
         ),
     ]
 }

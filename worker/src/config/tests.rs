@@ -463,6 +463,28 @@ fn a_shard_group_is_a_node_or_a_number() {
 }
 
 #[test]
+fn tensor_ranks_share_the_positions_of_a_micro_batch_evenly() {
+    let shared = |more: &[&str]| {
+        let sets = [
+            "parallel.tensor=4",
+            "parallel.sequence=true",
+            "model.block_size=15",
+        ];
+        load_good(&[&sets[..], more].concat())
+    };
+    insta::assert_snapshot!(shared(&["train.micro_batch=2"]).unwrap_err(), @r"
+    `--set parallel.sequence=true`: `parallel.sequence: true` shares the positions of a micro-batch, but 2 × 15 of them cannot be divided over 4 tensor ranks; `train.micro_batch: 4` would do
+      hint: change `train.micro_batch` or `model.block_size`, or leave `parallel.sequence` out
+    ");
+    assert!(shared(&["train.micro_batch=4"]).is_ok());
+    assert!(shared(&["train.micro_batch=2", "parallel.sequence=false"]).is_ok());
+    insta::assert_snapshot!(set("parallel.sequence=true"), @r"
+    `--set parallel.sequence=true`: `parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with
+      hint: set `parallel.tensor`, or leave it out
+    ");
+}
+
+#[test]
 fn a_timeline_is_of_steps_that_there_are() {
     insta::assert_snapshot!(set("run.timeline=5-3"), @"`--set run.timeline=5-3`: `run.timeline` is `5-3`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=0"), @"`--set run.timeline=0`: `run.timeline` is the number `0`, expected steps as `10-12`, or one step, from 1 on");

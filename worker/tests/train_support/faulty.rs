@@ -73,17 +73,20 @@ impl FaultyDevice {
         })
     }
 
+    /// With the last operation of a forward pass that a backward follows.
+    fn begin_backward(&self) {
+        self.weights.store(0, Ordering::Relaxed);
+        if self.updated.load(Ordering::Relaxed).saturating_add(1) >= self.step {
+            self.passes.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// The gradient that the operation makes, if it is to be spoilt.
     fn spoilt(&self, op: &Op) -> Option<Buffer> {
         match op {
             Op::Update(update) => self.updated.store(update.step, Ordering::Relaxed),
-            // The last operation of a forward pass that a backward follows.
-            Op::CrossEntropy(loss) if loss.dlosses.is_some() => {
-                self.weights.store(0, Ordering::Relaxed);
-                if self.updated.load(Ordering::Relaxed).saturating_add(1) >= self.step {
-                    self.passes.fetch_add(1, Ordering::Relaxed);
-                }
-            }
+            Op::CrossEntropy(loss) if loss.dlosses.is_some() => self.begin_backward(),
+            Op::CrossEntropyCombine(loss) if loss.dlosses.is_some() => self.begin_backward(),
             Op::LinearDweight(product) => {
                 let weight = self.weights.fetch_add(1, Ordering::Relaxed) + 1;
                 let pass = self.passes.load(Ordering::Relaxed);

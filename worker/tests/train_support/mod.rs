@@ -10,12 +10,12 @@ pub mod watched;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
-use ddp_worker::checkpoint::{Reader, Storage, Which};
+use ddp_worker::checkpoint::{Reader, Storage, TensorKind, Which};
 use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
@@ -184,6 +184,21 @@ impl Job {
             .collect()
     }
 
+    /// Parameters of the latest checkpoint.
+    pub fn parameters(&self) -> BTreeMap<String, Vec<f32>> {
+        let reader = Reader::open(&self.out_dir(), Which::Latest).unwrap();
+        let tensors = reader.manifest().tensors.iter();
+        let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
+        parameters
+            .map(|tensor| {
+                let bytes = reader.read_whole(&tensor.name).unwrap();
+                let words = bytes.chunks_exact(4);
+                let values = words.map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+                (tensor.name.key.clone(), values.collect())
+            })
+            .collect()
+    }
+
     pub fn env(&self, rank: u32, world_size: u32) -> WorkerEnv {
         let mut env = WorkerEnv::single();
         env.rank = GlobalRank(rank);
@@ -215,6 +230,20 @@ impl Trained {
     /// Bytes of gradients that rank 0 sent in all.
     pub fn grad_bytes(&self) -> u64 {
         self.metrics.iter().map(|line| line.wire_bytes.grads).sum()
+    }
+}
+
+/// All files below `from`, also into a folder that is not there yet.
+pub fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_folder(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), &target).unwrap();
+        }
     }
 }
 

@@ -320,15 +320,17 @@ impl Comm {
         // Before the lock: an event that is not the device's blocks the host.
         device.wait_event(*stream, after, wait.deadline);
         let started = self.stream.record();
-        if request.operation == Operation::Barrier {
-            let token = Request {
+        let barrier;
+        let request = if request.operation == Operation::Barrier {
+            barrier = Request {
                 buffer: self.token.whole(),
                 ..request.clone()
             };
-            self.issue(sequence, &token, wait)?;
+            &barrier
         } else {
-            self.issue(sequence, request, wait)?;
-        }
+            request
+        };
+        self.issue(sequence, request, wait)?;
         let events = OperationEvents {
             started,
             done: self.stream.record(),
@@ -351,7 +353,8 @@ impl Comm {
         self.call(Some(sequence), wait, |handle| {
             // SAFETY: the address is that of a buffer of the device. The recorder keeps it until the stream has
             // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
-            // aborted or left. The stream is the device's, which `self.stream` keeps.
+            // aborted or left. If the call fails, the device keeps its memory from then on (`fail`). The stream is the
+            // device's, which `self.stream` keeps.
             unsafe { handle.issue(request, &own, base, stream) }
         })
     }
@@ -649,6 +652,8 @@ struct FlightRecorder {
     first_open: u64,
     /// The first error of the device, and the operation in which it occurred.
     failed: Option<(u64, DeviceError)>,
+    /// Memory of the operations that have failed. Each is in the stream all the same, and may run: only an abort ends it.
+    adrift: Vec<Buffer>,
 }
 
 struct RecordedOperation {
@@ -696,6 +701,7 @@ impl FlightRecorder {
             if let Err(error) = ended {
                 entry.phase = OperationPhase::Failed;
                 self.failed.get_or_insert((entry.sequence, error));
+                self.adrift.extend(entry.memory.take());
             } else {
                 entry.phase = OperationPhase::Done;
                 let ran = entry.events.interval().length();
