@@ -207,7 +207,7 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
 }
 
 /// The schedule of every rank, and the layers of every stage.
-fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
     let pipeline = &config.parallel.pipeline;
     let vocabulary = match config.model.vocab_size {
         Some(size) => size,
