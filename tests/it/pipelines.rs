@@ -171,7 +171,13 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
             "3",
         ],
     );
-    insta::assert_snapshot!(shown.expect_exit(0).stdout().join("\n"), @"");
+    insta::assert_snapshot!(shown.expect_exit(0).stdout().join("\n"), @r"
+    1F1B: 2 ranks, 3 micro-batches
+    rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
+    rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- .   .
+    simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
+    a unit is F, I or W of a micro-batch over all that a rank holds
+    ");
     let zbv = [
         "schedule",
         "--schedule",

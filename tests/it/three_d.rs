@@ -64,10 +64,9 @@ fn a_rank_killed_on_any_axis_is_named_with_stage_and_action_and_changes_no_bit()
         kill_rank(&running, rank);
         let finished = running.finish();
         let words = finished.expect_exit(0).stderr();
-        let named = words
-            .lines()
-            .find(|line| line.contains(&format!("rank {rank} (node")))
-            .unwrap_or_default();
+        let died = format!("rank {rank} (node `");
+        let mut said = words.lines().filter(|line| line.starts_with("[ddp-run] "));
+        let named = said.find(|line| line.contains(&died)).unwrap_or_default();
         assert!(named.contains("SIGKILL"), "{words}");
         expect_place(named, rank / RANKS_OF_A_STAGE);
         assert_eq!(parameters(&job.out()), expected, "rank {rank}");

@@ -18,8 +18,10 @@ const HEADER: f64 = 64.0;
 const HEADING: f64 = 34.0;
 const LANE: f64 = 26.0;
 /// Of the curve of what is kept.
-const MEMORY: f64 = 16.0;
-const GAP: f64 = 8.0;
+const MEMORY: f64 = 14.0;
+const GAP: f64 = 10.0;
+/// Between a lane and its curve.
+const SEAM: f64 = 2.0;
 /// Below the lanes of a panel: where time begins and ends.
 const AXIS: f64 = 24.0;
 /// What a character of a label takes.
@@ -54,7 +56,7 @@ impl Panel<'_> {
     #[must_use]
     pub fn in_words(&self) -> String {
         format!(
-            "{} {}, {:.1} % idle, at most {} micro-batches kept",
+            "{} {}, bubble {:.1} %, at most {} micro-batches kept",
             short(self.simulation.end as f64 / self.unit.ticks),
             self.unit.name,
             self.simulation.bubble_fraction() * 100.0,
@@ -68,7 +70,7 @@ impl Panel<'_> {
     }
 
     fn height(&self) -> f64 {
-        HEADING + self.placement.ranks() as f64 * (LANE + MEMORY + GAP) + AXIS
+        HEADING + self.placement.ranks() as f64 * (LANE + SEAM + MEMORY + GAP) + AXIS
     }
 
     fn draw(&self, svg: &mut Svg, scale: &Scale, top: f64) {
@@ -89,8 +91,8 @@ impl Panel<'_> {
                     self.draw_action(svg, scale, (action, chunk.unwrap_or(0)), interval, y);
                 }
             }
-            self.draw_memory(svg, scale, timeline, y + LANE + MEMORY);
-            y += LANE + MEMORY + GAP;
+            self.draw_memory(svg, scale, timeline, y + LANE + SEAM + MEMORY);
+            y += LANE + SEAM + MEMORY + GAP;
         }
         svg.text([LEFT, y + 12.0], "quiet", "0");
         let words = format!("{} {}", short(end as f64 / unit.ticks), unit.name);
@@ -254,7 +256,7 @@ mod tests {
         (plan.placement().clone(), simulation)
     }
 
-    fn panel<'a>((placement, simulation): &'a (Placement, Simulation)) -> Panel<'a> {
+    fn panel((placement, simulation): &(Placement, Simulation)) -> Panel<'_> {
         Panel {
             heading: "simulated",
             placement,
@@ -276,16 +278,16 @@ mod tests {
     fn the_words_have_the_golden_values() {
         let words =
             |schedule, ranks, micro_batches| panel(&simulated(schedule, ranks, micro_batches)).in_words();
-        insta::assert_snapshot!(words("1f1b", 2, 4), @"15 units, 20.0 % idle, at most 2 micro-batches kept");
-        insta::assert_snapshot!(words("interleaved", 4, 8), @"28.5 units, 15.8 % idle, at most 5.5 micro-batches kept");
-        insta::assert_snapshot!(words("zbv", 4, 8), @"25.5 units, 5.9 % idle, at most 4 micro-batches kept");
+        insta::assert_snapshot!(words("1f1b", 2, 4), @"15 units, bubble 20.0 %, at most 2 micro-batches kept");
+        insta::assert_snapshot!(words("interleaved", 4, 8), @"28.5 units, bubble 15.8 %, at most 5.5 micro-batches kept");
+        insta::assert_snapshot!(words("zbv", 4, 8), @"25.5 units, bubble 5.9 %, at most 4 micro-batches kept");
     }
 
     #[test]
     fn as_text_a_column_is_a_tick() {
         insta::assert_snapshot!(grid(&simulated("1f1b", 2, 3).1), @r"
         rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
-        rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 ---
+        rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- .   .
         ");
         assert!(
             grid(&simulated("zbv", 2, 4).1)
