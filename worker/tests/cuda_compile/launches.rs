@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use ddp_worker::device::cuda::CompileUnit;
-use ddp_worker::ops::cuda::{Call, units};
+use ddp_worker::ops::cuda::Call;
+use ddp_worker::ops::units;
 use ddp_worker::optim;
 
 use crate::card::{CARDS, Card};
