@@ -49,24 +49,31 @@ impl Beat {
         now.saturating_duration_since(self.at) >= bound.min(BEATS_BOUND)
     }
 
+    /// Where the worker was: `phase training, step 3, stage 1 of 2, forward of micro-batch 3`. `activity` is what it said
+    /// itself, if it did.
+    pub(crate) fn place(&self, activity: &str) -> String {
+        let comma = if activity.is_empty() { "" } else { ", " };
+        let phase = phase_name(self.phase);
+        format!("phase {phase}, step {}{comma}{activity}", self.step)
+    }
+
     /// What is wrong, in words.
-    pub(crate) fn trouble(&self, now: Instant, bound: Duration) -> String {
+    pub(crate) fn trouble(&self, activity: &str, now: Instant, bound: Duration) -> String {
         let silence = self.silence(now).as_secs_f64();
-        let place = format!("(phase {}, step {})", phase_name(self.phase), self.step);
+        let place = self.place(activity);
         if self.is_lost(now, bound) {
-            format!("is lost: hung, no heartbeat for {silence:.1} s {place}")
+            format!("is lost: hung, no heartbeat for {silence:.1} s ({place})")
         } else {
-            format!("is stuck: it sends heartbeats, but nothing new for {silence:.1} s {place}")
+            format!("is stuck: it sends heartbeats, but nothing new for {silence:.1} s ({place})")
         }
     }
 
     /// That it is slow, in words.
-    pub(crate) fn slowness(&self, now: Instant, bound: Duration) -> String {
+    pub(crate) fn slowness(&self, activity: &str, now: Instant, bound: Duration) -> String {
         format!(
-            "is slow: nothing new for {:.1} s (phase {}, step {}); it counts as lost after {} s",
+            "is slow: nothing new for {:.1} s ({}); it counts as lost after {} s",
             self.silence(now).as_secs_f64(),
-            phase_name(self.phase),
-            self.step,
+            self.place(activity),
             bound.as_secs_f64()
         )
     }
@@ -257,9 +264,9 @@ mod tests {
             at: now,
             ..beat(now, 61, 3)
         };
-        insta::assert_snapshot!(stuck.trouble(now, bound), @"is stuck: it sends heartbeats, but nothing new for 61.0 s (phase training, step 3)");
-        insta::assert_snapshot!(beat(now, 62, 3).trouble(now, bound), @"is lost: hung, no heartbeat for 62.0 s (phase training, step 3)");
-        insta::assert_snapshot!(beat(now, 31, 3).slowness(now, bound), @"is slow: nothing new for 31.0 s (phase training, step 3); it counts as lost after 60 s");
+        insta::assert_snapshot!(stuck.trouble("", now, bound), @"is stuck: it sends heartbeats, but nothing new for 61.0 s (phase training, step 3)");
+        insta::assert_snapshot!(beat(now, 62, 3).trouble("stage 1 of 2, forward of micro-batch 3", now, bound), @"is lost: hung, no heartbeat for 62.0 s (phase training, step 3, stage 1 of 2, forward of micro-batch 3)");
+        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"is slow: nothing new for 31.0 s (phase training, step 3); it counts as lost after 60 s");
     }
 
     #[test]

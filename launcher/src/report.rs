@@ -117,6 +117,9 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         let indent = " ".repeat(4 + lead.len());
         let _ = write!(text, "\n    {lead}{}", indented(&failure.message, &indent));
     }
+    if !failure.activity.is_empty() && !found_hung {
+        let _ = write!(text, "\n    last heartbeat: {}", failure.activity);
+    }
     if !failure.log_file.is_empty() {
         let on = if here {
             String::new()

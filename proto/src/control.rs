@@ -38,6 +38,9 @@ pub const MAX_VALUE_BYTES: usize = 512 << 10;
 /// which would be refused.
 pub const MAX_CALLS: usize = 32;
 
+/// Longest [`ToAgent::Heartbeat`]'s `activity`; the agent cuts a longer one.
+pub const MAX_ACTIVITY_BYTES: usize = 256;
+
 /// How long an agent tries to write an entry while the daemon is away.
 pub const PUT_BOUND: Duration = Duration::from_secs(30);
 
@@ -96,6 +99,10 @@ pub enum ToAgent {
         /// Waits for other ranks that last already, the longest first.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         waits: Vec<PeerWait>,
+        /// Where in a step it is, of a worker that says so: `stage 1 of 2, forward of micro-batch 3`. At most
+        /// [`MAX_ACTIVITY_BYTES`].
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        activity: String,
     },
     /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as
     /// long as no rank has said it, any will do.

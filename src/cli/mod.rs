@@ -18,7 +18,7 @@
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`planner`], [`doctor`], [`ckpt`], [`tokenize`] | `ddp-train` | |
+//! | [`train`], [`planner`], [`schedule`], [`doctor`], [`ckpt`], [`tokenize`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
 //! | [`error`] | what can go wrong before the agent takes over | |
@@ -40,6 +40,7 @@ pub mod native;
 pub mod numa;
 pub mod plan;
 pub mod planner;
+pub mod schedule;
 pub mod scheduler;
 pub mod secrets;
 pub mod serve;

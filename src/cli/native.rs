@@ -17,12 +17,13 @@ use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
+use ddp_worker::parallel::pipeline::PipelinePlan;
 use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
 pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, Machines};
-use ddp_worker::train::{TrainError, check_initial_weights, run_worker};
+use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -154,10 +155,17 @@ impl Draft {
 
     /// What it would cost on such machines.
     pub fn comparison(&self, machines: &Machines) -> Result<Comparison, CliError> {
-        Comparison::of(&self.located.config, machines).map_err(|error| {
-            let place = self.located.source.place(&key_of(&error));
-            CliError::Config(format!("{place}: {error}"))
-        })
+        Comparison::of(&self.located.config, machines).map_err(|error| self.refused(&error))
+    }
+
+    /// The schedule of its ranks.
+    pub fn pipeline(&self) -> Result<PipelinePlan, CliError> {
+        pipeline_plan(&self.located.config).map_err(|error| self.refused(&error))
+    }
+
+    fn refused(&self, error: &TrainError) -> CliError {
+        let place = self.located.source.place(&key_of(error));
+        CliError::Config(format!("{place}: {error}"))
     }
 }
 

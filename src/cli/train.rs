@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, native, planner, tokenize, values};
+use super::{answer, ckpt, native, planner, schedule, tokenize, values};
 
 /// Train a model in the foreground, plan a run, make token files, look after checkpoints, and examine the machine.
 #[derive(Debug, Parser)]
@@ -30,6 +30,8 @@ enum Command {
     },
     /// Say what a run would need and how long a step would take at least, on machines that need not be here
     Plan(planner::PlanArgs),
+    /// Show the schedule of a pipeline, simulated or measured, as text or as a picture
+    Schedule(schedule::ScheduleArgs),
     /// Turn texts into a token file for `data.train` and `data.val`
     Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
@@ -54,6 +56,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Plan(args) => planner::run(&args),
+        Command::Schedule(args) => schedule::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),

@@ -441,5 +441,6 @@ fn clamp(config: &Config, mut exit: WorkerExit) -> WorkerExit {
     let cut = |text: &mut String, bytes: usize| text.truncate(clip(text, bytes).len());
     cut(&mut exit.message, config.max_tail_bytes);
     cut(&mut exit.log_file, config.max_name_bytes.max(4096));
+    cut(&mut exit.activity, config.max_name_bytes);
     exit
 }

@@ -93,7 +93,7 @@ pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     words
 }
 
-/// "rank 5 (node `b`) died of SIGKILL".
+/// "rank 5 (node `b`) died of SIGKILL", and where it was, if it said so.
 pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     let rank = exit.rank;
     let mut words = match (exit.signal, exit.exit_code) {
@@ -112,6 +112,9 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     }
     if exit.consequence {
         words.push_str(", because another rank had failed, it says");
+    }
+    if !exit.activity.is_empty() {
+        let _ = write!(words, " (last heartbeat: {})", exit.activity);
     }
     words
 }

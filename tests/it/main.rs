@@ -38,6 +38,7 @@ mod python_contract;
 mod rlimits;
 mod signals;
 mod terminal;
+mod three_d;
 mod timeline;
 mod tokens;
 mod two_launchers;

@@ -3,7 +3,7 @@
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Launch, TinyJob, launch, losses, wait_for_step, worker};
+use crate::harness::{Finished, Launch, Program, TinyJob, launch, losses, wait_for_step, worker};
 
 /// An untied model, whose ends may lie on different ranks, without clipping.
 fn untied() -> TinyJob {
@@ -34,8 +34,8 @@ fn two_stages_give_the_losses_of_one_rank() {
     assert_eq!(losses(&one.out()), losses(&two.out()));
     let trace = std::fs::read_to_string(two.out().join("timeline/timeline.json")).expect("a trace");
     for span in [
-        "stage 0, micro-batch 4: forward",
-        "stage 1, micro-batch 1: backward",
+        "0F3: stage 0, micro-batch 3: forward",
+        "1B0: stage 1, micro-batch 0: backward",
         "send to 1 (`1RECV_F2`: activations of micro-batch 2 from stage 0 for stage 1)",
     ] {
         assert!(trace.contains(span), "`{span}` is not in the trace");
@@ -62,6 +62,188 @@ fn a_schedule_that_cannot_run_is_refused_before_a_worker_starts() {
     assert!(!job.out().exists(), "nothing was begun");
 }
 
+/// What runs, and what is refused in words before anything starts; here on a model of three layers.
+#[test]
+fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_in_words() {
+    let job = TinyJob::with(|yaml| {
+        let yaml = yaml.replace("n_layer: 2", "n_layer: 3");
+        yaml.replace("steps: 40", "steps: 2")
+            .replace("checkpoint_every: 5", "checkpoint_every: 0")
+    });
+    let with = |ranks: u32, settings: &[&str]| {
+        let settings = settings.iter().chain(&["run.overwrite=true"]);
+        let launch = settings.fold(launched(&job, ranks), |launch, setting| launch.set(setting));
+        launch.target("tiny.yaml").run()
+    };
+    let three = "parallel.pipeline.stages=3";
+    with(3, &[three, "train.grad_accumulation=2"]).expect_exit(0);
+    with(2, &["parallel.pipeline.stages=2", "train.grad_accumulation=1"])
+        .expect_exit(0)
+        .expect_stdout("2 stages of 2, 1 layers on 2 ranks");
+    let refusals: [(u32, &[&str], &str); 6] = [
+        (3, &["parallel.pipeline.stages=2"], "3 ranks"),
+        (
+            4,
+            &["parallel.pipeline.stages=4"],
+            "3 layers cannot be divided on 4 stages",
+        ),
+        (2, &["parallel.tensor=2", "model.n_head=1"], "`parallel.tensor`"),
+        (
+            3,
+            &[three, "parallel.pipeline.layers=[1, 1]"],
+            "2 numbers with 2 layers in all",
+        ),
+        (
+            3,
+            &[three, "parallel.pipeline.schedule=interleaved"],
+            "3 layers cannot be divided on 6 stages",
+        ),
+        (
+            3,
+            &[
+                three,
+                "model.n_layer=6",
+                "parallel.pipeline.schedule=dualpipev",
+                "train.grad_accumulation=5",
+            ],
+            "does not exist for 3 ranks, 2 chunks a rank and 5 micro-batches",
+        ),
+    ];
+    for (ranks, settings, words) in refusals {
+        let finished = with(ranks, settings);
+        finished.expect_exit(2).expect_stderr(words);
+        assert!(finished.stderr().contains("hint: "), "{}", finished.stderr());
+    }
+}
+
+/// Also by whoever only looks at it.
+#[test]
+fn a_schedule_that_would_deadlock_is_refused_by_dry_runs_plans_and_pictures_too() {
+    let job = untied();
+    let table = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n";
+    std::fs::write(job.dir().join("schedule.csv"), table).expect("writable");
+    let reason = "rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0";
+    let settings = [
+        "parallel.pipeline.stages=2",
+        "parallel.pipeline.file=schedule.csv",
+        "train.grad_accumulation=2",
+    ];
+    let launch = settings
+        .iter()
+        .fold(launched(&job, 2).words(&["--dry-run"]), |l, setting| {
+            l.set(setting)
+        });
+    launch
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(2)
+        .expect_stderr(reason);
+    let set: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
+    let of_config = |command| [&[command, "tiny.yaml"], &set[..]].concat();
+    let plan = [of_config("plan"), vec!["--nnodes", "1", "--nproc-per-node", "2"]].concat();
+    for words in [
+        plan,
+        of_config("schedule"),
+        vec!["schedule", "--file", "schedule.csv"],
+    ] {
+        train(&job, &words).expect_exit(2).expect_stderr(reason);
+    }
+}
+
+/// Runs `ddp-train` beside the configuration.
+fn train(job: &TinyJob, words: &[&str]) -> Finished {
+    let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
+    program.args(words.iter().map(Into::into)).run()
+}
+
+#[test]
+fn a_schedule_is_shown_as_text_table_and_picture() {
+    let job = untied();
+    let shown = train(
+        &job,
+        &[
+            "schedule",
+            "--schedule",
+            "1f1b",
+            "--stages",
+            "2",
+            "--micro-batches",
+            "3",
+        ],
+    );
+    insta::assert_snapshot!(shown.expect_exit(0).stdout().join("\n"), @r"
+    1F1B: 2 ranks, 3 micro-batches
+    rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
+    rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- .   .
+    simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
+    a unit is F, I or W of a micro-batch over all that a rank holds
+    ");
+    let zbv = [
+        "schedule",
+        "--schedule",
+        "zbv",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+    ];
+    let table = train(&job, &[&zbv[..], &["--csv"]].concat());
+    std::fs::write(
+        job.dir().join("zbv.csv"),
+        table.expect_exit(0).stdout().join("\n"),
+    )
+    .expect("writable");
+    // What was written is read, by the command and by a run.
+    let picture = ["schedule", "--file", "zbv.csv", "--output", "zbv.svg"];
+    train(&job, &picture)
+        .expect_exit(0)
+        .expect_stdout("4 stages on 2 ranks, 4 micro-batches");
+    let svg = std::fs::read_to_string(job.dir().join("zbv.svg")).expect("a picture");
+    assert!(
+        svg.starts_with("<svg") && svg.contains("rank 0: stages 0, 3"),
+        "{svg}"
+    );
+    launched(&job, 2)
+        .set("parallel.pipeline.stages=2")
+        .set("parallel.pipeline.file=zbv.csv")
+        .set("run.timeline=3-4")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let measured = train(
+        &job,
+        &["schedule", "--measured", "out", "--output", "measured.svg"],
+    );
+    measured
+        .expect_exit(0)
+        .expect_stdout("Step 4: 4 stages on 2 ranks, 4 micro-batches")
+        .expect_stdout("bubble of steps 3, 4: measured ");
+    let svg = std::fs::read_to_string(job.dir().join("measured.svg")).expect("a picture");
+    assert_eq!(
+        svg.matches("rank 1: stages 1, 2").count(),
+        2,
+        "measured and simulated"
+    );
+    // In the order of the table.
+    let again = train(&job, &["schedule", "--measured", "out", "--csv"]);
+    assert_eq!(again.expect_exit(0).stdout(), table.stdout());
+    train(&job, &["schedule", "--schedule", "1f1b", "--stages", "0"]).expect_exit(2);
+    train(&job, &["schedule", "--schedule", "2f2b"])
+        .expect_exit(2)
+        .expect_stderr("hint: take one of gpipe, 1f1b");
+}
+
+/// Stage, action and micro-batch.
+#[track_caller]
+pub(crate) fn expect_place(line: &str, stage: u32) {
+    let stage = format!(", stage {stage} of 2, ");
+    let action = line.split_once(&stage).map_or("", |(_, action)| action);
+    let is_action = ["forward of micro-batch ", "backward of micro-batch "]
+        .iter()
+        .any(|kind| action.starts_with(kind));
+    assert!(line.contains("phase training, step ") && is_action, "{line}");
+}
+
 /// The rank that waits says for which action of which stage and micro-batch, and for whom.
 #[test]
 fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
@@ -76,12 +258,20 @@ fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
     wait_for_step(&job.out(), 3);
     let victim = worker(running.pid(), "1");
     kill(Pid::from_raw(victim), Signal::SIGSTOP).expect("a living worker");
-    running
-        .finish()
-        .expect_exit(134)
-        .expect_stderr("first failure: rank 1");
-    let waits =
-        std::fs::read_to_string(job.out().join("logs/attempt_0/0/hang.txt")).expect("what rank 0 did");
+    let finished = running.finish();
+    finished.expect_exit(134).expect_stderr("first failure: rank 1");
+    let lost = finished.stderr();
+    let lost = lost
+        .lines()
+        .find(|line| line.contains("rank 1 is lost"))
+        .unwrap_or_default();
+    expect_place(lost, 1);
+    let state_of = |rank: &str| {
+        let file = job.out().join("logs/attempt_0").join(rank).join("hang.txt");
+        std::fs::read_to_string(file).expect("what the rank did")
+    };
+    expect_place(state_of("1").lines().next().unwrap_or_default(), 1);
+    let waits = state_of("0");
     let awaited = waits.lines().find(|line| {
         line.contains("of micro-batch") && line.contains("stage 1") && line.ends_with(" for rank 1")
     });

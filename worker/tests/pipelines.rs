@@ -320,3 +320,28 @@ fn numbers_that_are_not_finite_are_found_in_the_stage_that_makes_them_first() {
     };
     assert_eq!(place(&one), place(&two), "{one}\n{two}");
 }
+
+/// A rank counts what it receives: of each boundary an activation or its gradient a micro-batch, and nothing in `other`.
+#[test]
+fn what_stages_send_to_each_other_is_counted_by_the_formula() {
+    let (micro_batches, steps) = (4, 2);
+    let counted = |schedule, stages: usize| {
+        let job = piped(stages, schedule, |c| {
+            c.train.grad_accumulation = micro_batches;
+            c.train.steps = steps;
+            c.train.verify_every = 0;
+        });
+        let model = &job.config.model;
+        let message = job.config.train.micro_batch * model.block_size * model.n_embd * size_of::<f32>();
+        let sent = job.train(stages as u32).metrics[1].wire_bytes;
+        assert_eq!(sent.pipeline % message as u64, 0, "{sent:?}");
+        assert_eq!((sent.grads, sent.params, sent.activations), (0, 0, 0), "{sent:?}");
+        assert!(sent.other < message as u64, "only losses and norms: {sent:?}");
+        sent.pipeline / (message * micro_batches) as u64
+    };
+    // Rank 0 receives the gradient of each boundary behind its stages, and the activation of each before them.
+    assert_eq!(counted(PipelineSchedule::OneFOneB, 2), 1);
+    assert_eq!(counted(PipelineSchedule::ZbH1, 4), 1);
+    assert_eq!(counted(PipelineSchedule::Interleaved, 2), 3);
+    assert_eq!(counted(PipelineSchedule::Zbv, 4), 2);
+}

@@ -130,6 +130,8 @@ pub(super) struct Worker {
     pub(super) state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
     pub(super) waits: Vec<PeerWait>,
+    /// Where in a step it is, by its last heartbeat; empty if it does not say.
+    pub(super) activity: String,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
     pub(super) found_waiting: Option<u64>,
     /// It hung, and was sent SIGABRT.
@@ -521,6 +523,7 @@ impl Worker {
             called_slow: None,
             state: None,
             waits: Vec::new(),
+            activity: String::new(),
             found_waiting: None,
             aborted: false,
             said: None,
@@ -537,6 +540,11 @@ impl Worker {
     /// Where it is written down what it does, if it has a log folder.
     pub(super) fn hang_file(&self) -> Option<PathBuf> {
         self.files.hang_file()
+    }
+
+    /// Where it was, by its last heartbeat; none if it has sent none.
+    pub(super) fn place(&self) -> Option<String> {
+        Some(self.beat?.place(&self.activity))
     }
 
     /// What the worker itself said of its failure: on the control socket, or in its error file.

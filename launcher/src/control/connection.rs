@@ -4,7 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::control::{KvRefusal, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{
+    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
+};
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
@@ -170,6 +172,7 @@ impl<'a> Connection<'a> {
                 quiet_ms,
                 progress,
                 waits,
+                activity,
             } => {
                 // The next one brings newer numbers.
                 let _ = self.hub.events.try_send(self.event(News::Heartbeat {
@@ -178,6 +181,7 @@ impl<'a> Connection<'a> {
                     quiet: Duration::from_millis(quiet_ms),
                     progress,
                     waits,
+                    activity: part_of_line(&activity),
                 }));
             }
             ToAgent::Sizes(sizes) => {
@@ -334,6 +338,12 @@ async fn await_place(
         node_addrs: place.node_addrs.clone(),
     });
     Ok((place.store.clone(), assignment))
+}
+
+/// A worker's words as a part of a line of ours: short, and without what moves a terminal's cursor.
+fn part_of_line(words: &str) -> String {
+    let words = &words[..words.floor_char_boundary(MAX_ACTIVITY_BYTES)];
+    words.replace(char::is_control, " ")
 }
 
 async fn write_all(mut writer: OwnedWriteHalf, mut queue: mpsc::Receiver<Arc<[u8]>>) -> io::Result<()> {

@@ -40,6 +40,8 @@ pub(crate) enum News {
         progress: Option<Progress>,
         /// Its waits for other ranks.
         waits: Vec<PeerWait>,
+        /// Where in a step it is: part of a line.
+        activity: String,
     },
     Sizes(Sizes),
     State {

@@ -28,6 +28,7 @@ fn role_stops_at_boundary() {
         quiet_ms: 0,
         progress: None,
         waits: Vec::new(),
+        activity: String::new(),
     };
     session.say(&heartbeat);
     session.say(&ToAgent::Sizes(Sizes {

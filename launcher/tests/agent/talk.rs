@@ -270,6 +270,7 @@ fn role_reports_progress() {
         quiet_ms: 0,
         progress: Some(progress),
         waits: Vec::new(),
+        activity: String::new(),
     });
     // Answered after the heartbeat was passed on.
     session.say(&ToAgent::KvPut {
@@ -482,6 +483,7 @@ fn role_ends_in_a_phase() {
         quiet_ms: 0,
         progress: None,
         waits: Vec::new(),
+        activity: String::new(),
     });
 }
 
@@ -542,6 +544,7 @@ fn role_hangs() {
         quiet_ms: 0,
         progress: None,
         waits: Vec::new(),
+        activity: String::new(),
     });
     loop {
         std::thread::park();
@@ -595,6 +598,7 @@ fn role_waits_for_a_peer() {
                 waited_ms,
                 peers: "rank 9".into(),
             }],
+            activity: String::new(),
         });
     }
 }

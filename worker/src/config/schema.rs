@@ -585,7 +585,7 @@ pub enum PipelineSchedule {
 
 impl PipelineSchedule {
     /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] = &[
+    pub(crate) const WORDS: &'static [&'static str] = &[
         "gpipe",
         "1f1b",
         "interleaved",

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{Phase, Progress, ToAgent};
+use ddp_proto::control::{MAX_ACTIVITY_BYTES, Phase, Progress, ToAgent};
 
 use super::{Cancel, Wanted};
 
@@ -12,6 +12,8 @@ use super::{Cancel, Wanted};
 const LASTING: Duration = Duration::from_millis(250);
 /// Waits that a heartbeat reports, the longest.
 const MAX_REPORTED_WAITS: usize = 4;
+/// Shortest time between two heartbeats that only an activity is the reason for.
+const ACTIVITY_INTERVAL: Duration = Duration::from_millis(10);
 /// Lines that may wait: more than the calls that may be under way.
 const MAX_QUEUED_LINES: usize = 64;
 
@@ -32,7 +34,11 @@ struct State {
     in_hand: bool,
     /// Of the last heartbeat, which is repeated when nothing newer came.
     progress: (u64, Phase, Option<Progress>),
+    /// Where in a step it is, in words; empty if it does not say.
+    activity: String,
     heartbeat_due: Instant,
+    /// When the last one was handed out.
+    beat_at: Instant,
     /// When the program reported its progress.
     reported_at: Instant,
     /// It was handed out already.
@@ -59,6 +65,7 @@ impl State {
             quiet_ms: quiet.as_millis() as u64,
             progress,
             waits: lasting.take(MAX_REPORTED_WAITS).map(Wanted::to_wire).collect(),
+            activity: self.activity.clone(),
         }
     }
 
@@ -93,7 +100,9 @@ impl Outbox {
                 lines: VecDeque::new(),
                 in_hand: false,
                 progress: (0, Phase::Starting, None),
+                activity: String::new(),
                 heartbeat_due: now,
+                beat_at: now,
                 reported_at: now,
                 is_repeated: false,
                 beat_last: false,
@@ -106,6 +115,9 @@ impl Outbox {
     /// Replaces the heartbeat and makes it due: never blocks, and never queues more than one.
     pub(super) fn beat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
         let mut state = self.lock();
+        if state.progress.1 != phase {
+            state.activity.clear();
+        }
         state.progress = (step, phase, progress);
         state.renew();
         self.changed.notify_all();
@@ -115,6 +127,25 @@ impl Outbox {
     pub(super) fn beat_again(&self) {
         self.lock().renew();
         self.changed.notify_all();
+    }
+
+    /// The program has got on, and says where it is: a heartbeat says so soon. Never blocks.
+    pub(super) fn set_activity(&self, mut activity: String) {
+        activity.truncate(activity.floor_char_boundary(MAX_ACTIVITY_BYTES));
+        let mut state = self.lock();
+        state.activity = activity;
+        state.reported_at = Instant::now();
+        state.is_repeated = false;
+        let due = state.beat_at + ACTIVITY_INTERVAL;
+        if due < state.heartbeat_due {
+            state.heartbeat_due = due;
+            self.changed.notify_all();
+        }
+    }
+
+    /// What the program said of itself last; empty if it said nothing in this phase.
+    pub(super) fn activity(&self) -> String {
+        self.lock().activity.clone()
     }
 
     /// Queues a line.
@@ -142,7 +173,7 @@ impl Outbox {
             let queue_first = state.beat_last && !state.lines.is_empty();
             state.beat_last = now >= state.heartbeat_due && !queue_first;
             if state.beat_last {
-                state.heartbeat_due = now + self.interval;
+                (state.beat_at, state.heartbeat_due) = (now, now + self.interval);
                 state.in_hand = true;
                 return Some(to_line(&state.take_heartbeat(now, &self.cancel)));
             }

@@ -153,6 +153,21 @@ impl Session {
         }
     }
 
+    /// Tells the agent where in a step this worker is, in the words that `activity` makes: its next heartbeats say so until
+    /// the phase changes. Counts as progress, and never blocks.
+    pub fn set_activity(&self, activity: impl FnOnce() -> String) {
+        if let Some(link) = &self.link {
+            link.shared.outbox.set_activity(activity());
+        }
+    }
+
+    /// What was said last of where this worker is, if it was said in this phase.
+    #[must_use]
+    pub fn activity(&self) -> Option<String> {
+        let activity = self.link.as_ref()?.shared.outbox.activity();
+        (!activity.is_empty()).then_some(activity)
+    }
+
     /// Tells the agent with which numbers of ranks another generation can go on with this work. Said by one rank, once.
     pub fn limit_sizes(&self, sizes: Sizes) {
         if let Some(link) = &self.link {

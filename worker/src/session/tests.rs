@@ -288,6 +288,7 @@ fn the_last_heartbeat_is_repeated() {
         quiet_ms: 0,
         progress: Some(progress.clone()),
         waits: Vec::new(),
+        activity: String::new(),
     };
     while peer.receive() != expected {}
     for _ in 0..3 {
@@ -312,6 +313,7 @@ fn the_last_heartbeat_is_repeated() {
         quiet_ms: 0,
         progress: None,
         waits: Vec::new(),
+        activity: String::new(),
     };
     while peer.receive() != expected {}
 }

@@ -5,6 +5,7 @@
 //! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together; [`Timeline`], which takes spans while it is open |
 //! | `overlap.rs` | [`Overlap`]: how much of the communication nobody waited for; who waited for whom |
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
+//! | `svg.rs` | what pictures are drawn with |
 //! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
 //!
 //! A communicator has a timeline, closed until somebody opens it; so has, through it, whatever waits for the
@@ -14,6 +15,7 @@
 mod overlap;
 mod picture;
 mod span;
+pub(crate) mod svg;
 mod trace_file;
 
 pub use overlap::Overlap;

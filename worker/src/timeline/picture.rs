@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 
 use super::overlap::Intervals;
+use super::svg::Svg;
 use super::{About, Kind, Lane, Overlap, Span, TraceFile};
 
 /// Most ranks that are drawn: the first ones.
@@ -49,7 +50,7 @@ pub fn picture(file: &TraceFile, step: u64) -> Option<String> {
         per_us: (RIGHT - LEFT) / (end - start).max(1.0),
     };
     let height = HEADER + drawn.iter().map(Rank::height).sum::<f64>() + AXIS;
-    let mut svg = Svg::new(height);
+    let mut svg = Svg::new([WIDTH, height], STYLE);
     let others = match first.about.world_size as usize {
         all if all > drawn.len() => format!("the first {} of {all} ranks", drawn.len()),
         1 => "1 rank".to_owned(),
@@ -278,67 +279,14 @@ fn axis(svg: &mut Svg, scale: &Scale, length_us: f64, y: f64) {
     }
 }
 
-struct Svg(String);
-
 const STYLE: &str = "\
+.page{fill:#fff}\
 text{font:12px system-ui,sans-serif;fill:#222}\
 .heading{font-size:18px;font-weight:600}.rank{font-weight:600}.quiet{fill:#555}.lane{fill:#333}\
 .in,.on-late{fill:#fff;font-size:11px;pointer-events:none}.on-late{fill:#6b2b29}\
 .ground{fill:#f1f1f1}.data{fill:#9aa0a6}.forward{fill:#4c78a8}.backward{fill:#3f8f6b}\
 .optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.activations{fill:#c0569b}.other{fill:#6b6b6b}\
 rect{stroke:#fff;stroke-width:.5}line{stroke:#0002}";
-
-impl Svg {
-    fn new(height: f64) -> Self {
-        Self(format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-             width=\"{WIDTH}\" height=\"{height}\">\n<style>{STYLE}</style>\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n"
-        ))
-    }
-
-    fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str, tip: Option<&str>) {
-        let _ = write!(
-            self.0,
-            "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\""
-        );
-        match tip {
-            Some(tip) => {
-                let _ = writeln!(self.0, "><title>{}</title></rect>", escaped(tip));
-            }
-            None => self.0.push_str("/>\n"),
-        }
-    }
-
-    fn text(&mut self, [x, y]: [f64; 2], class: &str, words: &str) {
-        let words = escaped(words);
-        let _ = writeln!(
-            self.0,
-            "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{words}</text>"
-        );
-    }
-
-    fn line(&mut self, [x, y, x2, y2]: [f64; 4]) {
-        let _ = writeln!(
-            self.0,
-            "<line x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>"
-        );
-    }
-
-    fn finish(mut self) -> String {
-        self.0.push_str("</svg>\n");
-        self.0
-    }
-}
-
-/// XML has no control characters, not even escaped.
-fn escaped(words: &str) -> String {
-    words
-        .replace(char::is_control, "\u{fffd}")
-        .replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-}
 
 #[cfg(test)]
 mod tests {

@@ -18,10 +18,15 @@ use crate::session::StoreError;
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// The agent said that the generation is over: another rank failed first.
-    #[error("rank {rank} stopped: the generation is over: {cause}")]
+    #[error(
+        "rank {rank} stopped{}: the generation is over: {cause}",
+        activity.as_ref().map_or_else(String::new, |activity| format!(" ({activity})"))
+    )]
     GenerationOver {
         /// This rank.
         rank: usize,
+        /// Where in a step it was, if it has said so.
+        activity: Option<String>,
         /// Why it is over, in the agent's words.
         cause: String,
     },

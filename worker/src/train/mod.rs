@@ -40,4 +40,5 @@ pub use error::TrainError;
 pub use planning::{Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, Machines, StepTraffic};
 pub use run::{RunSummary, run_worker, run_worker_with};
 pub use setup::Substitutes;
+pub use strategy::pipeline_plan;
 pub use world::WrapTransport;

@@ -161,6 +161,12 @@ impl Replica {
         Flights::takes_tokens(action) || self.flights.makes_losses(action)
     }
 
+    /// Waits, in the stream that computes, for what an action needs of another stage: what follows is its own time.
+    pub(crate) fn await_input(&mut self, action: Action) -> Result<(), TrainError> {
+        let awaited = self.flights.await_input(action);
+        awaited.map_err(|error| self.cause(error))
+    }
+
     /// Carries out an action of the row. `batch` is the micro-batch for an action that takes one, of the samples that `key`
     /// names; `hooks` accompany the passes beside the replica's own. Returns the loss of each position, still on the device,
     /// if the action makes them.

@@ -66,6 +66,7 @@ pub fn run_worker_with(
             // What failed when the generation was over failed because of it.
             Some(cause) => TrainError::GenerationOver {
                 rank: session.env().rank.get() as usize,
+                activity: session.activity(),
                 cause,
             },
             None => error,

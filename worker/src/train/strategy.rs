@@ -229,7 +229,7 @@ fn read_schedule(path: &Path) -> std::io::Result<String> {
 }
 
 /// The schedule of every rank, and the layers of every stage.
-fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
     let pipeline = &config.parallel.pipeline;
     let vocabulary = match config.model.vocab_size {
         Some(size) => size,

@@ -93,6 +93,7 @@ impl World {
         match self.cancel.cause() {
             Some(cause) => Err(TrainError::GenerationOver {
                 rank: self.comm.members()[self.rank()],
+                activity: None,
                 cause: cause.to_owned(),
             }),
             None => Ok(()),

@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 
 use super::super::tasks::{self, Threads};
 use super::Driver;
-use crate::hang::{self, Beat, Silent};
+use crate::hang::{self, Silent};
 
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
 const ANSWER_LINES: usize = 24;
@@ -51,7 +51,8 @@ impl Driver<'_> {
             && worker.called_slow != Some(beat.step)
         {
             worker.called_slow = Some(beat.step);
-            let words = format!("rank {} {}", worker.rank, beat.slowness(Instant::now(), bound));
+            let slowness = beat.slowness(&worker.activity, Instant::now(), bound);
+            let words = format!("rank {} {slowness}", worker.rank);
             self.console.say(&words);
         }
     }
@@ -107,7 +108,7 @@ impl Driver<'_> {
             ));
         }
         worker.aborted = true;
-        let mut words = beat.trouble(now, bound);
+        let mut words = beat.trouble(&worker.activity, now, bound);
         let threads = threads.get(&pid).map_or("", String::as_str);
         for line in summary(worker.state.as_deref(), threads) {
             let _ = write!(words, "\n  {line}");
@@ -126,13 +127,10 @@ impl Driver<'_> {
         let dir = self.worker_group.attempt_dir()?;
         let mut states = Vec::new();
         for (pid, worker) in self.worker_group.live() {
-            let beat = worker.beat.map_or_else(
-                || "no heartbeat yet".to_owned(),
-                |Beat { step, .. }| format!("step {step}"),
-            );
+            let place = worker.place().unwrap_or_else(|| "no heartbeat yet".to_owned());
             let silence = worker.beat.map_or(0.0, |beat| beat.silence(now).as_secs_f64());
             let mut text = format!(
-                "rank {}, pid {pid}: {beat}, nothing new for {silence:.1} s\n",
+                "rank {}, pid {pid}: {place}, nothing new for {silence:.1} s\n",
                 worker.rank
             );
             let line = |wait: &PeerWait| format!("{wait}\n");

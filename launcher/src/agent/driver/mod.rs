@@ -342,9 +342,10 @@ impl<'a> Driver<'a> {
                 quiet,
                 progress,
                 waits,
+                activity,
             } => {
                 let at = std::time::Instant::now();
-                worker.waits = waits;
+                (worker.waits, worker.activity) = (waits, activity);
                 worker.beat = Some(Beat {
                     at,
                     fresh: at.checked_sub(quiet).unwrap_or(at),

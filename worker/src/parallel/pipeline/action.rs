@@ -60,6 +60,18 @@ impl ActionKind {
         Self::NAMES[self as usize].1
     }
 
+    /// As sentences have it, of those that compute; else [`ActionKind::name`].
+    #[must_use]
+    pub const fn noun(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::InputGradient => "input gradient",
+            Self::WeightGradient => "weight gradients",
+            _ => self.name(),
+        }
+    }
+
     /// The kind of this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {

@@ -185,7 +185,8 @@ fn parse_cell(rank: usize, text: &str) -> Result<Cell, CellError> {
     Ok(Cell::Overlapped { forward, backward })
 }
 
-fn parse_action(rank: usize, text: &str) -> Result<Action, CellError> {
+/// An action of a rank.
+pub(super) fn parse_action(rank: usize, text: &str) -> Result<Action, CellError> {
     let is_digit = |c: char| c.is_ascii_digit();
     let rest = text.trim_start_matches(is_digit);
     let name = rest.trim_end_matches(is_digit);

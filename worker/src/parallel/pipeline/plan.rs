@@ -6,6 +6,7 @@
 //! the actions of those that it lacks: what is left keeps its order, so that nothing is waited for that did not have to be
 //! before.
 
+use std::fmt::Write as _;
 use std::ops::Range;
 
 use ddp_proto::words::counted;
@@ -92,10 +93,56 @@ impl PipelinePlan {
         })
     }
 
+    /// The schedule of this name for a model with layers enough, to look at. Chunks: as many as it works with.
+    pub fn named(
+        schedule: &str,
+        (ranks, chunks): (usize, Option<usize>),
+        micro_batches: usize,
+    ) -> Result<Self, PlanError> {
+        let Ok(schedule) = serde_json::from_value(schedule.into()) else {
+            let hint = format!("take one of {}", PipelineSchedule::WORDS.join(", "));
+            return Err(refused(SCHEDULE, format!("`{schedule}` is no schedule"), hint));
+        };
+        let config = Pipeline {
+            stages: ranks,
+            schedule,
+            chunks,
+            layers: None,
+            file: None,
+        };
+        let stages = ranks.saturating_mul(chunks.unwrap_or_else(|| usual_chunks(schedule)));
+        Self::new(&config, micro_batches, None, &LayerCosts::equal(stages))
+    }
+
+    /// The schedule of a table, in the same way.
+    pub fn of_csv(text: &str) -> Result<Self, PlanError> {
+        let schedule = parsed(text)?;
+        let (placement, micro_batches) = (schedule.placement(), schedule.micro_batches());
+        let config = Pipeline {
+            stages: placement.ranks(),
+            schedule: PipelineSchedule::OneFOneB,
+            chunks: None,
+            layers: None,
+            file: None,
+        };
+        Self::new(
+            &config,
+            micro_batches,
+            Some(text),
+            &LayerCosts::equal(placement.stages()),
+        )
+    }
+
     /// Of its schedule, for people.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
+    }
+
+    /// What ranks do in a step: computing, messages and reductions.
+    #[must_use]
+    pub fn schedule(&self) -> &Schedule {
+        &self.training
     }
 
     /// Which rank holds which stage.
@@ -163,6 +210,24 @@ impl PipelinePlan {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
         let simulated = simulate(&self.training, &costs, Links::IDEAL);
         simulated.map_or(0.0, |simulated| simulated.bubble_fraction())
+    }
+
+    /// An action for people: `stage 5 of 8, chunk 1, forward of micro-batch 3`.
+    #[must_use]
+    pub fn in_words(&self, action: Action) -> String {
+        let mut words = format!("stage {} of {}", action.stage, self.layers.len());
+        let mut chunks = self.placement().stages_of(action.rank);
+        if let (Some(chunk), true) = (
+            chunks.position(|stage| stage == action.stage),
+            self.layers.len() > self.placement().ranks(),
+        ) {
+            let _ = write!(words, ", chunk {chunk}");
+        }
+        let _ = write!(words, ", {}", action.kind.noun());
+        if let Some(number) = action.micro_batch {
+            let _ = write!(words, " of micro-batch {number}");
+        }
+        words
     }
 
     /// Hash of all of it, for ranks to compare.
@@ -258,12 +323,16 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
     })
 }
 
-/// The schedule of a file, in either of PyTorch's forms.
-fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule, PlanError> {
-    let schedule = csv::read(text).map_err(|error| {
+fn parsed(text: &str) -> Result<Schedule, PlanError> {
+    csv::read(text).map_err(|error| {
         let hint = "a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them";
         refused(FILE, format!("`{FILE}` is no schedule: {error}"), hint)
-    })?;
+    })
+}
+
+/// The schedule of a file, in either of PyTorch's forms.
+fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule, PlanError> {
+    let schedule = parsed(text)?;
     let (ranks, stages) = (schedule.placement().ranks(), schedule.placement().stages());
     if ranks != config.stages {
         return Err(refused(

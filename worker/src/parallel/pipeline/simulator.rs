@@ -102,6 +102,19 @@ pub struct RankTimeline {
     pub peak_bytes: u64,
 }
 
+impl RankTimeline {
+    /// Takes down what an action keeps from its start, or frees at its end, for stages that keep so many bytes.
+    pub(super) fn note_memory(&mut self, action: Action, [start, end]: [u64; 2], kept_bytes: u64) {
+        let kept = self.memory.last().map_or(0, |&(_, bytes)| bytes);
+        if action.kind == ActionKind::Forward {
+            self.memory.push((start, kept + kept_bytes));
+            self.peak_bytes = self.peak_bytes.max(kept + kept_bytes);
+        } else if action.kind.makes_weight_gradient() {
+            self.memory.push((end, kept - kept_bytes));
+        }
+    }
+}
+
 /// A simulated step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Simulation {
@@ -381,13 +394,7 @@ impl<'a> Run<'a> {
         if action.kind.is_compute() {
             timeline.busy += ticks;
         }
-        let kept = timeline.memory.last().map_or(0, |&(_, bytes)| bytes);
-        if action.kind == ActionKind::Forward {
-            timeline.memory.push((start, kept + kept_bytes));
-            timeline.peak_bytes = timeline.peak_bytes.max(kept + kept_bytes);
-        } else if action.kind.makes_weight_gradient() {
-            timeline.memory.push((end, kept - kept_bytes));
-        }
+        timeline.note_memory(action, [start, end], kept_bytes);
     }
 
     /// Who waits for whom, if any rank has not come to its end.

@@ -88,6 +88,18 @@ impl Flights {
         }
     }
 
+    /// Waits, in the stream that computes, for what another rank makes for an action.
+    pub(crate) fn await_input(&mut self, action: Action) -> Result<(), DeviceError> {
+        // B takes its input as I.
+        if let Some(consumer) = action.parts().next()
+            && let Some(arrival) = self.inputs.remove(&consumer)
+        {
+            let activation = self.edges.arrived(arrival)?;
+            self.inputs.insert(consumer, Arrival::local(activation));
+        }
+        Ok(())
+    }
+
     /// Does it. `tokens` are for an action that takes some. Returns the losses, if it makes some.
     pub(crate) fn carry_out(
         &mut self,

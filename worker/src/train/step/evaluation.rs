@@ -54,6 +54,9 @@ impl Evaluation {
             for action in row {
                 world.check()?;
                 session.still_alive();
+                if replica.plan.placement().ranks() > 1 && action.kind.is_compute() {
+                    session.set_activity(|| replica.plan.in_words(action));
+                }
                 let m = done + action.micro_batch.unwrap_or_default() as u64;
                 let next = mine.start + m * rows as u64;
                 let taken = mine.end.saturating_sub(next).min(rows as u64) as usize;

@@ -148,7 +148,12 @@ impl TrainerParts<'_> {
         if takes_batch {
             self.read(run, action, times)?;
         }
-        let (began, before, span) = (Instant::now(), grads.times().exposed, self.world.begin_span());
+        if run.stages > 1 && action.kind.is_compute() {
+            self.session.set_activity(|| self.replica.plan.in_words(action));
+        }
+        let (began, before) = (Instant::now(), grads.times().exposed);
+        self.replica.await_input(action)?;
+        let span = self.world.begin_span();
         let batch = (takes_batch.then_some(&run.batch), self.key(run.step, m));
         let done = self.replica.carry_out(action, batch, &mut NoHooks, grads);
         let losses = done.map_err(|error| match grads.failure() {
@@ -164,19 +169,14 @@ impl TrainerParts<'_> {
         let waited = times.account(self.replica.take_times());
         let waited = waited + grads.times().exposed.saturating_sub(before);
         let took = began.elapsed().saturating_sub(waited);
-        let (kind, what) = match action.kind {
-            ActionKind::Forward => (Kind::Forward, "forward"),
-            ActionKind::Backward => (Kind::Backward, "backward"),
-            ActionKind::InputGradient => (Kind::Backward, "input gradient"),
-            ActionKind::WeightGradient => (Kind::Backward, "weight gradients"),
+        let (kind, sum) = match action.kind {
+            ActionKind::Forward => (Kind::Forward, &mut times.forward),
+            kind if kind.is_compute() => (Kind::Backward, &mut times.backward),
             _ => return Ok(()),
         };
-        let sum = match kind {
-            Kind::Forward => &mut times.forward,
-            _ => &mut times.backward,
-        };
         *sum += took;
-        self.world.end_span(span, kind, || run.of_action(action, what));
+        let noun = action.kind.noun();
+        self.world.end_span(span, kind, || run.of_action(action, noun));
         Ok(())
     }
 
@@ -635,13 +635,13 @@ struct RunningStep {
 }
 
 impl RunningStep {
-    /// Name of a span.
+    /// Name of a span. In a pipeline it begins with the action as schedules write it.
     fn of_action(&self, action: Action, what: &str) -> String {
-        let m = action.micro_batch.unwrap_or_default() + 1;
+        let m = action.micro_batch.unwrap_or_default();
         match (self.stages, self.micro_batches) {
             (1, 1) => what.to_owned(),
-            (1, _) => format!("micro-batch {m}: {what}"),
-            _ => format!("stage {}, micro-batch {m}: {what}", action.stage),
+            (1, _) => format!("micro-batch {}: {what}", m + 1),
+            _ => format!("{action}: stage {}, micro-batch {m}: {what}", action.stage),
         }
     }
 }

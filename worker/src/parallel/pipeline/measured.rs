@@ -1,0 +1,299 @@
+//! A pipeline as it ran, from the timeline of a run (`run.timeline`): the same form that the simulator's steps have, and
+//! what the simulator makes of the durations that were measured.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::action::{Action, ActionKind, Cell, Schedule};
+use super::csv::{self, CsvError, parse_action};
+use super::simulator::{Interval, Links, RankTimeline, Simulation, StageCosts, simulate};
+use super::validator::{Purpose, Refusal, Rules, validate};
+use crate::timeline::{Kind, Lane, Span, TraceFile, TraceFileError};
+
+/// A timeline that shows no pipeline.
+#[derive(Debug, thiserror::Error)]
+pub enum MeasuredError {
+    /// It is another kind of file.
+    #[error(transparent)]
+    File(#[from] TraceFileError),
+    /// No rank of it computes on stages.
+    #[error(
+        "the timeline has no step of a pipeline\n  hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1"
+    )]
+    NoStep,
+    /// Its actions are no schedule: ranks are missing.
+    #[error("the actions of step {0} are no schedule: {1}")]
+    NoSchedule(u64, CsvError),
+    /// Actions are missing.
+    #[error("the actions of step {0} are no schedule: {1}")]
+    Refused(u64, Refusal),
+}
+
+/// Steps of a run. Ticks are nanoseconds; a micro-batch keeps a byte of each stage.
+#[derive(Clone, Debug)]
+pub struct MeasuredRun {
+    schedule: Schedule,
+    /// By number, from 1.
+    steps: BTreeMap<u64, Simulation>,
+    predicted: Simulation,
+}
+
+/// An action that ran, and when, in nanoseconds.
+type Ran = (Action, [u64; 2]);
+
+impl MeasuredRun {
+    /// From the text of a `timeline.json`. Of ranks that hold the same stages the first one counts; of the steps, those
+    /// that do what the last one does.
+    pub fn of_trace(json: &[u8]) -> Result<Self, MeasuredError> {
+        let trace = TraceFile::parse(json)?;
+        let mut lanes: Vec<BTreeMap<u64, Vec<Ran>>> = Vec::new();
+        let mut known: BTreeSet<BTreeSet<usize>> = BTreeSet::new();
+        for (_, spans) in &trace.ranks {
+            let steps = steps_of(spans, lanes.len());
+            let actions = steps.values().flatten();
+            let stages: BTreeSet<usize> = actions.map(|(action, _)| action.stage).collect();
+            if !stages.is_empty() && known.insert(stages) {
+                lanes.push(steps);
+            }
+        }
+        let numbers = lanes.first().into_iter().flat_map(BTreeMap::keys);
+        let mut steps = BTreeMap::new();
+        for number in numbers {
+            let rows: Option<Vec<&[Ran]>> = lanes.iter().map(|lane| Some(&**lane.get(number)?)).collect();
+            if let Some(rows) = rows {
+                steps.insert(*number, rows);
+            }
+        }
+        let (&last, rows) = steps.last_key_value().ok_or(MeasuredError::NoStep)?;
+        let schedule = csv::read(&text(rows)).map_err(|error| MeasuredError::NoSchedule(last, error))?;
+        let rules = Rules {
+            purpose: Purpose::Training,
+            capacity: None,
+            memory: None,
+        };
+        let refused = |error| MeasuredError::Refused(last, error);
+        validate(&schedule, rules).map_err(refused)?;
+        let whole = text(rows);
+        steps.retain(|_, rows| text(rows) == whole);
+        let costs = mean_costs(
+            schedule.placement().stages(),
+            steps.values().flatten().copied().flatten(),
+        );
+        let predicted = simulate(&schedule, &costs, Links::IDEAL).map_err(|error| refused(error.into()))?;
+        let steps = steps.iter().map(|(&number, rows)| (number, as_simulation(rows)));
+        Ok(Self {
+            predicted,
+            steps: steps.collect(),
+            schedule,
+        })
+    }
+
+    /// What ranks computed in a step.
+    #[must_use]
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// The steps as they ran, by number; one at least.
+    #[must_use]
+    pub fn steps(&self) -> &BTreeMap<u64, Simulation> {
+        &self.steps
+    }
+
+    /// The part of all ranks' time, from the first action of a step to its last, in which they did not compute: over all
+    /// steps.
+    #[must_use]
+    pub fn bubble_fraction(&self) -> f64 {
+        let of_step = |step: &Simulation| {
+            let idle: u64 = (0..step.ranks.len()).map(|rank| step.bubble(rank)).sum();
+            [idle, step.end * step.ranks.len() as u64]
+        };
+        let steps = self.steps.values().map(of_step);
+        let [idle, all] = steps.fold([0, 0], |sum, step| [sum[0] + step[0], sum[1] + step[1]]);
+        idle as f64 / all.max(1) as f64
+    }
+
+    /// What the simulator says, if each kind of action takes on each stage as long as it did on average, and messages no
+    /// time.
+    #[must_use]
+    pub fn predicted(&self) -> &Simulation {
+        &self.predicted
+    }
+}
+
+/// F, B, I and W of the steps of a rank, in order.
+fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
+    let ns = |us: f64| (us * 1e3).round().max(0.0) as u64;
+    let mut steps: BTreeMap<u64, Vec<Ran>> = BTreeMap::new();
+    for step in spans.iter().filter(|span| span.lane == Lane::Steps) {
+        let number = step
+            .name
+            .strip_prefix("step ")
+            .and_then(|number| number.parse().ok());
+        let Some(number) = number else { continue };
+        let within = |span: &&Span| span.start_us >= step.start_us && span.end_us <= step.end_us;
+        let is_pass = |span: &&Span| matches!(span.kind, Kind::Forward | Kind::Backward);
+        let passes = spans.iter().filter(|span| span.lane == Lane::Compute);
+        let ran = passes.filter(is_pass).filter(within).filter_map(|span| {
+            let (name, _) = span.name.split_once(':')?;
+            let action = parse_action(lane, name)
+                .ok()
+                .filter(|action| action.kind.is_compute())?;
+            let start = ns(span.start_us);
+            Some((action, [start, ns(span.end_us).max(start)]))
+        });
+        let mut ran: Vec<Ran> = ran.collect();
+        ran.sort_by_key(|(_, [start, _])| *start);
+        if !ran.is_empty() {
+            steps.insert(number, ran);
+        }
+    }
+    steps
+}
+
+/// The actions as a schedule's table.
+fn text(rows: &[&[Ran]]) -> String {
+    let row = |row: &&[Ran]| {
+        let cells: Vec<String> = row.iter().map(|(action, _)| action.to_string()).collect();
+        cells.join(",") + "\n"
+    };
+    rows.iter().map(row).collect()
+}
+
+/// By stage, the mean durations of what ran.
+fn mean_costs<'a>(stages: usize, ran: impl Iterator<Item = &'a Ran>) -> Vec<StageCosts> {
+    let mut sums: BTreeMap<(usize, ActionKind), [u64; 2]> = BTreeMap::new();
+    for (action, [start, end]) in ran {
+        let [sum, count] = sums.entry((action.stage, action.kind)).or_default();
+        *sum += end - start;
+        *count += 1;
+    }
+    let costs = |stage: usize| {
+        let mean = |kind| sums.get(&(stage, kind)).map_or(0, |[sum, count]| sum / count);
+        StageCosts {
+            forward: mean(ActionKind::Forward),
+            backward: mean(ActionKind::Backward),
+            input_gradient: mean(ActionKind::InputGradient),
+            weight_gradient: mean(ActionKind::WeightGradient),
+            kept_bytes: 1,
+            ..StageCosts::default()
+        }
+    };
+    (0..stages).map(costs).collect()
+}
+
+/// From the start of the first action.
+fn as_simulation(rows: &[&[Ran]]) -> Simulation {
+    let all = || rows.iter().copied().flatten();
+    let first = all().map(|(_, [start, _])| *start).min().unwrap_or(0);
+    let last = all().map(|(_, [_, end])| *end).max().unwrap_or(0);
+    let of_rank = |row: &&[Ran]| {
+        let mut timeline = RankTimeline::default();
+        for &(action, [start, end]) in *row {
+            let (start, end) = (start - first, end - first);
+            timeline.busy += end - start;
+            timeline.note_memory(action, [start, end], 1);
+            let cell = Cell::One(action);
+            timeline.intervals.push(Interval { cell, start, end });
+        }
+        timeline
+    };
+    Simulation {
+        end: last - first,
+        ranks: rows.iter().map(of_rank).collect(),
+        deepest_queue: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::timeline::{About, ClockReading};
+
+    fn about(rank: u32) -> About {
+        About {
+            run: "test".into(),
+            rank,
+            world_size: 4,
+            host: "node-a".into(),
+            generation: 0,
+            steps: [7, 7],
+            clock: ClockReading {
+                clock: "a".into(),
+                ns: 0,
+            },
+            missed: 0,
+        }
+    }
+
+    /// Spans of a step, 7: actions with begin and end in microseconds.
+    fn spans(actions: &[(&str, f64, f64)]) -> Vec<Span> {
+        let span = |lane, kind, name: String, start_us, end_us| Span {
+            start_us,
+            end_us,
+            ..Span::of(lane, kind, name)
+        };
+        let mut spans = vec![span(Lane::Steps, Kind::Step, "step 7".into(), 0.0, 1000.0)];
+        for &(action, start, end) in actions {
+            let name = format!("{action}: stage 0, micro-batch 0: forward");
+            let data = format!("{action}: stage 0, micro-batch 0: data");
+            spans.push(span(Lane::Compute, Kind::Data, data, start - 1.0, start));
+            spans.push(span(Lane::Compute, Kind::Forward, name, start, end));
+            spans.push(span(
+                Lane::Compute,
+                Kind::Forward,
+                "forward h.0".into(),
+                start,
+                end,
+            ));
+        }
+        spans
+    }
+
+    /// 1F1B with one micro-batch: rank 1 is late by 30.
+    fn two_ranks() -> TraceFile {
+        let first = spans(&[("0F0", 100.0, 200.0), ("0B0", 430.0, 600.0)]);
+        let second = spans(&[("1F0", 230.0, 330.0), ("1B0", 330.0, 430.0)]);
+        let copies = [first.clone(), first, second.clone(), second];
+        let ranks = (0..).zip(copies).map(|(rank, spans)| (about(rank), spans));
+        TraceFile {
+            ranks: ranks.collect(),
+        }
+    }
+
+    #[test]
+    fn a_timeline_is_a_step_beside_the_simulators() {
+        let run = MeasuredRun::of_trace(&two_ranks().to_json()).unwrap();
+        assert_eq!(
+            run.schedule().placement().ranks(),
+            2,
+            "of ranks that hold the same, one"
+        );
+        let step = &run.steps()[&7];
+        assert_eq!(
+            (step.end, step.ranks[0].busy, step.ranks[1].busy),
+            (500_000, 270_000, 200_000)
+        );
+        assert!((run.bubble_fraction() - 0.53).abs() < 1e-9);
+        // Without the time of the message.
+        assert_eq!(run.predicted().end, 470_000);
+        assert_eq!(step.ranks[0].memory, [(0, 1), (500_000, 0)]);
+    }
+
+    #[test]
+    fn what_shows_no_whole_pipeline_is_refused_in_words() {
+        let refused = |file: &TraceFile| MeasuredRun::of_trace(&file.to_json()).unwrap_err().to_string();
+        let mut file = two_ranks();
+        file.ranks.drain(..2);
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: stage 0 is in no row, but stage 1 is");
+        let mut file = two_ranks();
+        file.ranks[2].1.retain(|span| !span.name.starts_with("1B0"));
+        file.ranks.truncate(3);
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: rank 1 is refused at `1I0`: the action is missing");
+        file.ranks.clear();
+        insta::assert_snapshot!(refused(&file), @r"
+        the timeline has no step of a pipeline
+          hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1
+        ");
+        assert!(MeasuredRun::of_trace(b"{}").is_err());
+    }
+}
