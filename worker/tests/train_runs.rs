@@ -44,7 +44,7 @@ fn a_restarted_job_ends_bit_equal_to_an_undisturbed_one() {
     let outcomes = job.run(2);
     assert_eq!(error(&outcomes[1]), "the device broke");
     assert!(
-        matches!(&outcomes[0], Err(TrainError::GenerationOver { rank: 0, cause }) if cause == "rank 1 failed")
+        matches!(&outcomes[0], Err(TrainError::GenerationOver { rank: 0, cause, .. }) if cause == "rank 1 failed")
     );
     // Rank 0 may have recorded steps that no checkpoint holds; they must not appear twice.
     job.device = None;
