@@ -183,7 +183,7 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
         .run();
     finished
         .expect_exit(2)
-        .expect_stderr("`parallel.shard_group` is 2, but 3 ranks are not groups of 2");
+        .expect_stderr("`parallel.shard_group` is 2, but 3 data-parallel ranks are not groups of 2");
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
 }
 
@@ -203,7 +203,7 @@ fn what_all_ranks_say_alike_is_shown_once() {
         .set("parallel.shard_group=2")
         .target("tiny.yaml")
         .run();
-    let words = "`parallel.shard_group` is 2, but 7 ranks are not groups of 2";
+    let words = "`parallel.shard_group` is 2, but 7 data-parallel ranks are not groups of 2";
     finished
         .expect_exit(2)
         .expect_stderr("first failure: rank ")

@@ -405,7 +405,7 @@ fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
             .set("parallel.shard_group=2")
             .target(repository("examples/single-node/train.yaml"))
     };
-    let words = "`parallel.shard_group` is 2, but 3 ranks are not groups of 2";
+    let words = "`parallel.shard_group` is 2, but 3 data-parallel ranks are not groups of 2";
     for flags in [&["--dry-run"][..], &[]] {
         launch()
             .words(flags)

@@ -154,10 +154,8 @@ fn check_memory(case: Case) {
     assert_eq!(memory.activations, held.activations, "{case:?}");
 
     // The second use of the tied weight has a sum of its own.
-    let later_uses = match case.keeps_whole_gradients() && case.micro_batches > 1 {
-        true => 4 * WTE as u64,
-        false => 0,
-    };
+    let adds_up = case.keeps_whole_gradients() && case.micro_batches > 1;
+    let later_uses = if adds_up { 4 * WTE as u64 } else { 0 };
     let declared = [0, held.in_flight + later_uses, 0];
     for (kind, formula) in case.formula(told.padded as usize).into_iter().enumerate() {
         let expected = formula + declared[kind] as f64;

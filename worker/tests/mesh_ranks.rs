@@ -466,8 +466,8 @@ fn later_uses_of_a_tied_parameter_take_memory_where_micro_batches_are_added_up()
     let world = World::of(&[1]);
     let bytes = |micro_batches, accumulate| {
         let case = Case {
-            micro_batches,
             accumulate,
+            micro_batches,
             ..Case::of(Strategy::Ddp, [1, 1])
         };
         let bytes = world.run(Executor::Inline, |rank| {

@@ -15,6 +15,8 @@ use ddp_worker::train::TrainError;
 use train_support::deferred::DeferredDevice;
 use train_support::{Job, Trained};
 
+type Change = fn(&mut TrainConfig);
+
 const ALL: [PipelineSchedule; 7] = [
     PipelineSchedule::GPipe,
     PipelineSchedule::OneFOneB,
@@ -125,7 +127,7 @@ fn thirty_layers_on_four_stages_are_thirty_layers() {
 /// The halves of backward keep what they read, whatever was recomputed; masks are functions of the samples' numbers.
 #[test]
 fn recomputation_bf16_and_dropout_equal_one_rank() {
-    let variants: [(&str, fn(&mut TrainConfig)); 4] = [
+    let variants: [(&str, Change); 4] = [
         ("selective", |c| c.train.recompute = Recompute::Selective),
         ("full", |c| c.train.recompute = Recompute::Full),
         ("bf16", |c| c.train.precision = Precision::Bf16),

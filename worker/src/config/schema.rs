@@ -489,6 +489,10 @@ pub enum Rescale {
 /// `parallel:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "keys of a file, independent of each other"
+)]
 pub struct Parallel {
     /// What every rank holds.
     pub strategy: Strategy,

@@ -96,17 +96,13 @@ impl Settings {
             "`model_type` is `{there}` there and `{}` here",
             published.model_type
         );
-        match Published::of_type(there) {
-            Some(other) => {
-                misfit.write("kind", there);
-                misfit.differs(words);
-                other
-            }
-            None => {
-                misfit.is_foreign(words);
-                published
-            }
-        }
+        let Some(other) = Published::of_type(there) else {
+            misfit.is_foreign(words);
+            return published;
+        };
+        misfit.write("kind", there);
+        misfit.differs(words);
+        other
     }
 
     /// Compares one size, and mends it in `model`.

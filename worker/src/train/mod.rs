@@ -7,7 +7,8 @@
 //! | `device_choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `idle_world.rs` | a rank of a mesh that is not there, to plan with |
-//! | `replica/` | the model on this rank, and micro-batches through it |
+//! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
+//! | `schedule/` | a rank's row of the schedule, action by action |
 //! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
 //! | `startup_table.rs` | what rank 0 says before the first step |
@@ -27,6 +28,7 @@ mod recorder;
 mod replica;
 mod reporting;
 mod run;
+mod schedule;
 mod setup;
 mod startup_table;
 mod step;

@@ -18,7 +18,7 @@ use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use super::idle_world::idle_world;
-use super::replica::{MicroBatchShape, rehearse};
+use super::schedule::{MicroBatchShape, rehearse};
 use super::world::World;
 use crate::config::{
     self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,

@@ -100,7 +100,9 @@ fn an_embedding_summed_over_parts_has_the_bits_of_the_whole() {
                 let sum = ranks.reduce(|sum, own| sum.iter().zip(own).map(|(a, b)| a + b).collect());
                 let mut sum = sum.unwrap();
                 if dtype == DType::Bf16 {
-                    sum.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                    for x in &mut *sum {
+                        *x = bf16::from_f32(*x).to_f32();
+                    }
                 }
                 assert_eq!(bits(&sum), bits(&whole), "{dtype}, {count} parts");
             }

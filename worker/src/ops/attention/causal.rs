@@ -329,7 +329,7 @@ fn read_head<S: Stored>(
 ) {
     read_inputs(isa, inputs, |inputs| {
         S::read_matrix(isa, out, |out| {
-            S::read_matrix(isa, dout, |dout| work(inputs, [out, dout]))
+            S::read_matrix(isa, dout, |dout| work(inputs, [out, dout]));
         });
     });
 }

@@ -285,7 +285,6 @@ const fn alternating<const N: usize>(first: usize) -> [f64; N] {
 }
 
 /// Cosine and sine of a fraction of a turn, within 2⁻⁵² of 1.
-#[expect(clippy::inline_always, reason = "compiled for each instruction set")]
 #[inline(always)]
 fn cosine_and_sine(turn: u64) -> [f64; 2] {
     const RADIANS: f64 = std::f64::consts::TAU / TURN;

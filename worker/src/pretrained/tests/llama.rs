@@ -232,7 +232,7 @@ fn sizes_of_config_json_are_lines_to_write() {
     `llama` does not fit the `model` section: `num_hidden_layers` is 80 there and 2 here; `hidden_size` is 8192 there and 8 here; `num_attention_heads` is 64 there and 4 here; and 2 more
       hint: write `n_layer: 80`, `n_embd: 8192`, `n_head: 64`, `n_kv_head: 64`, `n_inner: 28672` in section `model`
     ");
-    insta::assert_snapshot!(with(&json!({ "rms_norm_eps": 1e-6, "rope_theta": 500000 })), @r"
+    insta::assert_snapshot!(with(&json!({ "rms_norm_eps": 1e-6, "rope_theta": 500_000 })), @r"
     `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 there and 1e-5 here; `rope_theta` is 500000.0 there and 10000.0 here
       hint: write `norm_eps: 1e-6`, `rope_theta: 500000.0` in section `model`
     ");

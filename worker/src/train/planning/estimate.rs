@@ -14,7 +14,8 @@ use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{GradientLayout, Reducer};
 use crate::train::TrainError;
 use crate::train::idle_world::idle_world;
-use crate::train::replica::{MicroBatch, Replica, RowPurpose};
+use crate::train::replica::{MicroBatch, Replica};
+use crate::train::schedule::RowPurpose;
 use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
 
 /// What a rank holds and sends, under one strategy.

@@ -7,7 +7,8 @@ use crate::model::{Activation, GradSink, GradSlot, NoHooks, ParamId, SampleKey};
 use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
-use crate::train::replica::{MicroBatch, Replica, RowPurpose};
+use crate::train::replica::{MicroBatch, Replica};
+use crate::train::schedule::RowPurpose;
 use crate::train::world::World;
 
 /// The held-out text, cut into blocks.

@@ -16,7 +16,8 @@ use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{Activation, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
-use crate::train::replica::{MicroBatch, Replica, RowPurpose};
+use crate::train::replica::{MicroBatch, Replica};
+use crate::train::schedule::RowPurpose;
 use crate::train::world::World;
 
 /// Steps that were skipped.

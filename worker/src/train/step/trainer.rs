@@ -27,8 +27,9 @@ use crate::timeline::Kind;
 use crate::train::TrainError;
 use crate::train::checkpointing::{Checkpoints, Position, RankState};
 use crate::train::rank_table::{RankTable, StepTable};
-use crate::train::replica::{MicroBatch, Replica, RowPurpose};
+use crate::train::replica::{MicroBatch, Replica};
 use crate::train::reporting::{ProfilingWindow, say};
+use crate::train::schedule::RowPurpose;
 use crate::train::strategy::{Scheme, network};
 use crate::train::world::World;
 

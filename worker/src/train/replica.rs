@@ -3,8 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use super::flights::{Flights, RowPurpose};
-use super::rehearsal::MicroBatchShape;
+use super::schedule::{Flights, MicroBatchShape, RowPurpose};
 use crate::collective::WorkError;
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
@@ -54,7 +53,7 @@ impl MicroBatch {
 }
 
 impl Replica {
-    /// `activations` is what [`super::rehearse`] says of the model and the plan. Every rank must call it.
+    /// `activations` is what [`super::schedule::rehearse`] says of the model and the plan. Every rank must call it.
     pub(crate) fn new(
         world: &World,
         model: Model,

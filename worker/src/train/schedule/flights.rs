@@ -27,10 +27,10 @@ pub(crate) enum RowPurpose {
 /// The micro-batches of a row on their way.
 pub(crate) struct Flights {
     plan: Arc<PipelinePlan>,
-    pub(super) edges: EdgeQueues,
+    pub(crate) edges: EdgeQueues,
     purpose: RowPurpose,
     /// By stage and micro-batch: between forward and the end of backward.
-    flights: HashMap<(usize, usize), Flight>,
+    in_flight: HashMap<(usize, usize), Flight>,
     /// By the F, B or I that takes it (B as I).
     inputs: HashMap<Action, Arrival>,
     /// By the F, B or I that made it (B as I).
@@ -44,7 +44,7 @@ impl Flights {
             plan,
             edges,
             purpose: RowPurpose::Training,
-            flights: HashMap::new(),
+            in_flight: HashMap::new(),
             inputs: HashMap::new(),
             to_send: HashMap::new(),
         }
@@ -63,7 +63,7 @@ impl Flights {
         pool: &ActivationPool,
     ) -> Result<(), DeviceError> {
         self.purpose = purpose;
-        self.flights.clear();
+        self.in_flight.clear();
         self.inputs.clear();
         self.to_send.clear();
         self.edges.begin(row, pool)
@@ -100,7 +100,7 @@ impl Flights {
         match action.kind {
             ActionKind::Forward => return self.forward(action, passes, tokens, hooks),
             ActionKind::Backward | ActionKind::InputGradient => {
-                self.backward(action, passes, hooks, grads)?
+                self.backward(action, passes, hooks, grads)?;
             }
             ActionKind::WeightGradient if self.purpose == RowPurpose::Training => {
                 let mut flight = self.take_flight(action);
@@ -129,7 +129,7 @@ impl Flights {
     /// Behind the last action.
     pub(crate) fn finish(&mut self) -> Result<(), DeviceError> {
         self.edges.finish()?;
-        let left = [self.flights.len(), self.inputs.len(), self.to_send.len()];
+        let left = [self.in_flight.len(), self.inputs.len(), self.to_send.len()];
         assert_eq!(left, [0; 3], "a row was checked to end what it begins");
         Ok(())
     }
@@ -151,7 +151,7 @@ impl Flights {
         } else {
             let mut flight = Flight::over(chunk);
             let made = passes.forward(&mut flight, &input, hooks)?;
-            self.flights.insert(key(action), flight);
+            self.in_flight.insert(key(action), flight);
             made
         };
         if self.makes_losses(action) {
@@ -179,7 +179,7 @@ impl Flights {
         let is_half = action.kind == ActionKind::InputGradient && self.purpose == RowPurpose::Training;
         let dinput = if is_half {
             let dinput = passes.input_gradient(&mut flight, dout, hooks, grads)?;
-            self.flights.insert(key(action), flight);
+            self.in_flight.insert(key(action), flight);
             dinput
         } else {
             passes.backward(&mut flight, dout, hooks, grads)?
@@ -211,7 +211,7 @@ impl Flights {
     }
 
     fn take_flight(&mut self, action: Action) -> Flight {
-        let flight = self.flights.remove(&key(action));
+        let flight = self.in_flight.remove(&key(action));
         flight.expect("it went forward before, as was checked")
     }
 
