@@ -28,7 +28,8 @@ pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
     given(printed.and_then(|()| io::stdout().flush()))
 }
 
-fn given(written: io::Result<()>) -> ExitCode {
+/// What came of writing an answer.
+pub(super) fn given(written: io::Result<()>) -> ExitCode {
     match written {
         Err(source) if source.kind() != ErrorKind::BrokenPipe => {
             let error = CliError::Machine {

@@ -18,7 +18,7 @@
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`planner`], [`schedule`], [`doctor`], [`ckpt`], [`tokenize`] | `ddp-train` | |
+//! | [`train`], [`planner`], [`schedule`], [`doctor`], [`ckpt`], [`tokenize`], [`inference`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
 //! | [`error`] | what can go wrong before the agent takes over | |
@@ -32,6 +32,7 @@ pub mod dry_run;
 pub mod error;
 pub mod hardware;
 pub mod host;
+pub mod inference;
 mod interrupts;
 pub mod launch;
 pub mod layers;

@@ -1,4 +1,4 @@
-//! `ddp-train`: the native worker in the foreground, plans, token files, checkpoints, and the doctor.
+//! `ddp-train`: the native worker in the foreground, plans, token files, checkpoints, trained models, and the doctor.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, native, planner, schedule, tokenize, values};
+use super::{answer, ckpt, inference, native, planner, schedule, tokenize, values};
 
-/// Train a model in the foreground, plan a run, make token files, look after checkpoints, and examine the machine.
+/// Train a model in the foreground, plan a run, make token files, look after checkpoints, use trained models, and examine
+/// the machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -37,6 +38,10 @@ enum Command {
     /// Inspect, verify, export and reshard checkpoints
     #[command(subcommand)]
     Ckpt(ckpt::Command),
+    /// Let a trained model go on from a text
+    Generate(inference::GenerateArgs),
+    /// Say how well a trained model predicts a text: loss, perplexity, bits per byte
+    Eval(inference::EvalArgs),
     /// Say what this machine offers: processor, memory, GPUs, libraries, and what is missing
     Doctor,
 }
@@ -59,6 +64,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Schedule(args) => schedule::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
+        Command::Generate(args) => inference::generate(&args),
+        Command::Eval(args) => inference::evaluate(&args),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
     }
 }

@@ -19,6 +19,7 @@ mod flags;
 mod gpu_script;
 mod hangs;
 mod harness;
+mod inference;
 mod initial_weights;
 mod key_value;
 mod kill9;

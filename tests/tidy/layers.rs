@@ -119,6 +119,7 @@ fn only_one_file_calls_the_training_of_the_worker() {
     let knows_only_files = |path: &str, code: &str| {
         let known = [
             ("src/cli/ckpt/", "checkpoint"),
+            ("src/cli/inference/", "inference"),
             ("src/cli/schedule/", "parallel::pipeline"),
             ("src/cli/tokenize/", "tokenize"),
         ];

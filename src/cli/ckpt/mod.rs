@@ -80,6 +80,13 @@ pub(super) struct Which {
     step: Option<u64>,
 }
 
+impl Which {
+    /// Opens it.
+    pub(super) fn open(&self) -> Result<Reader, CheckpointError> {
+        find::open(&self.path, self.step)
+    }
+}
+
 /// Main of `ddp-train ckpt`.
 pub(super) fn run(command: &Command) -> ExitCode {
     ignore_file_size_signal();
@@ -98,9 +105,7 @@ pub(super) fn run(command: &Command) -> ExitCode {
 
 /// What is to be printed, or all that is wrong.
 fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
-    let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> {
-        find::open(&which.path, which.step).map_err(|e| vec![e])
-    };
+    let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> { which.open().map_err(|e| vec![e]) };
     match command {
         Command::Inspect { which, json } => {
             let reader = open(which)?;
@@ -145,7 +150,7 @@ fn disk() -> Arc<dyn Storage> {
 }
 
 /// Separates mistakes of the command line from damage of a checkpoint.
-fn exit_code(problems: &[CheckpointError]) -> u8 {
+pub(super) fn exit_code(problems: &[CheckpointError]) -> u8 {
     match problems {
         [CheckpointError::None { .. } | CheckpointError::Occupied { .. } | CheckpointError::Misuse(_)] => {
             exit::USAGE

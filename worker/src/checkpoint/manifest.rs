@@ -29,6 +29,9 @@ const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 /// Most corners that the regions of a tensor may have, 2 to the number of cut dimensions each: it bounds memory and time.
 const MAX_CORNERS: u64 = 1 << 18;
 
+/// Key in section `data` of a manifest's configuration: where the tokenizer's file was, whose hash `tokenizer` has.
+pub(crate) const TOKENIZER_FILE: &str = "tokenizer_file";
+
 /// How far the run was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {

@@ -33,6 +33,7 @@ pub use error::CheckpointError;
 pub use folder::{
     Keep, delete_all, delete_unfinished, file_stem, latest_step, retain, step_name, step_to_go_on_from,
 };
+pub(crate) use manifest::TOKENIZER_FILE;
 pub use manifest::{
     Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, Since, State, TensorKind,
     TensorName, TensorRecord,

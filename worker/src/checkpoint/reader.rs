@@ -267,7 +267,7 @@ impl Reader {
     }
 
     /// The `model` section of the checkpoint's own configuration, with the size of the vocabulary.
-    pub(super) fn model_config(&self) -> Result<config::Model, CheckpointError> {
+    pub(crate) fn model_config(&self) -> Result<config::Model, CheckpointError> {
         let section = &self.manifest.state.config["model"];
         let mut config: config::Model =
             config::section("model", section.clone()).map_err(|e| self.describes_none("model", e))?;

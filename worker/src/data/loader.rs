@@ -287,6 +287,26 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
+/// Fills a micro-batch `(rows, block_size)` with validation blocks, one a row. Rows that are left have only targets that are
+/// [`IGNORED`].
+pub fn fill_eval_batch(
+    tokens: &Tokens,
+    mut blocks: Range<u64>,
+    block_size: usize,
+    (inputs, targets): (&mut [i32], &mut [i32]),
+) -> Result<(), DataError> {
+    let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
+    for (inputs, targets) in rows {
+        if let Some(block) = blocks.next() {
+            tokens.read_block(block, inputs, targets)?;
+        } else {
+            inputs.fill(0);
+            targets.fill(IGNORED);
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

@@ -6,7 +6,7 @@
 //! | `mapped_file.rs` | a file, mapped into memory; [`DataError`]: what can be wrong with the data |
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
-//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation |
+//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_eval_batch`] |
 //! | `entropy.rs` | [`Entropies`]: what a model without context can reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
@@ -23,7 +23,9 @@ mod vocabulary;
 
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks};
+pub use loader::{
+    BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks, fill_eval_batch,
+};
 pub use mapped_file::DataError;
 pub(crate) use mapped_file::open_regular;
 use token_file::TokenFile;

@@ -1,45 +1,93 @@
 //! Text that goes on from a prompt, token after token. Keys and values of the text so far are cached, so that a token
 //! costs one row of every layer.
+//!
+//! A model has as many positions as its samples had in training. When they are used up, the last half of the text is read
+//! again from the first position on, and goes on from there: a token sees between half of the positions and all of them.
+
+use std::time::{Duration, Instant};
+
+use ddp_proto::words::counted;
 
 use super::loaded::{InferenceError, LoadedModel};
-use super::sampling::Sampling;
-use crate::device::{ArenaSpec, DType, DeviceError};
+use super::sampling::{Sampling, Weighed};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError};
 use crate::model::{Activation, KvCache, Passes};
+use crate::ops::Cast;
+use crate::tokenize::{Decoder, Encoder};
 
-/// A text under way.
+/// A text under way. All of its memory is allocated at the start and by the first tokens; none by those that follow.
 pub struct Generator<'a> {
     loaded: &'a LoadedModel,
     /// By block.
     caches: Vec<KvCache>,
+    /// `[M]`, of the new positions.
+    tokens: Buffer,
+    /// `[V]`, f32.
+    logits_there: Buffer,
+    logits: Vec<f32>,
+    candidates: Vec<Weighed>,
     positions: usize,
 }
 
 /// How a text is to go on.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Generation {
+pub struct CompletionOptions {
     /// Most tokens to make.
     pub tokens: usize,
     /// How each is chosen.
     pub sampling: Sampling,
+    /// Only tokens below it are chosen: a model may know more than its tokenizer.
+    pub vocabulary: usize,
     /// Ends the text; it is not part of it.
     pub end_of_text: Option<u32>,
+}
+
+/// What was made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Completion {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens that were made.
+    pub tokens: usize,
+    /// Until the first one was chosen.
+    pub first_token: Duration,
+    /// Until the last one was chosen.
+    pub last_token: Duration,
+    /// The model ended it, by the token for that.
+    pub is_ended: bool,
+}
+
+impl Completion {
+    /// Tokens a second behind the first one; none if there are not two.
+    #[must_use]
+    pub fn tokens_per_s(&self) -> Option<f64> {
+        let seconds = (self.last_token - self.first_token).as_secs_f64();
+        (self.tokens > 1 && seconds > 0.0).then(|| (self.tokens - 1) as f64 / seconds)
+    }
 }
 
 impl<'a> Generator<'a> {
     /// An empty text; memory for all positions that the model has.
     pub fn new(loaded: &'a LoadedModel) -> Result<Self, InferenceError> {
         let (device, positions) = (&loaded.device, loaded.config.block_size);
-        let dtype = loaded.model.dtype();
+        let (dtype, vocabulary) = (loaded.model.dtype(), loaded.vocabulary());
+        let alloc = |name, dtype, len| {
+            let arena = device.alloc(&ArenaSpec::private(name, dtype, len))?;
+            Ok::<_, DeviceError>(arena.whole())
+        };
         let caches = loaded.model.blocks.iter().map(|block| {
-            let part = |name| device.alloc(&ArenaSpec::private(name, dtype, positions * block.cached()));
             Ok(KvCache {
-                keys: part("cached keys")?.whole(),
-                values: part("cached values")?.whole(),
+                keys: alloc("cached keys", dtype, positions * block.cached())?,
+                values: alloc("cached values", dtype, positions * block.cached())?,
                 positions: 0,
             })
         });
         Ok(Self {
             caches: caches.collect::<Result<_, DeviceError>>()?,
+            tokens: alloc("tokens", DType::I32, positions)?,
+            logits_there: alloc("logits of the next token", DType::F32, vocabulary)?,
+            logits: vec![0.0; vocabulary],
+            candidates: Vec::with_capacity(vocabulary),
             positions: 0,
             loaded,
         })
@@ -51,66 +99,133 @@ impl<'a> Generator<'a> {
         self.loaded.config.block_size - self.positions
     }
 
-    /// Appends tokens to the text. Returns the logits of the one that follows.
-    pub fn advance(&mut self, tokens: &[u32]) -> Result<Vec<f32>, InferenceError> {
+    /// Appends tokens to the text. Returns the logits `[V]` of the one that follows.
+    pub fn advance(&mut self, tokens: &[u32]) -> Result<&[f32], InferenceError> {
         let (count, room, vocabulary) = (tokens.len(), self.room(), self.loaded.vocabulary());
         if count == 0 || count > room {
+            let has = self.loaded.config.block_size;
             return Err(InferenceError::Refused(format!(
-                "{count} tokens do not fit: the model has {} positions, of which {room} are left\n  hint: give a prompt of at least one token, and a shorter one",
-                self.loaded.config.block_size
+                "{count} tokens do not fit: the model has {has} positions, of which {room} are left"
             )));
         }
         if let Some(token) = tokens.iter().find(|token| **token as usize >= vocabulary) {
             return Err(InferenceError::Refused(format!(
-                "token {token} is outside of the model's vocabulary of {vocabulary}"
+                "token {token} is outside of the model's vocabulary of {vocabulary}\n  hint: take the tokenizer that the model was trained with"
             )));
         }
-        let LoadedModel { device, stream, .. } = self.loaded;
-        let arena = device.alloc(&ArenaSpec::private("tokens", DType::I32, count))?;
-        device.upload(*stream, &arena.whole(), bytemuck::cast_slice(tokens));
-        let inp = Activation::borrowed(arena.whole(), vec![1, count]);
-        let (model, ctx) = (&self.loaded.model, self.loaded.context([1, count], None));
+        let LoadedModel {
+            device,
+            stream,
+            model,
+            ..
+        } = self.loaded;
+        let there = self.tokens.slice(0..count);
+        device.upload(*stream, &there, bytemuck::cast_slice(tokens));
+        let inp = Activation::borrowed(there, vec![1, count]);
+        let ctx = self.loaded.context([1, count], None);
         let head = model.blocks.len() - 1;
         let made = Passes { model, ctx: &ctx }.decode(0..head, &inp, &mut self.caches[..head])?;
         // Only the last row is followed by anything new.
         let (ctx, last) = (self.loaded.context([1, 1], None), made.rows(count - 1..count));
         let logits = Passes { model, ctx: &ctx }.decode(head..head + 1, &last, &mut self.caches[head..])?;
+        ctx.enqueue(Cast {
+            x: logits.buffer().clone(),
+            out: self.logits_there.clone(),
+        });
         self.positions += count;
-        let bytes = device.download(*stream, logits.buffer())?;
-        Ok(match model.dtype() {
-            DType::Bf16 => {
-                let each = bytes
-                    .chunks_exact(2)
-                    .map(bytemuck::pod_read_unaligned::<half::bf16>);
-                each.map(f32::from).collect()
-            }
-            _ => bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
-        })
+        let bytes = bytemuck::cast_slice_mut(&mut self.logits);
+        device.download_to(*stream, &self.logits_there, bytes)?;
+        Ok(&self.logits)
     }
 
-    /// Goes on from a prompt; `on_token` is called for each token as it comes, and ends the text by `false`. Returns how
-    /// many there were. Ends where the model has no more positions.
+    /// Goes on from a prompt; `on_token` is called for each token as it comes, and ends the text by `false`.
     pub fn run(
         &mut self,
         prompt: &[u32],
-        how: &Generation,
-        on_token: &mut dyn FnMut(u32) -> bool,
-    ) -> Result<usize, InferenceError> {
-        let mut logits = self.advance(prompt)?;
-        for number in 0..how.tokens {
-            let Some(token) = how.sampling.choose(&logits, number as u64) else {
+        options: &CompletionOptions,
+        on_token: &mut dyn FnMut(u32) -> Result<bool, InferenceError>,
+    ) -> Result<Completion, InferenceError> {
+        let started = Instant::now();
+        let mut completion = Completion {
+            prompt_tokens: prompt.len(),
+            tokens: 0,
+            first_token: Duration::ZERO,
+            last_token: Duration::ZERO,
+            is_ended: false,
+        };
+        self.advance(prompt)?;
+        let mut text = prompt.to_vec();
+        while completion.tokens < options.tokens {
+            let known = &self.logits[..options.vocabulary.min(self.logits.len())];
+            let (number, memory) = (completion.tokens as u64, &mut self.candidates);
+            let Some(token) = options.sampling.choose(known, number, memory) else {
                 return Err(InferenceError::Refused(
-                    "the model's logits are not finite\n  hint: the training that made the checkpoint has diverged; take an earlier step".into(),
+                    "the model's logits are not finite\n  hint: the training that made the checkpoint has diverged; take an earlier step: `--step N`".into(),
                 ));
             };
-            if how.end_of_text == Some(token) || !on_token(token) {
-                return Ok(number);
+            completion.last_token = started.elapsed();
+            if completion.tokens == 0 {
+                completion.first_token = completion.last_token;
             }
-            if number + 1 == how.tokens || self.room() == 0 {
-                return Ok(number + 1);
+            if options.end_of_text == Some(token) {
+                completion.is_ended = true;
+                break;
             }
-            logits = self.advance(&[token])?;
+            completion.tokens += 1;
+            if !on_token(token)? {
+                break;
+            }
+            text.push(token);
+            if completion.tokens < options.tokens {
+                self.go_on(&text)?;
+            }
         }
-        Ok(0)
+        Ok(completion)
     }
+
+    /// Takes the last token of `text` in, which the others were taken in before.
+    fn go_on(&mut self, text: &[u32]) -> Result<(), InferenceError> {
+        let mut new = 1;
+        if self.room() == 0 {
+            new = (self.loaded.config.block_size / 2).max(1);
+            self.positions = 0;
+            self.caches.iter_mut().for_each(|cache| cache.positions = 0);
+        }
+        self.advance(&text[text.len() - new..]).map(drop)
+    }
+}
+
+/// Goes on from a text. `on_text` is called with the prompt, once that is accepted, and with what follows as it comes, by
+/// whole characters; it ends the text by `false`.
+pub fn complete(
+    loaded: &LoadedModel,
+    encoder: &Encoder,
+    prompt: &str,
+    options: &CompletionOptions,
+    on_text: &mut dyn FnMut(&str) -> bool,
+) -> Result<Completion, InferenceError> {
+    let mut tokens = Vec::new();
+    let encoded = encoder.encode(prompt, &mut tokens);
+    encoded.map_err(|cause| InferenceError::Refused(format!("the prompt makes no tokens: {cause}")))?;
+    let (count, positions) = (tokens.len(), loaded.config.block_size);
+    if count == 0 || count > positions {
+        return Err(InferenceError::Refused(format!(
+            "the prompt has {}, and the model takes 1 to {positions} (`model.block_size`)\n  hint: give a {} prompt",
+            counted(count, "token"),
+            if count == 0 { "longer" } else { "shorter" }
+        )));
+    }
+    let mut decoder = Decoder::new(encoder, &tokens)?;
+    let mut is_wanted = on_text(prompt);
+    let mut on_token = |token| {
+        let text = decoder.push(token)?;
+        is_wanted = is_wanted && (text.is_empty() || on_text(&text));
+        Ok(is_wanted)
+    };
+    let completion = Generator::new(loaded)?.run(&tokens, options, &mut on_token)?;
+    let rest = decoder.finish()?;
+    if is_wanted && !rest.is_empty() {
+        on_text(&rest);
+    }
+    Ok(completion)
 }

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use crate::checkpoint::{CheckpointError, Reader, TensorKind};
-use crate::config::{self, Precision, Tokenizer};
-use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
-use crate::model::{self, ActivationPool, Context, Decoder, Model, ModelError, ParamId, Params};
+use crate::config::{self, Precision};
+use crate::data::DataError;
+use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
+use crate::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
+use crate::model::{self, ActivationPool, Context, Model, ModelError, ParamId, Params};
 use crate::ops::Cast;
+use crate::tokenize::TokenizeError;
 
 /// Why a model cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -15,25 +18,40 @@ pub enum InferenceError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// Its configuration describes no model.
-    #[error("the checkpoint's configuration describes no model: {0}")]
-    Config(String),
-    /// The same.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// What was asked for makes no sense with this model.
+    /// The text to evaluate, or the tokenizer's file, cannot be used.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The tokenizer cannot be used.
+    #[error(transparent)]
+    Tokenize(#[from] TokenizeError),
+    /// What was asked for makes no sense with this model; the reason, and the next step.
     #[error("{0}")]
     Refused(String),
 }
 
+/// Opens the first GPU, or a processor with so many threads. `is_gpu`: which of them; none: a GPU if the driver shows one.
+pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
+    let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
+    if !is_gpu {
+        return Ok(Arc::new(CpuDevice::new(threads)?));
+    }
+    Ok(Arc::new(CudaDevice::open(CudaOptions {
+        ordinal: 0,
+        tf32: false,
+        fused_gelu: false,
+        cache: CubinCache::of_user(),
+    })?))
+}
+
 /// A model with its parameters.
 pub struct LoadedModel {
-    /// Of the checkpoint.
+    /// Of the checkpoint, with the size of the vocabulary.
     pub config: config::Model,
-    /// What makes its tokens.
-    pub tokenizer: Tokenizer,
     pub(super) model: Model,
     pub(super) device: Arc<dyn Device>,
     pub(super) stream: Stream,
@@ -44,25 +62,19 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Reads a checkpoint, whatever layout wrote it; every hash is checked. Parameters have the type that they were used in.
-    pub fn open(reader: &Reader, device: &Arc<dyn Device>) -> Result<Self, InferenceError> {
+    /// Reads a checkpoint, whatever layout wrote it; the hash of all that is read is checked. Parameters are the masters:
+    /// in f32, or rounded to bf16.
+    pub fn open(
+        reader: &Reader,
+        device: &Arc<dyn Device>,
+        precision: Precision,
+    ) -> Result<Self, InferenceError> {
         reader.check_model()?;
-        let document = &reader.manifest().state.config;
-        let section = |path: &str| document.pointer(path).cloned().unwrap_or_default();
-        let bad = |error: serde_json::Error| InferenceError::Config(error.to_string());
-        let mut config: config::Model = config::section("model", section("/model")).map_err(bad)?;
-        let tokenizer: Tokenizer = serde_json::from_value(section("/data/tokenizer")).map_err(bad)?;
-        let precision: Precision = serde_json::from_value(section("/train/precision")).map_err(bad)?;
+        let config = reader.model_config()?;
         let dtype = match precision {
             Precision::Bf16 => DType::Bf16,
             Precision::F32 | Precision::Tf32 => DType::F32,
         };
-        let table = TensorKind::Parameter.of(Decoder::of(&config).names.tokens);
-        let rows = reader
-            .manifest()
-            .tensor(&table)
-            .and_then(|tensor| tensor.shape.first());
-        config.vocab_size = rows.map(|rows| *rows as usize);
         let model = model::build(&config, 1)?.with_dtype(dtype);
         let stream = device.stream();
         let mut params = Vec::with_capacity(model.params.len());
@@ -83,14 +95,12 @@ impl LoadedModel {
             params.push(param);
         }
         device.synchronize(stream)?;
+        let no_targets = ArenaSpec::private("targets", DType::I32, 0);
         Ok(Self {
-            no_targets: device
-                .alloc(&ArenaSpec::private("targets", DType::I32, 0))?
-                .whole(),
+            no_targets: device.alloc(&no_targets)?.whole(),
             pool: ActivationPool::new(device.clone()),
             device: device.clone(),
             config,
-            tokenizer,
             model,
             stream,
             params,
@@ -101,6 +111,18 @@ impl LoadedModel {
     #[must_use]
     pub fn vocabulary(&self) -> usize {
         self.config.vocab_size.unwrap_or_default()
+    }
+
+    /// Where it computes, as in `cpu (2 threads, avx512)`.
+    #[must_use]
+    pub fn device_name(&self) -> String {
+        self.device.name()
+    }
+
+    /// Bytes of memory for activations, which does not shrink.
+    #[must_use]
+    pub fn activation_bytes(&self) -> usize {
+        self.pool.allocated_bytes()
     }
 
     /// For forward passes over tokens `[samples, positions]`, with targets where losses are wanted.

@@ -7,6 +7,7 @@
 
 use super::kernel::{Real, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
+use super::row_product::row_product;
 use super::stored::Stored;
 use super::{GeluBackward, GeluForward, Operation, expect_len, expect_lens};
 use crate::device::cuda::{DevicePtr, Epilogue, LaunchContext, Operand, Product};
@@ -221,6 +222,10 @@ fn multiply<S: Stored>(
     rhs: Matrix<'_, S>,
     accumulate: bool,
 ) {
+    if out.row_count() == 1 && lhs.has_slices() {
+        let row = |row: &[S::Real]| row_product(isa, out.row_mut(0), row, rhs, accumulate);
+        return S::read(isa, lhs.row(0), row);
+    }
     let inner = lhs.col_count();
     let block = if S::IN_PLACE { inner } else { WIDENED };
     let mut first = 0;
@@ -264,6 +269,14 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
     const TILES: usize = 4;
     /// Columns of a tile are a multiple of this, except for the last tile.
     const STEP: usize = 64;
+    /// Of a single row: each is read from memory once, by as many threads as there are.
+    const ROW_TILES: usize = 16;
+    /// Least and most columns of one.
+    const ROW_WIDTHS: [usize; 2] = [128, 512];
+    if out.row_count() == 1 {
+        let width = (out.col_count() / ROW_TILES).next_multiple_of(STEP);
+        return out.tiles(1, width.clamp(ROW_WIDTHS[0], ROW_WIDTHS[1]));
+    }
     let height = HEIGHT.min(out.row_count()).max(1);
     let columns_wanted = TILES.div_ceil(out.row_count().div_ceil(height).max(1));
     let width = out

@@ -19,7 +19,7 @@
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
 //! | `elementwise` | [`Cast`], [`Fill`], [`Scale`], [`GeluForward`], [`GeluBackward`] |
-//! | `kernel`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
+//! | `kernel`, `matrix`, `row_product`, `stored` | what CPU kernels are written in; products; bf16 storage |
 //! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
 //! Types: activations and parameters have one type A (f32, bf16, or f64 in gradient checks). Gradients of parameters
@@ -43,6 +43,7 @@ mod linear;
 mod matrix;
 mod norm;
 mod rmsnorm;
+mod row_product;
 mod stored;
 mod swiglu;
 mod update;

@@ -27,6 +27,9 @@ pub(crate) trait Stored: Element {
     /// Exactly.
     fn to_f64(self) -> f64;
 
+    /// Exactly.
+    fn real(self) -> Self::Real;
+
     /// `out[i] = x[i]`, exactly
     fn widen(isa: Isa, x: &[Self], out: &mut [Self::Real]);
 
@@ -114,6 +117,12 @@ macro_rules! stored {
 
             fn to_f64(self) -> f64 {
                 self.into()
+            }
+
+            #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
+            #[inline(always)]
+            fn real(self) -> $real {
+                ($widen)(self)
             }
 
             fn widen(isa: Isa, x: &[Self], out: &mut [$real]) {

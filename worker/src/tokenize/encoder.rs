@@ -13,18 +13,18 @@ const GPT2_END_OF_TEXT: u32 = 50_256;
 /// What the library calls GPT-2's vocabulary.
 const GPT2_NAME: &str = "r50k_base";
 
-const NO_TOKENS_OF_BYTES: &str = "`--tokenizer bytes` needs no token file: texts are trained on as they are\n  \
-    hint: name the text in `data.train`, with `data.tokenizer: bytes`";
-
 /// From text to tokens; the same in all threads.
-pub(super) struct Encoder {
-    library: TokenizerLibrary,
-    pub(super) vocabulary: Vocabulary,
+pub struct Encoder {
+    pub(super) library: TokenizerLibrary,
+    /// Of the tokens that it makes.
+    pub vocabulary: Vocabulary,
     /// Comes before each document; none if the vocabulary has none.
-    pub(super) end_of_text: Option<u32>,
+    pub end_of_text: Option<u32>,
 }
 
-enum TokenizerLibrary {
+pub(super) enum TokenizerLibrary {
+    /// None: every byte is a token.
+    Bytes,
     Gpt2(&'static tiktoken::CoreBpe),
     File(Box<tokenizers::Tokenizer>),
 }
@@ -32,16 +32,17 @@ enum TokenizerLibrary {
 impl Encoder {
     /// The encoder of a tokenizer. `end_of_text` is the separator that was asked for, which must exist; without one
     /// [`END_OF_TEXT`] is taken where the vocabulary has it.
-    pub(super) fn new(tokenizer: &Tokenizer, end_of_text: Option<&str>) -> Result<Self, TokenizeError> {
+    pub fn new(tokenizer: &Tokenizer, end_of_text: Option<&str>) -> Result<Self, TokenizeError> {
         let vocabulary = Vocabulary::of(tokenizer)?;
         let library = match tokenizer {
-            Tokenizer::Bytes => return Err(TokenizeError::Refused(NO_TOKENS_OF_BYTES.to_owned())),
+            Tokenizer::Bytes => TokenizerLibrary::Bytes,
             Tokenizer::Gpt2 => {
                 TokenizerLibrary::Gpt2(tiktoken::get_encoding(GPT2_NAME).expect("the vocabulary is built in"))
             }
             Tokenizer::File(path) => TokenizerLibrary::File(Box::new(load(path)?)),
         };
         let number = |token: &str| match &library {
+            TokenizerLibrary::Bytes => None,
             TokenizerLibrary::Gpt2(_) => (token == END_OF_TEXT).then_some(GPT2_END_OF_TEXT),
             TokenizerLibrary::File(tokenizer) => tokenizer.token_to_id(token),
         };
@@ -68,8 +69,9 @@ impl Encoder {
 
     /// Appends the tokens of `text`. The names of special tokens in it are text as any other: a document cannot end
     /// another one.
-    pub(super) fn encode(&self, text: &str, tokens: &mut Vec<u32>) -> Result<(), String> {
+    pub fn encode(&self, text: &str, tokens: &mut Vec<u32>) -> Result<(), String> {
         match &self.library {
+            TokenizerLibrary::Bytes => tokens.extend(text.bytes().map(u32::from)),
             TokenizerLibrary::Gpt2(gpt2) => tokens.append(&mut gpt2.encode(text)),
             TokenizerLibrary::File(tokenizer) => {
                 let encoding = tokenizer.encode_fast(text, false).map_err(|e| e.to_string())?;

@@ -38,6 +38,9 @@ pub struct Request<'a> {
     pub threads: Option<NonZeroUsize>,
 }
 
+const NO_TOKENS_OF_BYTES: &str = "`--tokenizer bytes` needs no token file: texts are trained on as they are\n  \
+    hint: name the text in `data.train`, with `data.tokenizer: bytes`";
+
 /// How far it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
@@ -77,6 +80,9 @@ pub fn tokenize(
     request: &Request<'_>,
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Report, TokenizeError> {
+    if *request.tokenizer == Tokenizer::Bytes {
+        return Err(TokenizeError::Refused(NO_TOKENS_OF_BYTES.to_owned()));
+    }
     let encoder = Encoder::new(request.tokenizer, request.end_of_text)?;
     let source = InputReader::new(request.inputs, encoder.may_cut())?;
     let is_output = |input: &PathBuf| same_file(input, request.output);

@@ -4,6 +4,7 @@
 mod attention;
 mod bf16;
 mod bits;
+mod decoding;
 mod elementwise;
 mod gradients;
 #[path = "../local_model/mod.rs"]

@@ -39,6 +39,12 @@ impl Rig {
         buffer
     }
 
+    /// The words of what went wrong on its stream.
+    pub(crate) fn device_error(&self) -> String {
+        let error = self.device.synchronize(self.stream);
+        error.expect_err("an operation that fails").to_string()
+    }
+
     pub(crate) fn run(&self, op: impl Into<Op>) {
         self.try_run(op).unwrap();
     }

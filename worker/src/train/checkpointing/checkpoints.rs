@@ -16,8 +16,10 @@ use ddp_proto::words::{counted, numbered};
 
 use super::owned_state::{RankState, copy, load, written};
 use super::save_thread::{Leader, Order, SaveTask, SaveThread, Stage, unreadable};
-use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
-use crate::config::{OptimizerOffload, TrainConfig};
+use crate::checkpoint::{
+    CheckpointError, Extent, Keep, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
+};
+use crate::config::{OptimizerOffload, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::train::TrainError;
@@ -424,6 +426,14 @@ impl Ended {
 
 /// What a run is, whatever its step.
 pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
+    let mut document = document(config, dataset);
+    if let Tokenizer::File(path) = &config.data.tokenizer {
+        // Only to find it again: what counts is its hash.
+        document["data"][TOKENIZER_FILE] = std::path::absolute(path)
+            .unwrap_or_else(|_| path.clone())
+            .to_string_lossy()
+            .into();
+    }
     Ok(State {
         step: 0,
         consumed_samples: 0,
@@ -433,7 +443,7 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
             seed: config.run.seed,
             data_order: ORDER_VERSION.into(),
         },
-        config: document(config, dataset),
+        config: document,
         data: Some(dataset.train.fingerprint()?),
     })
 }

@@ -1,6 +1,6 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use crate::data::{IGNORED, Tokens, eval_blocks};
+use crate::data::{Tokens, eval_blocks, fill_eval_batch};
 use crate::device::{DeviceError, Event};
 use crate::mesh::DATA;
 use crate::model::{Activation, GradSink, GradSlot, NoHooks, ParamId, SampleKey};
@@ -62,7 +62,8 @@ impl Evaluation {
                 let taken = mine.end.saturating_sub(next).min(rows as u64) as usize;
                 let takes_batch = replica.takes_batch(action);
                 if takes_batch {
-                    self.fill(&mut batch, next, taken)?;
+                    let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
+                    fill_eval_batch(&self.tokens, next..next + taken as u64, self.block_size, rows)?;
                 }
                 let batch = (takes_batch.then_some(&batch), SampleKey::default());
                 let losses = replica.carry_out(action, batch, &mut NoHooks, &mut NoGradients)?;
@@ -77,21 +78,6 @@ impl Evaluation {
         let shares = rank_table.gather("validation loss", [total, positions as f64])?;
         let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
         Ok(sum(0) / sum(1))
-    }
-
-    /// The first `taken` rows are blocks from `first` on, the others are ignored.
-    fn fill(&self, batch: &mut MicroBatch, first: u64, taken: usize) -> Result<(), TrainError> {
-        let inputs = batch.inputs.chunks_mut(self.block_size);
-        let rows = inputs.zip(batch.targets.chunks_mut(self.block_size));
-        for (row, (inputs, targets)) in rows.enumerate() {
-            if row < taken {
-                self.tokens.read_block(first + row as u64, inputs, targets)?;
-            } else {
-                inputs.fill(0);
-                targets.fill(IGNORED);
-            }
-        }
-        Ok(())
     }
 }
 

@@ -1,0 +1,393 @@
+//! `ddp-train generate` and `ddp-train eval` on the checkpoints of real runs.
+
+use std::io::Read as _;
+use std::path::Path;
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{Finished, Program, Running, TinyJob, launch, repository, temp_dir};
+
+fn program(dir: &Path, words: &[&str]) -> Program {
+    let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(dir);
+    program.args(words.iter().map(|&word| word.into()))
+}
+
+fn ddp_train(dir: &Path, words: &[&str]) -> Finished {
+    program(dir, words).run()
+}
+
+fn json(finished: &Finished) -> Value {
+    finished.expect_exit(0);
+    serde_json::from_str(&finished.stdout().join("\n")).expect("JSON")
+}
+
+/// Two ranks learn the 61 characters that follow each other in the tiny text.
+fn trained() -> TinyJob {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("steps: 40", "steps: 150")
+            .replace("micro_batch: 2", "micro_batch: 8")
+            .replace("checkpoint_every: 5", "checkpoint_every: 50")
+            .replace("lr: 1.0e-3", "lr: 1.0e-2")
+    });
+    launch()
+        .nproc(2)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    job
+}
+
+/// So many characters from one on.
+fn sequence(first: u8, count: usize) -> String {
+    let first = u32::from(first - b'0');
+    let nth = |i: usize| char::from(b'0' + ((first as usize + i) % 61) as u8);
+    (0..count).map(nth).collect()
+}
+
+#[test]
+fn a_trained_model_goes_on_with_its_text() {
+    let job = trained();
+    let words = ["generate", "out", "--prompt", "012345", "--temperature", "0"];
+    let made = ddp_train(job.dir(), &[&words[..], &["--max-tokens", "120"]].concat());
+    made.expect_exit(0).expect_stderr("120 tokens, ");
+    made.expect_stderr(" tokens/s, the first after ");
+    assert_eq!(made.stdout().concat(), sequence(b'0', 126));
+    // From standard input, and of an earlier step, which knows less.
+    let made = program(
+        job.dir(),
+        &["generate", "out", "--prompt", "-", "--temperature", "0"],
+    );
+    let made = made.input("ABC").run();
+    made.expect_exit(0);
+    assert_eq!(made.stdout().concat(), sequence(b'A', 203));
+    let words = [&words[..], &["--step", "50", "--json", "--max-tokens", "20"]].concat();
+    let shown = json(&ddp_train(job.dir(), &words));
+    assert_eq!(
+        (&shown["prompt"], &shown["tokens"]),
+        (&"012345".into(), &20.into())
+    );
+    assert_eq!(shown["ended_by"], "max_tokens");
+    assert!(shown["first_token_ms"].as_f64() > Some(0.0) && shown["tokens_per_s"].as_f64() > Some(0.0));
+}
+
+#[test]
+fn the_same_seed_makes_the_same_text_and_another_one_another() {
+    let job = trained();
+    let text = |seed: &str| {
+        let hot = ["--temperature", "3", "--max-tokens", "50", "--json"];
+        let words = [&["generate", "out", "--prompt", "0", "--seed", seed], &hot[..]].concat();
+        json(&ddp_train(job.dir(), &words))["text"].clone()
+    };
+    assert_eq!(text("1"), text("1"));
+    assert_ne!(text("1"), text("2"));
+    // Without one it is shown, so that the text can be made again.
+    let words = ["generate", "out", "--prompt", "0", "--temperature", "3"];
+    let made = ddp_train(job.dir(), &words);
+    made.expect_exit(0);
+    let report = made.stderr();
+    let seed = report.trim().rsplit(' ').next().expect("a seed");
+    let again = ddp_train(job.dir(), &[&words[..], &["--seed", seed]].concat());
+    assert_eq!(again.stdout(), made.stdout());
+}
+
+#[test]
+fn evaluation_says_what_the_run_said() {
+    let job = trained();
+    let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
+    let summary: Value = serde_json::from_slice(&summary).expect("JSON");
+    let expected = summary["val_loss"].as_f64().expect("a loss");
+    let shown = json(&ddp_train(job.dir(), &["eval", "out", "--json"]));
+    let loss = shown["loss"].as_f64().expect("a loss");
+    assert!((loss - expected).abs() < 1e-12, "{loss}, the run said {expected}");
+    assert_eq!(
+        (&shown["step"], &shown["bytes_per_token"]),
+        (&150.into(), &1.0.into())
+    );
+    // A tenth of 8192 bytes is 819, of which the last 19 make no sample of 32 and a target.
+    assert_eq!(shown["tokens"], 800);
+    let shown = ddp_train(job.dir(), &["eval", "out"]);
+    shown
+        .expect_exit(0)
+        .expect_stdout(&format!("loss           {expected:.4} nats per token"))
+        .expect_stdout(&format!("perplexity     {:.4}", expected.exp()))
+        .expect_stdout(&format!("bits per byte  {:.4}", expected / 2_f64.ln()))
+        .expect_stdout("tokens         800, in samples of 32");
+    // The same text by its name, in other portions, and a part of it.
+    let words = [
+        "eval",
+        "out/checkpoints/step_00000150",
+        "--json",
+        "--data",
+        "text.txt",
+    ];
+    let whole = json(&ddp_train(job.dir(), &words));
+    assert_eq!(whole["tokens"], 8160);
+    let part = json(&ddp_train(
+        job.dir(),
+        &[&words[..], &["--tokens", "100", "--micro-batch", "3"]].concat(),
+    ));
+    assert_eq!(part["tokens"], 128);
+    // Another text is another matter.
+    std::fs::write(job.dir().join("other.txt"), "zyx".repeat(50)).expect("writable");
+    let other = json(&ddp_train(
+        job.dir(),
+        &["eval", "out", "--json", "--data", "other.txt", "text.txt"],
+    ));
+    assert!(other["loss"].as_f64() > whole["loss"].as_f64());
+    assert_eq!(other["files"], 2);
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_in_words() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let refused = |words: &[&str], said: &str| {
+        ddp_train(job.dir(), words).expect_exit(2).expect_stderr(said);
+    };
+    refused(
+        &["generate", "nowhere", "--prompt", "a"],
+        "error: `nowhere` does not exist",
+    );
+    refused(&["eval", "."], "error: `.` holds no checkpoint");
+    refused(&["eval", "out", "--step", "7"], "holds no checkpoint");
+    refused(&["generate", "out"], "--prompt <TEXT>");
+    refused(
+        &["generate", "out", "--prompt", ""],
+        "error: the prompt has 0 tokens, and the model takes 1 to 32",
+    );
+    let long = "x".repeat(33);
+    refused(
+        &["generate", "out", "--prompt", &long],
+        "error: the prompt has 33 tokens, and the model takes 1 to 32",
+    );
+    for (flag, value, said) in [
+        (
+            "--top-p",
+            "0",
+            "expected a number above 0 and at most 1, such as 0.9",
+        ),
+        (
+            "--top-p",
+            "1.5",
+            "expected a number above 0 and at most 1, such as 0.9",
+        ),
+        (
+            "--top-p",
+            "nan",
+            "expected a number above 0 and at most 1, such as 0.9",
+        ),
+        (
+            "--temperature",
+            "-1",
+            "expected a number that is not negative, such as 0.8",
+        ),
+        (
+            "--temperature",
+            "inf",
+            "expected a number that is not negative, such as 0.8",
+        ),
+        ("--top-k", "0", "number would be zero"),
+        ("--max-tokens", "0", "number would be zero"),
+        (
+            "--tokenizer",
+            "words",
+            "expected `bytes`, `gpt2` or the path of a `tokenizer.json`",
+        ),
+        ("--device", "tpu", "[possible values: cpu, gpu]"),
+        ("--precision", "int4", "expected `f32` or `bf16`"),
+    ] {
+        let flag = format!("{flag}={value}");
+        refused(&["generate", "out", "--prompt", "a", &flag], said);
+    }
+    // A tokenizer with more tokens than the model: the first one that it does not know is named.
+    let words = [
+        "generate",
+        "out",
+        "--prompt",
+        "Hello world",
+        "--tokenizer",
+        "gpt2",
+    ];
+    refused(&words, "warning: the run's tokenizer was `bytes`, and not `gpt2`");
+    refused(
+        &words,
+        "error: token 15496 is outside of the model's vocabulary of 256",
+    );
+    std::fs::write(job.dir().join("short.txt"), "too short").expect("writable");
+    refused(
+        &["eval", "out", "--data", "short.txt"],
+        "error: `short.txt` has 9 tokens, a sample of this model needs 33",
+    );
+    refused(
+        &["eval", "out", "--data", "none.txt"],
+        "`none.txt` cannot be read",
+    );
+    // The run's own data, changed and gone.
+    let text = job.dir().join("text.txt");
+    let changed = std::fs::read_to_string(&text)
+        .expect("readable")
+        .replace('7', "8");
+    std::fs::write(&text, changed).expect("writable");
+    refused(&["eval", "out"], "text.txt` is not what the run was trained on");
+    std::fs::remove_file(&text).expect("ours");
+    refused(
+        &["eval", "out"],
+        "hint: name the text or the token files with `--data`",
+    );
+}
+
+#[test]
+fn a_tokenizer_of_a_file_is_found_again() {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32, block_size: 32", "n_embd: 8, block_size: 8")
+            .replace(
+                "train: text.txt",
+                "train: words.safetensors, tokenizer: words.json",
+            )
+            .replace("steps: 40", "steps: 2")
+    });
+    let words = r#"{"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}, "unk_token": "[UNK]"}}"#;
+    let file = job.dir().join("words.json");
+    std::fs::write(&file, words).expect("writable");
+    std::fs::write(job.dir().join("words.txt"), "red green blue ".repeat(100)).expect("writable");
+    let made = [
+        "tokenize",
+        "--tokenizer",
+        "words.json",
+        "-o",
+        "words.safetensors",
+        "words.txt",
+    ];
+    ddp_train(job.dir(), &made).expect_exit(0);
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let elsewhere = temp_dir();
+    let out = job.out().display().to_string();
+    let words = [
+        "generate",
+        &out,
+        "--prompt",
+        "red green",
+        "--json",
+        "--max-tokens",
+        "20",
+    ];
+    let shown = json(&ddp_train(elsewhere.path(), &words));
+    let text = shown["text"].as_str().expect("a text");
+    assert!(
+        text.split_whitespace()
+            .all(|word| ["[UNK]", "red", "green", "blue"].contains(&word)),
+        "{text}"
+    );
+    // Gone, it has to be named.
+    let moved = job.dir().join("moved.json");
+    std::fs::rename(&file, &moved).expect("ours");
+    ddp_train(elsewhere.path(), &words)
+        .expect_exit(2)
+        .expect_stderr("error: the run's tokenizer is not there")
+        .expect_stderr("hint: name it: `--tokenizer bytes`");
+    let moved = moved.display().to_string();
+    let shown = ddp_train(elsewhere.path(), &[&words[..], &["--tokenizer", &moved]].concat());
+    json(&shown);
+    // Another one in its place is none.
+    let other = std::fs::read_to_string(&moved)
+        .expect("readable")
+        .replace("blue", "grey");
+    std::fs::write(&file, other).expect("writable");
+    ddp_train(elsewhere.path(), &words)
+        .expect_exit(2)
+        .expect_stderr("words.json` is not what it was in the run, a file with hash ");
+}
+
+/// A text without an end.
+fn endless(job: &TinyJob, stdout: std::io::PipeWriter) -> Running {
+    let words = ["generate", "out", "--prompt", "012", "--max-tokens", "1000000000"];
+    program(job.dir(), &words)
+        .stdout_to(std::os::fd::OwnedFd::from(stdout).into())
+        .start()
+}
+
+#[test]
+fn the_text_streams_and_ends_quietly_with_its_reader_or_by_an_interrupt() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    for is_interrupted in [false, true] {
+        let (mut reader, writer) = std::io::pipe().expect("a pipe");
+        let running = endless(&job, writer);
+        let mut begun = [0; 40];
+        reader.read_exact(&mut begun).expect("text, while it is made");
+        assert_eq!(&begun[..3], b"012");
+        if is_interrupted {
+            running.signal(Signal::SIGINT);
+        } else {
+            drop(reader);
+        }
+        let ended = running.finish();
+        assert!(ended.stderr().is_empty(), "{:?}", ended.stderr());
+        if is_interrupted {
+            ended.expect_killed_by(Signal::SIGINT);
+        } else {
+            ended.expect_exit(0);
+        }
+    }
+}
+
+#[test]
+fn gpt2s_tokens_come_back_as_text() {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32, block_size: 32", "n_embd: 8, block_size: 16")
+            .replace("train: text.txt", "train: a.safetensors, tokenizer: gpt2")
+            .replace("steps: 40", "steps: 1\n  schedule: { kind: constant }")
+    });
+    let text = std::fs::read(repository("examples/data/python-reference.txt")).expect("readable");
+    std::fs::write(job.dir().join("a.txt"), &text[..24 << 10]).expect("writable");
+    let made = ["tokenize", "--tokenizer", "gpt2", "-o", "a.safetensors", "a.txt"];
+    ddp_train(job.dir(), &made).expect_exit(0);
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let words = [
+        "generate",
+        "out",
+        "--prompt",
+        "Hello world",
+        "--json",
+        "--max-tokens",
+        "30",
+        "--top-k",
+        "40",
+    ];
+    let shown = json(&ddp_train(job.dir(), &words));
+    assert_eq!(shown["prompt_tokens"], 2);
+    assert!(!shown["text"].as_str().expect("a text").is_empty());
+    // A held-out tenth of a token file does not know its bytes; the whole file does.
+    let shown = json(&ddp_train(job.dir(), &["eval", "out", "--json"]));
+    assert_eq!(shown["bits_per_byte"], Value::Null);
+    let shown = json(&ddp_train(
+        job.dir(),
+        &["eval", "out", "--json", "--data", "a.safetensors"],
+    ));
+    let number = |key: &str| shown[key].as_f64().expect("a number");
+    let expected = number("loss") / 2_f64.ln() / number("bytes_per_token");
+    assert!((number("bits_per_byte") - expected).abs() < 1e-12);
+}

@@ -1,0 +1,83 @@
+//! The mean loss of a text, block by block as in training's validation: the same text gives the same number.
+
+use super::loaded::{InferenceError, LoadedModel};
+use crate::data::{Tokens, fill_eval_batch};
+use crate::device::{ArenaSpec, DType, DeviceError};
+use crate::model::{Activation, NoHooks, Passes};
+
+/// What a text costs a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluated {
+    /// Mean over all positions, in nats per token.
+    pub loss: f64,
+    /// Positions with a loss.
+    pub tokens: u64,
+    /// Of the text that was read, if its files tell.
+    pub bytes_per_token: Option<f64>,
+}
+
+impl Evaluated {
+    /// By which models of different tokenizers are compared.
+    #[must_use]
+    pub fn bits_per_byte(&self) -> Option<f64> {
+        Some(self.loss / std::f64::consts::LN_2 / self.bytes_per_token?)
+    }
+}
+
+impl LoadedModel {
+    /// Mean loss over the first `blocks` blocks of `tokens`, all of them if there are fewer, `micro_batch` at a time.
+    pub fn evaluate(
+        &self,
+        tokens: &Tokens,
+        blocks: u64,
+        micro_batch: usize,
+    ) -> Result<Evaluated, InferenceError> {
+        let block_size = self.config.block_size;
+        let blocks = blocks.min(tokens.blocks(block_size));
+        if blocks == 0 {
+            return Err(InferenceError::Refused(format!(
+                "`{}` has {} tokens, a sample of this model needs {}\n  hint: give a longer text with `--data`",
+                tokens.path().display(),
+                tokens.len(),
+                block_size + 1
+            )));
+        }
+        let rows = (micro_batch as u64).clamp(1, blocks) as usize;
+        let shape = [rows, block_size];
+        let (mut inputs, mut targets) = (vec![0; rows * block_size], vec![0; rows * block_size]);
+        let alloc = |name| {
+            self.device
+                .alloc(&ArenaSpec::private(name, DType::I32, rows * block_size))
+        };
+        let (inputs_there, targets_there) = (alloc("tokens")?.whole(), alloc("targets")?.whole());
+        let inp = Activation::borrowed(inputs_there.clone(), shape.to_vec());
+        let (model, ctx) = (&self.model, self.context(shape, Some(&targets_there)));
+        let passes = Passes { model, ctx: &ctx };
+        let mut total = 0.0;
+        for first in (0..blocks).step_by(rows) {
+            let batch = first..blocks.min(first + rows as u64);
+            fill_eval_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
+            self.device
+                .upload(self.stream, &inputs_there, bytemuck::cast_slice(&inputs));
+            self.device
+                .upload(self.stream, &targets_there, bytemuck::cast_slice(&targets));
+            let losses = passes.evaluate(0..model.blocks.len(), &inp, &mut NoHooks)?;
+            total += self.sum_of(&losses)?;
+        }
+        let positions = blocks * block_size as u64;
+        Ok(Evaluated {
+            loss: total / positions as f64,
+            tokens: positions,
+            bytes_per_token: tokens.bytes_per_token(),
+        })
+    }
+
+    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
+    fn sum_of(&self, losses: &Activation) -> Result<f64, DeviceError> {
+        let bytes = self.device.download(self.stream, losses.buffer())?;
+        let losses = bytes.chunks_exact(size_of::<f32>());
+        Ok(losses
+            .map(|loss| f64::from(bytemuck::pod_read_unaligned::<f32>(loss)))
+            .sum())
+    }
+}

@@ -1,0 +1,113 @@
+//! What a checkpoint says of the run that wrote it, as far as its model is used again: tokenizer, validation data, precision.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::InferenceError;
+use crate::checkpoint::{Reader, State, TOKENIZER_FILE};
+use crate::config::{self, Paths, Precision, Tokenizer};
+use crate::data::{DataError, Dataset, Tokens, Vocabulary};
+
+/// The settings of a run in its checkpoint.
+#[derive(Clone, Copy)]
+pub struct RunSettings<'a>(&'a State);
+
+const NO_TOKENIZER: &str =
+    "\n  hint: name it: `--tokenizer bytes`, `--tokenizer gpt2`, or the path of a `tokenizer.json`";
+const NO_DATA: &str = "\n  hint: name the text or the token files with `--data`; relative paths of the run count from the folder in which it was started";
+
+impl<'a> RunSettings<'a> {
+    /// Of this checkpoint.
+    #[must_use]
+    pub fn of(reader: &'a Reader) -> Self {
+        Self(&reader.manifest().state)
+    }
+
+    /// Steps before the checkpoint.
+    #[must_use]
+    pub fn step(self) -> u64 {
+        self.0.step
+    }
+
+    /// In which it was trained.
+    #[must_use]
+    pub fn precision(self) -> Precision {
+        let precision = self
+            .value("/train/precision")
+            .cloned()
+            .map(serde_json::from_value);
+        precision.and_then(Result::ok).unwrap_or(Precision::F32)
+    }
+
+    /// Samples of a micro-batch.
+    #[must_use]
+    pub fn micro_batch(self) -> usize {
+        let samples = self.value("/train/micro_batch").and_then(Value::as_u64);
+        samples.map_or(1, |samples| samples.max(1) as usize)
+    }
+
+    /// The one that is given; else the run's, if it can be found and is what it was.
+    pub fn tokenizer(self, given: Option<&Tokenizer>) -> Result<Tokenizer, InferenceError> {
+        if let Some(given) = given {
+            return Ok(given.clone());
+        }
+        let refused = |what: String| InferenceError::Refused(format!("{what}{NO_TOKENIZER}"));
+        let recorded = self
+            .value("/data/tokenizer")
+            .and_then(Value::as_str)
+            .unwrap_or("not recorded");
+        let path = self.value("/data").and_then(|data| data[TOKENIZER_FILE].as_str());
+        let tokenizer = Tokenizer::try_from(recorded.to_owned()).ok();
+        let tokenizer = tokenizer.or(path.map(|path| Tokenizer::File(path.into())));
+        let tokenizer = tokenizer.ok_or_else(|| {
+            refused(format!(
+                "the run's tokenizer is {recorded}, and the checkpoint does not say where"
+            ))
+        })?;
+        let vocabulary = Vocabulary::of(&tokenizer)
+            .map_err(|error| refused(format!("the run's tokenizer is not there: {error}")))?;
+        if vocabulary.identity(&tokenizer) != recorded {
+            return Err(refused(format!(
+                "`{tokenizer}` is not what it was in the run, {recorded}"
+            )));
+        }
+        Ok(tokenizer)
+    }
+
+    /// The data that the run validates on.
+    pub fn validation(self, tokenizer: &Tokenizer, block_size: usize) -> Result<Tokens, InferenceError> {
+        let refused = |what: String| InferenceError::Refused(format!("{what}{NO_DATA}"));
+        let mut section = self.value("/data").cloned().unwrap_or_default();
+        section["tokenizer"] = tokenizer.to_string().into();
+        if let Some(section) = section.as_object_mut() {
+            section.remove(TOKENIZER_FILE);
+        }
+        let data: config::Data = config::section("data", section).map_err(|error| {
+            refused(format!(
+                "the checkpoint does not say what its run validated on: {error}"
+            ))
+        })?;
+        if let Some(val) = &data.val {
+            return open_tokens(val, tokenizer).map_err(|error| refused(error.to_string()));
+        }
+        let dataset = Dataset::open(&data, block_size).map_err(|error| refused(error.to_string()))?;
+        let found = dataset.train.fingerprint()?;
+        match &self.0.data {
+            Some(recorded) if *recorded != found => Err(refused(format!(
+                "`{}` is not what the run was trained on: {found}, and it was {recorded}",
+                dataset.train.path().display()
+            ))),
+            _ => Ok(dataset.val),
+        }
+    }
+
+    fn value(self, pointer: &str) -> Option<&'a Value> {
+        self.0.config.pointer(pointer).filter(|value| !value.is_null())
+    }
+}
+
+/// All tokens of these files: texts with [`Tokenizer::Bytes`], token files with others.
+pub fn open_tokens(paths: &Paths, tokenizer: &Tokenizer) -> Result<Tokens, DataError> {
+    Tokens::open(paths, tokenizer, &Arc::new(Vocabulary::of(tokenizer)?))
+}
