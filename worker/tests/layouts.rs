@@ -215,7 +215,7 @@ fn same_first_values(layout: &Layout) -> Result<(), String> {
     });
     job.train(layout.ranks() as u32);
     alone.train(1);
-    let (found, expected) = (parameters(&job), parameters(&alone));
+    let (found, expected) = (job.parameters(), alone.parameters());
     let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let differs = expected
         .iter()
