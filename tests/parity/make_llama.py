@@ -8,6 +8,7 @@ of all weights as `gradients.safetensors` under the names of the weights, and `g
 are read by `worker/tests/ops/published.rs`, which has the same sizes as a `model` section.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -56,8 +57,9 @@ def make(name, words, dtype):
             # The weights of norms would all be 1.
             if param.dim() == 1:
                 param.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(HERE / name)
-    model.float()
+            # What is saved, but in f32. `model.to` would also round the frequencies of the positions, for good.
+            param.copy_(param.to(dtype))
+    copy.deepcopy(model).to(dtype).save_pretrained(HERE / name)
     tokens = torch.randint(SIZES["vocab_size"], (SAMPLES, POSITIONS + 1))
     logits = model(tokens[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -13,15 +13,15 @@ use crate::{Breach, assert_none};
 
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
-/// Lines of Rust in `worker/src`.
-const WORKER_LINES: usize = 32_000;
+/// Lines of Rust in all of them.
+const LINES: usize = 57_400;
 /// Files of `worker/src`.
-const WORKER_FILES: usize = 200;
+const WORKER_FILES: usize = 250;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
-/// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only wires;
-/// schedules of a pipeline come to `schedule.rs`.
-const SHORT_FILES: [&str; 19] = [
+/// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
+/// wires.
+const SHORT_FILES: [&str; 18] = [
     "launcher/src/agent/place.rs",
     "launcher/src/terminal.rs",
     "proto/src/exit.rs",
@@ -40,7 +40,6 @@ const SHORT_FILES: [&str; 19] = [
     "worker/src/optim/lion.cu",
     "worker/src/optim/muon.cu",
     "worker/src/optim/sgd.cu",
-    "worker/src/parallel/schedule.rs",
 ];
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
@@ -162,7 +161,7 @@ fn the_product_does_not_grow_beyond_its_limits() {
     );
     let worker = Size::of(&files, "worker/src");
     let breaches = [
-        limit("lines of Rust in worker/src", worker.rust, WORKER_LINES),
+        limit("lines of Rust", Size::of(&files, "").rust, LINES),
         limit("files of worker/src", worker.files, WORKER_FILES),
         limit("crowded folders", crowded.len(), CROWDED_FOLDERS),
     ];

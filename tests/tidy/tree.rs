@@ -91,8 +91,12 @@ impl Tree {
 
     /// A reviewer reads every change; what cannot be read, such as a package or a program, is fetched or built.
     fn unreadable(&self) -> Vec<Breach> {
+        // What is read is the format itself, and no script of ours wrote it.
+        let is_published =
+            |path: &&String| path.starts_with("tests/parity/") && path.ends_with(".safetensors");
         let breach = |path| Breach::new(path, 1, "no text: the repository holds what can be read");
-        self.binaries.iter().map(|path| breach(path)).collect()
+        let binaries = self.binaries.iter().filter(|path| !is_published(path));
+        binaries.map(|path| breach(path)).collect()
     }
 }
 

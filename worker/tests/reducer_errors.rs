@@ -23,6 +23,7 @@ fn reducer(sync: Sync, overlap: bool) -> Reducer {
         GradSpec::new("b", &[3]),
     ];
     specs[0].contributions = 2;
+    specs[0].group = 1;
     let order = [ParamId(2), ParamId(1), ParamId(0)];
     let config = LayoutConfig {
         first_bucket_bytes: 40,

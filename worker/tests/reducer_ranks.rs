@@ -344,13 +344,11 @@ fn a_difference_between_copies_of_one_shard_is_not_met_by_all() {
         let copies = comm
             .split("copies", &[rank % 2, rank % 2 + 2], Executor::Thread)
             .unwrap();
-        let set = ReplicaSet {
-            reduce: shard.clone(),
-            owners: Some(shard.clone()),
-            replicate: Some(copies.clone()),
-            copies: Some(copies),
-            ..ReplicaSet::of_all(comm)
-        };
+        let mut set = ReplicaSet::of_all(comm);
+        set.reduce = shard.clone();
+        set.owners = Some(shard.clone());
+        set.replicate = Some(copies.clone());
+        set.copies = Some(copies);
         let policy = ReshardPolicy::Release {
             after_forward: true,
             persist_below: 0,

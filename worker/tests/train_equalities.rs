@@ -108,7 +108,11 @@ fn accumulation_saves_its_share_of_the_wire() {
 #[test]
 fn wire_bytes_are_those_of_a_ring_over_the_padded_buckets() {
     for world_size in [1, 2, 3, 4] {
-        let job = Job::with(|c| c.train.steps = 2);
+        let job = Job::with(|c| {
+            c.train.steps = 2;
+            c.parallel.first_bucket_mb = 0.002;
+            c.parallel.bucket_mb = 0.004;
+        });
         let trained = job.train(world_size);
         let model = model::build(&job.config.model, 256).unwrap();
         let config = LayoutConfig::of(&job.config.parallel, world_size as usize);

@@ -180,8 +180,8 @@ fn wrong_types() {
     train.yaml:2: `run.name` is the number `7`, expected a name for a folder: not empty, without `/`, not starting with a dot
       hint: put the value in quotes to make it a string
     ");
-    insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `mlp`");
-    insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `mlp`");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `llama` or `mlp`");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `llama` or `mlp`");
     insta::assert_snapshot!(with("lr: 3e-4", "lr: [1]"), @"train.yaml:15: `train.optimizer.lr` is a list, expected a number");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9]"), @"train.yaml:16: `train.optimizer.betas` is [0.9], expected two numbers from 0 to below 1");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 0.95, 0.99]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 0.95, 0.99], expected two numbers from 0 to below 1");

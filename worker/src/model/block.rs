@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ModelPart, ParamGroup, ParamId, ParamSpec, TensorOps};
+use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
-use crate::ops::Op;
+use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
 
 /// A part of a network with its own forward and backward.
@@ -260,6 +260,86 @@ impl Context<'_> {
     }
 }
 
+/// Rows of activations, which ranks of a tensor group may share.
+impl Context<'_> {
+    /// This rank's place in its tensor group, and the number of ranks.
+    pub(super) fn tensor_place(&self) -> (usize, usize) {
+        self.tensor.map_or((0, 1), |group| (group.index(), group.size()))
+    }
+
+    /// The group, where rows of the residual stream are divided.
+    fn sequence(&self) -> Option<&dyn TensorOps> {
+        self.tensor.filter(|group| group.is_sequence())
+    }
+
+    /// Rows of the micro-batch: samples · positions.
+    pub(super) fn rows(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Which of them this rank's part of the residual stream holds.
+    pub(super) fn own_rows(&self) -> Range<usize> {
+        let rows = self.rows();
+        match self.sequence() {
+            None => 0..rows,
+            Some(group) => {
+                let own = rows / group.size();
+                group.index() * own..(group.index() + 1) * own
+            }
+        }
+    }
+
+    /// All rows, `[R, C]`, of which each rank makes its own ones: `fill` is given memory for them.
+    pub(super) fn all_rows(
+        &self,
+        name: &str,
+        channels: usize,
+        fill: impl FnOnce(Buffer),
+    ) -> Result<Activation, DeviceError> {
+        let whole = self.lease(name, &[self.rows(), channels])?;
+        let own = self.own_rows();
+        fill(whole.buffer().slice(own.start * channels..own.end * channels));
+        if let Some(group) = self.sequence() {
+            group.gather_rows(&whole, name)?;
+        }
+        Ok(whole)
+    }
+
+    /// All rows of something of which this rank has its own ones.
+    pub(super) fn gathered_rows(&self, name: &str, own: &Activation) -> Result<Activation, DeviceError> {
+        if self.sequence().is_none() {
+            return Ok(own.clone());
+        }
+        let channels = own.buffer().len() / self.own_rows().len();
+        self.all_rows(name, channels, |out| {
+            let x = own.buffer().clone();
+            self.enqueue(Cast { x, out });
+        })
+    }
+
+    /// What the ranks' partial sums `[R, C]` add up to: all rows, or this rank's own ones.
+    pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation, DeviceError> {
+        let Some(group) = self.tensor else {
+            return Ok(partial);
+        };
+        if group.is_sequence() {
+            return group.reduce_scatter_rows(&partial, name);
+        }
+        group.all_reduce(&partial, name)?;
+        Ok(partial)
+    }
+
+    /// This rank's part of a vocabulary, where each rank holds so many tokens; none where it has all of it.
+    pub(super) fn vocabulary(&self, held: usize) -> Option<VocabularyPart> {
+        let (index, ranks) = self.tensor_place();
+        (ranks > 1).then_some(VocabularyPart {
+            first: index * held,
+            held,
+            whole: ranks * held,
+        })
+    }
+}
+
 /// What one block's forward keeps for its backward, by name. Belongs to the caller.
 #[derive(Debug, Default)]
 pub struct Saved {
@@ -283,6 +363,42 @@ impl Saved {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
+    }
+}
+
+/// The part of a model that a rank holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelPart {
+    /// Which part of every matrix that is cut, and in how many parts it is: this rank in its tensor group (Shoeybi et al.
+    /// 2019).
+    pub tensor: (usize, usize),
+    /// Norms and the residual stream hold a part of the rows (Korthikanti et al. 2022).
+    pub sequence: bool,
+    /// Blocks of the whole model by chunk, ascending, counted from the embedding. None: all of them, one chunk.
+    pub chunks: Option<Vec<Range<usize>>>,
+}
+
+impl ModelPart {
+    /// All of it.
+    pub const WHOLE: Self = Self {
+        tensor: (0, 1),
+        sequence: false,
+        chunks: None,
+    };
+
+    /// Of `chunks` of blocks.
+    #[must_use]
+    pub fn of_chunks(chunks: Vec<Range<usize>>) -> Self {
+        Self {
+            chunks: Some(chunks),
+            ..Self::WHOLE
+        }
+    }
+
+    /// True of the blocks of its chunks.
+    pub(super) fn holds(&self, block: usize) -> bool {
+        let holds = |chunks: &Vec<Range<usize>>| chunks.iter().any(|chunk| chunk.contains(&block));
+        self.chunks.as_ref().is_none_or(holds)
     }
 }
 

@@ -11,48 +11,13 @@ use std::sync::Arc;
 use super::decoder::{ActivationKind, Decoder, HEAD, NormKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
 use super::transformer::{Attention, Embedding, FeedForward, Head, TransformerBlock};
-use super::{AxisRole, Block, Cut, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
+use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
 use crate::mesh::Axis;
 use crate::ops::WeightLayout;
 
 const STD: f32 = 0.02;
-
-/// The part of a model that a rank holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelPart {
-    /// Which part of every matrix that is cut, and in how many parts it is: this rank in its tensor group (Shoeybi et al.
-    /// 2019).
-    pub tensor: (usize, usize),
-    /// Norms and the residual stream hold a part of the rows (Korthikanti et al. 2022).
-    pub sequence: bool,
-    /// Blocks of the whole model by chunk, ascending, counted from the embedding. None: all of them, one chunk.
-    pub chunks: Option<Vec<Range<usize>>>,
-}
-
-impl ModelPart {
-    /// All of it.
-    pub const WHOLE: Self = Self {
-        tensor: (0, 1),
-        sequence: false,
-        chunks: None,
-    };
-
-    /// Of `chunks` of blocks.
-    #[must_use]
-    pub fn of_chunks(chunks: Vec<Range<usize>>) -> Self {
-        Self {
-            chunks: Some(chunks),
-            ..Self::WHOLE
-        }
-    }
-
-    fn holds(&self, block: usize) -> bool {
-        let holds = |chunks: &Vec<Range<usize>>| chunks.iter().any(|chunk| chunk.contains(&block));
-        self.chunks.as_ref().is_none_or(holds)
-    }
-}
 
 /// Blocks of a model: the embedding, a block a layer, the head.
 #[must_use]

@@ -30,9 +30,9 @@ mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{
-    Block, Context, GradSink, GradSlot, KvCache, Model, Params, SampleKey, Saved, WeightGradient,
+    Block, Context, GradSink, GradSlot, KvCache, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
 };
-pub use build::{ModelError, ModelPart, block_count, build, build_part, recomputing};
+pub use build::{ModelError, block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};

@@ -12,9 +12,8 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context};
-use crate::device::{Buffer, DeviceError, Event};
-use crate::ops::{Cast, VocabularyPart};
+use super::Activation;
+use crate::device::{DeviceError, Event};
 
 /// The ranks that hold one copy of a model together, as one of them sees it.
 ///
@@ -108,83 +107,4 @@ pub fn own_rows(whole: &Activation, [index, size]: [usize; 2]) -> Result<Range<u
     }
     let own = rows / size;
     Ok(index * own..(index + 1) * own)
-}
-
-impl Context<'_> {
-    /// This rank's place in its tensor group, and the number of ranks.
-    pub(super) fn tensor_place(&self) -> (usize, usize) {
-        self.tensor.map_or((0, 1), |group| (group.index(), group.size()))
-    }
-
-    /// The group, where rows of the residual stream are divided.
-    fn sequence(&self) -> Option<&dyn TensorOps> {
-        self.tensor.filter(|group| group.is_sequence())
-    }
-
-    /// Rows of the micro-batch: samples · positions.
-    pub(super) fn rows(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// Which of them this rank's part of the residual stream holds.
-    pub(super) fn own_rows(&self) -> Range<usize> {
-        let rows = self.rows();
-        match self.sequence() {
-            None => 0..rows,
-            Some(group) => {
-                let own = rows / group.size();
-                group.index() * own..(group.index() + 1) * own
-            }
-        }
-    }
-
-    /// All rows, `[R, C]`, of which each rank makes its own ones: `fill` is given memory for them.
-    pub(super) fn all_rows(
-        &self,
-        name: &str,
-        channels: usize,
-        fill: impl FnOnce(Buffer),
-    ) -> Result<Activation, DeviceError> {
-        let whole = self.lease(name, &[self.rows(), channels])?;
-        let own = self.own_rows();
-        fill(whole.buffer().slice(own.start * channels..own.end * channels));
-        if let Some(group) = self.sequence() {
-            group.gather_rows(&whole, name)?;
-        }
-        Ok(whole)
-    }
-
-    /// All rows of something of which this rank has its own ones.
-    pub(super) fn gathered_rows(&self, name: &str, own: &Activation) -> Result<Activation, DeviceError> {
-        if self.sequence().is_none() {
-            return Ok(own.clone());
-        }
-        let channels = own.buffer().len() / self.own_rows().len();
-        self.all_rows(name, channels, |out| {
-            let x = own.buffer().clone();
-            self.enqueue(Cast { x, out });
-        })
-    }
-
-    /// What the ranks' partial sums `[R, C]` add up to: all rows, or this rank's own ones.
-    pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation, DeviceError> {
-        let Some(group) = self.tensor else {
-            return Ok(partial);
-        };
-        if group.is_sequence() {
-            return group.reduce_scatter_rows(&partial, name);
-        }
-        group.all_reduce(&partial, name)?;
-        Ok(partial)
-    }
-
-    /// This rank's part of a vocabulary, where each rank holds so many tokens; none where it has all of it.
-    pub(super) fn vocabulary(&self, held: usize) -> Option<VocabularyPart> {
-        let (index, ranks) = self.tensor_place();
-        (ranks > 1).then_some(VocabularyPart {
-            first: index * held,
-            held,
-            whole: ranks * held,
-        })
-    }
 }

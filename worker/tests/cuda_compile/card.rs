@@ -2,7 +2,8 @@
 //! capabilities.
 
 use ddp_worker::device::cuda::{Arch, Grid};
-use ddp_worker::ops::cuda::{Arg, Call, units};
+use ddp_worker::ops::cuda::{Arg, Call};
+use ddp_worker::ops::units;
 
 use crate::cubin::Resources;
 

@@ -57,7 +57,7 @@ fn every_kernel_compiles_for_every_architecture() {
     for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
         let outcomes = compiled(
             &nvrtc,
-            &[ddp_worker::ops::cuda::units(), ddp_worker::optim::units()].concat(),
+            &[ddp_worker::ops::units(), ddp_worker::optim::units()].concat(),
             arch,
         );
         failures.extend(

@@ -83,9 +83,9 @@ impl Job {
         config.train.optimizer.lr = 1e-2;
         config.train.threads = Some(1);
         config.train.verify_every = 1;
-        // Several buckets even for so small a model.
-        config.parallel.first_bucket_mb = 0.002;
-        config.parallel.bucket_mb = 0.004;
+        // Several buckets even for so small a model, and in one of them pieces for several ranks.
+        config.parallel.first_bucket_mb = 0.02;
+        config.parallel.bucket_mb = 0.02;
         config.parallel.timeout_s = 600.0;
         Self {
             config,

@@ -242,76 +242,62 @@ impl ExportedModel {
     }
 }
 
-#[test]
-fn a_llama_is_exported_as_transformers_has_it() {
-    let llama = config::Model {
+/// Names in transformers, in our keys, and the first and last row.
+fn of_a_llama(kv_rows: usize, head: Option<usize>) -> Vec<(&'static str, &'static str, Range<usize>)> {
+    const QKV: &str = "model.layers.0.self_attn.qkv_proj.weight";
+    const GATE_UP: &str = "model.layers.0.mlp.gate_up_proj.weight";
+    let kept = [
+        ("model.embed_tokens.weight", 300),
+        ("model.norm.weight", 8),
+        ("model.layers.0.input_layernorm.weight", 8),
+        ("model.layers.0.self_attn.o_proj.weight", 8),
+        ("model.layers.0.post_attention_layernorm.weight", 8),
+        ("model.layers.0.mlp.down_proj.weight", 8),
+    ];
+    let head = head.map(|rows| ("lm_head.weight", rows));
+    let kept = kept.into_iter().chain(head);
+    let cut = [
+        ("model.layers.0.self_attn.q_proj.weight", QKV, 0..8),
+        ("model.layers.0.self_attn.k_proj.weight", QKV, 8..8 + kv_rows),
+        (
+            "model.layers.0.self_attn.v_proj.weight",
+            QKV,
+            8 + kv_rows..8 + 2 * kv_rows,
+        ),
+        ("model.layers.0.mlp.gate_proj.weight", GATE_UP, 0..12),
+        ("model.layers.0.mlp.up_proj.weight", GATE_UP, 12..24),
+    ];
+    kept.map(|(name, rows)| (name, name, 0..rows))
+        .chain(cut)
+        .collect()
+}
+
+fn llama() -> config::Model {
+    config::Model {
         kind: ModelKind::Llama,
         n_head: 4,
-        n_kv_head: Some(2),
         n_embd: 8,
         n_inner: Some(12),
         norm_eps: 1e-6,
         rope_theta: 500_000.0,
+        ..model()
+    }
+}
+
+#[test]
+fn a_llama_is_exported_as_transformers_has_it() {
+    let llama = config::Model {
+        n_kv_head: Some(2),
         rope_scaling: Some(config::RopeScaling {
             factor: 8.0,
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
             original_positions: 8,
         }),
-        ..model()
+        ..llama()
     };
     let exported = ExportedModel::new(&llama);
-    let mut expected = vec![
-        ("model.embed_tokens.weight", "model.embed_tokens.weight", 0..300),
-        ("model.norm.weight", "model.norm.weight", 0..8),
-        (
-            "model.layers.0.input_layernorm.weight",
-            "model.layers.0.input_layernorm.weight",
-            0..8,
-        ),
-        (
-            "model.layers.0.self_attn.q_proj.weight",
-            "model.layers.0.self_attn.qkv_proj.weight",
-            0..8,
-        ),
-        (
-            "model.layers.0.self_attn.k_proj.weight",
-            "model.layers.0.self_attn.qkv_proj.weight",
-            8..12,
-        ),
-        (
-            "model.layers.0.self_attn.v_proj.weight",
-            "model.layers.0.self_attn.qkv_proj.weight",
-            12..16,
-        ),
-        (
-            "model.layers.0.self_attn.o_proj.weight",
-            "model.layers.0.self_attn.o_proj.weight",
-            0..8,
-        ),
-        (
-            "model.layers.0.post_attention_layernorm.weight",
-            "model.layers.0.post_attention_layernorm.weight",
-            0..8,
-        ),
-        (
-            "model.layers.0.mlp.gate_proj.weight",
-            "model.layers.0.mlp.gate_up_proj.weight",
-            0..12,
-        ),
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            "model.layers.0.mlp.gate_up_proj.weight",
-            12..24,
-        ),
-        (
-            "model.layers.0.mlp.down_proj.weight",
-            "model.layers.0.mlp.down_proj.weight",
-            0..8,
-        ),
-        ("lm_head.weight", "lm_head.weight", 0..300),
-    ];
-    exported.expect(&llama, &expected);
+    exported.expect(&llama, &of_a_llama(4, Some(300)));
     insta::assert_snapshot!(exported.config, @r#"
     {
       "architectures": [
@@ -345,16 +331,16 @@ fn a_llama_is_exported_as_transformers_has_it() {
       "vocab_size": 300
     }
     "#);
+}
+
+#[test]
+fn a_llama_with_a_tied_head_is_exported_without_one() {
     let tied = config::Model {
         tied: Some(true),
-        n_kv_head: None,
-        rope_scaling: None,
-        ..llama
+        ..llama()
     };
     let exported = ExportedModel::new(&tied);
-    expected.pop();
-    (expected[4].2, expected[5].2) = (8..16, 16..24);
-    exported.expect(&tied, &expected);
+    exported.expect(&tied, &of_a_llama(8, None));
     insta::assert_snapshot!(exported.config, @r#"
     {
       "architectures": [

@@ -5,7 +5,7 @@
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
 //! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
-//! - [`units`] lists every source with every set of definitions that it is compiled with; those of optimizers are
+//! - [`super::units`] lists every source with every set of definitions that it is compiled with; those of optimizers are
 //!   [`crate::optim::units`].
 //!
 //! | file | kernels | bytes moved, for elements of s bytes |
@@ -39,25 +39,6 @@ pub(crate) use plan::kernels;
 pub use plan::{Arg, Call, Plan};
 
 use crate::device::DeviceError;
-use crate::device::cuda::CompileUnit;
-
-/// Everything that can be compiled, for checks without a GPU and for compiling ahead.
-#[must_use]
-pub fn units() -> Vec<CompileUnit> {
-    [
-        super::attention::units(),
-        super::column_sum::units(),
-        super::cross_entropy::units(),
-        super::dropout::units(),
-        super::elementwise::units(),
-        super::encoder::units(),
-        super::layernorm::units(),
-        super::norm::units(),
-        super::rmsnorm::units(),
-        super::swiglu::units(),
-    ]
-    .concat()
-}
 
 /// What an operation launches; none if it does not say so beforehand, or has no kernel.
 #[must_use]
