@@ -22,9 +22,7 @@ use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-pub use ddp_worker::train::{
-    Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines, StepTraffic, TooLarge,
-};
+pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::train::{TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};

@@ -6,91 +6,73 @@ use ddp_proto::words::{bytes, grouped};
 use serde_json::{Value, json};
 
 use super::report;
-use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch, TooLarge};
+use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 
 /// Layouts that do not fit and are named, at most.
 const MAX_NAMED: usize = 5;
 
 /// For people: a layout a column. `memory` is that of a device.
 pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> String {
-    let mut text = match search.best.first() {
-        None => format!("No layout fits into {}.\n", bytes(memory)),
-        Some(first) => {
-            let batch = first.candidate.batch;
-            let samples = grouped(batch.samples());
-            format!(
-                "The best layouts for {samples} samples a step:\n{}\n{}",
-                table(search, bounds),
-                recommendation(search)
-            )
-        }
+    let memory = bytes(memory);
+    let mut text = match &search.best[..] {
+        [] => format!("No layout fits into {memory}.\n"),
+        [first, others @ ..] => format!(
+            "The best layouts for {} samples a step:\n{}\n{}",
+            grouped(first.candidate.batch.samples()),
+            table(search, bounds),
+            recommendation(first, others.first())
+        ),
     };
-    for mesh in search.too_large.iter().take(MAX_NAMED) {
+    for FoundLayout { candidate, .. } in search.too_large.iter().take(MAX_NAMED) {
+        let (layout, held) = (candidate.layout(), bytes(candidate.held));
+        let strategy = strategy(candidate);
         let _ = writeln!(
             text,
-            "`{}` does not fit: with `{}` it needs {} of {}.",
-            mesh.layout,
-            report::strategy_name(mesh.strategy),
-            bytes(mesh.held),
-            bytes(memory)
+            "`{layout}` does not fit: with `{strategy}` it needs {held} of {memory}."
         );
     }
     let rest = search.too_large.len().saturating_sub(MAX_NAMED);
-    if rest > 0 {
-        let _ = writeln!(text, "Neither do {rest} more.");
-    }
-    if search.slower > 0 {
-        let _ = writeln!(text, "{} more can only be slower.", search.slower);
+    for (number, what) in [(rest, "do not fit either"), (search.slower, "can only be slower")] {
+        if number > 0 {
+            let _ = writeln!(text, "{number} more {what}.");
+        }
     }
     if search.is_cut {
-        text.push_str("There are more than were looked at.\n");
+        text.push_str("Not all of these were looked at: there are too many.\n");
     }
     text
 }
 
-/// Which one has the shortest step, how far it is ahead, and how to choose it.
-fn recommendation(search: &LayoutSearch) -> String {
-    let [first, others @ ..] = search.best.as_slice() else {
-        return String::new();
-    };
+/// How far the first one is ahead, and how to choose it.
+fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
     let taken = &first.candidate;
-    let schedule = match taken.layers.len() {
-        1 => String::new(),
-        _ => format!(", {}", taken.schedule),
-    };
-    let seconds = |found: &FoundLayout| found.candidate.seconds();
-    let ahead = others.first().and_then(|next| {
-        let later = seconds(next)? / seconds(first)? - 1.0;
-        Some(format!(
-            "; `{}` takes {} longer",
-            next.candidate.layout(),
-            report::share(later)
-        ))
+    let ahead = next.and_then(|FoundLayout { candidate, .. }| {
+        let later = report::share(candidate.seconds()? / taken.seconds()? - 1.0);
+        Some(format!("; `{}` takes {later} longer", candidate.layout()))
     });
-    let flags: Vec<String> = first
-        .settings
-        .iter()
-        .map(|setting| format!("--set {setting}"))
-        .collect();
-    let flags = match &flags[..] {
-        [] => "It is what the configuration says.".to_owned(),
-        flags => format!("  {}", flags.join(" ")),
-    };
+    let flags = first.settings.iter().map(|setting| format!(" --set {setting}"));
     format!(
-        "Take `{}` with `{}`{schedule}: of what fits it has the shortest step{}.\n{flags}\n",
+        "Take `{}` with `{}`{}: of what fits it has the shortest step{}.\n {}\n",
         taken.layout(),
         strategy(taken),
+        schedule(taken).map_or_else(String::new, |schedule| format!(" and {schedule}")),
         ahead.unwrap_or_default(),
+        flags.collect::<String>()
     )
 }
 
 /// `zero3`, or `zero3 over 8` of more data-parallel ranks.
 fn strategy(candidate: &Candidate) -> String {
-    let name = report::strategy_name(candidate.strategy);
+    let name = report::name(candidate);
     match candidate.mesh.size(&[Axis::Shard]) as u64 {
         shard if shard == 1 || shard == candidate.batch.ranks => name.to_owned(),
         shard => format!("{name} over {shard}"),
     }
+}
+
+/// Of a pipeline.
+fn schedule(candidate: &Candidate) -> Option<&str> {
+    (candidate.layers.len() > 1).then_some(candidate.schedule)
 }
 
 fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
@@ -98,53 +80,42 @@ fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
         let cells = search.best.iter().map(|found| cell(&found.candidate));
         std::iter::once(title.to_owned()).chain(cells).collect()
     };
-    let mut rows = vec![
+    let seconds = |c: &Candidate| c.seconds().unwrap_or(f64::INFINITY);
+    let along = |title, axis| row(title, &|c| bytes(c.sent.along(&[axis])));
+    report::columns(report::without_nothing(vec![
         row("", &Candidate::layout),
         row("strategy", &strategy),
-        row("schedule", &|c| match c.layers.len() {
-            1 => "–".to_owned(),
-            _ => c.schedule.to_owned(),
-        }),
+        row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
         row("micro-batches", &|c| c.batch.accumulation.to_string()),
         row("layers a rank", &report::layers),
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
-    ];
-    let axes = [Axis::Tensor, Axis::Pipeline, Axis::Shard, Axis::Replicate];
-    rows.extend(axes.map(|axis| {
-        row(&format!("along {}", axis.name()), &|c| {
-            bytes(c.sent.along(&[axis]))
-        })
-    }));
-    rows.push(row("waiting for stages", &|c| report::share(c.bubble)));
-    let unknown = || "–".to_owned();
-    rows.push(row(&format!("a step{least}"), &|c| {
-        c.seconds().map_or_else(unknown, report::duration)
-    }));
-    rows.push(row(&format!("tokens/s{most}"), &|c| {
-        let rate = c
-            .seconds()
-            .map(|seconds| grouped((c.batch.tokens() as f64 / seconds) as u64));
-        rate.unwrap_or_else(unknown)
-    }));
-    report::columns(report::without_nothing(rows))
+        along("along tensor", Axis::Tensor),
+        along("along pipeline", Axis::Pipeline),
+        along("along shard", Axis::Shard),
+        along("along replicate", Axis::Replicate),
+        row("waiting for stages", &|c| report::share(c.bubble)),
+        row(&format!("a step{least}"), &|c| report::duration(seconds(c))),
+        row(&format!("tokens/s{most}"), &|c| {
+            grouped((c.batch.tokens() as f64 / seconds(c)) as u64)
+        }),
+    ]))
 }
 
 /// For programs.
 pub(super) fn json(search: &LayoutSearch) -> Value {
-    let too_large = |mesh: &TooLarge| json!({ "layout": mesh.layout, "strategy": mesh.strategy, "device_bytes": mesh.held });
+    let all = |found: &[FoundLayout]| -> Vec<Value> {
+        let with_settings = |found: &FoundLayout| {
+            let mut value = report::candidate(&found.candidate);
+            value["set"] = found.settings.clone().into();
+            value
+        };
+        found.iter().map(with_settings).collect()
+    };
     json!({
-        "best": search.best.iter().map(layout).collect::<Vec<_>>(),
-        "too_large": search.too_large.iter().map(too_large).collect::<Vec<_>>(),
-        "slower_meshes": search.slower,
+        "best": all(&search.best),
+        "too_large": all(&search.too_large),
+        "slower": search.slower,
         "is_cut": search.is_cut,
     })
-}
-
-fn layout(found: &FoundLayout) -> Value {
-    let mut layout = report::candidate(&found.candidate);
-    layout["layout"] = found.candidate.layout().into();
-    layout["schedule"] = found.candidate.schedule.into();
-    layout["set"] = found.settings.clone().into();
-    layout
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, StepTraffic, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
 
 /// What a cell says of a number that is not known.
 const UNKNOWN: &str = "–";
@@ -201,12 +201,8 @@ pub(super) fn share(part: f64) -> String {
     format!("{:.1} %", part * 100.0)
 }
 
-fn name(candidate: &Candidate) -> &'static str {
-    strategy_name(candidate.strategy)
-}
-
-pub(super) fn strategy_name(strategy: Strategy) -> &'static str {
-    match strategy {
+pub(super) fn name(candidate: &Candidate) -> &'static str {
+    match candidate.strategy {
         Strategy::Ddp => "ddp",
         Strategy::Zero1 => "zero1",
         Strategy::Zero2 => "zero2",
@@ -343,54 +339,51 @@ pub(super) fn json(comparison: &Comparison, layouts: Value, machines: &Machines)
 }
 
 pub(super) fn candidate(candidate: &Candidate) -> Value {
-    let sent = candidate.sent;
-    let held = candidate.estimate.held;
-    let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), sent.along(&[axis]).into()));
-    let mesh = Axis::ALL.map(|axis| (axis.name().to_owned(), candidate.mesh.size(&[axis]).into()));
-    json!({
+    let by_axis = |of: &dyn Fn(Axis) -> u64| {
+        let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), of(axis).into()));
+        Value::Object(axes.into_iter().collect())
+    };
+    let mut object = rank(&candidate.estimate);
+    let more = json!({
+        "layout": candidate.layout(),
         "strategy": candidate.strategy,
-        "mesh": Value::Object(mesh.into_iter().collect()),
+        "schedule": candidate.schedule,
+        "mesh": by_axis(&|axis| candidate.mesh.size(&[axis]) as u64),
         "layers": candidate.layers,
         "micro_batches": candidate.batch.accumulation,
         "ranks": candidate.cluster.ranks(),
         "nodes": candidate.cluster.nodes,
-        "parameter_bytes": held.params,
-        "gathered_bytes": held.gathered,
-        "gradient_bytes": held.grads,
-        "optimizer_bytes": held.optimizer,
-        "activation_bytes": held.activations,
         "device_bytes": candidate.held,
         "fits": candidate.fits,
-        "wire_bytes": wire_bytes(&sent),
-        "wire_bytes_by_axis": Value::Object(axes.into_iter().collect()),
-        "stages": candidate.stages.iter().map(stage).collect::<Vec<_>>(),
+        "stages": candidate.stages.iter().map(rank).collect::<Vec<_>>(),
+        "wire_bytes_by_axis": by_axis(&|axis| candidate.sent.along(&[axis])),
         "compute_s": candidate.compute,
         "tensor_s": candidate.tensor,
         "bubble": candidate.bubble,
         "communication_s": candidate.communication,
         "step_s": candidate.seconds(),
-    })
+    });
+    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
+        object.extend(more);
+    }
+    object
 }
 
-/// What a rank of a stage holds and sends.
-fn stage(estimate: &Estimate) -> Value {
-    let held = estimate.held;
+/// What a rank holds and sends.
+fn rank(estimate: &Estimate) -> Value {
+    let Estimate { held, sent, .. } = estimate;
     json!({
         "parameter_bytes": held.params,
         "gathered_bytes": held.gathered,
         "gradient_bytes": held.grads,
         "optimizer_bytes": held.optimizer,
         "activation_bytes": held.activations,
-        "wire_bytes": wire_bytes(&estimate.sent),
-    })
-}
-
-fn wire_bytes(sent: &StepTraffic) -> Value {
-    json!({
-        "grads": sent.grads,
-        "params": sent.params,
-        "activations": sent.activations,
-        "pipeline": sent.pipeline,
+        "wire_bytes": {
+            "grads": sent.grads,
+            "params": sent.params,
+            "activations": sent.activations,
+            "pipeline": sent.pipeline,
+        },
     })
 }
 

@@ -221,7 +221,7 @@ impl EdgeQueues {
         if self.outgoing[&edge].held.len() == self.capacity {
             self.let_go(edge)?;
         }
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Other, tag(&transfer));
+        let launch = Launch::after(self.device.record(self.stream), Traffic::Pipeline, tag(&transfer));
         let queue = self.outgoing.get_mut(&edge).expect("it was asked before");
         let comm = &queue.comm;
         let work = self
@@ -265,7 +265,7 @@ impl EdgeQueues {
             return Ok(());
         };
         let activation = pool.lease(noun(edge), self.dtype, &self.shape)?;
-        let launch = Launch::after(self.device.record(self.stream), Traffic::Other, tag(&transfer));
+        let launch = Launch::after(self.device.record(self.stream), Traffic::Pipeline, tag(&transfer));
         let comm = &queue.comm;
         let work = self
             .tracker

@@ -37,7 +37,7 @@ pub use checkpointing::check_initial_weights;
 pub use error::TrainError;
 pub use planning::{
     Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, FoundLayout, LayoutSearch, Machines,
-    StepTraffic, TooLarge,
+    StepTraffic,
 };
 pub use run::{RunSummary, run_worker, run_worker_with};
 pub use setup::Substitutes;

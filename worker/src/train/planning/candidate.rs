@@ -84,7 +84,15 @@ impl Candidate {
     /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
     #[must_use]
     pub fn layout(&self) -> String {
-        layout(&self.mesh)
+        let axes = [
+            ("pp", &[Axis::Pipeline][..]),
+            ("dp", &DATA),
+            ("tp", &[Axis::Tensor]),
+        ];
+        let sizes = axes.map(|(name, axes)| (name, self.mesh.size(axes)));
+        let several = sizes.iter().filter(|(_, ranks)| *ranks > 1);
+        let words: Vec<String> = several.map(|(name, ranks)| format!("{name} {ranks}")).collect();
+        words.join(" × ")
     }
 
     /// Bytes of parameters, gradients and optimizer.
@@ -103,23 +111,6 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
         config.parallel.sync = Sync::Bucketed;
     }
     config
-}
-
-fn layout(mesh: &MeshShape) -> String {
-    let axes = [
-        ("pp", &[Axis::Pipeline][..]),
-        ("dp", &DATA),
-        ("tp", &[Axis::Tensor]),
-    ];
-    let of_axis = |(name, axes): (&str, &[Axis])| match mesh.size(axes) {
-        1 => None,
-        ranks => Some(format!("{name} {ranks}")),
-    };
-    let several: Vec<String> = axes.into_iter().filter_map(of_axis).collect();
-    match &several[..] {
-        [] => "one rank".to_owned(),
-        several => several.join(" × "),
-    }
 }
 
 /// In a micro-batch of the whole model a rank sends so many bytes within its tensor group.
@@ -212,26 +203,12 @@ impl<'a> PlannedMesh<'a> {
 
     /// Bytes of the activations of each rank of the pipeline. They do not depend on what data-parallel ranks share.
     pub(super) fn activations(&self) -> Result<Vec<usize>, TrainError> {
-        let ranks = self.first_ranks().into_iter();
-        ranks.map(|rank| self.activations_of(rank)).collect()
-    }
-
-    fn activations_of(&self, rank: usize) -> Result<usize, TrainError> {
         let (config, mesh) = (&self.config, self.mesh);
-        let (model, _) = held(config, &mesh, &part_of(config, &mesh, &self.plan, rank))?;
-        activations(config, &model, &self.plan, (mesh, rank))
-    }
-
-    /// The same of the first one alone.
-    pub(super) fn activations_of_first(&self) -> Result<usize, TrainError> {
-        self.activations_of(0)
-    }
-
-    /// Bytes in the memory of the device of a rank of the first stage, whose activations take so much.
-    pub(super) fn held_by_first(&self, activations: usize) -> Result<u64, TrainError> {
-        let mut found = estimate(&self.config, (self.mesh, 0), &self.plan, ENOUGH)?;
-        found.held.activations = activations as u64;
-        Ok(self.in_memory(&found))
+        let of_rank = |rank| {
+            let (model, _) = held(config, &mesh, &part_of(config, &mesh, &self.plan, rank))?;
+            activations(config, &model, &self.plan, (mesh, rank))
+        };
+        self.first_ranks().into_iter().map(of_rank).collect()
     }
 
     /// What its ranks hold and send, whose activations take so much.
@@ -304,11 +281,6 @@ impl<'a> PlannedMesh<'a> {
             estimates.push(found);
         }
         Ok(estimates)
-    }
-
-    /// As [`Candidate::layout`].
-    pub(super) fn layout(&self) -> String {
-        layout(&self.mesh)
     }
 
     /// One rank of each stage.

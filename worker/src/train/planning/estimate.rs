@@ -160,47 +160,45 @@ impl Estimate {
     }
 }
 
-/// What a step of so many micro-batches sends. The second one is rehearsed, and later ones send as much; but if a stage of a
-/// pipeline gathers parameters, what is still there from the pass before depends on the order, and all are rehearsed.
+/// What a step of so many micro-batches sends. The second one is rehearsed, and later ones send as much. But if a stage of a
+/// pipeline gathers parameters, what is still there from the pass before depends on the order: all micro-batches of the plan are
+/// rehearsed then, of which a round has as many as the pipeline has ranks.
 fn step_traffic(
     replica: &mut Replica,
     reducer: &mut Reducer,
     micro_batches: usize,
 ) -> Result<StepTraffic, TrainError> {
-    let is_in_order = replica.world.mesh.size(&[Axis::Pipeline]) == 1;
-    let is_linear = is_in_order || micro_batches == 1 || replica.parameters.gathered_bytes() == 0;
+    let ranks = replica.world.mesh.size(&[Axis::Pipeline]);
+    let planned = replica.plan.micro_batches().min(micro_batches);
+    let (fewer, more) = match planned {
+        1 => (0, 1),
+        _ if ranks == 1 || replica.parameters.gathered_bytes() == 0 => (1, 2),
+        _ => (planned.saturating_sub(ranks), planned),
+    };
     let mut sent_by = |micro_batches| {
         let before = replica.world.mesh.wire_bytes_by_axis();
-        step(replica, reducer, micro_batches)?;
+        if micro_batches > 0 {
+            step(replica, reducer, micro_batches)?;
+        }
         let after = replica.world.mesh.wire_bytes_by_axis();
         Ok::<_, TrainError>(Axis::ALL.map(|axis| after[axis as usize] - before[axis as usize]))
     };
-    let one = sent_by(1)?;
-    let two = if micro_batches > 1 { sent_by(2)? } else { one };
-    let all = if is_linear {
-        None
-    } else {
-        Some(sent_by(micro_batches)?)
+    let sent = [sent_by(fewer)?, sent_by(more)?];
+    let part = |kind: fn(&WireBytes) -> u64, axis: Axis| sent.map(|sent| kind(&sent[axis as usize]));
+    let all = |kind, axis| {
+        let [first, second] = part(kind, axis);
+        first + (second - first) * (micro_batches - fewer) as u64 / (more - fewer) as u64
     };
-    let later = micro_batches as u64 - 1;
-    let linear = |kind: fn(&WireBytes) -> u64, axis: Axis| {
-        let [one, two] = [&one, &two].map(|sent| kind(&sent[axis as usize]));
-        match &all {
-            None => one + later * (two - one),
-            Some(all) => kind(&all[axis as usize]),
-        }
-    };
-    let sum = |kind| Axis::ALL.map(|axis| linear(kind, axis)).iter().sum();
-    let by_axis = Axis::ALL.map(|axis| linear(of_step, axis));
+    let sum = |kind| Axis::ALL.map(|axis| all(kind, axis)).iter().sum();
     Ok(StepTraffic {
         grads: sum(|sent| sent.grads),
         params: sum(|sent| sent.params),
         activations: sum(|sent| sent.activations),
         pipeline: sum(|sent| sent.pipeline),
-        by_axis,
-        repeated: Axis::ALL.map(|axis| match later {
-            0 => 0,
-            later => by_axis[axis as usize].saturating_sub(of_step(&one[axis as usize])) / later,
+        by_axis: Axis::ALL.map(|axis| all(of_step, axis)),
+        repeated: Axis::ALL.map(|axis| match (micro_batches, part(of_step, axis)) {
+            (1, _) => 0,
+            (_, [first, second]) => (second - first) / (more - fewer) as u64,
         }),
     })
 }

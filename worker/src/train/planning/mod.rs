@@ -17,4 +17,4 @@ mod step_times;
 pub use candidate::{Candidate, Machines};
 pub use estimate::{Estimate, Footprint, StepTraffic};
 pub use planner::{Adjustment, Advice, Comparison};
-pub use search::{FoundLayout, LayoutSearch, TooLarge};
+pub use search::{FoundLayout, LayoutSearch};

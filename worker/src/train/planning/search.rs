@@ -7,7 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use super::candidate::{Candidate, Machines, PlannedMesh, exchanged};
+use serde_json::{Value, json};
+
+use super::candidate::{Candidate, Machines, PlannedMesh, exchanged, under};
 use super::step_times::BusyTimes;
 use crate::config::{PipelineSchedule, ShardGroup, Strategy, TrainConfig};
 use crate::mesh::DATA;
@@ -19,16 +21,16 @@ const MAX_LAID_OUT: usize = 256;
 const SAME: f64 = 1e-3;
 /// Chunks a rank of interleaved schedules: more of them send more messages.
 const INTERLEAVED: [usize; 2] = [2, 4];
-/// Of a rank alone as well.
-const ONE_F_ONE_B: Schedule = (PipelineSchedule::OneFOneB, None);
+/// Forwards for which a rank waits at least for each other rank of a pipeline, with the best schedule.
+const LEAST_WAITING: f64 = 0.5;
 
 /// The best layouts of given machines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayoutSearch {
     /// Those that fit with the shortest steps, the shortest first: the best one of each mesh.
     pub best: Vec<FoundLayout>,
-    /// Meshes that might have as short a step, but of which no layout fits.
-    pub too_large: Vec<TooLarge>,
+    /// The smallest layout of each mesh that might have as short a step, but of which none fits.
+    pub too_large: Vec<FoundLayout>,
     /// Meshes of which every layout takes longer.
     pub slower: usize,
     /// There were so many layouts that some were not looked at.
@@ -42,17 +44,6 @@ pub struct FoundLayout {
     pub candidate: Candidate,
     /// `KEY=VALUE` of what differs from the configuration.
     pub settings: Vec<String>,
-}
-
-/// A mesh that does not fit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TooLarge {
-    /// As `pp 4 × dp 2 × tp 8`.
-    pub layout: String,
-    /// What holds least.
-    pub strategy: Strategy,
-    /// Bytes that a device needs then, at least.
-    pub held: u64,
 }
 
 impl LayoutSearch {
@@ -79,7 +70,7 @@ impl LayoutSearch {
         };
         let mut looked_at = 0;
         for mesh in &meshes {
-            if mesh.floor() >= search.limit() || search.laid_out >= MAX_LAID_OUT {
+            if mesh.floor(LEAST_WAITING) >= search.limit() || search.laid_out >= MAX_LAID_OUT {
                 break;
             }
             looked_at += 1;
@@ -90,16 +81,6 @@ impl LayoutSearch {
 }
 
 impl FoundLayout {
-    fn new(candidate: Candidate, now: &TrainConfig, then: &TrainConfig) -> Self {
-        let settings = settings(then).into_iter().zip(settings(now));
-        let differing = settings.filter(|((_, then), (_, now))| then != now);
-        let written = differing.filter_map(|((key, value), _)| Some(format!("{key}={}", value?)));
-        Self {
-            settings: written.collect(),
-            candidate,
-        }
-    }
-
     /// Faster, or as fast and less to send. Padding alone is no difference.
     fn is_better(&self, other: &Self) -> bool {
         let sent = |found: &Self| found.candidate.sent.along(&DATA);
@@ -122,48 +103,37 @@ type Schedule = (PipelineSchedule, Option<usize>);
 struct UnscheduledMesh {
     config: TrainConfig,
     busy: BusyTimes,
-    /// The least time of a step with each of its schedules, in that order.
-    schedules: Vec<(f64, Schedule)>,
 }
 
 impl UnscheduledMesh {
-    fn new(mut config: TrainConfig, machines: &Machines, exchanged: u64) -> Result<Self, TrainError> {
-        config.parallel.strategy = Strategy::Ddp;
-        let (stages, micro_batches) = (config.parallel.pipeline.stages, config.train.grad_accumulation);
-        let busy = BusyTimes::of(&config, (&machines.cluster, machines.flops), exchanged)?;
-        let forward = busy.compute.unwrap_or(f64::INFINITY) / (3 * micro_batches) as f64;
-        let floor =
-            |waiting: f64| busy.sum().unwrap_or(f64::INFINITY) + waiting * (stages - 1) as f64 * forward;
-        let mut schedules: Vec<_> = (schedules(stages, micro_batches).into_iter())
-            .map(|(waiting, schedule)| (floor(waiting), schedule))
-            .collect();
-        schedules.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-        Ok(Self {
-            config,
-            busy,
-            schedules,
-        })
-    }
-
     fn key(&self) -> MeshKey {
         (self.config.parallel.pipeline.stages, self.config.parallel.tensor)
     }
 
-    /// No layout of it has a shorter step.
-    fn floor(&self) -> f64 {
-        self.schedules[0].0
+    /// The least time of a step with a schedule that lets a rank wait for so many forwards of a micro-batch for each other
+    /// rank.
+    fn floor(&self, waiting: f64) -> f64 {
+        let (stages, _) = self.key();
+        let forwards = (3 * self.config.train.grad_accumulation) as f64;
+        let forward = self.busy.compute.unwrap_or(f64::INFINITY) / forwards;
+        self.busy.sum().unwrap_or(f64::INFINITY) + waiting * (stages - 1) as f64 * forward
     }
 
-    /// With a schedule; none if that does not exist for its sizes.
-    fn planned<'a>(
-        &self,
-        (schedule, chunks): Schedule,
-        machines: &'a Machines,
-    ) -> Result<Option<PlannedMesh<'a>>, TrainError> {
-        let mut config = self.config.clone();
-        config.parallel.pipeline.schedule = schedule;
-        config.parallel.pipeline.chunks = chunks;
-        possible(PlannedMesh::new(config, machines, machines.cluster, self.busy))
+    /// The schedules of its pipeline, 1F1B first, and for how many forwards of a micro-batch a rank waits at least for each
+    /// other rank, if F, I and W last as long. GPipe takes as long as 1F1B and holds more, DualPipeV as long as ZBV.
+    fn schedules(&self) -> Vec<(f64, Schedule)> {
+        let (stages, _) = self.key();
+        let mut schedules = vec![(3.0, (PipelineSchedule::OneFOneB, None))];
+        if stages > 1 {
+            schedules.push((0.5, (PipelineSchedule::Zbv, None)));
+            if self.config.train.grad_accumulation < 2 * stages - 1 {
+                schedules.push((0.5, (PipelineSchedule::Greedy, None)));
+            }
+            schedules.push((1.0, (PipelineSchedule::ZbH1, None)));
+            let interleaved = |chunks| (3.0 / chunks as f64, (PipelineSchedule::Interleaved, Some(chunks)));
+            schedules.extend(INTERLEAVED.map(interleaved));
+        }
+        schedules
     }
 }
 
@@ -203,31 +173,16 @@ fn meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMe
             if samples.is_multiple_of(data) {
                 config.train.grad_accumulation = samples / data;
                 config.parallel.pipeline.stages = stages;
-                meshes.push(UnscheduledMesh::new(config.clone(), machines, exchanged)?);
+                let busy = BusyTimes::of(&config, (cluster, machines.flops), exchanged)?;
+                meshes.push(UnscheduledMesh {
+                    config: under(&config, Strategy::Ddp),
+                    busy,
+                });
             }
         }
     }
-    meshes.sort_by(|a, b| a.floor().total_cmp(&b.floor()));
+    meshes.sort_by(|a, b| a.floor(LEAST_WAITING).total_cmp(&b.floor(LEAST_WAITING)));
     Ok(meshes)
-}
-
-/// The schedules of a pipeline, and for how many forwards of a micro-batch a rank waits at least for each other rank, if F, I
-/// and W last as long. GPipe takes as long as 1F1B and holds more, DualPipeV as long as ZBV.
-fn schedules(stages: usize, micro_batches: usize) -> Vec<(f64, Schedule)> {
-    let mut schedules = vec![(3.0, ONE_F_ONE_B)];
-    if stages == 1 {
-        return schedules;
-    }
-    schedules.extend([
-        (1.0, (PipelineSchedule::ZbH1, None)),
-        (0.5, (PipelineSchedule::Zbv, None)),
-    ]);
-    let interleaved = |chunks| (3.0 / chunks as f64, (PipelineSchedule::Interleaved, Some(chunks)));
-    schedules.extend(INTERLEAVED.map(interleaved));
-    if micro_batches < 2 * stages - 1 {
-        schedules.push((0.5, (PipelineSchedule::Greedy, None)));
-    }
-    schedules
 }
 
 /// What was found so far.
@@ -237,7 +192,8 @@ struct Search<'a> {
     wanted: usize,
     /// The best layout of each mesh.
     fit: BTreeMap<MeshKey, FoundLayout>,
-    too_large: BTreeMap<MeshKey, TooLarge>,
+    /// The smallest one.
+    too_large: BTreeMap<MeshKey, FoundLayout>,
     laid_out: usize,
 }
 
@@ -249,21 +205,25 @@ impl Search<'_> {
         steps.get(self.wanted - 1).copied().unwrap_or(f64::INFINITY)
     }
 
-    /// Lays out what of a mesh may be its best layout, if one fits.
+    /// Lays out what of a mesh may be its best layout, if one fits with 1F1B.
     fn look_at(&mut self, mesh: &UnscheduledMesh) -> Result<(), TrainError> {
-        if !self.has_room(mesh)? {
-            return Ok(());
-        }
-        for &(floor, schedule) in &mesh.schedules {
-            if self.is_better_known(mesh.key(), floor) {
+        let key = mesh.key();
+        for (waiting, (schedule, chunks)) in mesh.schedules() {
+            if self.is_better_known(key, mesh.floor(waiting)) {
                 continue;
             }
-            let Some(planned) = mesh.planned(schedule, self.machines)? else {
+            let mut config = mesh.config.clone();
+            config.parallel.pipeline.schedule = schedule;
+            config.parallel.pipeline.chunks = chunks;
+            let planned = PlannedMesh::new(config, self.machines, self.machines.cluster, mesh.busy);
+            let Some(planned) = possible(planned)? else {
                 continue;
             };
-            if !self.is_better_known(mesh.key(), planned.times.pipeline.unwrap_or(f64::INFINITY)) {
-                self.laid_out += 1;
-                self.lay_out(mesh.key(), &planned)?;
+            if !self.is_better_known(key, planned.times.pipeline.unwrap_or(f64::INFINITY)) {
+                self.lay_out(key, &planned)?;
+            }
+            if !self.fit.contains_key(&key) {
+                break;
             }
         }
         Ok(())
@@ -275,40 +235,17 @@ impl Search<'_> {
         known.is_some_and(|known| seconds >= known.seconds() * (1.0 - SAME))
     }
 
-    /// The first stage fits with the schedule and the strategy that hold least.
-    fn has_room(&mut self, mesh: &UnscheduledMesh) -> Result<bool, TrainError> {
-        let Some(planned) = mesh.planned(ONE_F_ONE_B, self.machines)? else {
-            return Ok(false);
-        };
-        let activations = planned.activations_of_first()?;
-        for (strategy, group) in self.strategies(mesh.key()) {
-            let Some(shared) = possible(planned.sharing(strategy, group))? else {
-                continue;
-            };
-            let held = shared.held_by_first(activations)?;
-            if self.machines.memory.is_none_or(|memory| held <= memory) {
-                return Ok(true);
-            }
-            let layout = shared.layout();
-            self.keep_too_large(
-                mesh.key(),
-                TooLarge {
-                    layout,
-                    strategy,
-                    held,
-                },
-            );
-        }
-        Ok(false)
-    }
-
     /// Lays it out with every strategy.
     fn lay_out(&mut self, key: MeshKey, planned: &PlannedMesh<'_>) -> Result<(), TrainError> {
+        self.laid_out += 1;
         let activations = planned.activations()?;
         for (strategy, group) in self.strategies(key) {
             if let Some(shared) = possible(planned.sharing(strategy, group))? {
-                let found = shared.candidate(&activations)?;
-                self.keep(key, FoundLayout::new(found, self.config, &shared.config));
+                let found = FoundLayout {
+                    candidate: shared.candidate(&activations)?,
+                    settings: settings(self.config, &shared.config),
+                };
+                self.keep(key, found);
             }
         }
         Ok(())
@@ -330,36 +267,22 @@ impl Search<'_> {
         strategies
     }
 
-    /// Keeps the fastest one of a mesh that fits, and of equally fast ones that which sends least.
+    /// Keeps the fastest one of a mesh that fits, and of equally fast ones that which sends least; and the smallest that does
+    /// not fit.
     fn keep(&mut self, key: MeshKey, found: FoundLayout) {
         let candidate = &found.candidate;
         // On one data-parallel rank, or in groups of one, it is another one's twin.
         if candidate.estimate.strategy != candidate.strategy {
             return;
         }
-        if candidate.fits == Some(false) {
-            let (layout, strategy, held) = (candidate.layout(), candidate.strategy, candidate.held);
-            self.keep_too_large(
-                key,
-                TooLarge {
-                    layout,
-                    strategy,
-                    held,
-                },
-            );
-        } else if self.fit.get(&key).is_none_or(|known| found.is_better(known)) {
-            self.fit.insert(key, found);
-        }
-    }
-
-    /// Keeps the smallest one of a mesh.
-    fn keep_too_large(&mut self, key: MeshKey, found: TooLarge) {
-        if self
-            .too_large
-            .get(&key)
-            .is_none_or(|known| found.held < known.held)
-        {
-            self.too_large.insert(key, found);
+        let (kept, is_better): (_, fn(&FoundLayout, &FoundLayout) -> bool) = match candidate.fits {
+            Some(false) => (&mut self.too_large, |found, known| {
+                found.candidate.held < known.candidate.held
+            }),
+            _ => (&mut self.fit, FoundLayout::is_better),
+        };
+        if kept.get(&key).is_none_or(|known| is_better(&found, known)) {
+            kept.insert(key, found);
         }
     }
 
@@ -379,40 +302,26 @@ impl Search<'_> {
     }
 }
 
-/// The keys that make a layout, and their values as people write them; none where the default is meant.
-fn settings(config: &TrainConfig) -> [(&'static str, Option<String>); 8] {
-    let (parallel, pipeline) = (&config.parallel, &config.parallel.pipeline);
-    let word = |value: serde_json::Result<serde_json::Value>| match value {
-        Ok(serde_json::Value::String(word)) => Some(word),
-        Ok(serde_json::Value::Null) | Err(_) => None,
-        Ok(other) => Some(other.to_string()),
-    };
-    let has_pipeline = pipeline.stages > 1;
-    [
-        ("parallel.tensor", Some(parallel.tensor.to_string())),
-        ("parallel.sequence", Some(parallel.sequence.to_string())),
-        ("parallel.pipeline.stages", Some(pipeline.stages.to_string())),
-        (
-            "parallel.pipeline.schedule",
-            word(serde_json::to_value(pipeline.schedule)).filter(|_| has_pipeline),
-        ),
-        (
-            "parallel.pipeline.chunks",
-            pipeline
-                .chunks
-                .filter(|_| has_pipeline)
-                .map(|chunks| chunks.to_string()),
-        ),
-        ("parallel.strategy", word(serde_json::to_value(parallel.strategy))),
-        (
-            "parallel.shard_group",
-            word(serde_json::to_value(parallel.shard_group)).filter(|_| parallel.strategy != Strategy::Ddp),
-        ),
-        (
-            "train.grad_accumulation",
-            Some(config.train.grad_accumulation.to_string()),
-        ),
-    ]
+/// `KEY=VALUE` of what differs between two configurations, as people write it.
+fn settings(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
+    let sections = |config: &TrainConfig| json!({ "parallel": config.parallel, "train": config.train });
+    let mut found = Vec::new();
+    differences("", &sections(now), &sections(then), &mut found);
+    found
+}
+
+fn differences(key: &str, now: &Value, then: &Value, found: &mut Vec<String>) {
+    match (now, then) {
+        (Value::Object(now), Value::Object(then)) => {
+            let dot = if key.is_empty() { "" } else { "." };
+            for (name, then) in then {
+                differences(&format!("{key}{dot}{name}"), &now[name], then, found);
+            }
+        }
+        (now, then) if now == then => {}
+        (_, Value::String(word)) => found.push(format!("{key}={word}")),
+        (_, then) => found.push(format!("{key}={then}")),
+    }
 }
 
 #[cfg(test)]

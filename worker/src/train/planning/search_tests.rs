@@ -123,7 +123,7 @@ fn what_is_listed_fits_and_what_is_not_does_not() {
     let some = search(&config, &small_machines(limit), 100);
     assert!(!some.best.is_empty() && !some.too_large.is_empty());
     assert!(some.best.iter().all(|found| found.candidate.held <= limit));
-    assert!(some.too_large.iter().all(|mesh| mesh.held > limit));
+    assert!(some.too_large.iter().all(|found| found.candidate.held > limit));
     let none = search(&config, &small_machines(1000), 100);
     assert_eq!((none.best.len(), none.too_large.len()), (0, all.best.len()));
 }
@@ -178,42 +178,53 @@ fn a_layout_that_is_given_is_not_searched() {
     assert_eq!(LayoutSearch::of(&with(SMALL, &[]), &unknown, 5).unwrap(), None);
 }
 
-/// Every rank holds and sends what is said of its stage, and the candidate holds what the largest one does: a planner was
-/// 32 % low on uneven stages.
+/// Every rank holds and sends what is said of its stage, however many micro-batches there are, and the candidate holds what
+/// the largest one does: a planner was 32 % low on uneven stages.
 #[test]
 fn uneven_stages_are_planned_by_the_largest() {
-    let machines = small_machines(1 << 40);
-    for overrides in [
-        &["parallel.pipeline.stages=2", "parallel.pipeline.layers=[1,5]"][..],
-        &["parallel.pipeline.stages=4", "parallel.strategy=zero3"],
-        &[
-            "parallel.pipeline.stages=2",
-            "parallel.pipeline.schedule=zbv",
-            "parallel.strategy=zero1",
-        ],
-        &[
-            "parallel.pipeline.stages=2",
-            "parallel.tensor=2",
-            "parallel.sequence=true",
-            "parallel.strategy=zero1",
-        ],
+    for (schedule, micro_batches) in [
+        ("1f1b", 21),
+        ("zb-h1", 3),
+        ("zbv", 21),
+        ("interleaved", 24),
+        ("greedy", 2),
     ] {
-        let config = with(SMALL, overrides);
-        let candidate = Candidate::of(&config, &machines, machines.cluster).unwrap();
-        let mut most = 0;
-        for rank in 0..8 {
-            let env = WorkerEnv {
-                rank: GlobalRank(rank),
-                world_size: WorldSize(8),
-                local_world_size: 4,
-                node_count: 2,
-                ..WorkerEnv::single()
-            };
-            let estimate = Estimate::of(&config, &env).unwrap();
-            let stage = candidate.mesh.index(rank as usize, &[Axis::Pipeline]);
-            assert_eq!(estimate, candidate.stages[stage], "{overrides:?}, rank {rank}");
-            most = most.max(estimate.held.total());
+        for more in [
+            &["parallel.pipeline.stages=2", "parallel.strategy=zero1"][..],
+            &[
+                "parallel.pipeline.stages=2",
+                "parallel.tensor=2",
+                "parallel.sequence=true",
+            ],
+            &["parallel.pipeline.stages=2", "parallel.strategy=zero3"],
+        ] {
+            let schedule = format!("parallel.pipeline.schedule={schedule}");
+            let micro_batches = format!("train.grad_accumulation={micro_batches}");
+            is_planned_by_the_largest(&[more, &[&schedule, &micro_batches]].concat());
         }
-        assert_eq!(candidate.held, most, "{overrides:?}");
     }
+    let layers = "parallel.pipeline.layers=[1,5]";
+    is_planned_by_the_largest(&["parallel.pipeline.stages=2", layers]);
+    is_planned_by_the_largest(&["parallel.pipeline.stages=4", "parallel.strategy=zero3"]);
+}
+
+fn is_planned_by_the_largest(overrides: &[&str]) {
+    let machines = small_machines(1 << 40);
+    let config = with(SMALL, overrides);
+    let candidate = Candidate::of(&config, &machines, machines.cluster).unwrap();
+    let mut most = 0;
+    for rank in 0..8 {
+        let env = WorkerEnv {
+            rank: GlobalRank(rank),
+            world_size: WorldSize(8),
+            local_world_size: 4,
+            node_count: 2,
+            ..WorkerEnv::single()
+        };
+        let estimate = Estimate::of(&config, &env).unwrap();
+        let stage = candidate.mesh.index(rank as usize, &[Axis::Pipeline]);
+        assert_eq!(estimate, candidate.stages[stage], "{overrides:?}, rank {rank}");
+        most = most.max(estimate.held.total());
+    }
+    assert_eq!(candidate.held, most, "{overrides:?}");
 }
