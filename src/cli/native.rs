@@ -16,13 +16,14 @@ pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
+pub use ddp_worker::mesh::Axis;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::pipeline::PipelinePlan;
 use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, Machines};
+pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
 
 use super::error::{CliError, print_error};
@@ -161,6 +162,11 @@ impl Draft {
     /// The schedule of its ranks.
     pub fn pipeline(&self) -> Result<PipelinePlan, CliError> {
         pipeline_plan(&self.located.config).map_err(|error| self.refused(&error))
+    }
+
+    /// So many of the layouts of such machines, the best first; none if it gives one, or too little is known of the machines.
+    pub fn layouts(&self, machines: &Machines, wanted: usize) -> Result<Option<LayoutSearch>, CliError> {
+        LayoutSearch::of(&self.located.config, machines, wanted).map_err(|error| self.refused(&error))
     }
 
     fn refused(&self, error: &TrainError) -> CliError {

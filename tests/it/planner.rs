@@ -48,6 +48,73 @@ fn what_a_plan_says_is_what_a_run_does() {
     }
 }
 
+/// A layout that is given is planned as it is given, and then it is what a run does.
+#[test]
+fn what_a_plan_says_of_a_layout_is_what_a_run_does() {
+    let job = TinyJob::with(|yaml| {
+        let layout = "parallel: {strategy: zero1, tensor: 2, sequence: true, pipeline: {stages: 2}}";
+        let yaml = yaml.replace("steps: 40", "steps: 2\n  grad_accumulation: 4");
+        format!("{yaml}{layout}\n")
+    });
+    let planned = plan(job.dir(), &["tiny.yaml", "--nproc-per-node", "8", "--json"]);
+    planned.expect_exit(0);
+    let planned: Value = serde_json::from_str(&planned.stdout().join("\n")).expect("JSON");
+    assert_eq!(planned["layouts"], Value::Null);
+    let told = &planned["strategies"][1];
+    assert_eq!(
+        (&told["strategy"], &told["mesh"]["pipeline"]),
+        (&"zero1".into(), &2.into())
+    );
+    launch()
+        .nproc(8)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let (stage, run) = (&told["stages"][0], metrics(&job.out()));
+    let [memory, sent] = ["memory", "wire_bytes"].map(|key| &run[1][key]);
+    for (told_as, measured) in [
+        ("parameter_bytes", "params"),
+        ("gradient_bytes", "grads"),
+        ("optimizer_bytes", "optimizer"),
+        ("activation_bytes", "activations"),
+    ] {
+        assert!(stage[told_as].as_u64() > Some(0), "{told_as}: {told}");
+        assert_eq!(stage[told_as], memory[measured], "{told_as}");
+    }
+    for kind in ["grads", "params", "activations", "pipeline"] {
+        assert!(sent[kind].as_u64() > Some(0), "{kind}: {sent}");
+        assert_eq!(stage["wire_bytes"][kind], sent[kind], "{kind}");
+    }
+}
+
+#[test]
+fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
+    let dir = temp_dir();
+    let model = "{kind: llama, n_layer: 80, n_head: 64, n_kv_head: 8, n_embd: 8192, n_inner: 28672, block_size: 8192, vocab_size: 32000}";
+    let train = "train: {precision: bf16, micro_batch: 2}\nparallel: {reduce_dtype: bf16}";
+    let yaml = format!("model: {model}\ndata: {{train: absent.txt}}\n{train}\n");
+    std::fs::write(dir.path().join("llama.yaml"), yaml).expect("a file");
+    let machines = [
+        "llama.yaml",
+        "--gpu",
+        "h100",
+        "--mfu",
+        "0.4",
+        "--nnodes",
+        "8",
+        "--network",
+        "400Gb/s",
+    ];
+    plan(dir.path(), &machines)
+        .expect_exit(0)
+        .expect_stdout("Take `pp 4 × dp 2 × tp 8` with ")
+        .expect_stdout(
+            "--set parallel.tensor=8 --set parallel.sequence=true --set parallel.pipeline.stages=4",
+        )
+        .expect_stdout("`dp 64` does not fit: with `zero3` it needs ");
+}
+
 #[test]
 fn machines_and_data_need_not_be_here() {
     let dir = temp_dir();
@@ -68,7 +135,7 @@ fn machines_and_data_need_not_be_here() {
         .expect_exit(0)
         .expect_stdout("ranks           1024 = 128 nodes × 8")
         .expect_stdout("400 GB/s from a node to the others")
-        .expect_stdout("Take `parallel.strategy: zero2`");
+        .expect_stdout("ake `parallel.strategy: zero2`");
     plan(
         dir.path(),
         &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],

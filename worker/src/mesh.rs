@@ -159,6 +159,12 @@ impl MeshShape {
         self.size(&Axis::ALL)
     }
 
+    /// Between the numbers of ranks that are neighbours along an axis.
+    #[must_use]
+    pub fn stride(&self, axis: Axis) -> usize {
+        self.size(&Axis::ALL[axis as usize + 1..])
+    }
+
     /// Where `rank` stands among the ranks that differ from it along `axes` only.
     #[must_use]
     pub fn index(&self, rank: usize, axes: &[Axis]) -> usize {
@@ -190,8 +196,7 @@ impl MeshShape {
     }
 
     fn coordinate(&self, rank: usize, axis: Axis) -> usize {
-        let faster = &Axis::ALL[axis as usize + 1..];
-        rank / self.size(faster) % self.sizes[axis as usize]
+        rank / self.stride(axis) % self.sizes[axis as usize]
     }
 }
 
@@ -350,6 +355,22 @@ impl Mesh {
         let groups = self.groups();
         let of_groups = groups.iter().map(|group| group.comm.wire_bytes());
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
+    }
+
+    /// The same by axis, in the order of [`Axis::ALL`]: what a group along several axes sent is counted as the slowest one's.
+    #[must_use]
+    pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
+        let mut bytes = [WireBytes::default(); Axis::ALL.len()];
+        let groups = self.groups();
+        let of_groups = groups.iter().map(|group| (&group.members[..], &group.comm));
+        for (members, comm) in of_groups.chain([(self.world.members(), &self.world)]) {
+            let (first, last) = (members[0], members[members.len() - 1]);
+            let differ = |axis: &Axis| self.shape.index(first, &[*axis]) != self.shape.index(last, &[*axis]);
+            if let Some(axis) = Axis::ALL.into_iter().find(differ) {
+                bytes[axis as usize] = bytes[axis as usize] + comm.wire_bytes();
+            }
+        }
+        bytes
     }
 
     fn members(&self, axes: &[Axis]) -> Vec<usize> {

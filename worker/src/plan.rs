@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`Work`] | arithmetic of a token |
 //! | [`GlobalBatch`] | samples and tokens of one optimizer step |
-//! | [`Cluster`] | nodes, ranks and wires, and the least time of what they send |
+//! | [`Cluster`] | nodes, ranks and wires, and the least time of what they send to groups ([`Sent`]) |
 //! | [`Accelerator`] | GPUs by their data sheets |
 //!
 //! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
@@ -156,6 +156,17 @@ pub struct Cluster {
     pub network: Option<f64>,
 }
 
+/// What a rank sends to a group of ranks, as [`crate::collective::WireBytes`] counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sent {
+    /// Bytes.
+    pub bytes: u64,
+    /// Ranks of the group.
+    pub ranks: u64,
+    /// Between the numbers of two that are neighbours.
+    pub stride: u64,
+}
+
 /// Where the ranks of a group are.
 struct Spread {
     nodes: f64,
@@ -182,23 +193,20 @@ impl Cluster {
         }
     }
 
-    /// The least time of what a rank sends, in seconds, where `shard_ranks` ranks hold a copy of the state; none if it depends
-    /// on a rate that is not known. `sent` are bytes to ranks of its copy, and to those of other copies.
+    /// The least time of what a rank sends to its groups, in seconds; none if it depends on a rate that is not known.
     ///
     /// Links within nodes and the network between them work at the same time, so this is the longer of both. Of S bytes that
     /// are reduce-scattered or gathered by g ranks on each of m nodes, where each rank sends (gm − 1)/gm · S, a rank sends
     /// (g − 1)/g · S to its node, and a node (m − 1)/m · S to the others, once for all its ranks: within one node the bound of
     /// a ring (Patarasuk & Yuan 2009). An all-reduce is both, one after the other.
     #[must_use]
-    pub fn least_seconds(&self, sent: [u64; 2], shard_ranks: u64) -> Option<f64> {
+    pub fn least_seconds(&self, sent: &[Sent]) -> Option<f64> {
         let (mut inside, mut between) = (0.0, 0.0);
-        for (sent, spread) in sent.into_iter().zip(self.spreads(shard_ranks)) {
-            let Spread { nodes, ranks, beside } = spread;
-            if sent > 0 {
-                let bytes = sent as f64 * (nodes * ranks) / (nodes * ranks - 1.0);
-                inside += (ranks - 1.0) / ranks * bytes;
-                between += (nodes - 1.0) / nodes * bytes * beside;
-            }
+        for sent in sent.iter().filter(|sent| sent.bytes > 0) {
+            let Spread { nodes, ranks, beside } = self.spread(sent);
+            let bytes = sent.bytes as f64 * (nodes * ranks) / (nodes * ranks - 1.0);
+            inside += (ranks - 1.0) / ranks * bytes;
+            between += (nodes - 1.0) / nodes * bytes * beside;
         }
         let seconds = |bytes: f64, rate: Option<f64>| match rate {
             _ if bytes == 0.0 => Some(0.0),
@@ -207,31 +215,25 @@ impl Cluster {
         Some(seconds(inside, self.link)?.max(seconds(between, self.network)?))
     }
 
-    /// Of the ranks of a copy, which are neighbours, and of those that hold the same part of each copy.
-    fn spreads(&self, shard_ranks: u64) -> [Spread; 2] {
-        let (all, here) = (self.ranks() as f64, self.ranks_a_node as f64);
-        let copy = shard_ranks as f64;
-        let nodes = (copy / here).ceil();
-        let ranks = copy / nodes;
-        let of_copy = Spread {
+    /// The least time of a message to the rank whose number is so much higher, in seconds; none if the rate is not known. The
+    /// ranks of a node send at the same time.
+    #[must_use]
+    pub fn message_seconds(&self, bytes: u64, stride: u64) -> Option<f64> {
+        if stride < self.ranks_a_node {
+            return Some(bytes as f64 / self.link?);
+        }
+        Some((bytes * self.ranks_a_node) as f64 / self.network?)
+    }
+
+    fn spread(&self, sent: &Sent) -> Spread {
+        let (here, all) = (self.ranks_a_node as f64, sent.ranks as f64);
+        let nodes = (all * sent.stride as f64 / here).ceil().clamp(1.0, all);
+        let ranks = all / nodes;
+        Spread {
             nodes,
             ranks,
             beside: here / ranks,
-        };
-        let over_copies = if copy < here {
-            Spread {
-                nodes: self.nodes as f64,
-                ranks: here / copy,
-                beside: copy,
-            }
-        } else {
-            Spread {
-                nodes: all / copy,
-                ranks: 1.0,
-                beside: here,
-            }
-        };
-        [of_copy, over_copies]
+        }
     }
 }
 
@@ -256,6 +258,21 @@ mod tests {
         }
     }
 
+    /// Of what goes to the ranks of a copy of the state, which are neighbours, and of what goes to the other copies.
+    fn least_seconds(cluster: &Cluster, [in_copy, between]: [u64; 2], copy: u64) -> Option<f64> {
+        let to_copy = Sent {
+            bytes: in_copy,
+            ranks: copy,
+            stride: 1,
+        };
+        let to_others = Sent {
+            bytes: between,
+            ranks: cluster.ranks() / copy,
+            stride: copy,
+        };
+        cluster.least_seconds(&[to_copy, to_others])
+    }
+
     /// What each of `ranks` ranks sends of so many bytes that are reduce-scattered or gathered `times` times.
     const fn sent(bytes: u64, times: u64, ranks: u64) -> u64 {
         times * (ranks - 1) * (bytes / ranks)
@@ -276,7 +293,7 @@ mod tests {
                     network: None,
                     ..cluster(1, 8)
                 };
-                let found = node.least_seconds([0, sent(bytes, 2, 8)], 1).unwrap() * 1e3;
+                let found = least_seconds(&node, [0, sent(bytes, 2, 8)], 1).unwrap() * 1e3;
                 assert!((found / expected - 1.0).abs() < 0.01, "{bytes}: {found}");
             }
         }
@@ -285,13 +302,13 @@ mod tests {
     #[test]
     fn between_nodes_the_slower_of_both_wires_counts() {
         // An all-reduce of 8 GB: a rank sends 2 · 3/4 · 8 within its node, a node 2 · 1/2 · 8 to the other.
-        let found = cluster(2, 4).least_seconds([0, sent(8 * GB, 2, 8)], 1);
+        let found = least_seconds(&cluster(2, 4), [0, sent(8 * GB, 2, 8)], 1);
         assert_eq!(found, Some(0.16));
         let fast = Cluster {
             network: Some(800e9),
             ..cluster(2, 4)
         };
-        let found = fast.least_seconds([0, sent(8 * GB, 2, 8)], 1);
+        let found = least_seconds(&fast, [0, sent(8 * GB, 2, 8)], 1);
         assert_eq!(found, Some(0.12));
     }
 
@@ -300,12 +317,12 @@ mod tests {
         // 4 nodes of 2, a copy on each: parameters are gathered within it, shards of 4 GB averaged over the nodes,
         // two of them through each node's adapters.
         let nodes = cluster(4, 2);
-        let gathered = nodes.least_seconds([sent(8 * GB, 1, 2), 0], 2);
+        let gathered = least_seconds(&nodes, [sent(8 * GB, 1, 2), 0], 2);
         assert_eq!(gathered, Some(0.04));
-        let averaged = nodes.least_seconds([0, sent(4 * GB, 2, 4)], 2);
+        let averaged = least_seconds(&nodes, [0, sent(4 * GB, 2, 4)], 2);
         assert_eq!(averaged, Some(2.0 * 0.75 * 8.0 / 50.0));
         // Over all ranks each of the gatherings crosses the network.
-        let gathered = nodes.least_seconds([sent(8 * GB, 1, 8), 0], 8);
+        let gathered = least_seconds(&nodes, [sent(8 * GB, 1, 8), 0], 8);
         assert_eq!(gathered, Some(0.75 * 8.0 / 50.0));
     }
 
@@ -315,10 +332,10 @@ mod tests {
             network: None,
             ..cluster(2, 4)
         };
-        assert_eq!(unknown.least_seconds([0, sent(GB, 2, 8)], 1), None);
-        let node = unknown.of_ranks(4).least_seconds([0, sent(GB, 2, 4)], 1);
+        assert_eq!(least_seconds(&unknown, [0, sent(GB, 2, 8)], 1), None);
+        let node = least_seconds(&unknown.of_ranks(4), [0, sent(GB, 2, 4)], 1);
         assert!(node.is_some());
-        assert_eq!(unknown.of_ranks(1).least_seconds([0, 0], 1), Some(0.0));
+        assert_eq!(least_seconds(&unknown.of_ranks(1), [0, 0], 1), Some(0.0));
     }
 
     #[test]

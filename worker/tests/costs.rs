@@ -7,7 +7,9 @@ mod train_support;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ddp_worker::config::{Accumulate, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig};
+use ddp_worker::config::{
+    Accumulate, PipelineSchedule, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig,
+};
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
 use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
@@ -361,6 +363,79 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
                     "{what}"
                 );
             }
+        }
+    }
+}
+
+/// On eight ranks or fewer: tensor groups, uneven stages, a V of them, and all axes at once.
+#[test]
+fn what_is_foretold_of_layouts_is_what_happens() {
+    type Change = fn(&mut TrainConfig);
+    let layouts: [(&str, usize, Change); 7] = [
+        ("tp 2", 2, |c| c.parallel.tensor = 2),
+        ("tp 2 that shares rows", 2, |c| {
+            (c.parallel.tensor, c.parallel.sequence) = (2, true);
+        }),
+        ("pp 2, uneven", 2, |c| {
+            c.parallel.pipeline.stages = 2;
+            c.parallel.pipeline.layers = Some(vec![3, 1]);
+        }),
+        ("pp 2, ZBV", 2, |c| {
+            c.parallel.pipeline.stages = 2;
+            c.parallel.pipeline.schedule = PipelineSchedule::Zbv;
+        }),
+        ("pp 2, interleaved", 2, |c| {
+            c.parallel.pipeline.stages = 2;
+            c.parallel.pipeline.schedule = PipelineSchedule::Interleaved;
+        }),
+        ("pp 2 × dp 2, zero3", 4, |c| {
+            c.parallel.pipeline.stages = 2;
+            c.parallel.strategy = Strategy::Zero3;
+        }),
+        ("pp 2 × dp 2 × tp 2, zero1", 8, |c| {
+            c.parallel.pipeline.stages = 2;
+            (c.parallel.tensor, c.parallel.sequence) = (2, true);
+            c.parallel.strategy = Strategy::Zero1;
+        }),
+    ];
+    for (layout, world, change) in layouts {
+        let job = job(Strategy::Ddp, |c| {
+            c.model.n_layer = 4;
+            c.train.steps = 2;
+            c.train.grad_accumulation = 4;
+            change(c);
+        });
+        let (trained, told) = (job.train(world as u32), estimate(&job, world));
+        for line in &trained.metrics {
+            let (memory, held) = (line.memory, told.held);
+            let [measured, planned] = [
+                [
+                    memory.params,
+                    memory.grads,
+                    memory.optimizer,
+                    memory.gathered,
+                    memory.activations,
+                ],
+                [
+                    held.params,
+                    held.grads,
+                    held.optimizer,
+                    held.gathered,
+                    held.activations,
+                ],
+            ];
+            assert_eq!(measured, planned, "{layout}");
+            let (sent, planned) = (line.wire_bytes, told.sent);
+            assert_eq!(
+                (sent.grads, sent.params),
+                (planned.grads, planned.params),
+                "{layout}"
+            );
+            assert_eq!(
+                (sent.activations, sent.pipeline),
+                (planned.activations, planned.pipeline),
+                "{layout}"
+            );
         }
     }
 }

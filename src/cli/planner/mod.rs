@@ -4,9 +4,11 @@
 //! |---|---|
 //! | `quantity.rs` | sizes and rates as people write them |
 //! | `device.rs` | the device that is planned for: named, described, or found on this machine |
-//! | `report.rs` | the comparison as tables or as JSON |
+//! | `report.rs` | the strategies as tables or as JSON |
+//! | `layouts.rs` | the best layouts of the machines |
 
 mod device;
+mod layouts;
 mod quantity;
 mod report;
 
@@ -14,6 +16,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use serde_json::Value;
 
 use super::error::{CliError, print_error};
 use super::native::plan::Cluster;
@@ -25,6 +28,8 @@ use device::Planned;
 
 /// More of them is a slipped digit.
 const MAX_COUNT: i64 = 1 << 14;
+/// More of them fit on no screen.
+const MAX_LAYOUTS: i64 = 100;
 /// Ranks of a node where no setting says how many: as most machines with GPUs have.
 const RANKS_A_NODE: u32 = 8;
 
@@ -64,6 +69,9 @@ pub(super) struct PlanArgs {
     /// What a node sends to the others, all its adapters together, for example `3200Gb/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
     network: Option<f64>,
+    /// Show so many layouts, the best first
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=MAX_LAYOUTS))]
+    layouts: u32,
     /// Print JSON, for programs
     #[arg(long)]
     json: bool,
@@ -123,9 +131,17 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         has_own_memory: device.has_own_memory,
     };
     let comparison = draft.comparison(&machines)?;
-    Ok(if args.json {
-        format!("{:#}\n", report::json(&comparison, &machines))
-    } else {
-        report::text(&comparison, &machines, &device, args.mfu)
-    })
+    let search = draft.layouts(&machines, args.layouts as usize)?;
+    if args.json {
+        let found = search.as_ref().map_or(Value::Null, layouts::json);
+        return Ok(format!("{:#}\n", report::json(&comparison, found, &machines)));
+    }
+    let best = search.as_ref().and_then(|search| search.best.first());
+    let is_best = best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks());
+    let mut text = report::text(&comparison, &machines, (&device, args.mfu), is_best);
+    if let (Some(search), Some(memory)) = (&search, machines.memory) {
+        text.push('\n');
+        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
+    }
+    Ok(text)
 }

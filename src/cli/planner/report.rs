@@ -8,26 +8,35 @@ use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Candidate, Comparison, Estimate, Machines, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
 
 /// What a cell says of a number that is not known.
 const UNKNOWN: &str = "–";
 /// Rows of such cells only are left out.
-const NOTHING: [&str; 2] = ["0 B", "0.000 ms"];
+const NOTHING: [&str; 3] = ["0 B", "0.000 ms", "0.0 %"];
 
-/// For people.
-pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
-    let mut text = facts(comparison, machines, device, mfu);
-    text.push('\n');
-    // What is reckoned with less than the whole rate is no bound any more.
-    let [least, most] = if mfu < 1.0 {
+/// What is said of times and of rates: reckoned with less than the whole rate of a device they are no bounds any more.
+pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
+    if mfu < 1.0 {
         ["", ""]
     } else {
         [", at least", ", at most"]
-    };
+    }
+}
+
+/// For people. `is_best` is false if a layout is known that is better than data parallelism alone.
+pub(super) fn text(
+    comparison: &Comparison,
+    machines: &Machines,
+    (device, mfu): (&Planned, f64),
+    is_best: bool,
+) -> String {
+    let mut text = facts(comparison, machines, device, mfu);
+    text.push('\n');
+    let [least, most] = bounds(mfu);
     text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
-    text.push_str(&advice(comparison, machines));
+    text.push_str(&advice(comparison, machines, is_best));
     if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
         text.push('\n');
         text.push_str(&scaling(comparison, [least, most]));
@@ -60,7 +69,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(batch.samples()),
         grouped(batch.tokens()),
-        counted(batch.ranks, "rank"),
+        data_ranks(batch, &cluster),
         counted(batch.accumulation, "micro-batch"),
         counted(batch.micro_batch, "sample"),
         grouped(batch.block_size),
@@ -69,7 +78,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
         0 => String::new(),
         repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
     };
-    let of_rank = work.total() as f64 * (batch.tokens() / batch.ranks) as f64;
+    let of_rank = work.total() as f64 * batch.tokens() as f64 / cluster.ranks() as f64;
     let arithmetic = format!(
         "{} GFLOP a token{again}, {} TFLOP a rank and step",
         shortened(work.total() as f64 / 1e9),
@@ -81,7 +90,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
             "model",
             format!("{model}, {} parameters", grouped(comparison.parameters)),
         ),
-        ("ranks", ranks),
+        ("ranks", ranks + &layout(comparison)),
         ("device", of_device),
         ("wires", wires(&cluster)),
         ("global batch", global_batch),
@@ -90,6 +99,40 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
         let _ = writeln!(text, "{name:<14}  {value}");
     }
     text
+}
+
+/// Ranks that read different samples.
+fn data_ranks(batch: &GlobalBatch, cluster: &Cluster) -> String {
+    let noun = if batch.ranks == cluster.ranks() {
+        "rank"
+    } else {
+        "data-parallel rank"
+    };
+    counted(batch.ranks, noun)
+}
+
+/// The mesh, if its ranks are not only data-parallel.
+fn layout(comparison: &Comparison) -> String {
+    match comparison.candidates.first() {
+        Some(given) if given.batch.ranks < given.cluster.ranks() => {
+            let schedule = match given.layers.len() {
+                1 => String::new(),
+                _ => format!(", {} with {} layers", given.schedule, layers(given)),
+            };
+            format!(": {}{schedule}", given.layout())
+        }
+        _ => String::new(),
+    }
+}
+
+/// Of each rank of a pipeline, in order.
+pub(super) fn layers(candidate: &Candidate) -> String {
+    let layers = &candidate.layers;
+    if layers.iter().all(|number| *number == layers[0]) {
+        return layers[0].to_string();
+    }
+    let numbers: Vec<String> = layers.iter().map(ToString::to_string).collect();
+    numbers.join(", ")
 }
 
 fn wires(cluster: &Cluster) -> String {
@@ -139,19 +182,26 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     rows.extend(known("fits", &|c| {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
     }));
-    rows.push(size("a rank moves", |c| c.estimate.sent.total()));
+    rows.push(size("a rank moves", |c| c.sent.total()));
+    rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
+    rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
     rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
+    rows.extend(known("tensor groups", &|c| c.tensor.map(duration)));
+    rows.push(row("waiting for stages", &|c| share(c.bubble)));
     rows.extend(known("communication", &|c| c.communication.map(duration)));
     rows.extend(known(&format!("a step{least}"), &|c| c.seconds().map(duration)));
     rows.extend(known(&format!("tokens/s{most}"), &|c| {
         Some(grouped((tokens / c.seconds()?) as u64))
     }));
-    let is_nothing = |row: &Vec<String>| row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str()));
-    rows.retain(|row| !is_nothing(row));
-    columns(rows)
+    columns(without_nothing(rows))
 }
 
-fn name(candidate: &Candidate) -> &'static str {
+/// `3.1 %`
+pub(super) fn share(part: f64) -> String {
+    format!("{:.1} %", part * 100.0)
+}
+
+pub(super) fn name(candidate: &Candidate) -> &'static str {
     match candidate.strategy {
         Strategy::Ddp => "ddp",
         Strategy::Zero1 => "zero1",
@@ -160,7 +210,7 @@ fn name(candidate: &Candidate) -> &'static str {
     }
 }
 
-fn advice(comparison: &Comparison, machines: &Machines) -> String {
+fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String {
     let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
         return "Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.\n"
             .to_owned();
@@ -168,8 +218,13 @@ fn advice(comparison: &Comparison, machines: &Machines) -> String {
     match advice {
         Advice::Take(strategy, why) => {
             let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
+            let take = if is_best {
+                "Take"
+            } else {
+                "With data parallelism alone, take"
+            };
             format!(
-                "Take `parallel.strategy: {}`: {why}.\n",
+                "{take} `parallel.strategy: {}`: {why}.\n",
                 taken.map_or("ddp", name)
             )
         }
@@ -199,13 +254,9 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
         let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
             continue;
         };
-        let ranks = point.cluster.ranks();
-        let batch = GlobalBatch {
-            ranks,
-            ..comparison.batch
-        };
+        let batch = point.batch;
         table.push(vec![
-            ranks.to_string(),
+            point.cluster.ranks().to_string(),
             point.cluster.nodes.to_string(),
             grouped(batch.samples()),
             duration(seconds),
@@ -220,8 +271,14 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     )
 }
 
+/// Without rows that say nothing.
+pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
+    rows.retain(|row| !row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str())));
+    rows
+}
+
 /// Numbers to the right, under their titles.
-fn columns(rows: Vec<Vec<String>>) -> String {
+pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     for row in rows {
@@ -234,7 +291,7 @@ fn columns(rows: Vec<Vec<String>>) -> String {
 }
 
 /// `12.3 ms`, `12.3 s`
-fn duration(seconds: f64) -> String {
+pub(super) fn duration(seconds: f64) -> String {
     if seconds < 10.0 {
         format!("{} ms", shortened(seconds * 1e3))
     } else {
@@ -254,7 +311,7 @@ fn shortened(number: f64) -> String {
 }
 
 /// For programs: names of keys are stable. Bytes and seconds; `null` is not known.
-pub(super) fn json(comparison: &Comparison, machines: &Machines) -> Value {
+pub(super) fn json(comparison: &Comparison, layouts: Value, machines: &Machines) -> Value {
     let advice = match &comparison.advice {
         None => Value::Null,
         Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
@@ -277,26 +334,56 @@ pub(super) fn json(comparison: &Comparison, machines: &Machines) -> Value {
         "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
         "advice": advice,
         "scaling": comparison.scaling.iter().map(candidate).collect::<Vec<_>>(),
+        "layouts": layouts,
     })
 }
 
-fn candidate(candidate: &Candidate) -> Value {
-    let Estimate { held, sent, .. } = candidate.estimate;
-    json!({
+pub(super) fn candidate(candidate: &Candidate) -> Value {
+    let by_axis = |of: &dyn Fn(Axis) -> u64| {
+        let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), of(axis).into()));
+        Value::Object(axes.into_iter().collect())
+    };
+    let mut object = rank(&candidate.estimate);
+    let more = json!({
+        "layout": candidate.layout(),
         "strategy": candidate.strategy,
+        "schedule": candidate.schedule,
+        "mesh": by_axis(&|axis| candidate.mesh.size(&[axis]) as u64),
+        "layers": candidate.layers,
+        "micro_batches": candidate.batch.accumulation,
         "ranks": candidate.cluster.ranks(),
         "nodes": candidate.cluster.nodes,
+        "device_bytes": candidate.held,
+        "fits": candidate.fits,
+        "stages": candidate.stages.iter().map(rank).collect::<Vec<_>>(),
+        "wire_bytes_by_axis": by_axis(&|axis| candidate.sent.along(&[axis])),
+        "compute_s": candidate.compute,
+        "tensor_s": candidate.tensor,
+        "bubble": candidate.bubble,
+        "communication_s": candidate.communication,
+        "step_s": candidate.seconds(),
+    });
+    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
+        object.extend(more);
+    }
+    object
+}
+
+/// What a rank holds and sends.
+fn rank(estimate: &Estimate) -> Value {
+    let Estimate { held, sent, .. } = estimate;
+    json!({
         "parameter_bytes": held.params,
         "gathered_bytes": held.gathered,
         "gradient_bytes": held.grads,
         "optimizer_bytes": held.optimizer,
         "activation_bytes": held.activations,
-        "device_bytes": candidate.held,
-        "fits": candidate.fits,
-        "wire_bytes": { "grads": sent.grads, "params": sent.params },
-        "compute_s": candidate.compute,
-        "communication_s": candidate.communication,
-        "step_s": candidate.seconds(),
+        "wire_bytes": {
+            "grads": sent.grads,
+            "params": sent.params,
+            "activations": sent.activations,
+            "pipeline": sent.pipeline,
+        },
     })
 }
 
@@ -335,7 +422,12 @@ mod tests {
             flops: device.flops.map(|flops| flops * mfu),
             has_own_memory: true,
         };
-        text(&draft.comparison(&machines).unwrap(), &machines, &device, mfu)
+        text(
+            &draft.comparison(&machines).unwrap(),
+            &machines,
+            (&device, mfu),
+            true,
+        )
     }
 
     #[test]

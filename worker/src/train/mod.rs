@@ -16,7 +16,7 @@
 //! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
 //! | `reporting/` | the console, and the steps whose timeline is written |
-//! | `planning/` | what a strategy costs, before anything is allocated |
+//! | `planning/` | what a strategy and a layout cost, before anything is allocated |
 
 mod checkpointing;
 mod device_choice;
@@ -37,7 +37,10 @@ mod world;
 
 pub use checkpointing::check_initial_weights;
 pub use error::TrainError;
-pub use planning::{Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, Machines, StepTraffic};
+pub use planning::{
+    Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, FoundLayout, LayoutSearch, Machines,
+    StepTraffic,
+};
 pub use run::{RunSummary, run_worker, run_worker_with};
 pub use setup::Substitutes;
 pub use strategy::pipeline_plan;

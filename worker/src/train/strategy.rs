@@ -134,37 +134,20 @@ pub(super) struct Blueprint {
 
 impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
-        let mesh = MeshShape::new(&config.parallel, env)?;
-        check_whole_matrices(&config.train.optimizer, &mesh)?;
-        mesh.check_rows(
-            &config.parallel,
-            [config.train.micro_batch, config.model.block_size],
-        )?;
+        let mesh = mesh(config, env)?;
         let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
         let part = part_of(config, &mesh, &plan, rank);
         let (model, layout) = held(config, &mesh, &part)?;
-        check_groups(&config.train.optimizer, &model)?;
         let layout = Arc::new(layout);
         let whole = match &part.chunks {
             None => layout.clone(),
             Some(_) => Arc::new(held(config, &mesh, &ModelPart { chunks: None, ..part })?.1),
         };
-        let accumulation = config.train.grad_accumulation;
-        let idle = idle_world(mesh, rank).mesh;
-        // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
-        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
-        let longest = if is_piped { accumulation } else { 1 };
-        // A few lengths are enough: what finds no place in the memory is put beside it.
-        let steps = match config.data.last_batch {
-            LastBatch::Wrap => BTreeSet::from([longest]),
-            LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
-        };
-        let steps = steps.into_iter().rev();
         Ok(Self {
             whole,
             layout,
-            scheme: Scheme::new(&config.parallel, accumulation, mesh),
-            activations: rehearse(&model, &plan, &idle, MicroBatchShape::of(config), steps)?,
+            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
+            activations: activations(config, &model, &plan, (mesh, rank))?,
             plan,
             model,
         })
@@ -191,14 +174,46 @@ impl Blueprint {
     }
 }
 
+/// The mesh of a job, if the optimizer can work on it.
+pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
+    let mesh = MeshShape::new(&config.parallel, env)?;
+    check_whole_matrices(&config.train.optimizer, &mesh)?;
+    mesh.check_rows(
+        &config.parallel,
+        [config.train.micro_batch, config.model.block_size],
+    )?;
+    Ok(mesh)
+}
+
+/// Bytes of the activations of all micro-batches that are in the air at once on a rank, which holds `model`.
+pub(super) fn activations(
+    config: &TrainConfig,
+    model: &Model,
+    plan: &Arc<PipelinePlan>,
+    (mesh, rank): (MeshShape, usize),
+) -> Result<usize, TrainError> {
+    // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
+    let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+    let longest = if is_piped { plan.micro_batches() } else { 1 };
+    // A few lengths are enough: what finds no place in the memory is put beside it.
+    let steps = match config.data.last_batch {
+        LastBatch::Wrap => BTreeSet::from([longest]),
+        LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
+    };
+    let steps = steps.into_iter().rev();
+    let idle = idle_world(mesh, rank).mesh;
+    rehearse(model, plan, &idle, MicroBatchShape::of(config), steps)
+}
+
 /// A part of the model, and the layout of its gradients.
-fn held(
+pub(super) fn held(
     config: &TrainConfig,
     mesh: &MeshShape,
     part: &ModelPart,
 ) -> Result<(Model, GradientLayout), TrainError> {
     let dtypes = Dtypes::of(config);
     let model = network(config, dtypes, part)?;
+    check_groups(&config.train.optimizer, &model)?;
     let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
     let layout = GradientLayout::of_model(&model, &layout)?;
     Ok((model, layout))
@@ -228,9 +243,8 @@ fn read_schedule(path: &Path) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// The schedule of every rank, and the layers of every stage.
-pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
-    let pipeline = &config.parallel.pipeline;
+/// Arithmetic of a token in a layer, and in the head.
+pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> {
     let vocabulary = match config.model.vocab_size {
         Some(size) => size,
         None => Vocabulary::of(&config.data.tokenizer)?.size,
@@ -240,13 +254,20 @@ pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
             n_layer,
             ..config.model.clone()
         };
-        Work::of(&model, vocabulary as u64, config.train.recompute).total()
+        Work::of(&model, vocabulary as u64, config.train.recompute)
     };
+    Ok([arithmetic(1, 0), arithmetic(0, vocabulary)])
+}
+
+/// The schedule of every rank, and the layers of every stage.
+pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
+    let pipeline = &config.parallel.pipeline;
+    let [layer, head] = layer_work(config)?;
     let costs = LayerCosts {
         // Rows are looked up.
         embedding: 0,
-        layers: vec![arithmetic(1, 0); config.model.n_layer],
-        head: arithmetic(0, vocabulary),
+        layers: vec![layer.total(); config.model.n_layer],
+        head: head.total(),
     };
     let csv = pipeline.file.as_deref().map(|path| {
         read_schedule(path).map_err(|error| {

@@ -17,7 +17,7 @@ use super::generators::{
     PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
 use super::passes::{forward_only, with_reduction, with_transfers, without_overlap};
-use super::simulator::{Links, StageCosts, simulate};
+use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
 use super::stages::{LayerCosts, Placement, divide_layers};
 use super::validator::{Purpose, Rules, least_capacity, validate};
 use crate::config::{Pipeline, PipelineSchedule};
@@ -208,8 +208,13 @@ impl PipelinePlan {
     #[must_use]
     pub fn bubble(&self) -> f64 {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
-        let simulated = simulate(&self.training, &costs, Links::IDEAL);
+        let simulated = self.simulated(&costs, Links::IDEAL);
         simulated.map_or(0.0, |simulated| simulated.bubble_fraction())
+    }
+
+    /// A step whose stages take as long as `costs` say.
+    pub fn simulated(&self, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
+        simulate(&self.training, costs, links)
     }
 
     /// An action for people: `stage 5 of 8, chunk 1, forward of micro-batch 3`.

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
 
+use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
-use crate::mesh::{Axis, Mesh};
+use crate::mesh::Axis;
 use crate::model::{Model, NoHooks, SampleKey};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
@@ -85,15 +86,41 @@ pub struct StepTraffic {
     pub grads: u64,
     /// Parameters, in the type that operations read.
     pub params: u64,
-    /// The part of both that goes to other copies of the state; the rest goes to ranks of the same copy.
-    pub between_copies: u64,
+    /// Activations and their gradients, within a tensor group.
+    pub activations: u64,
+    /// The same between the stages of a pipeline.
+    pub pipeline: u64,
+    /// All of them along each axis, in the order of [`Axis::ALL`].
+    pub by_axis: [u64; Axis::ALL.len()],
+    /// The part of that which every micro-batch sends again.
+    pub repeated: [u64; Axis::ALL.len()],
 }
 
 impl StepTraffic {
-    /// Gradients and parameters.
+    /// All of it.
     #[must_use]
-    pub const fn total(&self) -> u64 {
-        self.grads + self.params
+    pub fn total(&self) -> u64 {
+        self.by_axis.iter().sum()
+    }
+
+    /// The larger of both, kind by kind and axis by axis.
+    pub(super) fn max(self, other: Self) -> Self {
+        let axis =
+            |index: usize, of: fn(&Self) -> &[u64; Axis::ALL.len()]| of(&self)[index].max(of(&other)[index]);
+        Self {
+            grads: self.grads.max(other.grads),
+            params: self.params.max(other.params),
+            activations: self.activations.max(other.activations),
+            pipeline: self.pipeline.max(other.pipeline),
+            by_axis: std::array::from_fn(|index| axis(index, |sent| &sent.by_axis)),
+            repeated: std::array::from_fn(|index| axis(index, |sent| &sent.repeated)),
+        }
+    }
+
+    /// What goes to ranks along some axes.
+    #[must_use]
+    pub fn along(&self, axes: &[Axis]) -> u64 {
+        axes.iter().map(|&axis| self.by_axis[axis as usize]).sum()
     }
 }
 
@@ -123,39 +150,63 @@ impl Estimate {
         let home = StateMemory::on_device(world.device.clone());
         let optimizer = optimizer(&parameters, home, config, model)?;
         let mut replica = Replica::new(&world, model.clone(), parameters, (plan, activations), config)?;
-        let micro_batches = config.train.grad_accumulation as u64;
         Ok(Self {
             strategy: scheme.strategy,
             shard_ranks: scheme.shard_ranks() as u64,
             parameters: model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
-            sent: step_traffic(&mut replica, &mut reducer, micro_batches)?,
+            sent: step_traffic(&mut replica, &mut reducer, config.train.grad_accumulation)?,
             held: Footprint::of(&replica, &reducer, &optimizer),
         })
     }
 }
 
-/// What a step of so many micro-batches sends. The second one is rehearsed, later ones send as much.
+/// What a step of so many micro-batches sends. The second one is rehearsed, and later ones send as much. But if a stage of a
+/// pipeline gathers parameters, what is still there from the pass before depends on the order: all micro-batches of the plan are
+/// rehearsed then, of which a round has as many as the pipeline has ranks.
 fn step_traffic(
     replica: &mut Replica,
     reducer: &mut Reducer,
-    micro_batches: u64,
+    micro_batches: usize,
 ) -> Result<StepTraffic, TrainError> {
-    let mut sent_by = |micro_batches| {
-        let before = sent(&replica.world.mesh)?;
-        step(replica, reducer, micro_batches)?;
-        let after = sent(&replica.world.mesh)?;
-        Ok::<_, TrainError>([0, 1, 2].map(|kind| after[kind] - before[kind]))
+    let ranks = replica.world.mesh.size(&[Axis::Pipeline]);
+    let planned = replica.plan.micro_batches().min(micro_batches);
+    let (fewer, more) = match planned {
+        1 => (0, 1),
+        _ if ranks == 1 || replica.parameters.gathered_bytes() == 0 => (1, 2),
+        _ => (planned.saturating_sub(ranks), planned),
     };
-    let one = sent_by(1)?;
-    let two = if micro_batches > 1 { sent_by(2)? } else { one };
-    let [grads, params, between_copies] =
-        [0, 1, 2].map(|kind| one[kind] + (micro_batches - 1) * (two[kind] - one[kind]));
+    let mut sent_by = |micro_batches| {
+        let before = replica.world.mesh.wire_bytes_by_axis();
+        if micro_batches > 0 {
+            step(replica, reducer, micro_batches)?;
+        }
+        let after = replica.world.mesh.wire_bytes_by_axis();
+        Ok::<_, TrainError>(Axis::ALL.map(|axis| after[axis as usize] - before[axis as usize]))
+    };
+    let sent = [sent_by(fewer)?, sent_by(more)?];
+    let part = |kind: fn(&WireBytes) -> u64, axis: Axis| sent.map(|sent| kind(&sent[axis as usize]));
+    let all = |kind, axis| {
+        let [first, second] = part(kind, axis);
+        first + (second - first) * (micro_batches - fewer) as u64 / (more - fewer) as u64
+    };
+    let sum = |kind| Axis::ALL.map(|axis| all(kind, axis)).iter().sum();
     Ok(StepTraffic {
-        grads,
-        params,
-        between_copies,
+        grads: sum(|sent| sent.grads),
+        params: sum(|sent| sent.params),
+        activations: sum(|sent| sent.activations),
+        pipeline: sum(|sent| sent.pipeline),
+        by_axis: Axis::ALL.map(|axis| all(of_step, axis)),
+        repeated: Axis::ALL.map(|axis| match (micro_batches, part(of_step, axis)) {
+            (1, _) => 0,
+            (_, [first, second]) => (second - first) / (more - fewer) as u64,
+        }),
     })
+}
+
+/// All but what tells of the step.
+fn of_step(sent: &WireBytes) -> u64 {
+    sent.grads + sent.params + sent.activations + sent.pipeline
 }
 
 /// The passes of a step, and the gathering of what its update leaves.
@@ -172,18 +223,6 @@ fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> R
     replica.finish()?;
     grads.finish_on(replica.world.stream, replica.world.deadline())?;
     Ok(())
-}
-
-/// Bytes of gradients, of parameters, and of both between copies of the state that were sent so far.
-fn sent(mesh: &Mesh) -> Result<[u64; 3], TrainError> {
-    let all = mesh.wire_bytes();
-    let between_copies = if mesh.size(&[Axis::Replicate]) == 1 {
-        0
-    } else {
-        let copies = mesh.group(&[Axis::Replicate])?.wire_bytes();
-        copies.grads + copies.params
-    };
-    Ok([all.grads, all.params, between_copies])
 }
 
 #[cfg(test)]

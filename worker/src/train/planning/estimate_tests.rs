@@ -150,14 +150,18 @@ fn copies_exchange_their_shards_once_a_step() {
             // An all-reduce of half of all over 4 copies.
             let expected = 2 * 3 * (told.padded / 2 / 4) * 4;
             assert_eq!(
-                told.sent.between_copies, expected,
+                told.sent.along(&[Axis::Replicate]),
+                expected,
                 "{strategy}, {k} micro-batches"
             );
         }
         let all = estimate([2, 64], 8, "ddp", &[&accumulation]).sent;
-        assert_eq!(all.between_copies, all.total());
+        assert_eq!(all.along(&[Axis::Replicate]), all.total());
     }
-    assert_eq!(estimate([2, 64], 8, "zero3", &[]).sent.between_copies, 0);
+    assert_eq!(
+        estimate([2, 64], 8, "zero3", &[]).sent.along(&[Axis::Replicate]),
+        0
+    );
     assert_eq!(estimate([2, 64], 1, "zero3", &[]).sent, StepTraffic::default());
 }
 
@@ -186,4 +190,35 @@ fn muon_is_refused_where_no_rank_has_a_whole_matrix() {
     `train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: 2` each rank has a part of every one
       hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer
     ");
+}
+
+/// Korthikanti et al. 2022: of A bytes of activations a rank sends 8 (t − 1)/t · A a layer and micro-batch, with shared rows,
+/// whose gathered inputs are kept, as much.
+#[test]
+fn what_goes_along_each_axis_is_counted_apart() {
+    let sizes = [4, 64];
+    let activation = 32 * 64 * 4;
+    let overrides = [
+        "parallel.tensor=2",
+        "parallel.pipeline.stages=2",
+        "train.micro_batch=1",
+        "train.grad_accumulation=3",
+    ];
+    for strategy in ALL {
+        let sent = estimate(sizes, 8, strategy, &overrides).sent;
+        let kinds = [sent.grads, sent.params, sent.activations, sent.pipeline];
+        assert_eq!(sent.total(), kinds.iter().sum::<u64>(), "{strategy}: {sent:?}");
+        let [pipeline, replicate, shard, tensor] = sent.by_axis;
+        assert_eq!(
+            (replicate == 0, shard == 0),
+            (strategy != "ddp", strategy == "ddp"),
+            "{sent:?}"
+        );
+        assert_eq!(tensor, sent.activations, "{strategy}: no norms are shared");
+        // Two layers on the first stage, and the embedding's rows.
+        assert_eq!(tensor, 3 * (2 * 4 * activation + activation), "{strategy}");
+        // A message to the next stage, and the tied embedding's gradient once.
+        assert_eq!(sent.pipeline, 3 * activation, "{strategy}");
+        assert_eq!(pipeline - sent.pipeline, 4 * 128 * 64, "{strategy}");
+    }
 }

@@ -3,10 +3,18 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `estimate.rs` | memory and traffic of a rank: the run's own types on a device that does nothing |
+//! | `step_times.rs` | the least time of a step, by the simulator of pipelines and the rates of the wires |
+//! | `candidate.rs` | a configuration on machines: every stage of it |
 //! | `planner.rs` | every strategy beside the others, how the step grows with the ranks, and advice |
+//! | `search.rs` | the layouts of given machines with the shortest steps |
 
+mod candidate;
 mod estimate;
 mod planner;
+mod search;
+mod step_times;
 
+pub use candidate::{Candidate, Machines};
 pub use estimate::{Estimate, Footprint, StepTraffic};
-pub use planner::{Adjustment, Advice, Candidate, Comparison, Machines};
+pub use planner::{Adjustment, Advice, Comparison};
+pub use search::{FoundLayout, LayoutSearch};

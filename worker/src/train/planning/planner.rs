@@ -1,19 +1,14 @@
 //! What a configuration would cost on machines that need not be here: every strategy beside the others, which one to
 //! take, how the step grows with the ranks, and what to change where nothing fits into the memory of a device.
 
-use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::WorldSize;
-
-use super::estimate::Estimate;
-use crate::config::{
-    Accumulate, OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, Sync, TrainConfig,
-};
-use crate::data::Vocabulary;
+use super::candidate::{Candidate, Machines, under};
+use crate::config::{Accumulate, OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
+use crate::mesh::DATA;
 use crate::model::ModelPart;
 use crate::parallel::Dtypes;
 use crate::plan::{Cluster, GlobalBatch, Work};
 use crate::train::TrainError;
-use crate::train::strategy::network;
+use crate::train::strategy::{layer_work, network};
 
 /// Each saves memory that the one before holds. Of those that send as much the first is preferred.
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
@@ -68,32 +63,17 @@ impl Comparison {
         let [first, ..] = candidates.as_slice() else {
             unreachable!("`ddp` is possible everywhere");
         };
-        let parameters = first.estimate.parameters;
+        let (parameters, batch) = (first.estimate.parameters, first.batch);
         Ok(Self {
             model: network(config, Dtypes::of(config), &ModelPart::WHOLE)?.name,
             parameters,
-            batch: GlobalBatch {
-                ranks: cluster.ranks(),
-                accumulation: config.train.grad_accumulation as u64,
-                micro_batch: config.train.micro_batch as u64,
-                block_size: config.model.block_size as u64,
-            },
+            batch,
             work: work(config)?,
             scaling: scaling(&under(config, scaled), machines)?,
             candidates,
             advice,
         })
     }
-}
-
-/// The configuration with another strategy.
-fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
-    let mut config = config.clone();
-    config.parallel.strategy = strategy;
-    if strategy != Strategy::Ddp {
-        config.parallel.sync = Sync::Bucketed;
-    }
-    config
 }
 
 /// The candidate on 1, 2, 4, … ranks of a node, then 1, 2, 4, … whole nodes, and on all of them, as far as it fits.
@@ -117,91 +97,14 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
     Ok(found)
 }
 
-/// The machines of a plan.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Machines {
-    /// Nodes, ranks, wires.
-    pub cluster: Cluster,
-    /// Bytes of a device that training may take; none if that is not known.
-    pub memory: Option<u64>,
-    /// Floating-point operations a second of a device; none if that is not known.
-    pub flops: Option<f64>,
-    /// Devices with memory of their own: what is offloaded to the host is not in it.
-    pub has_own_memory: bool,
-}
-
-/// A strategy on a number of ranks.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Candidate {
-    /// What is sharded.
-    pub strategy: Strategy,
-    /// On how many ranks, and where.
-    pub cluster: Cluster,
-    /// What a rank holds and sends.
-    pub estimate: Estimate,
-    /// Bytes in the memory of the device that a rank trains on.
-    pub held: u64,
-    /// Whether the device has room for that, if its memory is known.
-    pub fits: Option<bool>,
-    /// The least time of arithmetic in a step, in seconds, if the device's rate is known.
-    pub compute: Option<f64>,
-    /// The least time of communication in a step, in seconds, if the rates of the wires are known.
-    pub communication: Option<f64>,
-    /// Both at the same time.
-    overlaps: bool,
-}
-
-impl Candidate {
-    fn of(config: &TrainConfig, machines: &Machines, cluster: Cluster) -> Result<Self, TrainError> {
-        let env = WorkerEnv {
-            world_size: WorldSize(cluster.ranks() as u32),
-            local_world_size: cluster.ranks_a_node as u32,
-            node_count: cluster.nodes as u32,
-            ..WorkerEnv::single()
-        };
-        let estimate = Estimate::of(config, &env)?;
-        let elsewhere = match config.train.offload.optimizer {
-            OptimizerOffload::File => estimate.held.optimizer,
-            OptimizerOffload::Host if machines.has_own_memory => estimate.held.optimizer,
-            OptimizerOffload::Host | OptimizerOffload::None => 0,
-        };
-        let held = estimate.held.total() - elsewhere;
-        let between = estimate.sent.between_copies;
-        let sent = [estimate.sent.total() - between, between];
-        let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
-        let operations = tokens as f64 * work(config)?.total() as f64;
-        Ok(Self {
-            strategy: config.parallel.strategy,
-            cluster,
-            held,
-            fits: machines.memory.map(|memory| held <= memory),
-            compute: machines.flops.map(|rate| operations / rate),
-            communication: cluster.least_seconds(sent, estimate.shard_ranks),
-            overlaps: config.parallel.overlap && config.parallel.sync != Sync::Naive,
-            estimate,
-        })
-    }
-
-    /// The least time of a step, in seconds, if those of its parts are known: the longer of both where they overlap, else
-    /// their sum.
-    #[must_use]
-    pub fn seconds(&self) -> Option<f64> {
-        let (compute, communication) = (self.compute?, self.communication?);
-        Some(if self.overlaps {
-            compute.max(communication)
-        } else {
-            compute + communication
-        })
-    }
-}
-
 /// Arithmetic of a token.
 fn work(config: &TrainConfig) -> Result<Work, TrainError> {
-    let vocabulary = match config.model.vocab_size {
-        Some(size) => size,
-        None => Vocabulary::of(&config.data.tokenizer)?.size,
-    };
-    Ok(Work::of(&config.model, vocabulary as u64, config.train.recompute))
+    let [layer, head] = layer_work(config)?;
+    let layers = config.model.n_layer as u64;
+    Ok(Work {
+        model: layers * layer.model + head.model,
+        repeated: layers * layer.repeated,
+    })
 }
 
 /// `from`, and twice as many again and again.
@@ -252,7 +155,7 @@ fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(Strategy, &
         Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
         Strategy::Zero3 => Some("parameters have to be sharded too"),
     };
-    let sent = |candidate: &Candidate| candidate.estimate.sent.total();
+    let sent = |candidate: &Candidate| candidate.sent.along(&DATA);
     candidates
         .iter()
         .filter(|candidate| candidate.fits == Some(true))
@@ -574,7 +477,8 @@ mod tests {
                 } else {
                     compute + communication
                 };
-                assert_eq!(candidate.seconds(), Some(expected));
+                let found = candidate.seconds().unwrap();
+                assert!((found / expected - 1.0).abs() < 1e-9, "{found}, not {expected}");
                 assert!(communication > 0.0);
             }
         }

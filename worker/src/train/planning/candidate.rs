@@ -1,0 +1,330 @@
+//! A configuration on given machines: what every stage of its pipeline holds and sends, and the least time of a step.
+
+use std::sync::Arc;
+
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
+
+use super::estimate::{Estimate, StepTraffic};
+use super::step_times::{BusyTimes, StepTimes};
+use crate::config::{OptimizerOffload, Pipeline, ShardGroup, Strategy, Sync, TrainConfig};
+use crate::mesh::{Axis, DATA, MeshShape};
+use crate::parallel::pipeline::PipelinePlan;
+use crate::plan::{Cluster, GlobalBatch};
+use crate::train::TrainError;
+use crate::train::strategy::{Scheme, activations, held, mesh, part_of, pipeline_plan};
+
+/// The machines of a plan.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machines {
+    /// Nodes, ranks, wires.
+    pub cluster: Cluster,
+    /// Bytes of a device that training may take; none if that is not known.
+    pub memory: Option<u64>,
+    /// Floating-point operations a second of a device; none if that is not known.
+    pub flops: Option<f64>,
+    /// Devices with memory of their own: what is offloaded to the host is not in it.
+    pub has_own_memory: bool,
+}
+
+/// A strategy on a mesh of ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// What is sharded.
+    pub strategy: Strategy,
+    /// On how many ranks, and where.
+    pub cluster: Cluster,
+    /// How these are arranged.
+    pub mesh: MeshShape,
+    /// Samples of a step.
+    pub batch: GlobalBatch,
+    /// Of the pipeline, for people.
+    pub schedule: &'static str,
+    /// Of the model, on each rank of the pipeline.
+    pub layers: Vec<usize>,
+    /// What the rank that holds most holds and sends.
+    pub estimate: Estimate,
+    /// What a rank of each stage holds and sends: of each rank of the pipeline.
+    pub stages: Vec<Estimate>,
+    /// The most that a rank sends.
+    pub sent: StepTraffic,
+    /// Bytes in the memory of the device of the rank that holds most.
+    pub held: u64,
+    /// Whether the device has room for that, if its memory is known.
+    pub fits: Option<bool>,
+    /// The least time of arithmetic in a step, in seconds, if the device's rate is known.
+    pub compute: Option<f64>,
+    /// The least time of exchanges within tensor groups, in seconds, if the rates of the wires are known.
+    pub tensor: Option<f64>,
+    /// The part of all ranks' time in which they wait for other stages.
+    pub bubble: f64,
+    /// The least time of communication with other data-parallel ranks, in seconds, if the rates of the wires are known.
+    pub communication: Option<f64>,
+    step: Option<f64>,
+}
+
+impl Candidate {
+    /// Of a configuration as it is given.
+    pub(super) fn of(
+        config: &TrainConfig,
+        machines: &Machines,
+        cluster: Cluster,
+    ) -> Result<Self, TrainError> {
+        let busy = BusyTimes::of(config, (&cluster, machines.flops), exchanged(config)?)?;
+        let planned = PlannedMesh::new(config.clone(), machines, cluster, busy)?;
+        planned.candidate(&planned.activations()?)
+    }
+
+    /// The least time of a step, in seconds, if those of its parts are known.
+    #[must_use]
+    pub fn seconds(&self) -> Option<f64> {
+        self.step
+    }
+
+    /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
+    #[must_use]
+    pub fn layout(&self) -> String {
+        let axes = [
+            ("pp", &[Axis::Pipeline][..]),
+            ("dp", &DATA),
+            ("tp", &[Axis::Tensor]),
+        ];
+        let sizes = axes.map(|(name, axes)| (name, self.mesh.size(axes)));
+        let several = sizes.iter().filter(|(_, ranks)| *ranks > 1);
+        let words: Vec<String> = several.map(|(name, ranks)| format!("{name} {ranks}")).collect();
+        words.join(" × ")
+    }
+
+    /// Bytes of parameters, gradients and optimizer.
+    #[must_use]
+    pub fn state(&self) -> u64 {
+        let held = self.estimate.held;
+        held.params + held.grads + held.optimizer
+    }
+}
+
+/// The configuration with another strategy.
+pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
+    let mut config = config.clone();
+    config.parallel.strategy = strategy;
+    if strategy != Strategy::Ddp {
+        config.parallel.sync = Sync::Bucketed;
+    }
+    config
+}
+
+/// In a micro-batch of the whole model a rank sends so many bytes within its tensor group.
+pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
+    let tensor = config.parallel.tensor;
+    if tensor == 1 {
+        return Ok(0);
+    }
+    let mut config = config.clone();
+    config.parallel.strategy = Strategy::Ddp;
+    config.parallel.pipeline = Pipeline::default();
+    config.train.grad_accumulation = 1;
+    let env = WorkerEnv {
+        world_size: WorldSize(tensor as u32),
+        local_world_size: tensor as u32,
+        ..WorkerEnv::single()
+    };
+    let mesh = mesh(&config, &env)?;
+    let plan = Arc::new(pipeline_plan(&config)?);
+    let found = estimate(&config, (mesh, 0), &plan, ENOUGH)?;
+    Ok(found.sent.activations)
+}
+
+/// Rounds of as many micro-batches as a pipeline has ranks.
+const REHEARSED_ROUNDS: usize = 4;
+
+/// Bytes that any activations fit in, where their number is of no interest.
+const ENOUGH: usize = 1 << 50;
+
+/// What a rank holds and sends, whose activations take so much.
+fn estimate(
+    config: &TrainConfig,
+    (mesh, rank): (MeshShape, usize),
+    plan: &Arc<PipelinePlan>,
+    activations: usize,
+) -> Result<Estimate, TrainError> {
+    let (model, layout) = held(config, &mesh, &part_of(config, &mesh, plan, rank))?;
+    let scheme = Scheme::new(&config.parallel, config.train.grad_accumulation, mesh);
+    Estimate::new(
+        config,
+        (&model, &Arc::new(layout)),
+        (scheme, rank),
+        (plan, activations),
+    )
+}
+
+/// A configuration on a mesh, before anything is laid out.
+pub(super) struct PlannedMesh<'a> {
+    pub(super) config: TrainConfig,
+    pub(super) times: StepTimes,
+    machines: &'a Machines,
+    cluster: Cluster,
+    mesh: MeshShape,
+    plan: Arc<PipelinePlan>,
+}
+
+impl<'a> PlannedMesh<'a> {
+    pub(super) fn new(
+        config: TrainConfig,
+        machines: &'a Machines,
+        cluster: Cluster,
+        busy: BusyTimes,
+    ) -> Result<Self, TrainError> {
+        let mesh = mesh(&config, &env(&cluster))?;
+        let mut rehearsed = config.clone();
+        rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
+        let plan = Arc::new(pipeline_plan(&rehearsed)?);
+        let on = (&cluster, machines.flops);
+        Ok(Self {
+            times: StepTimes::of(&config, on, (&mesh, &plan), busy)?,
+            config,
+            machines,
+            cluster,
+            mesh,
+            plan,
+        })
+    }
+
+    /// The same schedule, with another choice of what data-parallel ranks share.
+    pub(super) fn sharing(&self, strategy: Strategy, group: Option<ShardGroup>) -> Result<Self, TrainError> {
+        let mut config = under(&self.config, strategy);
+        config.parallel.shard_group = group;
+        Ok(Self {
+            mesh: mesh(&config, &env(&self.cluster))?,
+            config,
+            plan: self.plan.clone(),
+            ..*self
+        })
+    }
+
+    /// Bytes of the activations of each rank of the pipeline. They do not depend on what data-parallel ranks share.
+    pub(super) fn activations(&self) -> Result<Vec<usize>, TrainError> {
+        let (config, mesh) = (&self.config, self.mesh);
+        let of_rank = |rank| {
+            let (model, _) = held(config, &mesh, &part_of(config, &mesh, &self.plan, rank))?;
+            activations(config, &model, &self.plan, (mesh, rank))
+        };
+        self.first_ranks().into_iter().map(of_rank).collect()
+    }
+
+    /// What its ranks hold and send, whose activations take so much.
+    pub(super) fn candidate(&self, activations: &[usize]) -> Result<Candidate, TrainError> {
+        let Self {
+            config,
+            cluster,
+            mesh,
+            times,
+            ..
+        } = self;
+        let stages = self.estimates(activations)?;
+        let most = stages.iter().max_by_key(|estimate| self.in_memory(estimate));
+        let estimate = *most.expect("a pipeline has a rank");
+        let sent = stages
+            .iter()
+            .fold(StepTraffic::default(), |most, stage| most.max(stage.sent));
+        let held = self.in_memory(&estimate);
+        let chunks = |rank| self.plan.placement().stages_of(rank);
+        let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
+        let batch = global_batch(config, mesh);
+        Ok(Candidate {
+            strategy: config.parallel.strategy,
+            cluster: *cluster,
+            mesh: *mesh,
+            schedule: self.plan.name(),
+            layers: (0..stages.len()).map(layers).collect(),
+            fits: self.machines.memory.map(|memory| held <= memory),
+            compute: times.busy.compute,
+            tensor: times.busy.tensor,
+            bubble: times.bubble,
+            communication: StepTimes::communication((cluster, mesh), sent.by_axis),
+            step: times.step(config, (cluster, mesh), &sent),
+            batch,
+            estimate,
+            stages,
+            sent,
+            held,
+        })
+    }
+
+    /// Of each rank of the pipeline. Ranks that hold as many layers in the same places hold and send as much.
+    fn estimates(&self, activations: &[usize]) -> Result<Vec<Estimate>, TrainError> {
+        let is_in_order = self.mesh.size(&[Axis::Pipeline]) == 1;
+        // What is still gathered from one pass to the next depends on the order of a rank's passes.
+        let differ = self.config.parallel.strategy == Strategy::Zero3 && !is_in_order;
+        let mut known: Vec<(_, Estimate)> = Vec::new();
+        let mut estimates = Vec::with_capacity(activations.len());
+        for (index, rank) in self.first_ranks().into_iter().enumerate() {
+            let row = self.plan.row(index, 1);
+            let part = (
+                self.plan
+                    .chunks_of(index)
+                    .iter()
+                    .map(ExactSizeIterator::len)
+                    .collect::<Vec<_>>(),
+                row.iter().map(|action| action.kind).collect::<Vec<_>>(),
+                [
+                    index == 0,
+                    self.plan.placement().rank_of(self.plan.layers().len() - 1) == index,
+                ],
+                differ.then_some(index),
+            );
+            let mut found = match known.iter().find(|(other, _)| *other == part) {
+                Some((_, known)) => *known,
+                None => estimate(&self.config, (self.mesh, rank), &self.plan, ENOUGH)?,
+            };
+            found.held.activations = activations[index] as u64;
+            known.push((part, found));
+            estimates.push(found);
+        }
+        Ok(estimates)
+    }
+
+    /// One rank of each stage.
+    fn first_ranks(&self) -> Vec<usize> {
+        self.mesh.members(0, &[Axis::Pipeline])
+    }
+
+    /// Bytes in the memory of the device.
+    fn in_memory(&self, estimate: &Estimate) -> u64 {
+        let all = estimate.held.total();
+        match self.config.train.offload.optimizer {
+            OptimizerOffload::File => all - estimate.held.optimizer,
+            OptimizerOffload::Host if self.machines.has_own_memory => all - estimate.held.optimizer,
+            OptimizerOffload::Host | OptimizerOffload::None => all,
+        }
+    }
+}
+
+/// Of the micro-batches of a step so many are rehearsed: what is in the air at once is there in the first rounds of a
+/// pipeline, and later ones only repeat it. As many are left over from whole rounds as of all.
+fn rehearsed_micro_batches(config: &TrainConfig) -> usize {
+    let (all, stages) = (config.train.grad_accumulation, config.parallel.pipeline.stages);
+    let enough = REHEARSED_ROUNDS * stages;
+    match config.parallel.pipeline.file {
+        None if all > enough + stages => enough + all % stages,
+        _ => all,
+    }
+}
+
+fn env(cluster: &Cluster) -> WorkerEnv {
+    WorkerEnv {
+        world_size: WorldSize(cluster.ranks() as u32),
+        local_world_size: cluster.ranks_a_node as u32,
+        node_count: cluster.nodes as u32,
+        ..WorkerEnv::single()
+    }
+}
+
+/// Samples of a step of a configuration on a mesh.
+fn global_batch(config: &TrainConfig, mesh: &MeshShape) -> GlobalBatch {
+    GlobalBatch {
+        ranks: mesh.size(&DATA) as u64,
+        accumulation: config.train.grad_accumulation as u64,
+        micro_batch: config.train.micro_batch as u64,
+        block_size: config.model.block_size as u64,
+    }
+}

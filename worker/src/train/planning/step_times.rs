@@ -1,0 +1,224 @@
+//! The least time of a step. What the stages of a pipeline compute, and exchange within tensor groups meanwhile, goes through
+//! the simulator; what data-parallel ranks send hides behind it as far as it can.
+//!
+//! | part | time |
+//! |---|---|
+//! | arithmetic | operations of a layer over the device's rate: a third in F, a third in I, a third in W |
+//! | tensor groups | half of a layer's exchanges in F, half in I; nothing hides them |
+//! | pipeline | (arithmetic + tensor groups) / (1 − bubble) |
+//! | data-parallel ranks | what is sent in every micro-batch hides behind all of it; what is sent once a step (gradients at its end, parameters before the next) behind the last backward and the first forward |
+
+use crate::config::{Sync, TrainConfig};
+use crate::mesh::{Axis, MeshShape};
+use crate::parallel::Dtypes;
+use crate::parallel::pipeline::{Links, PipelinePlan, RankTimeline, Simulation, StageCosts};
+use crate::plan::{Cluster, Sent, Work};
+use crate::train::TrainError;
+use crate::train::planning::estimate::StepTraffic;
+use crate::train::strategy::layer_work;
+
+/// Ticks of the simulator in a second.
+const TICKS: f64 = 1e12;
+/// Operations a second where the rate is not known: bubbles do not depend on it.
+const ANY_RATE: f64 = 1e12;
+
+/// What a rank does in a step, on average, in seconds; none of it depends on its pipeline's schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct BusyTimes {
+    /// Arithmetic, if the rate is known.
+    pub(super) compute: Option<f64>,
+    /// Exchanges within its tensor group, if the rates are known.
+    pub(super) tensor: Option<f64>,
+    /// Exchanges in one layer for one micro-batch.
+    exchange: f64,
+}
+
+impl BusyTimes {
+    /// In a micro-batch of the whole model a rank of a tensor group sends `exchanged` bytes there.
+    pub(super) fn of(
+        config: &TrainConfig,
+        (cluster, flops): (&Cluster, Option<f64>),
+        exchanged: u64,
+    ) -> Result<Self, TrainError> {
+        let (tensor, stages) = (
+            config.parallel.tensor as u64,
+            config.parallel.pipeline.stages as f64,
+        );
+        let (layers, micro_batches) = (config.model.n_layer as u64, config.train.grad_accumulation as f64);
+        let to_group = Sent {
+            bytes: exchanged,
+            ranks: tensor,
+            stride: 1,
+        };
+        let exchange = cluster.least_seconds(&[to_group]);
+        let [layer, head] = layer_work(config)?;
+        let work = (layers * layer.total() + head.total()) as f64 * tokens(config) / tensor as f64;
+        Ok(Self {
+            compute: flops.map(|rate| micro_batches * work / rate / stages),
+            tensor: exchange.map(|seconds| micro_batches * seconds / stages),
+            exchange: exchange.unwrap_or(0.0) / layers as f64,
+        })
+    }
+
+    /// Both, one after the other.
+    pub(super) fn sum(&self) -> Option<f64> {
+        Some(self.compute? + self.tensor?)
+    }
+}
+
+/// Tokens of a micro-batch.
+fn tokens(config: &TrainConfig) -> f64 {
+    (config.train.micro_batch * config.model.block_size) as f64
+}
+
+/// Times of a step, in seconds; none depends on a rate that is not known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct StepTimes {
+    pub(super) busy: BusyTimes,
+    /// The part of all ranks' time in which they neither compute nor exchange.
+    pub(super) bubble: f64,
+    /// From the first to the last action of the pipeline.
+    pub(super) pipeline: Option<f64>,
+    /// Of that, time behind which a rank can hide what is sent once a step.
+    hides: f64,
+}
+
+impl StepTimes {
+    /// Of a configuration on a mesh of `cluster`. The plan may have fewer micro-batches than a step: those in the middle of it
+    /// make nobody wait.
+    pub(super) fn of(
+        config: &TrainConfig,
+        (cluster, flops): (&Cluster, Option<f64>),
+        (mesh, plan): (&MeshShape, &PipelinePlan),
+        busy: BusyTimes,
+    ) -> Result<Self, TrainError> {
+        let tensor = mesh.size(&[Axis::Tensor]) as u64;
+        let [layer, head] = layer_work(config)?;
+        let costs = Costs {
+            layer,
+            head,
+            seconds_an_operation: tokens(config) / tensor as f64 / flops.unwrap_or(ANY_RATE),
+            exchange: busy.exchange,
+        };
+        let costs: Vec<StageCosts> = (plan.layers().iter().enumerate())
+            .map(|(stage, layers)| costs.of_stage(layers.len(), stage + 1 == plan.layers().len()))
+            .collect();
+        let message = match mesh.size(&[Axis::Pipeline]) {
+            1 => Some(0.0),
+            _ => cluster.message_seconds(message_bytes(config, tensor), mesh.stride(Axis::Pipeline) as u64),
+        };
+        let links = Links {
+            transit: ticks(message.filter(|_| flops.is_some()).unwrap_or(0.0)),
+            ..Links::IDEAL
+        };
+        let simulation = plan.simulated(&costs, links);
+        let simulation = simulation.expect("a plan's schedule was checked to run to its end");
+        let simulated = simulation.end as f64 / TICKS;
+        let waiting = simulation.bubble_fraction() * simulated;
+        let all = plan.micro_batches() as f64 / config.train.grad_accumulation as f64;
+        let computing = (simulated - waiting) / all;
+        Ok(Self {
+            bubble: waiting / (computing + waiting),
+            pipeline: busy.sum().zip(message).map(|(busy, _)| busy + waiting),
+            hides: hidden(&simulation, &costs, plan),
+            busy,
+        })
+    }
+
+    /// Of what a rank sends to data-parallel ranks.
+    pub(super) fn communication(
+        (cluster, mesh): (&Cluster, &MeshShape),
+        sent: [u64; Axis::ALL.len()],
+    ) -> Option<f64> {
+        let along = |axis: Axis| Sent {
+            bytes: sent[axis as usize],
+            ranks: mesh.size(&[axis]) as u64,
+            stride: mesh.stride(axis) as u64,
+        };
+        cluster.least_seconds(&[along(Axis::Shard), along(Axis::Replicate)])
+    }
+
+    /// Of a step of `config` in which a rank sends so much.
+    pub(super) fn step(
+        &self,
+        config: &TrainConfig,
+        on: (&Cluster, &MeshShape),
+        sent: &StepTraffic,
+    ) -> Option<f64> {
+        let micro_batches = config.train.grad_accumulation as u64;
+        let once = Axis::ALL.map(|axis| {
+            let axis = axis as usize;
+            sent.by_axis[axis].saturating_sub(micro_batches * sent.repeated[axis])
+        });
+        let pipeline = self.pipeline?;
+        let [once, all] = [once, sent.by_axis].map(|sent| Self::communication(on, sent));
+        let overlaps = config.parallel.overlap && config.parallel.sync != Sync::Naive;
+        Some(if overlaps {
+            let before = (pipeline - self.hides).max(0.0);
+            pipeline.max(before + once?).max(all?)
+        } else {
+            pipeline + all?
+        })
+    }
+}
+
+/// What stages cost.
+struct Costs {
+    layer: Work,
+    head: Work,
+    seconds_an_operation: f64,
+    /// Within the tensor group, a layer.
+    exchange: f64,
+}
+
+impl Costs {
+    fn of_stage(&self, layers: usize, is_last: bool) -> StageCosts {
+        let head = if is_last { self.head.model } else { 0 };
+        let [product, again] = [
+            layers as u64 * self.layer.model + head,
+            layers as u64 * self.layer.repeated,
+        ]
+        .map(|operations| operations as f64 * self.seconds_an_operation);
+        let (third, exchange) = (product / 3.0, self.exchange * layers as f64 / 2.0);
+        let (forward, weight_gradient) = (ticks(third + exchange), ticks(third));
+        let input_gradient = ticks(third + again + exchange);
+        StageCosts {
+            forward,
+            input_gradient,
+            weight_gradient,
+            backward: input_gradient + weight_gradient,
+            ..StageCosts::default()
+        }
+    }
+}
+
+fn ticks(seconds: f64) -> u64 {
+    (seconds * TICKS) as u64
+}
+
+/// Bytes of what a rank hands to the next stage.
+fn message_bytes(config: &TrainConfig, tensor: u64) -> u64 {
+    let elements = config.train.micro_batch * config.model.block_size * config.model.n_embd;
+    let parts = if config.parallel.sequence { tensor } else { 1 };
+    (elements * Dtypes::of(config).params.bytes()) as u64 / parts
+}
+
+/// Seconds that are left, on the rank where they are fewest, when the last backward of one of its stages begins: gradients
+/// are complete from then on. Parameters that are gathered for the next step hide behind its first forward.
+fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) -> f64 {
+    let of_rank = |(rank, timeline): (usize, &RankTimeline)| {
+        let last_backward = |stage: usize| {
+            let mut starts = timeline.intervals.iter().rev().filter(|interval| {
+                let mut actions = interval.cell.actions();
+                actions.any(|action| action.stage == stage && action.kind.makes_weight_gradient())
+            });
+            starts.next().map_or(0, |interval| interval.start)
+        };
+        let stages = || plan.placement().stages_of(rank);
+        let forward: u64 = stages().map(|stage| costs[stage].forward).sum();
+        let complete = stages().map(last_backward).min().unwrap_or(0);
+        simulation.end - complete + forward
+    };
+    let least = simulation.ranks.iter().enumerate().map(of_rank).min();
+    least.unwrap_or(0) as f64 / TICKS
+}
