@@ -139,8 +139,8 @@ fn evaluation_says_what_the_run_said() {
     assert_eq!(other["files"], 2);
 }
 
-#[test]
-fn what_cannot_be_done_is_refused_in_words() {
+/// A run that is there.
+fn trained_for_a_step() -> TinyJob {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
     launch()
         .nproc(1)
@@ -148,6 +148,12 @@ fn what_cannot_be_done_is_refused_in_words() {
         .target("tiny.yaml")
         .run()
         .expect_exit(0);
+    job
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_in_words() {
+    let job = trained_for_a_step();
     let refused = |words: &[&str], said: &str| {
         ddp_train(job.dir(), words).expect_exit(2).expect_stderr(said);
     };
@@ -167,32 +173,14 @@ fn what_cannot_be_done_is_refused_in_words() {
         &["generate", "out", "--prompt", &long],
         "error: the prompt has 33 tokens, and the model takes 1 to 32",
     );
+    let share = "expected a number above 0 and at most 1, such as 0.9";
+    let temperature = "expected a number that is not negative, such as 0.8";
     for (flag, value, said) in [
-        (
-            "--top-p",
-            "0",
-            "expected a number above 0 and at most 1, such as 0.9",
-        ),
-        (
-            "--top-p",
-            "1.5",
-            "expected a number above 0 and at most 1, such as 0.9",
-        ),
-        (
-            "--top-p",
-            "nan",
-            "expected a number above 0 and at most 1, such as 0.9",
-        ),
-        (
-            "--temperature",
-            "-1",
-            "expected a number that is not negative, such as 0.8",
-        ),
-        (
-            "--temperature",
-            "inf",
-            "expected a number that is not negative, such as 0.8",
-        ),
+        ("--top-p", "0", share),
+        ("--top-p", "1.5", share),
+        ("--top-p", "nan", share),
+        ("--temperature", "-1", temperature),
+        ("--temperature", "inf", temperature),
         ("--top-k", "0", "number would be zero"),
         ("--max-tokens", "0", "number would be zero"),
         (
@@ -206,6 +194,14 @@ fn what_cannot_be_done_is_refused_in_words() {
         let flag = format!("{flag}={value}");
         refused(&["generate", "out", "--prompt", "a", &flag], said);
     }
+}
+
+#[test]
+fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
+    let job = trained_for_a_step();
+    let refused = |words: &[&str], said: &str| {
+        ddp_train(job.dir(), words).expect_exit(2).expect_stderr(said);
+    };
     // A tokenizer with more tokens than the model: the first one that it does not know is named.
     let words = [
         "generate",

@@ -159,18 +159,8 @@ fn train(job: &TinyJob, words: &[&str]) -> Finished {
 #[test]
 fn a_schedule_is_shown_as_text_table_and_picture() {
     let job = untied();
-    let shown = train(
-        &job,
-        &[
-            "schedule",
-            "--schedule",
-            "1f1b",
-            "--stages",
-            "2",
-            "--micro-batches",
-            "3",
-        ],
-    );
+    let words = "schedule --schedule 1f1b --stages 2 --micro-batches 3";
+    let shown = train(&job, &words.split(' ').collect::<Vec<_>>());
     insta::assert_snapshot!(shown.expect_exit(0).stdout().join("\n"), @r"
     1F1B: 2 ranks, 3 micro-batches
     rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
@@ -178,16 +168,8 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
     a unit is F, I or W of a micro-batch over all that a rank holds
     ");
-    let zbv = [
-        "schedule",
-        "--schedule",
-        "zbv",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "4",
-    ];
-    let table = train(&job, &[&zbv[..], &["--csv"]].concat());
+    let words = "schedule --schedule zbv --stages 2 --micro-batches 4 --csv";
+    let table = train(&job, &words.split(' ').collect::<Vec<_>>());
     std::fs::write(
         job.dir().join("zbv.csv"),
         table.expect_exit(0).stdout().join("\n"),

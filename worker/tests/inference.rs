@@ -13,6 +13,8 @@ use ddp_worker::inference::{
 };
 use train_support::{Job, Trained};
 
+type Change = fn(&mut TrainConfig);
+
 const GREEDY: Sampling = Sampling {
     temperature: 0.0,
     top_k: None,
@@ -64,7 +66,7 @@ fn llama(c: &mut TrainConfig) {
 
 #[test]
 fn the_loss_of_a_checkpoint_is_the_runs_validation_loss() {
-    let kinds: [(&str, fn(&mut TrainConfig)); 4] = [
+    let kinds: [(&str, Change); 4] = [
         ("gpt2", |_| ()),
         ("llama", llama),
         ("mlp", |c| c.model.kind = ModelKind::Mlp),
@@ -80,7 +82,7 @@ fn the_loss_of_a_checkpoint_is_the_runs_validation_loss() {
 
 #[test]
 fn so_it_is_of_checkpoints_of_any_layout() {
-    let layouts: [(&str, u32, fn(&mut TrainConfig)); 3] = [
+    let layouts: [(&str, u32, Change); 3] = [
         ("zero3 on three ranks", 3, |c| {
             c.parallel.strategy = Strategy::Zero3;
         }),

@@ -606,7 +606,7 @@ fn what_is_planned_of_uneven_stages_is_what_each_holds() {
             planned[usize::from(layers[0] > 1)],
             planned[usize::from(layers[0] == 1)],
         );
-        let mean = (few.total() + many.total()) / 2;
+        let mean = u64::midpoint(few.total(), many.total());
         assert!(
             many.total() * 100 > mean * 132,
             "{layers:?}: {many:?}, {mean} on average"

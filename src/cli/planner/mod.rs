@@ -134,7 +134,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     let search = draft.layouts(&machines, args.layouts as usize)?;
     if args.json {
         let found = search.as_ref().map_or(Value::Null, layouts::json);
-        return Ok(format!("{:#}\n", report::json(&comparison, found, &machines)));
+        return Ok(format!("{:#}\n", report::json(&comparison, &found, &machines)));
     }
     let best = search.as_ref().and_then(|search| search.best.first());
     let is_best = best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks());

@@ -311,7 +311,7 @@ fn shortened(number: f64) -> String {
 }
 
 /// For programs: names of keys are stable. Bytes and seconds; `null` is not known.
-pub(super) fn json(comparison: &Comparison, layouts: Value, machines: &Machines) -> Value {
+pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
     let advice = match &comparison.advice {
         None => Value::Null,
         Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),

@@ -61,7 +61,7 @@ impl Completion {
     /// Tokens a second behind the first one; none if there are not two.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<f64> {
-        let seconds = (self.last_token - self.first_token).as_secs_f64();
+        let seconds = self.last_token.saturating_sub(self.first_token).as_secs_f64();
         (self.tokens > 1 && seconds > 0.0).then(|| (self.tokens - 1) as f64 / seconds)
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::{Cut, Region, Run};
 use crate::device::DType;
 use crate::mesh::Axis;
-use crate::ops::kernel::ln;
+use crate::ops::cpu::kernel::ln;
 use crate::ops::philox;
 
 /// Index of a parameter in its model.

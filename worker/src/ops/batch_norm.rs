@@ -3,8 +3,8 @@
 //! Each direction is two operations with a sum over the ranks between them: sums of this rank's rows, then what needs
 //! the sums of all. Statistics are f64, so that their variance may be the difference of two sums.
 
-use super::kernel::by_dtype;
-use super::stored::Stored;
+use super::cpu::kernel::by_dtype;
+use super::cpu::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 

@@ -1,14 +1,14 @@
 //! Biases: a row added to all rows, and the sum over rows, which is its gradient. The CUDA kernels of the sum are the
 //! second stage of `LayerNorm`'s backward too, and add gradients to others.
 
+use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel};
+use super::cpu::matrix::Matrix;
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, expect_dtype, grad_defines,
     grad_units, kernels, width,
 };
-use super::kernel::{Real, by_dtype, by_dtypes, kernel};
 use super::linear::add_into;
-use super::matrix::Matrix;
-use super::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};

@@ -8,9 +8,9 @@
 //! section 3), it is two operations, with one gather of three numbers a row between them: [`CrossEntropyPartial`] and
 //! [`CrossEntropyCombine`]. Logits are never gathered.
 
+use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels, units_with};
-use super::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
-use super::stored::Stored;
 use super::{Operation, VocabularyPart, expect_len, expect_tokens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};

@@ -2,9 +2,9 @@
 //! the place in the model, the sample's number in the run, the row and the column, by the counter-based generator Philox.
 //! Backward, recomputation and any layout of ranks compute the same mask: also of a part of the rows, or of the heads.
 
+use super::cpu::kernel::{Real, by_dtype};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{Arg, Plan, act_units, count, elementwise, kernels};
-use super::kernel::{Real, by_dtype};
-use super::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};

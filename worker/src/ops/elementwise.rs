@@ -12,12 +12,12 @@ use std::ops::Range;
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
+use super::cpu::kernel::{Real, by_dtype, kernel};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, act_defines, act_units, element, elementwise, elementwise_grid, kernels, units_with,
     vec_define, width,
 };
-use super::kernel::{Real, by_dtype, kernel};
-use super::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};

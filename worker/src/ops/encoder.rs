@@ -5,13 +5,13 @@
 //! up the tokens that it holds, the first one adds the positions, and the sum of what they make has the bits of the whole
 //! table's result: all summands of an element but one or two are −0, which changes no number, not even +0.
 
+use super::cpu::kernel::{by_dtype, by_dtypes};
+use super::cpu::matrix::MatrixMut;
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, grad_units, kernels, width,
 };
-use super::kernel::{by_dtype, by_dtypes};
 use super::linear::add_into;
-use super::matrix::MatrixMut;
-use super::stored::Stored;
 use super::{Fill, Operation, expect_len, expect_tokens};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};

@@ -8,12 +8,12 @@
 )]
 
 use super::column_sum::Partials;
+use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, with_scratch};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
-use super::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, with_scratch};
 use super::linear::add_into;
-use super::stored::Stored;
 use super::{Operation, expect_lens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};

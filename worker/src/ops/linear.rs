@@ -5,10 +5,10 @@
 //! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
 //! for bit.
 
-use super::kernel::{Real, by_dtypes, kernel};
-use super::matrix::{Matrix, MatrixMut, Tile, product};
-use super::row_product::row_product;
-use super::stored::Stored;
+use super::cpu::kernel::{Real, by_dtypes, kernel};
+use super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
+use super::cpu::row_product::row_product;
+use super::cpu::stored::Stored;
 use super::{GeluBackward, GeluForward, Operation, expect_len, expect_lens};
 use crate::device::cuda::{DevicePtr, Epilogue, LaunchContext, Operand, Product};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};

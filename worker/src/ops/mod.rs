@@ -19,7 +19,7 @@
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
 //! | `elementwise` | [`Cast`], [`Fill`], [`Scale`], [`GeluForward`], [`GeluBackward`] |
-//! | `kernel`, `matrix`, `row_product`, `stored` | what CPU kernels are written in; products; bf16 storage |
+//! | `cpu` | what CPU kernels are written in; products; bf16 storage |
 //! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
 //! Types: activations and parameters have one type A (f32, bf16, or f64 in gradient checks). Gradients of parameters
@@ -32,19 +32,16 @@
 mod attention;
 mod batch_norm;
 mod column_sum;
+pub(crate) mod cpu;
 mod cross_entropy;
 pub mod cuda;
 mod dropout;
 mod elementwise;
 mod encoder;
-pub(crate) mod kernel;
 mod layernorm;
 mod linear;
-mod matrix;
 mod norm;
 mod rmsnorm;
-mod row_product;
-mod stored;
 mod swiglu;
 mod update;
 
@@ -54,12 +51,12 @@ pub use attention::{
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
+pub(crate) use cpu::kernel::kernel;
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
-pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
 pub use linear::{

@@ -1,10 +1,10 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
+use super::cpu::kernel::{by_dtype, kernel, sum_lanes};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
-use super::kernel::{by_dtype, kernel, sum_lanes};
-use super::stored::Stored;
 use super::update::{UPDATE_NUMBERS, bias_correction};
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};

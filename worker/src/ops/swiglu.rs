@@ -3,11 +3,11 @@
 //!
 //! Gate and up projection are one product, whose rows are `[gate, up]`: two stretches of F channels.
 
+use super::cpu::kernel::{Real, by_dtype, kernel};
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, act_defines, act_units, count, element, elementwise_grid, expect_dtype, kernels, width,
 };
-use super::kernel::{Real, by_dtype, kernel};
-use super::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};

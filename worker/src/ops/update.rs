@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use half::bf16;
 
+use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, units_with, vec_define, width,
 };
-use super::stored::Stored;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};

@@ -58,6 +58,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "given to `map_err`")]
 fn refused(cause: tokenizers::Error) -> TokenizeError {
     TokenizeError::Refused(format!("the tokenizer has no text for its tokens: {cause}"))
 }

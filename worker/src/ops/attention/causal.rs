@@ -8,10 +8,10 @@
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
 use super::shape::AttentionShape;
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
+use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
+use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
+use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, Scratch, expect_dtype};
-use crate::ops::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
-use crate::ops::matrix::{Matrix, MatrixMut, Tile, product};
-use crate::ops::stored::Stored;
 use crate::ops::{DropoutMask, Operation};
 
 /// Queries of a tile.

@@ -10,13 +10,13 @@ use super::launches::{FORWARD, Launches, OUT, check_head};
 use super::shape::AttentionShape;
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
+use crate::ops::cpu::kernel::{by_dtype, with_scratch};
+use crate::ops::cpu::matrix::{Matrix, Tile};
+use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{
     Call, Plan, Scratch, THREADS, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define,
     width,
 };
-use crate::ops::kernel::{by_dtype, with_scratch};
-use crate::ops::matrix::{Matrix, Tile};
-use crate::ops::stored::Stored;
 use crate::ops::{Operation, expect_len};
 
 /// Appends keys and values to a cache, then attends: `out = softmax(q·kᵀ/√D, over keys 0..=p + t) · v` of query `t`, by

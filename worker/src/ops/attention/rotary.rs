@@ -14,11 +14,11 @@ use super::shape::AttentionShape;
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 use crate::ops::Operation;
+use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, with_scratch};
+use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{
     Call, Plan, THREADS, WIDEST, count, element, kernels, units_with, vec_define, width,
 };
-use crate::ops::kernel::{Real, by_dtype, kernel, ln, with_scratch};
-use crate::ops::stored::Stored;
 
 /// Rows of one part of the work.
 const ROWS: usize = 16;

@@ -1,9 +1,9 @@
 //! Sizes of an attention, and where the queries, keys and values of a head lie.
 
 use crate::device::{Buffer, DeviceError};
+use crate::ops::cpu::kernel::Real;
+use crate::ops::cpu::matrix::Matrix;
 use crate::ops::expect_len;
-use crate::ops::kernel::Real;
-use crate::ops::matrix::Matrix;
 
 /// Sizes of an attention. Query head `h` reads the head `h / (H / KV)` of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -119,7 +119,7 @@ fn what_is_listed_fits_and_what_is_not_does_not() {
         all.best.len()
     );
     let sizes = all.best.iter().map(|found| found.candidate.held);
-    let limit = (sizes.clone().min().unwrap() + sizes.max().unwrap()) / 2;
+    let limit = u64::midpoint(sizes.clone().min().unwrap(), sizes.max().unwrap());
     let some = search(&config, &small_machines(limit), 100);
     assert!(!some.best.is_empty() && !some.too_large.is_empty());
     assert!(some.best.iter().all(|found| found.candidate.held <= limit));

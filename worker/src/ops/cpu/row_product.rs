@@ -17,7 +17,7 @@ const ROWS: usize = 4;
 
 /// `out[j] = Σ row[i]·rhs[i, j]`, or `out[j] += …` where `accumulate`. Where the rows of the matrix lie side by side, the
 /// terms are added in their order; where its columns do, in lanes.
-pub(super) fn row_product<S: Stored>(
+pub(in crate::ops) fn row_product<S: Stored>(
     isa: Isa,
     out: &mut [S::Real],
     row: &[S::Real],
@@ -110,6 +110,9 @@ mod tests {
 
     use super::*;
 
+    /// Where an element of a matrix of some inputs and outputs is.
+    type Place = fn(usize, usize, [usize; 2]) -> usize;
+
     /// Small whole numbers, whose sums are exact in any order.
     fn numbers<S: Stored>(seed: usize, len: usize) -> Vec<S> {
         (0..len)
@@ -124,7 +127,7 @@ mod tests {
             let weight = numbers::<S>(2, inputs * outputs);
             let in_out = Matrix::dense(&weight, inputs, outputs);
             let out_in = Matrix::dense(&weight, outputs, inputs).transposed();
-            let at: [fn(usize, usize, [usize; 2]) -> usize; 2] = [
+            let at: [Place; 2] = [
                 |i, j, [_, outputs]| i * outputs + j,
                 |i, j, [inputs, _]| j * inputs + i,
             ];

@@ -119,7 +119,6 @@ macro_rules! stored {
                 self.into()
             }
 
-            #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
             #[inline(always)]
             fn real(self) -> $real {
                 ($widen)(self)

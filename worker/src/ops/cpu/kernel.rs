@@ -22,7 +22,7 @@ macro_rules! kernel {
         $($arg:ident: $type:ty),* $(,)?
     ) -> $out:ty $body:block) => {
         $(#[$attribute])*
-        $vis fn $name<$life, $real: $crate::ops::kernel::Real>(
+        $vis fn $name<$life, $real: $crate::ops::cpu::kernel::Real>(
             isa: $crate::device::Isa,
             $($arg: $type),*
         ) -> $out {
@@ -31,7 +31,7 @@ macro_rules! kernel {
                 _life: std::marker::PhantomData<&$life $real>,
             }
 
-            impl<$life, $real: $crate::ops::kernel::Real> pulp::WithSimd for Call<$life, $real> {
+            impl<$life, $real: $crate::ops::cpu::kernel::Real> pulp::WithSimd for Call<$life, $real> {
                 type Output = $out;
 
                 #[inline(always)]
@@ -82,7 +82,7 @@ macro_rules! by_dtypes {
                 $call
             }
             // Where they should be the same and are not, the gradient is refused when it is borrowed.
-            (dtype, _) => $crate::ops::kernel::by_dtype!($op, dtype, $stored => {
+            (dtype, _) => $crate::ops::cpu::kernel::by_dtype!($op, dtype, $stored => {
                 type $grad = $stored;
                 $call
             }),

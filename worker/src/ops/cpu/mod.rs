@@ -1,0 +1,13 @@
+//! What operations on CPUs are written in.
+//!
+//! | file | what |
+//! |---|---|
+//! | `kernel.rs` | functions that are compiled for each instruction set; numbers that they compute in |
+//! | `matrix.rs` | views of matrices inside slices, and their product |
+//! | `row_product.rs` | one row times a matrix |
+//! | `stored.rs` | numbers as they are stored: bf16 is widened for the work |
+
+pub(crate) mod kernel;
+pub(super) mod matrix;
+pub(super) mod row_product;
+pub(super) mod stored;
