@@ -393,10 +393,10 @@ fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
     // One that fails first ends it for the other.
     let outcomes = cut(2, true).job(odd(1)).run(2);
     let words = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
-    let own: Vec<String> = words.filter(|words| words.contains("15 rows")).collect();
+    let own: Vec<String> = words.filter(|words| words.contains("1 × 15")).collect();
     insta::assert_snapshot!(own[0], @r"
-    operation `rows of a tensor group`: 15 rows are not 2 equal parts
-      hint: under sequence parallelism the positions of a micro-batch must be a multiple of the tensor group's ranks
+    `parallel.sequence` divides the 1 × 15 positions of a micro-batch over 2 ranks, which is no whole number
+      hint: take `train.micro_batch: 2` or `model.block_size: 16`, or leave `parallel.sequence` out
     ");
 }
 

@@ -328,6 +328,7 @@ fn what_stages_send_to_each_other_is_counted_by_the_formula() {
     let counted = |schedule, stages: usize| {
         let job = piped(stages, schedule, |c| {
             c.train.grad_accumulation = micro_batches;
+            c.model.tied = Some(false);
             c.train.steps = steps;
             c.train.verify_every = 0;
         });
