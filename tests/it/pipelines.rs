@@ -218,12 +218,16 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
 /// Stage, action and micro-batch.
 #[track_caller]
 pub(crate) fn expect_place(line: &str, stage: u32) {
+    assert!(names_action(line, stage), "{line}");
+}
+
+pub(crate) fn names_action(line: &str, stage: u32) -> bool {
     let stage = format!(", stage {stage} of 2, ");
     let action = line.split_once(&stage).map_or("", |(_, action)| action);
     let is_action = ["forward of micro-batch ", "backward of micro-batch "]
         .iter()
         .any(|kind| action.starts_with(kind));
-    assert!(line.contains("phase training, step ") && is_action, "{line}");
+    line.contains("phase training, step ") && is_action
 }
 
 /// The rank that waits says for which action of which stage and micro-batch, and for whom.

@@ -547,6 +547,12 @@ impl Worker {
         Some(self.beat?.place(&self.activity))
     }
 
+    /// The same, once it has got beyond its start: before that a place says nothing that the failure does not.
+    pub(super) fn place_in_training(&self) -> Option<String> {
+        let beat = self.beat.filter(|beat| beat.phase != Phase::Starting)?;
+        Some(beat.place(&self.activity))
+    }
+
     /// What the worker itself said of its failure: on the control socket, or in its error file.
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.in_file.clone())

@@ -90,10 +90,7 @@ impl Worker {
                 .map_or_else(String::new, |path| path.display().to_string()),
             consequence: self.consequence,
             out_of_memory: end.out_of_memory,
-            activity: match self.activity.as_str() {
-                "" => String::new(),
-                _ => self.place().unwrap_or_default(),
-            },
+            activity: self.place_in_training().unwrap_or_default(),
             stopped_with: self.sent,
             age_ns: end.at.elapsed().as_nanos() as u64,
             // `permanent`: the driver knows what the program means by its exit codes.
