@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use clap::ArgGroup;
 use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
 use ddp_worker::parallel::pipeline::{
-    Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, grid, picture, simulate,
+    Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, bubble_fraction, grid, picture,
+    simulate,
 };
 
 use super::error::{CliError, print_error};
@@ -140,19 +141,25 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
             name: "ms",
         },
     };
-    let (measured, predicted) = (run.bubble_fraction(), run.predicted().bubble_fraction());
-    let panels = [panel("measured", step), panel("simulated", run.predicted())];
+    let (measured, simulated) = (
+        bubble_fraction(run.steps().values()),
+        bubble_fraction(run.simulated().values()),
+    );
+    let panels = [
+        panel("measured", step),
+        panel("simulated", &run.simulated()[last]),
+    ];
     let words = format!(
-        "step {last} measured: {}\nsimulated with the mean durations measured: {}\n\
+        "step {last} measured: {}\nsimulated with the durations measured: {}\n\
          bubble of steps {}: measured {:.2} %, simulated {:.2} %\n",
         panels[0].in_words(),
         panels[1].in_words(),
         numbers.join(", "),
         measured * 100.0,
-        predicted * 100.0
+        simulated * 100.0
     );
     let title = format!(
-        "Step {last}: {}; simulated with mean durations",
+        "Step {last}: {}; simulated with the durations measured",
         sizes(run.schedule())
     );
     show(args, &title, &panels, &words, "")

@@ -1,11 +1,11 @@
-//! A pipeline as it ran, from the timeline of a run (`run.timeline`): the same form that the simulator's steps have, and
-//! what the simulator makes of the durations that were measured.
+//! A pipeline as it ran, from the timeline of a run (`run.timeline`), in the form of the simulator's steps. And the same
+//! steps simulated, with the durations that were measured of their actions.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::action::{Action, ActionKind, Cell, Schedule};
+use super::action::{Action, Cell, Schedule};
 use super::csv::{self, CsvError, parse_action};
-use super::simulator::{Interval, Links, RankTimeline, Simulation, StageCosts, simulate};
+use super::simulator::{Deadlock, Interval, RankTimeline, Simulation, replay};
 use super::validator::{Purpose, Refusal, Rules, validate};
 use crate::timeline::{Kind, Lane, Span, TraceFile, TraceFileError};
 
@@ -34,7 +34,7 @@ pub struct MeasuredRun {
     schedule: Schedule,
     /// By number, from 1.
     steps: BTreeMap<u64, Simulation>,
-    predicted: Simulation,
+    simulated: BTreeMap<u64, Simulation>,
 }
 
 /// An action that ran, and when, in nanoseconds.
@@ -74,15 +74,15 @@ impl MeasuredRun {
         validate(&schedule, rules).map_err(refused)?;
         let whole = text(rows);
         steps.retain(|_, rows| text(rows) == whole);
-        let costs = mean_costs(
-            schedule.placement().stages(),
-            steps.values().flatten().copied().flatten(),
-        );
-        let predicted = simulate(&schedule, &costs, Links::IDEAL).map_err(|error| refused(error.into()))?;
-        let steps = steps.iter().map(|(&number, rows)| (number, as_simulation(rows)));
+        let simulated = steps.iter().map(|(&number, rows)| {
+            let simulation = replayed(&schedule, rows).map_err(|error| refused(error.into()))?;
+            Ok((number, simulation))
+        });
         Ok(Self {
-            predicted,
-            steps: steps.collect(),
+            simulated: simulated.collect::<Result<_, MeasuredError>>()?,
+            steps: (steps.iter())
+                .map(|(&number, rows)| (number, as_simulation(rows)))
+                .collect(),
             schedule,
         })
     }
@@ -99,24 +99,10 @@ impl MeasuredRun {
         &self.steps
     }
 
-    /// The part of all ranks' time, from the first action of a step to its last, in which they did not compute: over all
-    /// steps.
+    /// The same steps, if each action takes as long as it was measured to, and messages take no time.
     #[must_use]
-    pub fn bubble_fraction(&self) -> f64 {
-        let of_step = |step: &Simulation| {
-            let idle: u64 = (0..step.ranks.len()).map(|rank| step.bubble(rank)).sum();
-            [idle, step.end * step.ranks.len() as u64]
-        };
-        let steps = self.steps.values().map(of_step);
-        let [idle, all] = steps.fold([0, 0], |sum, step| [sum[0] + step[0], sum[1] + step[1]]);
-        idle as f64 / all.max(1) as f64
-    }
-
-    /// What the simulator says, if each kind of action takes on each stage as long as it did on average, and messages no
-    /// time.
-    #[must_use]
-    pub fn predicted(&self) -> &Simulation {
-        &self.predicted
+    pub fn simulated(&self) -> &BTreeMap<u64, Simulation> {
+        &self.simulated
     }
 }
 
@@ -159,26 +145,11 @@ fn text(rows: &[&[Ran]]) -> String {
     rows.iter().map(row).collect()
 }
 
-/// By stage, the mean durations of what ran.
-fn mean_costs<'a>(stages: usize, ran: impl Iterator<Item = &'a Ran>) -> Vec<StageCosts> {
-    let mut sums: BTreeMap<(usize, ActionKind), [u64; 2]> = BTreeMap::new();
-    for (action, [start, end]) in ran {
-        let [sum, count] = sums.entry((action.stage, action.kind)).or_default();
-        *sum += end - start;
-        *count += 1;
-    }
-    let costs = |stage: usize| {
-        let mean = |kind| sums.get(&(stage, kind)).map_or(0, |[sum, count]| sum / count);
-        StageCosts {
-            forward: mean(ActionKind::Forward),
-            backward: mean(ActionKind::Backward),
-            input_gradient: mean(ActionKind::InputGradient),
-            weight_gradient: mean(ActionKind::WeightGradient),
-            kept_bytes: 1,
-            ..StageCosts::default()
-        }
-    };
-    (0..stages).map(costs).collect()
+/// A step with its own durations.
+fn replayed(schedule: &Schedule, rows: &[&[Ran]]) -> Result<Simulation, Deadlock> {
+    let all = rows.iter().copied().flatten();
+    let ticks: HashMap<Action, u64> = all.map(|&(action, [start, end])| (action, end - start)).collect();
+    replay(schedule, &ticks)
 }
 
 /// From the start of the first action.
@@ -206,6 +177,7 @@ fn as_simulation(rows: &[&[Ran]]) -> Simulation {
 
 #[cfg(test)]
 mod tests {
+    use super::super::simulator::bubble_fraction;
     use super::*;
     use crate::timeline::{About, ClockReading};
 
@@ -273,9 +245,9 @@ mod tests {
             (step.end, step.ranks[0].busy, step.ranks[1].busy),
             (500_000, 270_000, 200_000)
         );
-        assert!((run.bubble_fraction() - 0.53).abs() < 1e-9);
+        assert!((bubble_fraction(run.steps().values()) - 0.53).abs() < 1e-9);
         // Without the time of the message.
-        assert_eq!(run.predicted().end, 470_000);
+        assert_eq!(run.simulated()[&7].end, 470_000);
         assert_eq!(step.ranks[0].memory, [(0, 1), (500_000, 0)]);
     }
 

@@ -136,8 +136,7 @@ impl Simulation {
     /// The part of all ranks' time in which they did not compute.
     #[must_use]
     pub fn bubble_fraction(&self) -> f64 {
-        let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
-        bubbles as f64 / (self.end * self.ranks.len() as u64).max(1) as f64
+        bubble_fraction([self])
     }
 
     /// The most that any rank kept.
@@ -146,6 +145,15 @@ impl Simulation {
         let peaks = self.ranks.iter().map(|rank| rank.peak_bytes);
         peaks.max().unwrap_or(0)
     }
+}
+
+/// The part of all ranks' time in which they did not compute, over several steps.
+pub fn bubble_fraction<'a>(steps: impl IntoIterator<Item = &'a Simulation>) -> f64 {
+    let [idle, all] = steps.into_iter().fold([0, 0], |[idle, all], step| {
+        let bubbles: u64 = (0..step.ranks.len()).map(|rank| step.bubble(rank)).sum();
+        [idle + bubbles, all + step.end * step.ranks.len() as u64]
+    });
+    idle as f64 / all.max(1) as f64
 }
 
 /// A rank that cannot go on.
@@ -189,7 +197,15 @@ fn chain(waiting: &[Waiting], is_cycle: bool) -> impl fmt::Display {
 /// A schedule without sends and receives takes data from stage to stage in [`Links::transit`] ticks, without queues.
 pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Result<Simulation, Deadlock> {
     assert_eq!(costs.len(), schedule.placement().stages(), "costs of each stage");
-    let run = Run::new(schedule, costs, links);
+    Run::new(schedule, costs, links).finish()
+}
+
+/// Runs a schedule whose actions take the ticks that were measured of each of them. Messages take no time, a micro-batch
+/// keeps a byte of each stage.
+pub(super) fn replay(schedule: &Schedule, ticks: &HashMap<Action, u64>) -> Result<Simulation, Deadlock> {
+    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
+    let mut run = Run::new(schedule, &costs, Links::IDEAL);
+    run.measured = Some(ticks);
     run.finish()
 }
 
@@ -222,6 +238,8 @@ impl Queue {
 struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a [StageCosts],
+    /// Ticks of each action, in place of those of its stage.
+    measured: Option<&'a HashMap<Action, u64>>,
     links: Links,
     has_transfers: bool,
     /// By rank, the cell that comes next, and when the one before ends.
@@ -238,6 +256,7 @@ impl<'a> Run<'a> {
         Self {
             schedule,
             costs,
+            measured: None,
             links,
             has_transfers: schedule.has_transfers(),
             next: vec![(0, 0); ranks],
@@ -299,6 +318,8 @@ impl<'a> Run<'a> {
     fn ticks(&self, action: Action) -> u64 {
         if action.kind.is_send() || action.kind.is_receive() {
             self.links.occupied
+        } else if let Some(measured) = self.measured {
+            measured.get(&action).copied().unwrap_or(0)
         } else {
             self.costs[action.stage].ticks(action.kind)
         }
