@@ -1,4 +1,4 @@
-//! Scenarios that torchrun's own tests promise, told anew; `docs/TORCHRUN.md` says which is which.
+//! Scenarios of torchrun's own tests, run against ddp-run; `tests/it/CONFORMANCE.md` maps one to the other.
 
 use std::collections::BTreeSet;
 

@@ -72,7 +72,7 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
     assert_eq!(config["num_key_value_heads"], 4);
 }
 
-const DOCUMENT: &str = "docs/PARALLELISM.md";
+const DOCUMENT: &str = "docs/parallelism.md";
 
 /// A number as the document writes it.
 fn grouped(bytes: u64) -> String {

@@ -8,7 +8,7 @@ use crate::{Breach, assert_none, tree};
 /// Lines of Markdown end before this column.
 const MARKDOWN_COLUMN: usize = 120;
 
-const GLOSSARY: &str = "docs/GLOSSARY.md";
+const GLOSSARY: &str = "docs/glossary.md";
 
 /// The modules whose public types the glossary explains.
 const EXPLAINED: [&str; 3] = [
@@ -232,5 +232,5 @@ fn unexplained_types_are_caught() {
         "- **a**: `Known`, and Unknown without backticks; `Own`",
     );
     let names: Vec<_> = breaches.iter().map(|breach| breach.what.as_str()).collect();
-    assert_eq!(names, ["`Unknown` has no line in docs/GLOSSARY.md"]);
+    assert_eq!(names, ["`Unknown` has no line in docs/glossary.md"]);
 }
