@@ -7,14 +7,16 @@ import signal
 import tempfile
 import unittest
 
-from launched import ROOT, SCRIPTS, Launched, reserved_port
+from launched import ROOT, Launched, reserved_port
 
+SCRIPTS = ROOT / "tests/torch/scripts"
 RESTARTS = int(os.environ.get("DDP_RESTARTS", "20"))
 
 
 class PyTorch(unittest.TestCase):
     def launch(self, *words, env=None):
-        launched = Launched(*words, env=env)
+        search_path = os.pathsep.join([str(ROOT / "python"), str(SCRIPTS)])
+        launched = Launched(*words, env={"PYTHONPATH": search_path, **(env or {})})
         self.addCleanup(launched.kill)
         return launched
 
