@@ -1,13 +1,12 @@
-"""DistributedDataParallel as its manual has it: nothing here knows ddp-run, but for the heartbeat, which torchrun ignores."""
+"""DistributedDataParallel as its manual has it. The calls of `ddp_run` do nothing under torchrun."""
 import os
 import sys
 
+import ddp_run
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from heartbeat import Heartbeat
 
 EPOCHS = 10
 
@@ -27,23 +26,30 @@ def main(checkpoint):
         first = state["epoch"] + 1
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    ddp, heartbeat = DDP(model), Heartbeat()
-    for epoch in range(first, EPOCHS):
-        sampler.set_epoch(epoch)
-        total = torch.zeros(1, device=device)
-        for x, y in DataLoader(data, batch_size=32, sampler=sampler):
-            loss = torch.nn.functional.mse_loss(ddp(x.to(device)), y.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-            heartbeat.beat(epoch)
-        dist.all_reduce(total)
+    ddp = DDP(model)
+
+    def save():
         if dist.get_rank() == 0:
             state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, f"{checkpoint}.new")
             os.replace(f"{checkpoint}.new", checkpoint)
-            print(f"epoch {epoch} loss {total.item() / (len(data) // 32):.4f}", flush=True)
+
+    with ddp_run.stoppable(save) as boundary:
+        for epoch in range(first, EPOCHS):
+            sampler.set_epoch(epoch)
+            total = torch.zeros(1, device=device)
+            for x, y in DataLoader(data, batch_size=32, sampler=sampler):
+                loss = torch.nn.functional.mse_loss(ddp(x.to(device)), y.to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.detach()
+                ddp_run.heartbeat(epoch)
+            dist.all_reduce(total)
+            if dist.get_rank() == 0:
+                print(f"epoch {epoch} loss {total.item() / (len(data) // 32):.4f}", flush=True)
+            boundary(epoch)  # after a request to stop it calls `save`, and exits
+            save()
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
+use clap_complete::Shell;
 use ddp_proto::exit;
 
 use super::error::{CliError, print_error};
@@ -11,6 +12,14 @@ use super::error::{CliError, print_error};
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
     let mut out = io::stdout().lock();
     given(out.write_all(text.as_ref()).and_then(|()| out.flush()))
+}
+
+/// The script by which a shell completes the words of a program.
+pub fn completions(shell: Shell, mut program: clap::Command) -> ExitCode {
+    let mut script = Vec::new();
+    let name = program.get_name().to_owned();
+    clap_complete::generate(shell, &mut program, name, &mut script);
+    give(script)
 }
 
 /// What the parser of the command line says instead of arguments: help and versions are answers, all else is refused,

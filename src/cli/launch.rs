@@ -39,9 +39,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         return fail(&error);
     }
     if let Some(shell) = args::completions(&argv) {
-        let mut script = Vec::new();
-        clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut script);
-        return answer::give(script);
+        return answer::completions(shell, args::command());
     }
     let args = match args::parse(argv) {
         Ok(args) => args,

@@ -6,7 +6,8 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use ddp_proto::exit;
 use ddp_proto::resolver::Resolver;
 use tokio::net::TcpListener;
@@ -36,6 +37,17 @@ enum Command {
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
     },
+    /// Print the completions of a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+/// The command line, for its manual page.
+#[must_use]
+pub fn command() -> clap::Command {
+    Args::command()
 }
 
 /// Main of `ddp-rendezvous`.
@@ -44,7 +56,10 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let Command::Serve { listen } = args.command;
+    let listen = match args.command {
+        Command::Serve { listen } => listen,
+        Command::Completions { shell } => return answer::completions(shell, command()),
+    };
     limits::raise_open_files_fully();
     match serve(&listen) {
         Ok(code) => ExitCode::from(code),

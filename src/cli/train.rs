@@ -4,7 +4,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 
 use super::doctor::{self, gpus};
 use super::{answer, ckpt, inference, native, planner, schedule, tokenize, values};
@@ -44,6 +45,17 @@ enum Command {
     Eval(inference::EvalArgs),
     /// Say what this machine offers: processor, memory, GPUs, libraries, and what is missing
     Doctor,
+    /// Print the completions of a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+/// The command line, for its manual pages.
+#[must_use]
+pub fn command() -> clap::Command {
+    Args::command()
 }
 
 /// Main of `ddp-train`.
@@ -67,5 +79,6 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Generate(args) => inference::generate(&args),
         Command::Eval(args) => inference::evaluate(&args),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
+        Command::Completions { shell } => answer::completions(shell, command()),
     }
 }

@@ -321,9 +321,7 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
     let documents = manifest("deploy/kubernetes/rendezvous.yaml");
     let deployment = documents.iter().find(|document| document["kind"] == "Deployment");
     let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
-    let start = unit
-        .lines()
-        .find_map(|line| line.strip_prefix("ExecStart=/usr/local/bin/"));
+    let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart="));
     let of_unit = start.expect("a command").split(' ').map(str::to_owned).collect();
     for words in [command(deployment.expect("a deployment")), of_unit] {
         assert_eq!(words[0], "ddp-rendezvous");
@@ -351,4 +349,32 @@ fn the_unit_lets_the_daemon_serve_large_jobs() {
         gib << 30 >= 2 * 4 * BYTES_OF_1024_NODES,
         "two jobs of 2,048 nodes"
     );
+}
+
+#[test]
+fn every_program_prints_its_completions() {
+    for (program, words, known) in [
+        (
+            env!("CARGO_BIN_EXE_ddp-run"),
+            ["--completions", "bash"],
+            "--nproc-per-node",
+        ),
+        (
+            env!("CARGO_BIN_EXE_ddp-rendezvous"),
+            ["completions", "bash"],
+            "--listen",
+        ),
+        (
+            env!("CARGO_BIN_EXE_ddp-train"),
+            ["completions", "bash"],
+            "tokenize",
+        ),
+    ] {
+        let answer = Program::new(program).args(words.map(Into::into)).run();
+        answer.expect_exit(0);
+        assert!(
+            answer.stdout().iter().any(|line| line.contains(known)),
+            "{program}"
+        );
+    }
 }

@@ -107,29 +107,24 @@ fn output_arrives_line_by_line_and_in_log_files() {
 }
 
 #[test]
-fn the_heartbeats_of_the_pytorch_example_tell_a_script_that_hangs() {
+fn the_heartbeats_of_the_python_package_tell_a_script_that_hangs() {
     if python_is_missing() {
         return;
     }
     let dir = temp_dir();
     let script = dir.path().join("hangs.py");
-    let text = "import os, threading
-from heartbeat import Heartbeat
-heartbeat = Heartbeat()
+    let text = "import os, threading, ddp_run
 for step in range(3):
-    heartbeat.beat(step)
+    ddp_run.heartbeat(step)
 if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     threading.Event().wait()
-heartbeat.beat(3, phase='saving')
+ddp_run.heartbeat(3, phase='saving')
 print('finished')
 ";
     std::fs::write(&script, text).expect("writable");
     let launched = launch()
         .nproc(2)
-        .env(
-            "PYTHONPATH",
-            repository("examples/pytorch").to_str().expect("unicode"),
-        )
+        .env("PYTHONPATH", repository("python").to_str().expect("unicode"))
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .flag("--hang-timeout", "1")
         .flag("--max-restarts", "1")

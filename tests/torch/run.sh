@@ -30,5 +30,7 @@ if [[ -z ${DDP_RUN:-} ]]; then
     DDP_RUN=$root/target/debug/ddp-run
 fi
 export DDP_RUN
+# What these tests share with those of the Python package.
+export PYTHONPATH=$root/tests/python
 echo "PyTorch $version, $DDP_RUN"
 exec "$PYTHON" -m unittest discover --verbose --start-directory "$root/tests/torch" "$@"

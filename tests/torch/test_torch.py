@@ -7,14 +7,24 @@ import signal
 import tempfile
 import unittest
 
-from launched import ROOT, SCRIPTS, Launched, reserved_port
+from launched import ROOT, Launched, reserved_port
 
+SCRIPTS = ROOT / "tests/torch/scripts"
 RESTARTS = int(os.environ.get("DDP_RESTARTS", "20"))
+
+
+def worker(launched, rank):
+    """The process id of a rank."""
+    children = pathlib.Path(f"/proc/{launched.process.pid}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    mark = f"\0RANK={rank}\0".encode()
+    return next(pid for pid in pids if mark in pathlib.Path(f"/proc/{pid}/environ").read_bytes())
 
 
 class PyTorch(unittest.TestCase):
     def launch(self, *words, env=None):
-        launched = Launched(*words, env=env)
+        search_path = os.pathsep.join([str(ROOT / "python"), str(SCRIPTS)])
+        launched = Launched(*words, env={"PYTHONPATH": search_path, **(env or {})})
         self.addCleanup(launched.kill)
         return launched
 
@@ -94,6 +104,30 @@ class Failing(PyTorch):
         self.assertEqual(len(self.expect_line(launched, "finished after 8 steps in attempt 1$")), 2)
 
 
+class Package(PyTorch):
+    """What `ddp_run` does with the collectives of PyTorch."""
+
+    def launch_stoppable(self):
+        launched = self.launch("--nproc-per-node", 3, SCRIPTS / "stoppable.py")
+        for _ in range(3):
+            launched.wait_for(r"^\[\d\] training$")
+        return launched
+
+    def test_all_ranks_save_at_the_same_step_when_they_are_asked_to_stop(self):
+        launched = self.launch_stoppable()
+        launched.process.send_signal(signal.SIGTERM)
+        self.expect(launched, code=128 + signal.SIGTERM)
+        steps = [match[1] for match in self.expect_line(launched, r"^\[\d\] saved at step (\d+)$")]
+        self.assertEqual((len(steps), len(set(steps))), (3, 1), steps)
+
+    def test_a_rank_that_loses_a_peer_names_it(self):
+        launched = self.launch_stoppable()
+        os.kill(worker(launched, 1), signal.SIGKILL)
+        self.expect(launched, code=128 + signal.SIGKILL)
+        named = self.expect_line(launched, r"ddp_run.GenerationOver: rank 1 \(node .*\) died of SIGKILL$")
+        self.assertEqual(len(named), 2)
+
+
 class Example(PyTorch):
     def test_the_example_trains_and_goes_on_after_a_death(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -101,10 +135,7 @@ class Example(PyTorch):
             words = ["--nproc-per-node", 2, "--max-restarts", 3, ROOT / "examples/pytorch/train.py", checkpoint]
             launched = self.launch(*words)
             launched.wait_for("epoch 3 loss")
-            children = pathlib.Path(f"/proc/{launched.process.pid}/task").glob("*/children")
-            pids = [int(pid) for file in children for pid in file.read_text().split()]
-            victim = next(pid for pid in pids if b"\0RANK=1\0" in pathlib.Path(f"/proc/{pid}/environ").read_bytes())
-            os.kill(victim, signal.SIGKILL)
+            os.kill(worker(launched, 1), signal.SIGKILL)
             self.expect(launched)
             epochs = self.expect_line(launched, r"^\[0\] epoch (\d+) loss ([0-9.]+)$")
             losses = {int(match[1]): float(match[2]) for match in epochs}

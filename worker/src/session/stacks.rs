@@ -24,8 +24,6 @@ const ANSWER_BOUND: Duration = Duration::from_millis(50);
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;
-/// End of the name of [`note`], and of the file that it is in: without full debug information names are short.
-const HANDLER: (&str, &str) = ("note", "session/stacks.rs");
 /// Functions below the first one that matters to anybody.
 const BEGINNINGS: [&str; 4] = [
     "__rust_begin_short_backtrace",
@@ -54,7 +52,7 @@ pub(super) fn capture() -> String {
     if !listen(signal) {
         return "the stacks cannot be captured: the signal for it is not to be had\n".to_owned();
     }
-    let me = nix::unistd::gettid().as_raw();
+    let me = this_thread();
     let mut threads: Vec<i32> = fs::read_dir("/proc/self/task")
         .into_iter()
         .flatten()
@@ -97,8 +95,7 @@ extern "C" fn note(_signal: c_int) {
 }
 
 fn note_place() {
-    // SAFETY: plain system call without arguments.
-    let me = unsafe { libc::syscall(libc::SYS_gettid) } as i32;
+    let me = this_thread();
     let (mut frames, mut count) = ([0; MAX_FRAMES], 0);
     let keep = |frame: &backtrace::Frame| {
         frames[count] = frame.ip() as usize;
@@ -115,6 +112,12 @@ fn note_place() {
         }
         COUNT.store(count, Ordering::Release);
     }
+}
+
+/// The number of this thread in the kernel. Not through glibc, which has a function for it since 2.30 only.
+fn this_thread() -> i32 {
+    // SAFETY: plain system call without arguments.
+    unsafe { libc::syscall(libc::SYS_gettid) as i32 }
 }
 
 /// The return addresses of one thread; none if it does not answer.
@@ -151,17 +154,22 @@ fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
 /// A line a function, without the frames of the handler itself and of the thread's beginning.
 fn describe(frames: &[usize], text: &mut String) {
     let functions: Vec<(String, String)> = frames.iter().flat_map(|frame| functions_at(*frame)).collect();
-    let (handler, file) = HANDLER;
     // What is nearer than the handler is its own doing.
     let first = functions
         .iter()
-        .rposition(|(name, place)| name.ends_with(handler) && place.contains(file))
+        .rposition(|(name, place)| is_handler(name, place))
         .map_or(0, |handler| handler + 1);
     for (name, place) in &functions[first..] {
         if !BEGINNINGS.iter().any(|begin| name.contains(begin)) {
             let _ = writeln!(text, "  {name}{place}");
         }
     }
+}
+
+/// Whether a frame is [`note`]'s. With line tables the name is short and the file is known; a program without them has
+/// the whole path in its symbols.
+fn is_handler(name: &str, place: &str) -> bool {
+    name.ends_with("session::stacks::note") || name.ends_with("note") && place.contains("session/stacks.rs")
 }
 
 /// The function that an address is in, preceded by those that were inlined there; none without symbols. Each with
@@ -186,6 +194,14 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
+
+    #[test]
+    fn the_handler_is_known_with_and_without_line_tables() {
+        assert!(is_handler("note", " at worker/src/session/stacks.rs:92"));
+        assert!(is_handler("ddp_worker::session::stacks::note", ""));
+        assert!(!is_handler("note", " at src/main.rs:1"));
+        assert!(!is_handler("ddp_worker::session::stacks::note_place", ""));
+    }
 
     #[inline(never)]
     fn wait_in_a_function_with_this_name(gate: &std::sync::mpsc::Receiver<()>) {

@@ -26,7 +26,7 @@ impl Driver<'_> {
             self.told_unwatched = true;
             self.console.say(&format!(
                 "`--hang-timeout` watches nothing: no worker of this node has sent a heartbeat in {} s\n  \
-                 hint: programs send them over the control socket, as in `examples/pytorch/train.py`",
+                 hint: Python scripts send them with `ddp_run.heartbeat(step)` (`pip install ddp-run`)",
                 bound.as_secs_f64()
             ));
         }

@@ -6,22 +6,25 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "tests/torch/scripts"
+# The folder that has the package `ddp_run`; empty: the interpreter finds it.
+PACKAGE_PATH = os.environ.get("PACKAGE_PATH", str(ROOT / "python"))
+DDP_RUN = os.environ.get("DDP_RUN", str(ROOT / "target/debug/ddp-run"))
 # For a machine that is busy with other things: `import torch` alone may take half a minute there.
 PATIENCE_S = 240
 
 
 class Launched:
     def __init__(self, *words, env=None):
-        variables = {**os.environ, "PYTHON_EXEC": os.environ["PYTHON"], "PYTHONPATH": str(SCRIPTS), **(env or {})}
+        variables = {**os.environ, "PYTHON_EXEC": sys.executable, "PYTHONPATH": PACKAGE_PATH, **(env or {})}
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
             if name not in (env or {}):
                 variables.pop(name, None)
-        command = [os.environ["DDP_RUN"], *map(str, words)]
+        command = [DDP_RUN, *map(str, words)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(command, env=variables, text=True, errors="replace", **pipes)
         self.deadline = time.monotonic() + PATIENCE_S

@@ -1,0 +1,260 @@
+"""What a training script tells `ddp-run`, and learns from it. It needs nothing but Python.
+
+    import ddp_run
+
+    with ddp_run.stoppable(save) as boundary:
+        for step in range(first, steps):
+            train(step)
+            boundary(step)  # sends a heartbeat; after a stop request all ranks save here and exit
+
+Under another launcher, or without one, every call does nothing. No call waits longer than a few seconds for the
+launcher, and none raises because the launcher is gone. All functions are thread-safe and work in forked children.
+
+`proto/src/control.rs` in the repository of ddp-run documents the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, Callable
+
+__all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "sizes", "stop_requested", "stoppable"]
+
+PHASES = ("starting", "training", "validating", "saving", "finishing")
+# Longest time to connect or to write one message. A launcher that reads nothing for so long counts as gone.
+SEND_TIMEOUT_S = 5
+# How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
+CAUSE_TIMEOUT_S = 1.0
+# The protocol's longest line.
+MAX_LINE_BYTES = 1 << 20
+# Longest description of the threads of this process.
+MAX_STATE_CHARS = 64 << 10
+
+
+class GenerationOver(Exception):
+    """The launcher stops all ranks, and may restart them: another rank or node failed, or nodes join or leave."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        #: In words: "rank 5 (node `b`) died of SIGKILL".
+        self.cause = cause
+
+
+def generation() -> int:
+    """The number of times that the job's ranks were started so far: 1 at first, and outside of `ddp-run`."""
+    return int(os.environ.get("DDP_GENERATION") or 1)
+
+
+def heartbeat(step: int, phase: str = "training") -> None:
+    """Reports progress, for `--hang-timeout` and failure reports. Call it once per step.
+
+    `step` is the number of finished steps, `phase` one of `PHASES`.
+    """
+    if phase not in PHASES or step < 0:
+        raise ValueError(f"step {step} in phase `{phase}`: steps count from 0, phases are {', '.join(PHASES)}")
+    _launcher.say(type="heartbeat", step=int(step), phase=phase)
+
+
+def sizes(ranks_divide: int | None = None, ranks_multiple_of: int | None = None) -> None:
+    """Reports with how many ranks this job can continue when nodes join or leave (`--nnodes MIN:MAX`).
+
+    The number of ranks must divide the first argument, and be a multiple of the second. One rank calls it, once per
+    generation. Without it any number of ranks is accepted.
+    """
+    bounds = {"ranks_divide": ranks_divide, "ranks_multiple_of": ranks_multiple_of}
+    given = {name: int(bound) for name, bound in bounds.items() if bound is not None}
+    if any(bound < 1 for bound in given.values()):
+        raise ValueError(f"numbers of ranks are at least 1: {given}")
+    _launcher.say(type="sizes", **given)
+
+
+def stop_requested() -> bool:
+    """Whether `ddp-run` asked this rank to stop: it received a signal, or nodes join or leave.
+
+    Ranks may see the request one step apart; `stoppable` makes them agree. The first call tells the launcher that this
+    script handles requests: from then on a rank has half of `--shutdown-timeout` to save and to exit with 0 before a
+    signal follows. A script that calls neither this nor `stoppable` receives the signal at once.
+    """
+    _launcher.listen()
+    return _launcher.asked_to_stop.is_set()
+
+
+def check_generation() -> None:
+    """Raises `GenerationOver` if the generation is over."""
+    _launcher.listen()
+    if _launcher.cause is not None:
+        raise GenerationOver(_launcher.cause)
+
+
+@contextlib.contextmanager
+def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[[int], None]]:
+    """Saves and exits with 0 at a step boundary when the job is asked to stop.
+
+    Yields `boundary(step)`, which every rank calls once per step. It sends a heartbeat. If any rank was asked to stop,
+    all ranks leave the block there, call `save` and exit. A failure that another rank or node caused is raised as
+    `GenerationOver`.
+
+    `agree` combines the ranks' answers: it returns whether any rank was asked, so that no rank leaves the others
+    waiting in a collective. The default is a small all-reduce if `torch.distributed` is initialised.
+    """
+    agree, done = agree or _any_rank, 0
+    _launcher.listen()
+
+    def boundary(step: int) -> None:
+        nonlocal done
+        done = step
+        heartbeat(step)
+        check_generation()
+        if agree(stop_requested()):
+            raise _Stop
+
+    try:
+        yield boundary
+    except _Stop:
+        heartbeat(done, "saving")
+        save()
+        raise SystemExit(0) from None
+    except (RuntimeError, OSError) as error:  # what collectives raise when a peer is gone
+        if _launcher.over.wait(CAUSE_TIMEOUT_S) and _launcher.cause is not None:
+            raise GenerationOver(_launcher.cause) from error
+        raise
+
+
+class _Stop(BaseException):
+    """Leaves the block of `stoppable`, past every `except Exception` of the script."""
+
+
+def _any_rank(asked: bool) -> bool:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return asked
+    torch = sys.modules["torch"]
+    flag = torch.tensor(int(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+class _Launcher:
+    """The connection to the launcher. The first call opens it; once lost, it stays closed."""
+
+    def __init__(self) -> None:
+        self.asked_to_stop = threading.Event()
+        # Set as soon as `cause` is known, or never will be.
+        self.over = threading.Event()
+        self.cause: str | None = None
+        # Reentrant: a signal handler may interrupt a call of its own thread.
+        self._lock = threading.RLock()
+        self._socket: socket.socket | None = None
+        self._listens = False
+        self._is_lost = False
+        if "DDP_CONTROL" not in os.environ:
+            self._lose()
+
+    def say(self, **message: Any) -> None:
+        with self._lock:
+            if self._socket is None:
+                self._open(listens=False)
+            if self._socket is not None and not self._is_lost:
+                try:
+                    self._socket.sendall(_line(message))
+                except OSError:
+                    self._lose()
+
+    def listen(self) -> None:
+        """Tells the launcher that this script handles its requests."""
+        with self._lock:
+            if not self._listens:
+                self._open(listens=True)
+
+    def _open(self, listens: bool) -> None:
+        if self._is_lost:
+            return
+        local_rank = int(os.environ.get("DDP_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or 0)
+        place = {"local_rank": local_rank, "generation": generation(), "pid": os.getpid()}
+        # The first line says once whether this script listens, so listening needs a new connection.
+        self._listens, last, self._socket = listens, self._socket, None
+        try:
+            self._socket = opened = socket.socket(socket.AF_UNIX)
+            # Limits connecting and writing only: the reader waits for as long as it takes.
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+            opened.connect(os.environ["DDP_CONTROL"].replace("@", "\0", 1))
+            opened.sendall(_line({"type": "hello", "protocol": 1, "listens": listens, **place}))
+            threading.Thread(target=self._read, args=(opened,), name="ddp_run", daemon=True).start()
+        except (OSError, RuntimeError):  # the second: no thread can be started any more
+            self._lose()
+        if last is not None:
+            _hang_up(last)
+
+    def _lose(self) -> None:
+        self._is_lost = True
+        self.over.set()
+        if self._socket is not None:
+            _hang_up(self._socket)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            with connection.makefile("rb") as lines:
+                while (line := lines.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+                    self._receive(json.loads(line))
+        except (OSError, ValueError, RecursionError):
+            pass
+        with self._lock:
+            if connection is self._socket:
+                self._lose()
+
+    def _receive(self, message: Any) -> None:
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "stop_at_step_boundary":
+            self.asked_to_stop.set()
+        elif kind == "generation_over" and message.get("generation", 0) >= generation():
+            self.cause = str(message.get("cause"))
+            self.over.set()
+        elif kind == "describe":
+            self.say(type="state", text=_threads()[:MAX_STATE_CHARS])
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _threads() -> str:
+    """The stack of each thread of this process, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    text: list[str] = []
+    for thread in sorted(frames, key=lambda ident: ident != main):
+        if thread != threading.get_ident():
+            stack = traceback.extract_stack(frames[thread])
+            text.append(f"thread {names.get(thread, thread)}")
+            text += [f"  {frame.name} at {frame.filename}:{frame.lineno}" for frame in reversed(stack)]
+    return "\n".join(text) + "\n"
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # Wakes the reader; closing alone does not.
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+_launcher = _Launcher()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no reader, and must not write between its parent's lines."""
+    global _launcher
+    inherited, _launcher = _launcher._socket, _Launcher()
+    if inherited is not None and (descriptor := inherited.detach()) >= 0:
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,34 @@
+"""`python -m ddp_run train.py` runs `ddp-run train.py`, whose script runs under this Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+
+
+def find() -> str | None:
+    """The program among this Python's scripts, else the one in PATH."""
+    return shutil.which("ddp-run", path=os.pathsep.join(_folders())) or shutil.which("ddp-run")
+
+
+def _folders() -> list[str]:
+    """Where pip installs programs: for this environment, and for the user."""
+    return [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
+
+
+def main() -> None:
+    program = find()
+    if program is None:
+        sys.stderr.write(
+            f"error: `ddp-run` is neither in {' nor in '.join(f'`{folder}`' for folder in _folders())}, nor in PATH\n"
+            f"  hint: `{sys.executable} -m pip install --force-reinstall ddp-run` installs it\n"
+        )
+        sys.exit(127)
+    os.environ.setdefault("PYTHON_EXEC", sys.executable)
+    os.execv(program, ["ddp-run", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The package `ddp_run` against a control socket that the test plays. Every wait has a deadline."""
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import unittest
+from unittest import mock
+
+from launched import PACKAGE_PATH
+
+if PACKAGE_PATH:
+    sys.path.insert(0, PACKAGE_PATH)
+
+import ddp_run  # noqa: E402
+from ddp_run import __main__ as program  # noqa: E402
+
+PATIENCE_S = 60
+
+FORKS = """
+import os, ddp_run
+ddp_run.heartbeat(1)
+if child := os.fork():
+    os.waitpid(child, 0)
+    ddp_run.heartbeat(3)
+else:
+    ddp_run.heartbeat(2)
+"""
+
+
+class Connection:
+    """The launcher's end of one connection."""
+
+    def __init__(self, accepted):
+        accepted.settimeout(PATIENCE_S)
+        self.socket, self.lines = accepted, accepted.makefile("rb")
+
+    def next(self):
+        """The next message; none at the end."""
+        line = self.lines.readline()
+        return json.loads(line) if line else None
+
+    def say(self, **message):
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self):
+        self.lines.close()
+        self.socket.close()
+
+
+class Worker(unittest.TestCase):
+    """A worker, local rank 3 of generation 2, and the control socket that it knows."""
+
+    def setUp(self):
+        name = f"ddp-test-{secrets.token_hex(8)}"
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"\0{name}")
+        self.listener.listen()
+        self.listener.settimeout(PATIENCE_S)
+        self.addCleanup(self.listener.close)
+        place = {"DDP_CONTROL": f"@{name}", "DDP_GENERATION": "2", "LOCAL_RANK": "0", "DDP_LOCAL_RANK": "3"}
+        self.enter(mock.patch.dict(os.environ, place))
+        self.launcher = ddp_run._Launcher()
+        self.enter(mock.patch.object(ddp_run, "_launcher", self.launcher))
+        self.addCleanup(self.launcher._lose)
+
+    def enter(self, context):
+        context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+
+    def accept(self):
+        connection = Connection(self.listener.accept()[0])
+        self.addCleanup(connection.close)
+        return connection
+
+    def accept_listening(self):
+        """A connection of a worker that listens, after its greeting."""
+        self.assertFalse(ddp_run.stop_requested())
+        connection = self.accept()
+        self.assertTrue(connection.next()["listens"])
+        return connection
+
+    def expect_event(self, event):
+        self.assertTrue(event.wait(PATIENCE_S), "the message was not received")
+
+
+class Sending(Worker):
+    def test_the_greeting_names_the_place_and_heartbeats_follow(self):
+        ddp_run.heartbeat(7)
+        ddp_run.heartbeat(8, phase="saving")
+        ddp_run.sizes(ranks_divide=16, ranks_multiple_of=2)
+        ddp_run.sizes()
+        connection = self.accept()
+        place = {"local_rank": 3, "generation": 2, "pid": os.getpid()}
+        self.assertEqual(connection.next(), {"type": "hello", "protocol": 1, "listens": False, **place})
+        self.assertEqual(connection.next(), {"type": "heartbeat", "step": 7, "phase": "training"})
+        self.assertEqual(connection.next(), {"type": "heartbeat", "step": 8, "phase": "saving"})
+        self.assertEqual(connection.next(), {"type": "sizes", "ranks_divide": 16, "ranks_multiple_of": 2})
+        self.assertEqual(connection.next(), {"type": "sizes"})
+
+    def test_what_the_launcher_would_skip_is_refused(self):
+        for call in (
+            lambda: ddp_run.heartbeat(1, "dreaming"),
+            lambda: ddp_run.heartbeat(-1),
+            lambda: ddp_run.sizes(ranks_divide=0),
+        ):
+            self.assertRaises(ValueError, call)
+
+    def test_threads_write_whole_lines_in_one_connection(self):
+        threads = [
+            threading.Thread(target=lambda first=first: [ddp_run.heartbeat(first + n) for n in range(100)])
+            for first in range(0, 800, 100)
+        ]
+        for thread in threads:
+            thread.start()
+        connection = self.accept()
+        self.assertEqual(connection.next()["type"], "hello")
+        self.assertEqual(sorted(connection.next()["step"] for _ in range(800)), list(range(800)))
+        for thread in threads:
+            thread.join(PATIENCE_S)
+
+    def test_a_forked_child_speaks_for_itself(self):
+        ddp_run.heartbeat(1)
+        parent = self.accept()
+        forks = subprocess.Popen([sys.executable, "-c", FORKS], env={**os.environ, "PYTHONPATH": PACKAGE_PATH})
+        connections = [self.accept(), self.accept()]
+        self.assertEqual(forks.wait(PATIENCE_S), 0)
+        pids = {connection.next()["pid"] for connection in connections}
+        self.assertEqual(len(pids), 2)
+        steps = [[message["step"] for message in iter(connection.next, None)] for connection in connections]
+        self.assertEqual(steps, [[1, 3], [2]])
+        self.assertEqual(parent.next()["pid"], os.getpid())
+
+
+class Listening(Worker):
+    def test_the_first_question_replaces_a_connection_that_only_sends(self):
+        ddp_run.heartbeat(1)
+        sends = self.accept()
+        self.accept_listening()
+        self.assertEqual([sends.next()["type"], sends.next()["type"], sends.next()], ["hello", "heartbeat", None])
+        ddp_run.heartbeat(2)
+        self.assertFalse(self.launcher._is_lost)
+
+    def test_a_request_to_stop(self):
+        connection = self.accept_listening()
+        connection.say(type="of a newer build")
+        connection.say(type="stop_at_step_boundary", cause="SIGTERM")
+        self.expect_event(self.launcher.asked_to_stop)
+        self.assertTrue(ddp_run.stop_requested())
+
+    def test_the_end_of_this_generation_and_not_of_an_earlier_one(self):
+        connection = self.accept_listening()
+        connection.say(type="generation_over", generation=1, cause="long ago")
+        connection.say(type="generation_over", generation=2, cause="rank 5 (node `b`) died of SIGKILL")
+        self.expect_event(self.launcher.over)
+        with self.assertRaises(ddp_run.GenerationOver) as raised:
+            ddp_run.check_generation()
+        self.assertEqual(raised.exception.cause, "rank 5 (node `b`) died of SIGKILL")
+
+    def test_a_launcher_that_asks_what_a_worker_does_gets_its_stacks(self):
+        gate = threading.Event()
+        thread = threading.Thread(target=lambda: gate.wait(PATIENCE_S), name="waits for the test")
+        thread.start()
+        connection = self.accept_listening()
+        connection.say(type="describe")
+        answer = connection.next()
+        gate.set()
+        thread.join(PATIENCE_S)
+        self.assertEqual(answer["type"], "state")
+        # The main thread first, its innermost call on top, with the place in the file.
+        self.assertRegex(answer["text"], r"^thread MainThread\n  \S+ at .*:\d+\n")
+        self.assertIn(f"  {self._testMethodName} at {__file__}:", answer["text"])
+        self.assertIn("thread waits for the test\n", answer["text"])
+
+
+class Stopping(Worker):
+    def ask_to_stop(self):
+        connection = self.accept_listening()
+        connection.say(type="stop_at_step_boundary", cause="SIGTERM")
+        self.expect_event(self.launcher.asked_to_stop)
+        return connection
+
+    def test_at_a_boundary_it_saves_and_exits_with_0(self):
+        connection, saved = self.ask_to_stop(), []
+        with self.assertRaises(SystemExit) as left, ddp_run.stoppable(lambda: saved.append(9)) as boundary:
+            try:
+                boundary(9)
+            except Exception:
+                self.fail("the script caught what ends it")
+            self.fail("the boundary was passed")
+        self.assertEqual((left.exception.code, saved), (0, [9]))
+        beats = [connection.next() for _ in range(2)]
+        self.assertEqual([(beat["step"], beat["phase"]) for beat in beats], [(9, "training"), (9, "saving")])
+
+    def test_no_rank_leaves_before_all_agree(self):
+        self.ask_to_stop()
+        answers, asked, saved = [False, True], [], []
+
+        def agree(own):
+            asked.append(own)
+            return answers.pop(0)
+
+        with self.assertRaises(SystemExit), ddp_run.stoppable(lambda: saved.append(1), agree) as boundary:
+            boundary(1)
+            self.assertEqual(saved, [])
+            boundary(2)
+        self.assertEqual((asked, saved), ([True, True], [1]))
+
+    def test_a_block_that_is_not_asked_to_stop_ends_as_it_would(self):
+        with ddp_run.stoppable(self.fail) as boundary:
+            boundary(1)
+        with self.assertRaises(KeyError), ddp_run.stoppable(self.fail):
+            raise KeyError("the script's own")
+
+    def test_the_failure_of_a_peer_is_named_instead_of_what_it_broke(self):
+        connection = self.accept_listening()
+        connection.say(type="generation_over", generation=2, cause="rank 1 died of SIGKILL")
+        with self.assertRaises(ddp_run.GenerationOver) as raised, ddp_run.stoppable(self.fail):
+            raise RuntimeError("connection closed by peer")
+        self.assertEqual(str(raised.exception), "rank 1 died of SIGKILL")
+        self.assertEqual(str(raised.exception.__cause__), "connection closed by peer")
+
+    def test_a_failure_of_its_own_stays_what_it_is(self):
+        self.enter(mock.patch.object(ddp_run, "CAUSE_TIMEOUT_S", 0))
+        with self.assertRaisesRegex(RuntimeError, "out of memory"), ddp_run.stoppable(self.fail):
+            raise RuntimeError("out of memory")
+
+
+class WithoutLauncher(Worker):
+    def expect_nothing(self):
+        """Every call, as often as a script may make it."""
+        for step in range(100):
+            ddp_run.heartbeat(step)
+            ddp_run.check_generation()
+        ddp_run.sizes(ranks_divide=4)
+        self.assertFalse(ddp_run.stop_requested())
+        with self.assertRaises(RuntimeError), ddp_run.stoppable(self.fail) as boundary:
+            boundary(1)
+            raise RuntimeError("does not wait for a cause")
+
+    def test_nothing_happens_outside_of_ddp_run(self):
+        del os.environ["DDP_CONTROL"], os.environ["DDP_GENERATION"]
+        self.enter(mock.patch.object(ddp_run, "_launcher", ddp_run._Launcher()))
+        threads = threading.active_count()
+        self.expect_nothing()
+        self.assertEqual((ddp_run.generation(), threading.active_count()), (1, threads))
+
+    def test_a_launcher_that_was_never_there(self):
+        self.listener.close()
+        self.expect_nothing()
+
+    def test_a_launcher_that_is_gone(self):
+        connection = self.accept_listening()
+        connection.close()
+        self.expect_event(self.launcher.over)
+        self.expect_nothing()
+
+    def test_a_launcher_that_reads_nothing_does_not_hold_up_the_script(self):
+        self.enter(mock.patch.object(ddp_run, "SEND_TIMEOUT_S", 1))
+        for step in range(1_000_000):
+            ddp_run.heartbeat(step)
+            if self.launcher._is_lost:
+                break
+        self.assertTrue(self.launcher._is_lost)
+        self.expect_nothing()
+
+    def test_a_line_without_end_ends_the_connection(self):
+        connection = self.accept_listening()
+        sent = 0
+        with self.assertRaises(OSError):
+            while sent < 4 * ddp_run.MAX_LINE_BYTES:
+                sent += connection.socket.send(b"x" * 65536)
+        self.expect_event(self.launcher.over)
+        self.expect_nothing()
+
+    def test_what_is_no_message_ends_the_connection_or_is_skipped(self):
+        connection = self.accept_listening()
+        connection.socket.sendall(b'[1]\n"x"\n{}\n{"type":["describe"]}\n')
+        connection.say(type="describe")
+        self.assertEqual(connection.next()["type"], "state")
+        connection.socket.sendall(b"[" * 100_000 + b"\n")
+        self.expect_event(self.launcher.over)
+        self.expect_nothing()
+
+
+class Program(unittest.TestCase):
+    def test_the_program_of_this_environment_comes_before_the_one_in_the_path(self):
+        def which(name, path=None):
+            return f"{path or 'PATH'}/{name}"
+
+        with mock.patch("shutil.which", which):
+            self.assertEqual(program.find(), f"{os.pathsep.join(program._folders())}/ddp-run")
+        with mock.patch("shutil.which", lambda name, path=None: None if path else f"PATH/{name}"):
+            self.assertEqual(program.find(), "PATH/ddp-run")
+
+    def test_a_missing_program_is_named_with_the_remedy(self):
+        with mock.patch.object(program, "find", lambda: None), mock.patch("sys.stderr") as stderr:
+            with self.assertRaises(SystemExit) as left:
+                program.main()
+        self.assertEqual(left.exception.code, 127)
+        self.assertIn("pip install --force-reinstall ddp-run", stderr.write.call_args.args[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
