@@ -198,7 +198,7 @@ impl Rendezvous for Service {
         match self.ask(Request::Status(job.clone(), answer), reply).await? {
             Some(reply) => Ok(Response::new(reply)),
             None => Err(Status::not_found(format!(
-                "there is no job `{job}` at this daemon"
+                "this daemon has no job `{job}`"
             ))),
         }
     }

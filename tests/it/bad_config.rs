@@ -207,7 +207,7 @@ fn what_all_ranks_say_alike_is_shown_once() {
     finished
         .expect_exit(2)
         .expect_stderr("first failure: rank ")
-        .expect_stderr(&format!("it says: {words}"));
+        .expect_stderr(&format!("message: {words}"));
     let said = finished.stderr();
     assert_eq!(said.matches(&format!("] error: {words}")).count(), 1, "{said}");
     assert_eq!(

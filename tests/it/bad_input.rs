@@ -155,6 +155,6 @@ fn a_log_directory_that_is_a_file() {
     let text = message(launch().flag("--log-dir", &file).target("true"), 2);
     insta::assert_snapshot!(text.replace(&file, "FILE"), @r"
         [ddp-run] error: cannot write `FILE`: Not a directory (os error 20)
-        [ddp-run]   hint: choose a writable place, for log files with `--log-dir`, for others with TMPDIR
+        [ddp-run]   hint: choose a writable directory: `--log-dir` for log files, TMPDIR for other files
         ");
 }

@@ -46,7 +46,7 @@ fn a_job_takes_in_a_node_that_comes_later() {
     first.wait_for("world 1 attempt 0");
     let mut second = node(&daemon, "1:2", &done).start();
     second.wait_for("world 2 attempt 0");
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     first.wait_for("world 2 attempt 0");
     std::fs::write(&done, "").expect("writable");
     first.finish().expect_exit(0);
@@ -74,7 +74,7 @@ fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
     let done = dir.path().join("done");
     let (mut first, second) = two_nodes(&daemon, &done);
     second.signal(Signal::SIGTERM);
-    first.wait_for("was stopped by SIGTERM; going on without it");
+    first.wait_for("was stopped by SIGTERM; continuing without it");
     first.wait_for("world 1 attempt 0");
     second.finish().expect_exit(143);
     let mut again = node(&daemon, "1:2", &done).start();
@@ -189,7 +189,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     let held = worker(first.pid(), "0");
     send(held, Signal::SIGSTOP);
     let second = start();
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
@@ -257,7 +257,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
     let held = worker(first.pid(), "0");
     send(held, Signal::SIGSTOP);
     let second = start();
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
@@ -271,7 +271,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
         send(pid, Signal::SIGSTOP);
     }
     let mut third = start();
-    third.wait_for("its workers can go on only with a number of ranks that divides 4");
+    third.wait_for("it can run only with a number of ranks that divides 4");
     let lost = worker(second.pid(), "2");
     second.signal(Signal::SIGKILL);
     eventually("the worker to go with its launcher", || {
@@ -371,13 +371,13 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     // The node that leaves is that of rank 0.
     let (mut first, mut second, held) = two_native_nodes(&daemon, "1:2", &job);
     first.signal(Signal::SIGTERM);
-    second.wait_for("was stopped by SIGTERM; going on without it");
+    second.wait_for("was stopped by SIGTERM; continuing without it");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut first);
     first
         .finish()
         .expect_exit(143)
-        .expect_stderr("if the other nodes go on, this one is taken in when it is started again");
+        .expect_stderr("if the other nodes continue, start this node again to rejoin the job");
     second.wait_for("going on with 1 rank instead of 2");
     second.wait_for(&format!("1500, resumed after {left_at}"));
 
@@ -386,7 +386,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     let held = worker(second.pid(), "0");
     send(held, Signal::SIGSTOP);
     let mut again = native_node(&daemon, "1:2", &job).flag("--node-rank", "0").start();
-    second.wait_for("joined; going on with 2 nodes");
+    second.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut second);
     again.wait_for(&format!("1500, resumed after {left_at}"));

@@ -131,13 +131,13 @@ fn exit_code_93_means_do_not_start_again() {
         .run();
     finished
         .expect_exit(93)
-        .expect_stderr("`sh` failed, and a restart cannot help");
+        .expect_stderr("`sh` failed; a restart cannot help");
     assert!(!finished.stderr().contains("restart 1"), "{}", finished.stderr());
 }
 
 #[test]
 fn a_program_that_always_fails_at_once_is_given_up_with_the_reason() {
-    let words = "`sh` failed, and the last 5 starts failed within 5 s each, without progress";
+    let words = "`sh` failed; the last 5 starts failed within 5 s each, without progress";
     let launch = launch().flag("--max-restarts", "100").shell("exit 3");
     launch.run().expect_exit(3).expect_stderr(words);
 }
@@ -154,7 +154,7 @@ fn a_port_that_was_taken_costs_no_restart() {
         .run();
     finished
         .expect_exit(0)
-        .expect_stderr("because its port was taken; starting again, no restart is spent");
+        .expect_stderr("because its port was in use; restarting without using up a restart");
     // A worker that always says so is not believed for ever.
     let always = launch()
         .flag("--max-restarts", "0")

@@ -34,7 +34,7 @@ fn the_exit_code_of_the_first_failure_is_passed_on() {
     assert!(end.stderr.contains("exited with code 42"), "{}", end.stderr);
     assert!(end.stderr.contains("      no such file"), "{}", end.stderr);
     assert!(
-        end.stderr.contains("rank 0: stopped by us with SIGTERM"),
+        end.stderr.contains("rank 0: terminated by ddp-run (SIGTERM)"),
         "{}",
         end.stderr
     );

@@ -96,7 +96,7 @@ impl Driver<'_> {
         });
         if matches!(exit_reason, ExitReason::Succeeded) && self.run_token.is_empty() {
             self.console.say(
-                "the job succeeded without this node: as a spare it was never needed, and started no worker",
+                "the job succeeded without this node, which stayed on standby and started no workers",
             );
         }
         if matches!(exit_reason, ExitReason::Stopped { .. }) {
