@@ -50,7 +50,7 @@ fn a_checkpoint_is_inspected_and_verified() {
     ckpt(job.dir(), &["verify", "."])
         .expect_exit(2)
         .expect_stderr("error: `.` holds no checkpoint")
-        .expect_stderr("hint: name a run's `out_dir`");
+        .expect_stderr("hint: give a run's `out_dir`");
     ckpt(job.dir(), &["inspect", "outt"])
         .expect_exit(2)
         .expect_stderr("error: `outt` does not exist");

@@ -106,7 +106,7 @@ fn the_doctor_finds_nothing_missing() {
         .expect_stdout("device 0             Emulated GPU, sm_90, 1.0 GiB")
         .expect_stdout("device 1")
         .expect_stdout("libnccl.so.2, 2.30.7")
-        .expect_stdout("nothing is missing");
+        .expect_stdout("no problems found");
 }
 
 #[test]

@@ -72,7 +72,7 @@ impl Pair {
         self.kill_the_daemon();
         self.bring_it_back();
         for node in &mut self.nodes {
-            node.wait_for("generation 1 runs on");
+            node.wait_for("generation 1 continues without a restart");
         }
     }
 
@@ -108,7 +108,7 @@ fn a_failure_after_the_outage_is_handled_as_before_it() {
     let [victim, _] = pair.workers();
     kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
     for node in &mut pair.nodes {
-        node.wait_for("restart 1 of 1");
+        node.wait_for("(1/1)");
         node.wait_for("in life 1");
     }
     for finished in pair.finish() {

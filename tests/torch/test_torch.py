@@ -73,7 +73,7 @@ class Failing(PyTorch):
                 launched.wait_for(rf"^\[0\] step {step}$")
                 os.kill(int(pids[str(rank)]), signal.SIGKILL)
                 self.expect(launched)
-                self.expect_line(launched, rf"rank {rank} \(node .*\) died of SIGKILL; restart 1 of 3")
+                self.expect_line(launched, rf"rank {rank} \(node .*\) died of SIGKILL; restarting (now|in .* s) \(1/3\)")
                 self.assertEqual(len(self.expect_line(launched, "finished in attempt 1$")), 2)
 
     def test_what_record_wrote_is_in_the_report(self):

@@ -104,7 +104,7 @@ fn when_the_budget_is_used_up_the_code_is_passed_on() {
     let daemon = Daemon::start(Policy::default());
     let end = launch(&daemon).max_restarts(2).sh("exit 7").start().wait();
     assert_eq!(end.code, 7);
-    assert!(end.stderr.contains("restart 2 of 2"), "{}", end.stderr);
+    assert!(end.stderr.contains("(2/2)"), "{}", end.stderr);
 }
 
 #[test]

@@ -68,7 +68,7 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
             .expect_stderr("that is more than the whole card, so another try would end the same")
             .expect_stderr("hint: lower `train.micro_batch`");
         assert!(
-            !finished.transcript().contains("restart 1 of"),
+            !finished.transcript().contains("; restarting "),
             "it is not tried again"
         );
     }
@@ -92,7 +92,7 @@ fn memory_that_others_hold_is_asked_for_again() {
     finished
         .expect_exit(1)
         .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
-        .expect_stderr("restart 1 of 1");
+        .expect_stderr("(1/1)");
     assert!(!finished.transcript().contains("more than the whole card"));
 }
 

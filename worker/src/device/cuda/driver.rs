@@ -549,7 +549,7 @@ pub enum Reach {
     NvLink,
     /// Directly, over PCI Express.
     Pcie,
-    /// Only through the host's memory.
+    /// Only through host memory.
     Host,
 }
 
