@@ -131,7 +131,11 @@ impl Alike<'_> {
                 let after = time
                     .filter(|time| time != "0.0 s")
                     .map_or_else(String::new, |time| format!(" after {time}"));
-                write!(text, "terminated by ddp-run ({}){end}{after}", signal_name(signal))
+                write!(
+                    text,
+                    "terminated by ddp-run ({}){end}{after}",
+                    signal_name(signal)
+                )
             }
             Why::Followed => write!(text, "{ending} as a consequence{later}"),
             Why::OnItsOwn if is_same => write!(text, "also {ending} with the same error{later}"),

@@ -88,8 +88,9 @@ fn what_is_said_once_is_not_repeated() {
         "  hint: take another".into(),
     ];
     let mut follower = end(1, Ending::Code(1), None, 40);
-    follower.message =
-        Some("rank 1 stopped: the generation is over: rank 0 (node `a`) exited with code 2".into());
+    follower.message = Some(
+        "rank 1 stopped: the launcher ended this generation: rank 0 (node `a`) exited with code 2".into(),
+    );
     follower.consequence = true;
     let exit_reason = job_over("", exit, "a");
     insta::assert_snapshot!(text(&exit_reason, &[end(0, Ending::Code(2), None, 0), follower], None), @r"

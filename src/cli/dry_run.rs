@@ -171,7 +171,10 @@ fn ranks_here(plan: &LaunchPlan) -> String {
     let workers = plan.workers;
     let (if_so, node) = match plan.node_rank {
         Some(rank) if rank.0 > 0 => (
-            format!(" if each lower-ranked node also has {}", counted(workers, "worker")),
+            format!(
+                " if each lower-ranked node also has {}",
+                counted(workers, "worker")
+            ),
             rank.0,
         ),
         None if plan.nodes.max > 1 => (" if its node rank is 0".to_owned(), 0),

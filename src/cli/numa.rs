@@ -98,7 +98,7 @@ fn homes(workers: usize, domains: &[Domain], topology: &Topology) -> (Vec<usize>
     }
     if gpus.len() < workers {
         let doubt = format!(
-            "the driver shows {} for {workers} workers, so the workers are spread evenly over the machine",
+            "the driver reports {} for {workers} workers, so the workers are spread evenly over the machine",
             counted(gpus.len(), "GPU")
         );
         return (spread, Some(doubt));

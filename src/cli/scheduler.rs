@@ -173,7 +173,8 @@ fn one_launcher_a_node(get: &impl Fn(&str) -> Option<String>) -> Result<(), CliE
                 "srun starts {tasks} copies of ddp-run on {}, expected one per node",
                 counted_nodes(&nodes)
             ),
-            hint: "pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node".to_owned(),
+            hint: "pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node"
+                .to_owned(),
         }),
         _ => Ok(()),
     }

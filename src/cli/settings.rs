@@ -273,11 +273,8 @@ impl Settings {
             if !NAMES.contains(&key.replace('-', "_").as_str()) {
                 return Err(refused(format!(": {}", unknown_key(&key))));
             }
-            let text = scalar(&value.value).map_err(|found| {
-                refused(format!(
-                    " is {found}, expected a single value, as for the flag"
-                ))
-            })?;
+            let text = scalar(&value.value)
+                .map_err(|found| refused(format!(" is {found}, expected a single value, as for the flag")))?;
             settings
                 .set(&key, &text)
                 .map_err(|message| refused(format!(" is `{text}`: {message}")))?;

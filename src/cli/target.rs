@@ -140,9 +140,7 @@ impl Target {
                     "`{display}` is a configuration and accepts no arguments, but `{}` follows it",
                     args[0].to_string_lossy()
                 ),
-                hint: format!(
-                    "override values with `--set`: `ddp-run {display} --set key=value`"
-                ),
+                hint: format!("override values with `--set`: `ddp-run {display} --set key=value`"),
             });
         }
         if kind != TargetKind::Native && !overrides.is_empty() {

@@ -116,7 +116,11 @@ impl Job {
         let reason = if enough && ready >= max {
             format!("{} joined", words::all(max))
         } else if enough && all_back {
-            format!("{} rejoined after generation {}", words::all(ready), self.generation)
+            format!(
+                "{} rejoined after generation {}",
+                words::all(ready),
+                self.generation
+            )
         } else if enough && timed_out {
             format!("{ready} of {} joined in time", words::nodes_within(min, max))
         } else if enough && !stopping {

@@ -439,9 +439,7 @@ impl Job {
 
 /// Why the workers of a node are stopped.
 fn started_again(generation: u64, why: &str) -> String {
-    format!(
-        "the rendezvous daemon was restarted{why}: restarting the workers of generation {generation}"
-    )
+    format!("the rendezvous daemon was restarted{why}: restarting the workers of generation {generation}")
 }
 
 /// The place that a node tells, if it can have been given it.

@@ -174,9 +174,7 @@ impl Job {
         if limits.is_open() || !has_room {
             return format!("{runs}; this node is on standby");
         }
-        format!(
-            "{runs}; it can run only with {limits}: this node stays on standby"
-        )
+        format!("{runs}; it can run only with {limits}: this node stays on standby")
     }
 
     /// Tells all spares of a generation that runs what they wait for.

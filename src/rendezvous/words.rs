@@ -107,7 +107,9 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
 
 /// Where the last heartbeat came from: `phase training, step 3` is " at step 3".
 fn last_seen(activity: &str) -> String {
-    let place = activity.strip_prefix("phase ").and_then(|rest| rest.split_once(", "));
+    let place = activity
+        .strip_prefix("phase ")
+        .and_then(|rest| rest.split_once(", "));
     match place {
         Some(("training", place)) => format!(" at {place}"),
         Some((phase, place)) => format!(" while {phase} at {place}"),

@@ -194,7 +194,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
     first.wait_for(
-        "going on with 2 ranks instead of 1: 1 micro-batch a step on each, the global batch stays 4",
+        "continuing with 2 ranks instead of 1: 1 micro-batch per step on each, the global batch stays 4",
     );
     first.wait_for(&format!("400, resumed after {left_at}"));
 
@@ -210,7 +210,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     send(held, Signal::SIGCONT);
     first.wait_for("was lost");
     first.wait_for(
-        "going on with 1 rank instead of 2: 2 micro-batches a step on each, the global batch stays 4",
+        "continuing with 1 rank instead of 2: 2 micro-batches per step on each, the global batch stays 4",
     );
     first.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
@@ -261,7 +261,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
-    first.wait_for("going on with 4 ranks instead of 2");
+    first.wait_for("continuing with 4 ranks instead of 2");
     first.wait_for(&format!("200, resumed after {left_at}"));
 
     // One step beyond a checkpoint of all.
@@ -306,12 +306,12 @@ fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
     again(3)
         .run()
         .expect_exit(2)
-        .expect_stderr("the run was trained in global batches of 4 samples, and 3 ranks")
+        .expect_stderr("the run was trained with a global batch of 4 samples, but 3 ranks")
         .expect_stderr("hint: 2 ranks can; ");
     again(1)
         .run()
         .expect_exit(0)
-        .expect_stdout("going on with 1 rank instead of 2");
+        .expect_stdout("continuing with 1 rank instead of 2");
     assert_eq!(metrics(&job.out()).len(), 4);
 }
 
@@ -378,7 +378,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
         .finish()
         .expect_exit(143)
         .expect_stderr("if the other nodes continue, start this node again to rejoin the job");
-    second.wait_for("going on with 1 rank instead of 2");
+    second.wait_for("continuing with 1 rank instead of 2");
     second.wait_for(&format!("1500, resumed after {left_at}"));
 
     // Started again, it is taken in; nothing tells it to resume.

@@ -367,7 +367,7 @@ fn a_rank_that_stands_still_is_named() {
         kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
         let finished = running.finish();
         assert_ne!(finished.code(), Some(0));
-        finished.expect_stderr("is given up").expect_stderr("rank 1");
+        finished.expect_stderr("is abandoned").expect_stderr("rank 1");
         expect_on_its_own_gpu(&finished);
     }
 }

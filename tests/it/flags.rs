@@ -132,7 +132,11 @@ fn exit_code_93_means_do_not_start_again() {
     finished
         .expect_exit(93)
         .expect_stderr("`sh` failed; a restart cannot help");
-    assert!(!finished.stderr().contains("restarting "), "{}", finished.stderr());
+    assert!(
+        !finished.stderr().contains("restarting "),
+        "{}",
+        finished.stderr()
+    );
 }
 
 #[test]
@@ -405,7 +409,7 @@ fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
             .set("parallel.shard_group=2")
             .target(repository("examples/single-node/train.yaml"))
     };
-    let words = "`parallel.shard_group` is 2, but 3 data-parallel ranks are not groups of 2";
+    let words = "`parallel.shard_group` is 2, but 3 data-parallel ranks cannot be divided into groups of 2";
     for flags in [&["--dry-run"][..], &[]] {
         launch()
             .words(flags)

@@ -69,7 +69,8 @@ fn a_rank_that_waits_for_another_node_is_not_ended_and_says_for_whom_it_waits() 
     waits.wait_for("rank 0 makes no progress but is not stopped: ");
     let written = eventually("what rank 0 does", || {
         let text = std::fs::read_to_string(job.out().join("logs/attempt_0/0/hang.txt")).ok()?;
-        text.contains("threads, as the kernel reports them:").then_some(text)
+        text.contains("threads, as the kernel reports them:")
+            .then_some(text)
     });
     assert!(written.contains(" for rank 1\n"), "{written}");
     kill(victim, Signal::SIGCONT).expect("a worker that is stopped");

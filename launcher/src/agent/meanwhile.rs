@@ -60,7 +60,11 @@ mod tests {
             (Phase::Undecided, 1, "a worker of this node failed"),
             (stopping(Then::AskDaemon), 1, "a worker of this node failed"),
             (stopping(Then::Rejoin), 1, "the workers are being stopped"),
-            (Phase::Leaving(ExitReason::Succeeded), 1, "the workers have exited"),
+            (
+                Phase::Leaving(ExitReason::Succeeded),
+                1,
+                "the workers have exited",
+            ),
         ];
         for (phase, generation, expected) in told {
             let said = words(&phase, Generation(generation));

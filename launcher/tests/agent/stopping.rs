@@ -204,8 +204,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     );
     assert_eq!(end.code, 143, "{}", end.stderr);
     // The freezer may have been faster than `exec`.
-    let named =
-        ["tail", "sh"].map(|name| format!("cannot kill processes: {pid} (`{name}`, state D"));
+    let named = ["tail", "sh"].map(|name| format!("cannot kill processes: {pid} (`{name}`, state D"));
     assert!(
         named.iter().any(|words| end.stderr.contains(words)),
         "{}",

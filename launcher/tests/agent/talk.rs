@@ -492,7 +492,8 @@ fn work_that_is_done_is_a_success_though_the_daemon_is_gone_at_the_end() {
     let end = without_a_verdict(|launch| launch);
     assert_eq!(end.code, 0, "{}", end.stderr);
     assert!(end.stderr.contains("exit code 0 then"), "{}", end.stderr);
-    let said = "the workers of this node succeeded; assuming that the job succeeded too: rendezvous daemon at `";
+    let said =
+        "the workers of this node succeeded; assuming that the job succeeded too: rendezvous daemon at `";
     assert!(end.stderr.contains(said), "{}", end.stderr);
     assert!(!end.stderr.contains("error: "), "{}", end.stderr);
 
@@ -560,11 +561,7 @@ fn a_worker_without_heartbeats_has_failed() {
         .hang_timeout(std::time::Duration::from_millis(300));
     let end = launch.start().wait();
     assert!(matches!(end.code, 134 | 137), "{} {}", end.code, end.stderr);
-    assert!(
-        end.stderr.contains("hung: no heartbeat for"),
-        "{}",
-        end.stderr
-    );
+    assert!(end.stderr.contains("hung: no heartbeat for"), "{}", end.stderr);
     assert!(end.stderr.contains("phase training, step 3"), "{}", end.stderr);
 }
 
@@ -630,5 +627,8 @@ fn a_worker_that_waits_for_a_rank_of_another_node_is_not_ended() {
         written.contains("all-reduce #7 of `world` has waited "),
         "{written}"
     );
-    assert!(written.contains("threads, as the kernel reports them:\nthread "), "{written}");
+    assert!(
+        written.contains("threads, as the kernel reports them:\nthread "),
+        "{written}"
+    );
 }

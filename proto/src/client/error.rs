@@ -167,8 +167,7 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
 }
 
 /// What to do where no server answers at the endpoint.
-const IS_IT_THERE: &str =
-    "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there and that its port is open";
+const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there and that its port is open";
 /// What to do where the endpoint's name leads nowhere.
 const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP address";
 

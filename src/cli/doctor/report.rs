@@ -209,7 +209,7 @@ fn findings(facts: &Facts) -> Vec<Finding> {
             Some(Err(error)) => error.as_str(),
             _ => "the driver reports no device",
         };
-        let why = Finding::of(why, "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above");
+        let why = Finding::of(why, "check `nvidia-smi`, and CUDA_VISIBLE_DEVICES above");
         found.push(Finding::new(
             format!("no usable device: {}", why.problem),
             why.hint,
@@ -255,11 +255,7 @@ fn host_findings(facts: &Facts) -> Vec<Finding> {
 fn library_findings(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for library in facts.libraries.iter().filter(|library| library.at.is_none()) {
-        let problem = format!(
-            "`{}` not found ({})",
-            library.kind.stem(),
-            library.kind.purpose()
-        );
+        let problem = format!("`{}` not found ({})", library.kind.stem(), library.kind.purpose());
         found.push(Finding::new(problem, library.kind.hint()));
     }
     let Some(described) = &facts.described else {
@@ -394,9 +390,9 @@ mod tests {
         insta::assert_snapshot!(missing, @r"
 
         - `libnccl.so` not found (collectives between GPUs)
-          hint: `pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`
-        - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which is for CUDA 12.8
-          hint: `pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or a driver for CUDA 13
+          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
+        - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which supports CUDA 12.8
+          hint: `pip install nvidia-cuda-nvrtc-cu12` in an active Python environment, or a driver for CUDA 13
         ");
     }
 
@@ -415,8 +411,8 @@ mod tests {
         let (missing, _) = missing.split_once("\n  - `").expect("libraries are missing");
         insta::assert_snapshot!(missing, @r"
 
-        - GPU 1 (Tesla T4) is sm_75, and kernels are for sm_80 or later
-          hint: choose other GPUs with CUDA_VISIBLE_DEVICES, or train on the processor (`parallel.backend: cpu`)
+        - GPU 1 (Tesla T4) is sm_75, but the kernels need sm_80 or later
+          hint: choose other GPUs with CUDA_VISIBLE_DEVICES, or train on the CPU (`parallel.backend: cpu`)
         ");
     }
 
@@ -454,8 +450,8 @@ mod tests {
             .expect("more are missing");
         insta::assert_snapshot!(stub, @r"
 
-        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
-          hint: take `/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
+          hint: remove `/cuda/lib64/stubs` from LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's library is
         ");
     }
 }

@@ -23,7 +23,11 @@ fn a_node_that_comes_is_taken_in_after_a_while_at_a_step_boundary() {
     s.rejoin("a", 1, 2, 4).rejoin("b", 1, 2, 4);
     let (generation, next) = s.assignment("c");
     assert_eq!((generation, next.nodes.len(), next.node_rank), (2, 3, 2));
-    assert_eq!((next.restart_count, next.attempt), (0, 1), "this does not count as a restart");
+    assert_eq!(
+        (next.restart_count, next.attempt),
+        (0, 1),
+        "this does not count as a restart"
+    );
 }
 
 #[test]

@@ -138,8 +138,10 @@ impl Driver<'_> {
             }
             Some(Word::Assignment(assignment)) => {
                 if self.machine.is_running() && message.generation == self.machine.generation().0 {
-                    self.console
-                        .say(&format!("generation {} continues without a restart", message.generation));
+                    self.console.say(&format!(
+                        "generation {} continues without a restart",
+                        message.generation
+                    ));
                     self.daemon_link.last_waiting.clear();
                 }
                 self.event_log.put(LogEvent::Assigned {
