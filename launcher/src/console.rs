@@ -305,7 +305,7 @@ fn next_work(shared: &Shared) -> Work {
     if state.pieces.is_empty() {
         if state.dropped_lines > 0 {
             let dropped = std::mem::take(&mut state.dropped_lines);
-            let notice = format!("{OWN_PREFIX}{dropped} lines are not shown: the console was blocked\n");
+            let notice = format!("{OWN_PREFIX}{dropped} lines not shown: the console was blocked\n");
             work.pieces.push((Stream::Stderr, own(notice.into_bytes())));
         }
         work.last = state.closing;

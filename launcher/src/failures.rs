@@ -106,25 +106,25 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
         let after = when(failure.happened_ns - zero.unwrap_or_default());
         let host = &failure.hostname;
         let _ = match &failure.exit {
-            None => write!(text, "\n  {}, {after}", failure.node_gone),
+            None => write!(text, "\n  {} ({after})", failure.node_gone),
             Some(exit) if exit.consequence => {
                 // Of a node that is gone the others know before the daemon does.
                 let is_later = failure.happened_ns >= zero.unwrap_or_default();
                 let later = if is_later {
-                    format!(" {after}")
+                    format!(" ({after})")
                 } else {
                     String::new()
                 };
                 write!(
                     text,
-                    "\n  rank {} (node `{host}`): ended because of that{later} ({})",
+                    "\n  rank {} (node `{host}`): {} as a consequence{later}",
                     exit.rank,
                     Ending::of_message(exit)
                 )
             }
             Some(exit) => write!(
                 text,
-                "\n  rank {} (node `{host}`): {} on its own {after}",
+                "\n  rank {} (node `{host}`): {} ({after})",
                 exit.rank,
                 Ending::of_message(exit)
             ),
@@ -171,7 +171,7 @@ fn is_elsewhere(facts: &Facts<'_>, failure: &Failure) -> bool {
 fn when(after_ns: i64) -> String {
     let time = seconds(Duration::from_nanos(after_ns.unsigned_abs()));
     if after_ns < 0 {
-        format!("{time} before")
+        format!("{time} earlier")
     } else {
         format!("{time} later")
     }

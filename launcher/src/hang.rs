@@ -62,16 +62,16 @@ impl Beat {
         let silence = self.silence(now).as_secs_f64();
         let place = self.place(activity);
         if self.is_lost(now, bound) {
-            format!("is lost: hung, no heartbeat for {silence:.1} s ({place})")
+            format!("hung: no heartbeat for {silence:.1} s ({place})")
         } else {
-            format!("is stuck: it sends heartbeats, but nothing new for {silence:.1} s ({place})")
+            format!("hung: heartbeats arrive, but no progress for {silence:.1} s ({place})")
         }
     }
 
     /// That it is slow, in words.
     pub(crate) fn slowness(&self, activity: &str, now: Instant, bound: Duration) -> String {
         format!(
-            "is slow: nothing new for {:.1} s ({}); it counts as lost after {} s",
+            "is slow: no progress for {:.1} s ({}); treated as hung after {} s",
             self.silence(now).as_secs_f64(),
             self.place(activity),
             bound.as_secs_f64()
@@ -264,9 +264,9 @@ mod tests {
             at: now,
             ..beat(now, 61, 3)
         };
-        insta::assert_snapshot!(stuck.trouble("", now, bound), @"is stuck: it sends heartbeats, but nothing new for 61.0 s (phase training, step 3)");
-        insta::assert_snapshot!(beat(now, 62, 3).trouble("stage 1 of 2, forward of micro-batch 3", now, bound), @"is lost: hung, no heartbeat for 62.0 s (phase training, step 3, stage 1 of 2, forward of micro-batch 3)");
-        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"is slow: nothing new for 31.0 s (phase training, step 3); it counts as lost after 60 s");
+        insta::assert_snapshot!(stuck.trouble("", now, bound), @"hung: heartbeats arrive, but no progress for 61.0 s (phase training, step 3)");
+        insta::assert_snapshot!(beat(now, 62, 3).trouble("stage 1 of 2, forward of micro-batch 3", now, bound), @"hung: no heartbeat for 62.0 s (phase training, step 3, stage 1 of 2, forward of micro-batch 3)");
+        insta::assert_snapshot!(beat(now, 31, 3).slowness("", now, bound), @"is slow: no progress for 31.0 s (phase training, step 3); treated as hung after 60 s");
     }
 
     #[test]

@@ -113,35 +113,37 @@ impl<'a> Fate<'a> {
 impl Alike<'_> {
     /// Adds the line; `told` are the words of the first failure.
     fn tell(&self, text: &mut String, told: Option<&str>) {
-        let (their, say) = match self.ranks.len() {
-            1 => ("its", "it says"),
-            _ => ("their", "they say"),
-        };
         let _ = write!(text, "\n  {}: ", numbered("rank", &self.ranks));
         let (time, ending) = (self.time(), self.fate.ending);
         let later = time
             .as_ref()
-            .map_or_else(String::new, |time| format!(" {time} later"));
+            .map_or_else(String::new, |time| format!(" ({time} later)"));
+        // Ranks that read one configuration fail alike.
+        let is_same = told.is_some() && self.fate.words == told;
         let _ = match self.fate.why {
             Why::Stopped(signal) => {
                 let died_of_it = matches!(ending, Ending::Signal { signal: of, .. } if of == signal);
                 let end = if died_of_it {
                     String::new()
                 } else {
-                    format!(" ({ending})")
+                    format!(", {ending}")
                 };
-                let after = time.map_or_else(String::new, |time| format!(" after {time}"));
-                write!(text, "stopped by us with {}{after}{end}", signal_name(signal))
+                let after = time
+                    .filter(|time| time != "0.0 s")
+                    .map_or_else(String::new, |time| format!(" after {time}"));
+                write!(
+                    text,
+                    "terminated by ddp-run ({}){end}{after}",
+                    signal_name(signal)
+                )
             }
-            Why::Followed => write!(text, "ended because of that{later} ({ending})"),
-            Why::OnItsOwn => write!(text, "{ending} on {their} own{later}"),
+            Why::Followed => write!(text, "{ending} as a consequence{later}"),
+            Why::OnItsOwn if is_same => write!(text, "also {ending} with the same error{later}"),
+            Why::OnItsOwn => write!(text, "{ending}{later}"),
         };
-        let _ = match self.fate.words {
-            // Ranks that read one configuration fail alike.
-            Some(words) if Some(words) == told => write!(text, ": {say} the same"),
-            Some(words) => write!(text, ": {}", indented(words, "    ")),
-            None => Ok(()),
-        };
+        if let Some(words) = self.fate.words.filter(|_| !is_same) {
+            let _ = write!(text, ": {}", indented(words, "    "));
+        }
     }
 
     /// "0.1 s", "0.1 s to 30.2 s"; none if one of them ended before.

@@ -31,8 +31,8 @@ pub struct LogError {
 
 fn hint(cause: &io::Error) -> &'static str {
     match cause.kind() {
-        io::ErrorKind::AlreadyExists => "another run writes there: give each a `--log-dir` of its own",
-        _ => "choose a writable place, for log files with `--log-dir`, for others with TMPDIR",
+        io::ErrorKind::AlreadyExists => "another run writes there: give each run its own `--log-dir`",
+        _ => "choose a writable directory: `--log-dir` for log files, TMPDIR for other files",
     }
 }
 

@@ -96,7 +96,7 @@ pub(crate) enum StartError {
     #[error("{cause}")]
     Ended { child: Pid, cause: io::Error },
     /// It has not begun in time. The process was killed, and is to be reaped when it goes.
-    #[error("its program has not begun after {} s", .waited.as_secs_f64())]
+    #[error("its program did not start within {} s", .waited.as_secs_f64())]
     Stuck { waited: Duration },
 }
 
@@ -386,7 +386,7 @@ mod tests {
             }
         })
         .unwrap_err();
-        assert_eq!(error.to_string(), "its program has not begun after 0.02 s");
+        assert_eq!(error.to_string(), "its program did not start within 0.02 s");
         drop(end);
         let mut child = [0; size_of::<i32>()];
         number.read_exact(&mut child).unwrap();

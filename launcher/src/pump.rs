@@ -135,7 +135,7 @@ async fn read(tap: Tap, console: Console) {
         }
         let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(segment.text));
         if let Err(error) = duplicated {
-            console.say(&format!("filtered lines of rank {rank} end here: {error}"));
+            console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
             duplicate = None;
         }
     };
@@ -160,7 +160,7 @@ async fn read(tap: Tap, console: Console) {
         if let Some(file) = &mut log
             && let Err(error) = file.write_all(bytes)
         {
-            console.say(&format!("log files of rank {rank} end here: {error}"));
+            console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
             log = None;
         }
         splitter.push(bytes, |segment| take(segment, &mut feed));

@@ -73,7 +73,7 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
 fn job_failed(facts: &Facts<'_>, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
     let mut text = format!("error: `{}` failed", facts.program);
     if !no_restart.is_empty() {
-        let _ = write!(text, ", and {no_restart}");
+        let _ = write!(text, "; {no_restart}");
     }
     describe_failure(&mut text, facts, failure, host);
     let first_here = (host == facts.hostname).then_some(GlobalRank(failure.rank));
@@ -84,7 +84,7 @@ fn job_failed(facts: &Facts<'_>, no_restart: &str, failure: &WorkerExit, host: &
 fn after_error(facts: &Facts<'_>, error: &str) -> String {
     let mut text = format!("error: {error}");
     if let Some(failure) = facts.local_failure {
-        text.push_str("\nbefore that, on this node:");
+        text.push_str("\nearlier, on this node:");
         describe_failure(&mut text, facts, failure, facts.hostname);
         others(&mut text, facts, Some(GlobalRank(failure.rank)));
     }
@@ -113,7 +113,7 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     }
     if !failure.message.is_empty() {
         // What the agent found out about a worker that hung are not its words.
-        let lead = if found_hung { "" } else { "it says: " };
+        let lead = if found_hung { "" } else { "message: " };
         let indent = " ".repeat(4 + lead.len());
         let _ = write!(text, "\n    {lead}{}", indented(&failure.message, &indent));
     }
@@ -131,9 +131,9 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     if facts.output_unseen {
         // It is on the terminal, right above.
     } else if failure.stderr_tail.is_empty() {
-        text.push_str("\n    it wrote nothing to stderr");
+        text.push_str("\n    no output on stderr");
     } else if !repeats(&failure.stderr_tail, &failure.message) {
-        text.push_str("\n    last lines of its stderr:");
+        text.push_str("\n    last lines of stderr:");
         for line in &failure.stderr_tail {
             let _ = write!(text, "\n      {line}");
         }
@@ -141,8 +141,8 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     if here && lacks_a_module(failure, facts.executable) {
         let _ = write!(
             text,
-            "\n    hint: the interpreter was `{}`: install the module there, or choose another interpreter with \
-             PYTHON_EXEC or by activating its environment",
+            "\n    hint: the interpreter was `{}`: install the module there, or choose a different interpreter \
+             with PYTHON_EXEC or by activating its environment",
             facts.executable.display()
         );
     }
@@ -169,7 +169,7 @@ fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
     };
     match signal {
         libc::SIGKILL if out_of_memory => Some(
-            "possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile",
+            "possibly out of memory: the kernel's OOM killer killed a process of this control group at that time",
         ),
         libc::SIGKILL => Some(
             "not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or a `kill -9` by a person or program",
@@ -178,7 +178,7 @@ fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
             Some("not sent by ddp-run: the batch system, or a `kill` by a person or program")
         }
         libc::SIGSEGV | libc::SIGILL | libc::SIGFPE => Some("the program crashed"),
-        libc::SIGBUS => Some("the program crashed: often a shortage of shared memory, or a file cut short"),
+        libc::SIGBUS => Some("the program crashed: often too little shared memory, or a truncated file"),
         libc::SIGABRT => Some("the program aborted: its last lines say why"),
         _ => None,
     }

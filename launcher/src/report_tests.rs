@@ -88,16 +88,17 @@ fn what_is_said_once_is_not_repeated() {
         "  hint: take another".into(),
     ];
     let mut follower = end(1, Ending::Code(1), None, 40);
-    follower.message =
-        Some("rank 1 stopped: the generation is over: rank 0 (node `a`) exited with code 2".into());
+    follower.message = Some(
+        "rank 1 stopped: the launcher ended this generation: rank 0 (node `a`) exited with code 2".into(),
+    );
     follower.consequence = true;
     let exit_reason = job_over("", exit, "a");
     insta::assert_snapshot!(text(&exit_reason, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) exited with code 2 after 12.3 s at 22:13:20 UTC
-        it says: `out` already holds a run
+        message: `out` already holds a run
                  hint: take another
-      rank 1: ended because of that 0.0 s later (exited with code 1)
+      rank 1: exited with code 1 as a consequence (0.0 s later)
     ");
 }
 
@@ -113,7 +114,7 @@ fn ranks_that_fail_alike_are_told_without_their_words() {
     let text = text(&exit_reason, &[end(0, Ending::Code(2), None, 0), alike], None);
     assert_eq!(text.matches("is damaged").count(), 1, "{text}");
     assert!(
-        text.ends_with("\n  rank 1: exited with code 2 on its own 0.0 s later: it says the same"),
+        text.ends_with("\n  rank 1: also exited with code 2 with the same error (0.0 s later)"),
         "{text}"
     );
 }
@@ -125,9 +126,9 @@ fn a_module_that_is_missing_is_told_with_the_interpreter_of_this_node() {
     insta::assert_snapshot!(text(&job_over("", exit.clone(), "a"), &[], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) exited with code 1 after 12.3 s at 22:13:20 UTC
-        last lines of its stderr:
+        last lines of stderr:
           ModuleNotFoundError: No module named 'torch'
-        hint: the interpreter was `/opt/venv/bin/python3`: install the module there, or choose another interpreter with PYTHON_EXEC or by activating its environment
+        hint: the interpreter was `/opt/venv/bin/python3`: install the module there, or choose a different interpreter with PYTHON_EXEC or by activating its environment
     ");
     let elsewhere = text(&job_over("", exit, "b"), &[], None);
     assert!(
@@ -158,26 +159,26 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
     insta::assert_snapshot!(text(&job_over("", exit, "a"), &ends, None), @r"
     error: `train.yaml` failed
       first failure: rank 1 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
-        it says: ValueError: no data
+        message: ValueError: no data
         log file: logs/attempt_0/1/stderr.log
-        last lines of its stderr:
+        last lines of stderr:
           Traceback (most recent call last):
           ValueError: no data
-      rank 0: stopped by us with SIGTERM after 1.0 s
-      rank 2: exited with code 1 on its own 0.0 s later: all-reduce 17 failed: rank 1 is gone
-      rank 3: stopped by us with SIGTERM after 1.1 s (exited with code 143)
-      rank 4: stopped by us with SIGKILL after 31.0 s
+      rank 0: terminated by ddp-run (SIGTERM) after 1.0 s
+      rank 2: exited with code 1 (0.0 s later): all-reduce 17 failed: rank 1 is gone
+      rank 3: terminated by ddp-run (SIGTERM), exited with code 143 after 1.1 s
+      rank 4: terminated by ddp-run (SIGKILL) after 31.0 s
     ");
 }
 
 #[test]
 fn sigkill_was_not_sent_by_us() {
-    let exit_reason = job_over("all 3 restarts are used up", failure(0, KILLED), "a");
+    let exit_reason = job_over("no restarts left (3/3 used)", failure(0, KILLED), "a");
     insta::assert_snapshot!(text(&exit_reason, &[], None), @r"
-    error: `train.yaml` failed, and all 3 restarts are used up
+    error: `train.yaml` failed; no restarts left (3/3 used)
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
         not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or a `kill -9` by a person or program
-        it wrote nothing to stderr
+        no output on stderr
     ");
 }
 
@@ -205,8 +206,8 @@ fn a_sigkill_while_the_oom_killer_struck() {
     insta::assert_snapshot!(text(&exit_reason, &[], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
-        possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile
-        it wrote nothing to stderr
+        possibly out of memory: the kernel's OOM killer killed a process of this control group at that time
+        no output on stderr
     ");
 }
 
@@ -224,8 +225,8 @@ fn a_crash_on_another_node() {
       first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC by that node's clock
         the program crashed
         log file on `b`: /logs/attempt_0/7/stderr.log
-        it wrote nothing to stderr
-      rank 0: stopped by us with SIGTERM after 0.2 s
+        no output on stderr
+      rank 0: terminated by ddp-run (SIGTERM) after 0.2 s
     ");
 }
 
@@ -240,7 +241,7 @@ fn a_job_that_ended_without_a_failed_worker() {
     };
     insta::assert_snapshot!(text(&exit_reason, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: node `b` was stopped by SIGTERM
-      rank 0: stopped by us with SIGTERM after 0.2 s
+      rank 0: terminated by ddp-run (SIGTERM) after 0.2 s
     ");
 }
 
@@ -255,8 +256,8 @@ fn stopped_by_a_signal() {
     ];
     insta::assert_snapshot!(text(&ExitReason::Stopped { signal: 2 }, &ends, None), @r"
     stopped by SIGINT
-      rank 1: stopped by us with SIGKILL after 1 min 1 s
-      ranks 2, 3: stopped by us with SIGINT after 0.1 s
+      rank 1: terminated by ddp-run (SIGKILL) after 1 min 1 s
+      ranks 2, 3: terminated by ddp-run (SIGINT) after 0.1 s
     ");
 }
 
@@ -288,13 +289,13 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
     insta::assert_snapshot!(text(&job_over("", failure(41, Ending::Code(42)), "a"), &ends, None), @r"
     error: `train.yaml` failed
       first failure: rank 41 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
-        it wrote nothing to stderr
-      ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: stopped by us with SIGTERM after 0.0 s to 0.3 s
-      rank 7: stopped by us with SIGKILL after 30.1 s
-      ranks 9, 11: stopped by us with SIGTERM after 0.0 s to 0.1 s (exited with code 143)
-      ranks 20, 23: exited with code 1 on their own 0.0 s later: all-reduce 17 failed
-      rank 22: exited with code 1 on its own 0.0 s later: no more data
-      ranks 50 to 52: ended because of that 0.5 s later (exited with code 1)
+        no output on stderr
+      ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: terminated by ddp-run (SIGTERM) after 0.0 s to 0.3 s
+      rank 7: terminated by ddp-run (SIGKILL) after 30.1 s
+      ranks 9, 11: terminated by ddp-run (SIGTERM), exited with code 143 after 0.0 s to 0.1 s
+      ranks 20, 23: exited with code 1 (0.0 s later): all-reduce 17 failed
+      rank 22: exited with code 1 (0.0 s later): no more data
+      ranks 50 to 52: exited with code 1 as a consequence (0.5 s later)
     ");
 }
 
@@ -307,9 +308,9 @@ fn a_daemon_that_is_gone_after_a_failure() {
     let exit = failure(1, Ending::Code(3));
     insta::assert_snapshot!(text(&exit_reason, &[], Some(&exit)), @r"
     error: rendezvous daemon at `node0:29400` cannot be reached
-    before that, on this node:
+    earlier, on this node:
       first failure: rank 1 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
-        it wrote nothing to stderr
+        no output on stderr
     ");
 }
 
@@ -379,11 +380,11 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
     insta::assert_snapshot!(text_of_many(&exit_reason, &here, None, &failures), @r"
     error: `train.yaml` failed
       first failure: rank 5 (node `b`, pid 4711) exited with code 42 at 22:13:20 UTC by that node's clock
-        it wrote nothing to stderr
-      rank 0: exited with code 1 on its own 0.1 s later
-      rank 1: stopped by us with SIGTERM after 0.2 s
-      rank 6 (node `c`): died of SIGKILL on its own 0.1 s before
-      rank 4 (node `b`): ended because of that 0.3 s later (exited with code 1)
+        no output on stderr
+      rank 0: exited with code 1 (0.1 s later)
+      rank 1: terminated by ddp-run (SIGTERM) after 0.2 s
+      rank 6 (node `c`): died of SIGKILL (0.1 s earlier)
+      rank 4 (node `b`): exited with code 1 as a consequence (0.3 s later)
       node `d` (node rank 3) was lost: no heartbeat for 9.0 s, 8.0 s later
     ");
 }
@@ -421,8 +422,8 @@ fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences()
     let gone = "node `b` (node rank 1) was lost: no heartbeat for 9.0 s";
     let exit_reason = ExitReason::JobOver {
         exit_code: 75,
-        reason: format!("{gone}; all 3 restarts are used up"),
-        no_restart: "all 3 restarts are used up".into(),
+        reason: format!("{gone}; no restarts left (3/3 used)"),
+        no_restart: "no restarts left (3/3 used)".into(),
         first_failure: None,
         signal: None,
     };
@@ -453,9 +454,9 @@ fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences()
         ..end(0, Ending::Code(1), None, 0)
     };
     insta::assert_snapshot!(text_of_many(&exit_reason, &[here], None, &failures), @r"
-    error: node `b` (node rank 1) was lost: no heartbeat for 9.0 s; all 3 restarts are used up
-      rank 0: ended because of that (exited with code 1)
-      rank 4 (node `c`): exited with code 1 on its own 0.5 s later
-      rank 5 (node `c`): ended because of that (exited with code 1)
+    error: node `b` (node rank 1) was lost: no heartbeat for 9.0 s; no restarts left (3/3 used)
+      rank 0: exited with code 1 as a consequence
+      rank 4 (node `c`): exited with code 1 (0.5 s later)
+      rank 5 (node `c`): exited with code 1 as a consequence
     ");
 }

@@ -101,8 +101,8 @@ impl Sinks {
         let (pen, mut words) = (self.pen_of(other), Vec::new());
         self.pens[pen].end_line(&mut words);
         let text = format!(
-            "{OWN_PREFIX}{name} cannot be written: {error}; what it does not take is lost, and the job goes on\n\
-             {OWN_PREFIX}  hint: with `--log-dir` all output is in files of its own too\n"
+            "{OWN_PREFIX}cannot write to {name}: {error}; its output is lost, and the job continues\n\
+             {OWN_PREFIX}  hint: `--log-dir` also writes all output to files\n"
         );
         words.extend_from_slice(text.as_bytes());
         // Should this one fail too, there is no place left to complain.
@@ -222,8 +222,8 @@ mod tests {
     fn what_a_stream_does_not_take_is_told_once_on_the_other() {
         insta::assert_snapshot!(stderr_beside(Sink::Full), @r"
         [0] asks:
-        [ddp-run] standard output cannot be written: No space left on device (os error 28); what it does not take is lost, and the job goes on
-        [ddp-run]   hint: with `--log-dir` all output is in files of its own too
+        [ddp-run] cannot write to standard output: No space left on device (os error 28); its output is lost, and the job continues
+        [ddp-run]   hint: `--log-dir` also writes all output to files
         ");
         assert_eq!(stderr_beside(Sink::Closed), "[0] asks:\n");
     }

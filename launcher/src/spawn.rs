@@ -102,7 +102,7 @@ pub enum SpawnError {
     },
     /// The system does not let a worker run on the cores chosen for it.
     #[error(
-        "worker {local_rank} of this node cannot be bound to its cores: {cause}\n  hint: the cores that this process may use have changed: start again, or leave out `--numa-binding`"
+        "worker {local_rank} of this node cannot be bound to its cores: {cause}\n  hint: the cores that this process may use have changed: start again, or omit `--numa-binding`"
     )]
     Cores {
         /// Local rank of the worker.
@@ -112,7 +112,7 @@ pub enum SpawnError {
     },
     /// The program is there, but the system has not begun it.
     #[error(
-        "program `{program}` has not begun on worker {local_rank} of this node after {} s\n  hint: does the file system that it lies on answer?",
+        "program `{program}` did not start on worker {local_rank} of this node within {} s\n  hint: check that the program's file system responds",
         .waited.as_secs_f64()
     )]
     Stuck {
@@ -163,7 +163,7 @@ impl SpawnError {
             Some(libc::EACCES | libc::EPERM) => "make it executable with `chmod +x`, or name its interpreter",
             Some(libc::ENOEXEC) => "is it built for this machine, or a script without a `#!` line?",
             Some(libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG) => "is the path right?",
-            Some(libc::E2BIG) => "arguments and environment are too long together",
+            Some(libc::E2BIG) => "the arguments and the environment together are too long",
             _ => {
                 return Self::Machine {
                     local_rank,
@@ -187,12 +187,12 @@ fn what_is_there(program: &Path) -> String {
         "give a path, or a name that is in `PATH`".to_owned()
     } else if here.is_dir() {
         format!(
-            "`{}` is a folder: give the path of a program in it",
+            "`{}` is a directory: give the path of a program in it",
             here.display()
         )
     } else {
         format!(
-            "did you mean `{}`? Names without a folder are looked for in `PATH`",
+            "did you mean `{}`? Names without a directory are searched for in `PATH`",
             here.display()
         )
     }
@@ -464,7 +464,7 @@ mod tests {
         let error = SpawnError::of_binding(&errno.into(), LocalRank(3)).unwrap();
         insta::assert_snapshot!(error, @r"
         worker 3 of this node cannot be bound to its cores: Invalid argument (os error 22)
-          hint: the cores that this process may use have changed: start again, or leave out `--numa-binding`
+          hint: the cores that this process may use have changed: start again, or omit `--numa-binding`
         ");
         let busy = io::Error::from_raw_os_error(libc::EAGAIN);
         assert_eq!(SpawnError::of_binding(&busy, LocalRank(3)), None);
@@ -497,8 +497,8 @@ mod tests {
             waited: START_PATIENCE,
         };
         insta::assert_snapshot!(stuck, @r"
-        program `./train` has not begun on worker 3 of this node after 600 s
-          hint: does the file system that it lies on answer?
+        program `./train` did not start on worker 3 of this node within 600 s
+          hint: check that the program's file system responds
         ");
     }
 }

@@ -43,7 +43,7 @@ impl ToldWaits {
             let goes_on = all().any(|(rank, wait)| told.is_of(rank, wait));
             if !goes_on {
                 lines.push(format!(
-                    "{}: {} waits no longer, after {:.1} s",
+                    "{}: {} stopped waiting after {:.1} s",
                     numbered("rank", &told.ranks),
                     told.operation,
                     now.saturating_duration_since(told.since).as_secs_f64()
@@ -92,7 +92,7 @@ mod tests {
         insta::assert_snapshot!(told.tell(&[(0, &waits(5200)), (1, &[])], now).join("\n"), @"rank 0: all-reduce #3 of `world` has waited 5.2 s for rank 1");
         assert!(told.tell(&[(0, &waits(9200)), (1, &[])], now).is_empty(), "once");
         let later = now + Duration::from_secs(7);
-        insta::assert_snapshot!(told.tell(&[(0, &[]), (1, &[])], later).join("\n"), @"rank 0: all-reduce #3 of `world` waits no longer, after 12.2 s");
+        insta::assert_snapshot!(told.tell(&[(0, &[]), (1, &[])], later).join("\n"), @"rank 0: all-reduce #3 of `world` stopped waiting after 12.2 s");
         assert!(told.tell(&[(0, &[]), (1, &[])], later).is_empty(), "once");
     }
 
@@ -115,7 +115,7 @@ mod tests {
         let workers: [(u32, &[PeerWait]); 4] = [(0, &next), (1, &second), (2, &other), (3, &next)];
         assert!(told.tell(&workers, now).is_empty(), "one of them still waits");
         let workers: [(u32, &[PeerWait]); 4] = [(0, &next), (1, &next), (2, &other), (3, &next)];
-        insta::assert_snapshot!(told.tell(&workers, now).join("\n"), @"ranks 0, 1, 3: all-reduce #3 of `world` waits no longer, after 5.0 s");
+        insta::assert_snapshot!(told.tell(&workers, now).join("\n"), @"ranks 0, 1, 3: all-reduce #3 of `world` stopped waiting after 5.0 s");
     }
 
     #[test]
@@ -123,7 +123,7 @@ mod tests {
         let (mut told, now) = (ToldWaits::default(), Instant::now());
         let connect = |waited_ms, peers| [wait("connect of `world`", waited_ms, peers)];
         assert_eq!(told.tell(&[(0, &connect(6000, "rank 1"))], now).len(), 1);
-        insta::assert_snapshot!(told.tell(&[(0, &connect(1000, "rank 9"))], now).join("\n"), @"rank 0: connect of `world` waits no longer, after 6.0 s");
+        insta::assert_snapshot!(told.tell(&[(0, &connect(1000, "rank 9"))], now).join("\n"), @"rank 0: connect of `world` stopped waiting after 6.0 s");
         insta::assert_snapshot!(told.tell(&[(0, &connect(5100, "rank 9"))], now).join("\n"), @"rank 0: connect of `world` has waited 5.1 s for rank 9");
     }
 

@@ -20,7 +20,7 @@ const QUEUE: usize = 1;
 /// The system has no thread for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "cannot make a thread to look up the host name `{host}`: {cause}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one; or give an address instead of the name"
+    "cannot start a thread to look up the host name `{host}`: {cause}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one; or use an address instead of the name"
 )]
 pub struct NoThread {
     /// The name that would have been looked up.

@@ -10,26 +10,26 @@ use super::settings::{NAMES, Settings};
 use super::target::TargetKind;
 use super::values;
 
-/// Start, synchronise and keep alive parallel training.
+/// Launch distributed training and restart it after failures.
 ///
 /// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by $PYTHON_EXEC or the
-/// environment's `python3 -u`) or any program. Everything after a script or a program belongs to it; after a `.yaml`,
-/// flags may go on. Flags may be spelled with `-` or `_`; a flag that is not given is taken from
-/// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flag) or,
-/// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). A flag that is given twice counts as given last.
+/// environment's `python3 -u`) or any program. Everything after a script or a program is passed to it; after a
+/// `.yaml`, more flags may follow. Flags may be spelled with `-` or `_`. A flag that is not given is taken from
+/// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flags) or,
+/// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). If a flag is repeated, the last one counts.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-run", version, max_term_width = 100, after_help = EXAMPLES, after_long_help = EXIT_CODES, infer_long_args = true, args_override_self = true)]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
 
-    /// Show what would be started, and start nothing
+    /// Show what would be started, without starting it
     ///
-    /// Says where each value comes from too.
+    /// Also shows where each value comes from.
     #[arg(long, alias = "dry_run")]
     dry_run: bool,
 
-    /// Print the completions of a shell (bash, zsh, fish, elvish, powershell); stands alone
+    /// Print completions for a shell (bash, zsh, fish, elvish, powershell); no other flags allowed
     #[arg(
         long,
         visible_alias = "print-completion",
@@ -47,7 +47,7 @@ pub struct Args {
 
     /// A `.yaml`, a `.py` or any program, and its arguments
     ///
-    /// Flags of ddp-run may follow a `.yaml`.
+    /// After a `.yaml`, flags of ddp-run may follow.
     #[arg(value_name = "TARGET", required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
@@ -59,13 +59,14 @@ Examples:
   ddp-run --nproc-per-node gpu train.yaml --set train.steps=20
   ddp-run --nnodes 2 --rdzv-endpoint node0:29400 train.yaml  # on each node
 
-`--help` has all flags, and the exit codes.";
+`--help` lists all flags and the exit codes.";
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
 SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
-73 the run's folder is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
-the job; 77 refused; 126, 127 the program cannot be executed, or does not exist.";
+73 the run's directory is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
+the job; 77 refused; 93 a worker failed and asked not to be restarted; 126, 127 the program cannot be \
+executed, or does not exist.";
 
 /// What stage two works on.
 #[derive(Debug)]
@@ -313,7 +314,7 @@ mod tests {
         assert!(
             short
                 .last()
-                .is_some_and(|line| line.starts_with("`--help` has all"))
+                .is_some_and(|line| line.starts_with("`--help` lists all"))
         );
         let frequent = [
             "--nnodes",

@@ -87,8 +87,8 @@ pub fn describe(launch: &Launch) -> String {
         let _ = writeln!(text, "  {name:<18} {value:<VALUE_WIDTH$}  {source}");
     }
     let group = match parent_of_workers() {
-        Ok(parent) => format!("of their own, below {}", parent.display()),
-        Err(why) => format!("none of their own: {why}"),
+        Ok(parent) => format!("new, in {}", parent.display()),
+        Err(why) => format!("not available: {why}"),
     };
     let _ = writeln!(text, "control group of the workers: {group}");
     if plan.output.direct {
@@ -102,7 +102,7 @@ pub fn describe(launch: &Launch) -> String {
         let _ = writeln!(text, "the workers could not be started: {error}");
     }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
-    text.push_str("environment of the first of them, as far as ddp-run has a say in it:\n");
+    text.push_str("environment set for local rank 0:\n");
     for variable in &launch.environment {
         let line = format!("{}={}", variable.name, value_of(variable, plan));
         let source = source_of_variable(variable, launch);
@@ -137,7 +137,7 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
     let job_id = if is_named || !alone {
         plan.job_id.clone()
     } else {
-        format!("a new one, such as {}", plan.job_id)
+        format!("new for each run, such as {}", plan.job_id)
     };
     let either =
         |alone_says: &str, several_say: &str| if alone { alone_says } else { several_say }.to_owned();
@@ -154,7 +154,7 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
         ),
         (
             "local_addr",
-            local_addr.unwrap_or_else(|| either("none needed", "as the rendezvous sees it")),
+            local_addr.unwrap_or_else(|| either("not needed", "as seen by the rendezvous")),
         ),
         ("role", plan.role.clone()),
         ("log_dir", log_dir.unwrap_or_else(|| "no log files".into())),
@@ -171,10 +171,13 @@ fn ranks_here(plan: &LaunchPlan) -> String {
     let workers = plan.workers;
     let (if_so, node) = match plan.node_rank {
         Some(rank) if rank.0 > 0 => (
-            format!(", if each node before it has {} too", counted(workers, "worker")),
+            format!(
+                " if each lower-ranked node also has {}",
+                counted(workers, "worker")
+            ),
             rank.0,
         ),
-        None if plan.nodes.max > 1 => (", if it is node 0".to_owned(), 0),
+        None if plan.nodes.max > 1 => (" if its node rank is 0".to_owned(), 0),
         _ => (String::new(), 0),
     };
     let first = u64::from(node) * u64::from(workers);
@@ -297,7 +300,7 @@ fn rendezvous(host: &HostFacts) -> String {
         .as_ref()
         .map_or_else(String::new, ToString::to_string);
     match host_role(host) {
-        HostRole::Alone => "its own, on this node".to_owned(),
+        HostRole::Alone => "private, on this node".to_owned(),
         HostRole::Host => format!("{endpoint}, on this node"),
         HostRole::HostIfLocal => format!("{endpoint}, on the node with that address"),
         HostRole::Join => format!("{endpoint}, on another node"),
@@ -334,7 +337,7 @@ fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
         _ => false,
     };
     if is_later {
-        "(decided at the start)"
+        "(decided at startup)"
     } else {
         &variable.value
     }
@@ -349,7 +352,7 @@ fn source_of_variable(variable: &Variable, launch: &Launch) -> String {
     }
     match variable.name.as_str() {
         _ if variable.inherited => "inherited".to_owned(),
-        "OMP_NUM_THREADS" => "cores for each worker".to_owned(),
+        "OMP_NUM_THREADS" => "cores per worker".to_owned(),
         _ => String::new(),
     }
 }

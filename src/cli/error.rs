@@ -69,7 +69,7 @@ pub enum CliError {
     },
     /// `--nproc-per-node gpu` on a machine without one.
     #[error(
-        "`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` says what is there; `--nproc-per-node cpu` runs on the cores"
+        "`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` shows what was found; `--nproc-per-node cpu` uses CPU cores"
     )]
     NoGpu {
         /// What was looked at.
@@ -77,7 +77,7 @@ pub enum CliError {
     },
     /// `--nproc-per-node xpu` where PyTorch shows none.
     #[error(
-        "`--nproc-per-node xpu`: PyTorch shows no XPU: asked under `{}`, {why}\n  hint: give a number, or another interpreter with PYTHON_EXEC",
+        "`--nproc-per-node xpu`: PyTorch shows no XPU: asked under `{}`, {why}\n  hint: give a number, or a different interpreter with PYTHON_EXEC",
         .python.display()
     )]
     NoXpu {
@@ -88,7 +88,7 @@ pub enum CliError {
     },
     /// The port of the endpoint is taken by something that is not a daemon.
     #[error(
-        "port {port} of rendezvous endpoint `{endpoint}` is in use by something that is not a ddp-run rendezvous: {found}\n  hint: choose another port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :{port}'`)"
+        "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`)"
     )]
     PortTaken {
         /// The endpoint in full.
@@ -102,7 +102,7 @@ pub enum CliError {
     },
     /// The port of the endpoint is taken by the daemon of another job.
     #[error(
-        "cannot meet at `{endpoint}`: {why}\n  hint: choose another port with `--rdzv-endpoint {host}:PORT` on all nodes, or start `ddp-rendezvous serve`, which serves any number of jobs"
+        "cannot use the rendezvous at `{endpoint}`: {why}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or start `ddp-rendezvous serve`, which serves any number of jobs"
     )]
     OtherJobsPort {
         /// The endpoint in full.
@@ -134,7 +134,7 @@ pub enum CliError {
     },
     /// The system's resolver does not come to an end.
     #[error(
-        "looking up the host name `{host}` took longer than {} s\n  hint: `getent hosts {host}` shows whether the name servers of this machine answer; or give an address instead of the name", .waited.as_secs_f64()
+        "looking up the host name `{host}` took longer than {} s\n  hint: `getent hosts {host}` shows whether this machine's name servers respond; or use an address instead of the name", .waited.as_secs_f64()
     )]
     SlowLookUp {
         /// The name.
@@ -146,7 +146,7 @@ pub enum CliError {
     #[error(transparent)]
     NoThread(#[from] NoThread),
     /// There is no place for log files that were asked for without a place.
-    #[error("cannot make a folder for log files in `{}`: {source}\n  hint: name one with `--log-dir`, or another temporary directory with TMPDIR", path.display())]
+    #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
         /// The temporary directory.
         path: PathBuf,
@@ -155,7 +155,7 @@ pub enum CliError {
     },
     /// The first thread's stack is too small.
     #[error(
-        "the stack may have {found} KiB (`ulimit -s`), and ddp-run needs {needed}\n  hint: raise the limit: `ulimit -s 8192`"
+        "the stack is limited to {found} KiB (`ulimit -s`), and ddp-run needs {needed}\n  hint: raise the limit: `ulimit -s 8192`"
     )]
     SmallStack {
         /// The limit, in KiB.
@@ -165,7 +165,7 @@ pub enum CliError {
     },
     /// The hard limit of open files is too low.
     #[error(
-        "at most {hard} files may be open (`ulimit -Hn`), and a launch of {workers} on this node needs {needed}\n  hint: raise the limit: `ulimit -Hn {needed}` as root, `LimitNOFILE=` of a service, `--ulimit nofile=` of a container; or start fewer workers"
+        "at most {hard} files may be open (`ulimit -Hn`), and a launch of {workers} on this node needs {needed}\n  hint: raise the limit (`ulimit -Hn {needed}` as root, `LimitNOFILE=` in a service, `--ulimit nofile=` for a container), or start fewer workers"
     )]
     TooFewFiles {
         /// The limit.

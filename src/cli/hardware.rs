@@ -109,16 +109,16 @@ pub fn machine_cores() -> u32 {
 fn ask_driver(visible: Option<&str>) -> Gpus {
     if !has_device_nodes() {
         return Err(NoGpus::Absent(
-            "there is no `/dev/nvidia0` or other device file of a GPU",
+            "no device file of a GPU such as `/dev/nvidia0` exists",
         ));
     }
     if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
-        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set and empty"));
+        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set but empty"));
     }
     let mut probe = own_invocation(GPU_PROBE_SUBCOMMAND);
     probe.envs(visible.map(|device| (VISIBLE_DEVICES, device)));
     let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
-        .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be asked: {error}")))?;
+        .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be queried: {error}")))?;
     read_answer(&answer)
 }
 
@@ -134,7 +134,7 @@ fn xpus(python: &Path) -> Result<u32, CliError> {
         .map(|answer| last_line(answer).unwrap_or_else(|| "".parse()))
     {
         Ok(Ok(count @ 1..)) => return Ok(count),
-        Ok(Ok(0)) => "it counts 0".to_owned(),
+        Ok(Ok(0)) => "it reports 0 devices".to_owned(),
         Ok(Err(_)) => "it could not be imported, or has no `torch.xpu`".to_owned(),
         Err(error) => error.to_string(),
     };
@@ -147,11 +147,11 @@ fn xpus(python: &Path) -> Result<u32, CliError> {
 /// What [`probe_gpus`] printed.
 fn read_answer(answer: &str) -> Gpus {
     match serde_json::from_str::<Answer>(answer.trim()) {
-        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver sees none")),
+        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver finds none")),
         Ok(Ok(gpus)) => Ok(gpus),
         Ok(Err(why)) => Err(NoGpus::Driver(why)),
         Err(_) => Err(NoGpus::Driver(
-            "the CUDA driver crashed the process that asked it".to_owned(),
+            "the CUDA driver crashed the process that queried it".to_owned(),
         )),
     }
 }
@@ -294,7 +294,7 @@ mod tests {
         let error = machine("").workers(ProcCount::Xpu, Path::new("/nonexistent/python3"));
         insta::assert_snapshot!(error.expect_err("no driver to ask"), @r"
         `--nproc-per-node xpu`: PyTorch shows no XPU: asked under `/nonexistent/python3`, No such file or directory (os error 2)
-          hint: give a number, or another interpreter with PYTHON_EXEC
+          hint: give a number, or a different interpreter with PYTHON_EXEC
         ");
     }
 

@@ -107,11 +107,11 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 return match who_serves(facts, endpoint, &addresses).await? {
                     Owner::Anybody => {
-                        tracing::info!(%endpoint, "a rendezvous serves there already");
+                        tracing::info!(%endpoint, "a rendezvous already runs there");
                         Ok(join)
                     }
                     Owner::OtherJob(why) if facts.one_node => {
-                        tracing::info!(%why, "meeting at a port of its own instead");
+                        tracing::info!(%why, "using a private port instead");
                         alone()
                     }
                     Owner::OtherJob(why) => Err(CliError::OtherJobsPort {
@@ -131,8 +131,8 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
         Some(source) => Err(CliError::Host {
             endpoint: endpoint.to_string(),
             hint: match source.kind() {
-                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher one",
-                _ => "give the address under which the other nodes reach this one",
+                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
+                _ => "give the address at which the other nodes reach this one",
             },
             source,
         }),
@@ -227,14 +227,14 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     };
     let address = asked_at(endpoint, addresses);
     if !is_served(address).await {
-        return Err(taken("it has bound the port and does not listen".to_owned()));
+        return Err(taken("it has bound the port but does not listen".to_owned()));
     }
     let uri = format!("http://{address}");
     match tokio::time::timeout(HEALTH_TIMEOUT, ask(uri, facts.job_id.clone())).await {
         Ok(Ok(owner)) => Ok(owner),
         Ok(Err(problem)) => Err(taken(problem)),
         Err(_) => Err(taken(format!(
-            "it gave no answer within {} s",
+            "it did not answer within {} s",
             HEALTH_TIMEOUT.as_secs()
         ))),
     }
@@ -253,7 +253,7 @@ async fn ask(uri: String, job_id: String) -> Result<Owner, String> {
     let health = match HealthClient::new(channel.clone()).check(request).await {
         Ok(reply) => reply.into_inner().status(),
         Err(status) if status.code() == tonic::Code::NotFound => {
-            return Err("it is a gRPC server of another kind".to_owned());
+            return Err("it is a different gRPC server".to_owned());
         }
         Err(_) => return Err("it does not answer gRPC health checks".to_owned()),
     };
@@ -384,8 +384,8 @@ mod tests {
             assert_eq!(error.exit_code(), ddp_proto::exit::DAEMON_UNREACHABLE);
             let text = error.to_string().replace(&port.to_string(), "PORT");
             insta::assert_snapshot!(text, @r"
-        port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
-          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not answer gRPC health checks
+          hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`)
         ");
             closes.abort();
         });

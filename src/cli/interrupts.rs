@@ -34,7 +34,7 @@ impl Interrupts {
             let Ok(signal) = wanted.wait() else { return };
             told.store(signal as i32, Ordering::Relaxed);
             stop(signal.as_str());
-            let words = "the step under way ends and is saved; a second signal ends at once";
+            let words = "finishing and saving the current step; a second signal exits immediately";
             // A console that is gone does not keep it from stopping.
             let _ = writeln!(io::stderr(), "stopped by {signal}: {words}");
             let Ok(signal) = wanted.wait() else { return };

@@ -92,7 +92,7 @@ fn fail(error: &CliError) -> ExitCode {
 /// No worker was started: the guardian has nothing to kill, and goes.
 fn dismiss(guardian: Guardian) {
     if let Err(error) = guardian.shutdown() {
-        tracing::warn!(%error, "the guardian did not end in time");
+        tracing::warn!(%error, "the guardian did not exit in time");
     }
 }
 
@@ -193,7 +193,7 @@ impl Daemon {
             ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
                 tracing::warn!("the embedded rendezvous did not end in time");
             },
-            () = interrupted() => tracing::warn!("interrupted before every node had received the end of the job"),
+            () = interrupted() => tracing::warn!("interrupted before every node was told that the job has ended"),
         }
     }
 }

@@ -135,12 +135,12 @@ fn warn_of_ignored(settings: &Settings) {
     ];
     for key in settings.rdzv_conf.iter().flat_map(|conf| &conf.ignored) {
         eprintln!(
-            "[ddp-run] `--rdzv-conf {key}` changes nothing here, and is ignored; known are {}",
+            "[ddp-run] ignored `--rdzv-conf {key}`: it has no effect here; known keys are {}",
             values::RDZV_CONF_KEYS
         );
     }
     for (_, flag) in ignored.iter().filter(|(given, _)| *given) {
-        eprintln!("[ddp-run] `{flag}` changes nothing here, and is ignored");
+        eprintln!("[ddp-run] ignored `{flag}`: it has no effect here");
     }
 }
 
@@ -152,7 +152,7 @@ fn warn_of_foreign_address(settings: &Settings) {
     };
     if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
         eprintln!(
-            "[ddp-run] `--local-addr {address}` is no address of this machine: it is sent to the other nodes all the same"
+            "[ddp-run] `--local-addr {address}` is not an address of this machine; sending it to the other nodes anyway"
         );
     }
 }
@@ -166,7 +166,7 @@ pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError
         return Err(CliError::Conflict {
             problem: "`--nproc-per-node xpu` needs a program: the native worker has no XPU backend"
                 .to_owned(),
-            hint: "it runs on cores (`cpu`) and on NVIDIA GPUs (`gpu`)".to_owned(),
+            hint: "use CPU cores (`cpu`) or NVIDIA GPUs (`gpu`)".to_owned(),
         });
     }
     if settings.virtual_local_rank == Some(true) {
@@ -174,7 +174,7 @@ pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError
             problem:
                 "`--virtual-local-rank` needs a program: the native worker chooses its GPU by its local rank"
                     .to_owned(),
-            hint: "leave it out".to_owned(),
+            hint: "omit the flag".to_owned(),
         });
     }
     Ok(())
@@ -190,8 +190,8 @@ pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
         return Ok(());
     }
     Err(CliError::Conflict {
-        problem: format!("`--standalone` means one node with a rendezvous of its own, but {other}"),
-        hint: "leave one of the two out".to_owned(),
+        problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
+        hint: "omit one of the two flags".to_owned(),
     })
 }
 
@@ -200,11 +200,11 @@ pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError
     if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
         return Err(CliError::Conflict {
             problem: format!(
-                "{} nodes need a place to meet, but there is no `--rdzv-endpoint`",
+                "{} nodes need a rendezvous, but `--rdzv-endpoint` is not set",
                 nodes.max
             ),
             hint: format!(
-                "give the address of one node on all of them: `--rdzv-endpoint node0:{}`",
+                "give the address of one node on all nodes: `--rdzv-endpoint node0:{}`",
                 values::DEFAULT_PORT
             ),
         });
@@ -214,7 +214,7 @@ pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError
     {
         return Err(CliError::Conflict {
             problem: format!(
-                "`--rdzv-endpoint {endpoint}` takes a free port, at which {} nodes cannot find each other",
+                "`--rdzv-endpoint {endpoint}` picks a free port, so {} nodes cannot find each other",
                 nodes.max
             ),
             hint: "give a port on all nodes; port 0 is for jobs of one node".to_owned(),
@@ -223,10 +223,10 @@ pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError
     match settings.node_rank {
         Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
             problem: format!(
-                "`--node-rank {rank}` is out of range, `--nnodes` allows {} at most",
+                "`--node-rank {rank}` is out of range: `--nnodes` allows at most {}",
                 nodes.max
             ),
-            hint: format!("node ranks go from 0 to {}", nodes.max - 1),
+            hint: format!("node ranks run from 0 to {}", nodes.max - 1),
         }),
         _ => Ok(()),
     }

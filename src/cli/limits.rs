@@ -157,14 +157,14 @@ mod tests {
     fn lacks_in_words() {
         insta::assert_snapshot!(too_few(64, 1832, 300), @r"
         at most 64 files may be open (`ulimit -Hn`), and a launch of 300 workers on this node needs 1832
-          hint: raise the limit: `ulimit -Hn 1832` as root, `LimitNOFILE=` of a service, `--ulimit nofile=` of a container; or start fewer workers
+          hint: raise the limit (`ulimit -Hn 1832` as root, `LimitNOFILE=` in a service, `--ulimit nofile=` for a container), or start fewer workers
         ");
         let stack = CliError::SmallStack {
             found: 64,
             needed: 256,
         };
         insta::assert_snapshot!(stack, @r"
-        the stack may have 64 KiB (`ulimit -s`), and ddp-run needs 256
+        the stack is limited to 64 KiB (`ulimit -s`), and ddp-run needs 256
           hint: raise the limit: `ulimit -s 8192`
         ");
         assert_eq!((stack.exit_code(), too_few(1, 2, 1).exit_code()), (70, 70));

@@ -46,7 +46,7 @@ pub struct Bound {
 pub fn bind(binding: Binding, workers: u32, topology: &Topology) -> Result<Bound, String> {
     let domains = domains(binding, topology);
     if domains.is_empty() {
-        return Err("the kernel does not say which cores may be used".to_owned());
+        return Err("the kernel does not report which cores may be used".to_owned());
     }
     let (homes, doubt) = homes(workers as usize, &domains, topology);
     let share = |worker: usize| {
@@ -98,7 +98,7 @@ fn homes(workers: usize, domains: &[Domain], topology: &Topology) -> (Vec<usize>
     }
     if gpus.len() < workers {
         let doubt = format!(
-            "the driver shows {} for {workers} workers, so they are spread over the machine evenly",
+            "the driver reports {} for {workers} workers, so the workers are spread evenly over the machine",
             counted(gpus.len(), "GPU")
         );
         return (spread, Some(doubt));
@@ -112,8 +112,8 @@ fn homes(workers: usize, domains: &[Domain], topology: &Topology) -> (Vec<usize>
         let node = gpus[worker];
         node.and_then(with_node).unwrap_or_else(|| {
             let why = match node {
-                None => "the machine does not say where it is".to_owned(),
-                Some(node) => format!("no core of its NUMA node {node} may be used"),
+                None => "the machine does not report its location".to_owned(),
+                Some(node) => format!("none of the cores of its NUMA node {node} may be used"),
             };
             doubt.get_or_insert(format!("local rank {worker} may be far from GPU {worker}: {why}"));
             evenly(worker)
@@ -261,7 +261,7 @@ mod tests {
         assert!(doubt(2, &with_gpus(&[Some(0)])).contains("1 GPU for 2 workers"));
         let unknown = doubt(2, &with_gpus(&[Some(0), None]));
         assert!(
-            unknown.contains("far from GPU 1: the machine does not say"),
+            unknown.contains("far from GPU 1: the machine does not report"),
             "{unknown}"
         );
         let forbidden = Topology {
@@ -270,7 +270,7 @@ mod tests {
         };
         let forbidden = doubt(1, &forbidden);
         assert!(
-            forbidden.contains("no core of its NUMA node 2 may be used"),
+            forbidden.contains("none of the cores of its NUMA node 2 may be used"),
             "{forbidden}"
         );
         let one_node = Topology {

@@ -204,14 +204,14 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
         path: parent,
         source: errno.into(),
     })?;
-    eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    eprintln!("[ddp-run] log files are in `{}`", directory.display());
     Ok(Some(directory))
 }
 
 /// A worker that changes its directory still has to find its error file.
 fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
     std::path::absolute(path).map_err(|source| CliError::Machine {
-        what: "cannot tell in which directory the log files are to be",
+        what: "cannot determine the directory for log files",
         source,
     })
 }
@@ -240,15 +240,15 @@ fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> O
     let all = threads.saturating_mul(workers as usize);
     if threads > 1 && all > cores as usize {
         return Some(format!(
-            "`train.threads: {threads}` makes {all} threads of {who} on {place}, where they take turns\n  \
-             hint: without `train.threads` each worker gets its share of the cores"
+            "`train.threads: {threads}` gives {all} threads ({who}) for {place}, so they compete for CPU time\n  \
+             hint: omit `train.threads` to give each worker its share of the cores"
         ));
     }
     // A request for more workers than the machine has cores is taken as meant.
     (workers > cores && cores < machine).then(|| {
         format!(
-            "{who} take turns on {place}: affinity mask and control group leave no more of the machine's {machine}\n  \
-             hint: `srun --cpus-per-task`, `taskset` and the limits of a container set how many there are"
+            "{who} compete for {place}: the affinity mask and control group allow no more of the machine's {machine}\n  \
+             hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available"
         )
     })
 }
@@ -270,7 +270,7 @@ fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<C
     };
     let bound = bind(binding, workers, &Topology::read(&gpus)).map_err(|problem| CliError::Conflict {
         problem: format!("`--numa-binding`: {problem}"),
-        hint: "start fewer workers, or leave the flag out".to_owned(),
+        hint: "start fewer workers, or omit the flag".to_owned(),
     })?;
     if let Some(doubt) = unseen.or(bound.doubt) {
         eprintln!("[ddp-run] `--numa-binding`: {doubt}");
@@ -288,10 +288,10 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
             Some(both) => {
                 return Err(CliError::Conflict {
                     problem: format!(
-                        "{} is in `--signals-to-handle` and in `--forward-signals`",
+                        "{} is in both `--signals-to-handle` and `--forward-signals`",
                         signal_name(both)
                     ),
-                    hint: "either it stops the job, or the workers get it and the job goes on".to_owned(),
+                    hint: "remove it from one of them: a signal either stops the job or is passed on to the workers".to_owned(),
                 });
             }
             None => asked,
@@ -393,13 +393,13 @@ mod tests {
             "as many workers as were asked for"
         );
         insta::assert_snapshot!(crowding(Some(8), 2, 4, 4).unwrap(), @r"
-        `train.threads: 8` makes 16 threads of 2 workers on 4 cores, where they take turns
-          hint: without `train.threads` each worker gets its share of the cores
+        `train.threads: 8` gives 16 threads (2 workers) for 4 cores, so they compete for CPU time
+          hint: omit `train.threads` to give each worker its share of the cores
         ");
         assert_eq!(crowding(None, 1, 1, 64), None);
         insta::assert_snapshot!(crowding(None, 2, 1, 64).unwrap(), @r"
-        2 workers take turns on 1 core: affinity mask and control group leave no more of the machine's 64
-          hint: `srun --cpus-per-task`, `taskset` and the limits of a container set how many there are
+        2 workers compete for 1 core: the affinity mask and control group allow no more of the machine's 64
+          hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available
         ");
     }
 
@@ -459,8 +459,8 @@ mod tests {
         let launch = resolve_words(&["--nnodes", "1", "true"], &env).expect("valid");
         assert_eq!(launch.plan.nodes.max, 1);
         insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @r"
-        `--standalone` means one node with a rendezvous of its own, but `--nnodes` asks for several nodes
-          hint: leave one of the two out
+        `--standalone` means one node with a private rendezvous, but `--nnodes` asks for several nodes
+          hint: omit one of the two flags
         ");
     }
 
@@ -468,14 +468,14 @@ mod tests {
     fn nodes_that_cannot_meet_are_refused() {
         insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"
         2 nodes need a place to meet, but there is no `--rdzv-endpoint`
-          hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+          hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
-        `--node-rank 2` is out of range, `--nnodes` allows 2 at most
-          hint: node ranks go from 0 to 1
+        `--node-rank 2` is out of range: `--nnodes` allows at most 2
+          hint: node ranks run from 0 to 1
         ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "localhost:0", "true"]), @r"
-        `--rdzv-endpoint localhost:0` takes a free port, at which 2 nodes cannot find each other
+        `--rdzv-endpoint localhost:0` picks a free port, so 2 nodes cannot find each other
           hint: give a port on all nodes; port 0 is for jobs of one node
         ");
     }

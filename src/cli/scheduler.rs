@@ -152,8 +152,8 @@ fn unused_nodes(get: &impl Fn(&str) -> Option<String>) -> Option<String> {
     }
     let job = get("SLURM_JOB_ID").map_or_else(String::new, |job| format!(" {job}"));
     Some(format!(
-        "this runs on 1 of the {nodes} nodes that Slurm's job{job} has, and leaves the others unused\n  \
-         hint: `srun --ntasks-per-node=1 ddp-run …` runs on all of them; `--nnodes 1` says that one is meant"
+        "running on 1 of the {nodes} nodes of Slurm job{job}; the others are unused\n  \
+         hint: use `srun --ntasks-per-node=1 ddp-run …` to run on all of them, or `--nnodes 1` if one node is intended"
     ))
 }
 
@@ -170,10 +170,11 @@ fn one_launcher_a_node(get: &impl Fn(&str) -> Option<String>) -> Result<(), CliE
     match get("SLURM_STEP_NUM_TASKS").zip(get("SLURM_STEP_NUM_NODES")) {
         Some((tasks, nodes)) if tasks != nodes => Err(CliError::Conflict {
             problem: format!(
-                "srun starts {tasks} copies of ddp-run on {}, expected one a node",
+                "srun starts {tasks} copies of ddp-run on {}, expected one per node",
                 counted_nodes(&nodes)
             ),
-            hint: "give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself".to_owned(),
+            hint: "pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node"
+                .to_owned(),
         }),
         _ => Ok(()),
     }
@@ -349,8 +350,8 @@ mod tests {
                 .map(|(_, value)| (*value).to_owned()),
         };
         insta::assert_snapshot!(layer(&Settings::default(), false, eight_tasks).expect_err("too many"), @r"
-        srun starts 24 copies of ddp-run on 3 nodes, expected one a node
-          hint: give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself
+        srun starts 24 copies of ddp-run on 3 nodes, expected one per node
+          hint: pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node
         ");
     }
 
@@ -393,8 +394,8 @@ mod tests {
             ("SLURM_JOB_ID", "12"),
         ];
         insta::assert_snapshot!(unused(&Settings::default(), &batch).expect("told"), @r"
-        this runs on 1 of the 4 nodes that Slurm's job 12 has, and leaves the others unused
-          hint: `srun --ntasks-per-node=1 ddp-run …` runs on all of them; `--nnodes 1` says that one is meant
+        running on 1 of the 4 nodes of Slurm job 12; the others are unused
+          hint: use `srun --ntasks-per-node=1 ddp-run …` to run on all of them, or `--nnodes 1` if one node is intended
         ");
         let one = Settings {
             nnodes: values::node_range("1").ok(),
@@ -478,8 +479,8 @@ mod tests {
         );
         assert_eq!(name("1", false).expect("valid").rdzv_id, None);
         insta::assert_snapshot!(name("4", false).expect_err("four jobs on one node"), @r"
-        srun starts 4 copies of ddp-run on 1 node, expected one a node
-          hint: give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself
+        srun starts 4 copies of ddp-run on 1 node, expected one per node
+          hint: pass `--ntasks-per-node=1` to srun: each ddp-run starts the workers of its node
         ");
     }
 

@@ -21,7 +21,7 @@ use super::limits;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 
-/// The place where the nodes of a job meet.
+/// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-rendezvous", version, max_term_width = 100)]
 struct Args {
@@ -31,9 +31,9 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve until SIGTERM or SIGINT. The first line of the output is the address that is served.
+    /// Serve until SIGTERM or SIGINT; the first line of output is the address
     Serve {
-        /// Address to listen on; port 0 takes a free one
+        /// Address to listen on; port 0 picks a free port
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
     },
@@ -153,11 +153,11 @@ async fn bind(
             address: listen.to_string(),
             hint: match source.kind() {
                 ErrorKind::AddrInUse => {
-                    "another program holds the port: choose another one, or 0 for a free one"
+                    "another program uses the port: choose a different one, or 0 for a free port"
                 }
-                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher one",
+                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
                 _ => {
-                    "give an address of this machine, for example `[::]:29400` for all of them, or `0.0.0.0:29400` where it has no IPv6"
+                    "give an address of this machine, for example `[::]:29400` for all addresses, or `0.0.0.0:29400` without IPv6"
                 }
             },
             source,
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(error.exit_code(), exit::INTERNAL);
         insta::assert_snapshot!(error, @r"
         looking up the host name `node0` took longer than 0.001 s
-          hint: `getent hosts node0` shows whether the name servers of this machine answer; or give an address instead of the name
+          hint: `getent hosts node0` shows whether this machine's name servers respond; or use an address instead of the name
         ");
     }
 }

@@ -29,7 +29,7 @@ const VARIABLES_OF_TORCH: [(&str, &str); 2] = [
 /// Headings of `--help`.
 const NODES: &str = "Nodes and ranks";
 const WORKERS: &str = "Workers";
-const LIFE: &str = "Failure and end";
+const LIFE: &str = "Failures and shutdown";
 const OUTPUT: &str = "Output";
 
 /// Declares [`Settings`]: the name of each setting as the YAML spells it, its type, how its text is read, and its help.
@@ -69,77 +69,79 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Nodes, or a range of them [default: 1]
+    /// Number of nodes, or a range [default: 1]
     ///
-    /// MIN:MAX is the range within which the job may run: nodes may come and go.
+    /// With MIN:MAX, nodes may join and leave while the job runs, within this range.
     #[arg(value_name = "N|MIN:MAX", help_heading = NODES, allow_negative_numbers = true)]
     nnodes: NodeRange = values::node_range,
 
     /// Workers on this node [default: 1]
     ///
-    /// A number, `gpu`, `cpu`, or `auto`: GPUs where there are some, else cores. For `xpu`, PyTorch is asked.
+    /// A number, or one worker per `gpu`, per `cpu` core or per `xpu` (counted by PyTorch); `auto` is `gpu` if the
+    /// node has GPUs, else `cpu`.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
     nproc_per_node: ProcCount = values::proc_count,
 
-    /// Where the nodes meet [port: 29400]
+    /// Rendezvous address [port: 29400]
     ///
-    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets. Port 0 is a free one, for one
-    /// node.
+    /// Required for several nodes. Write IPv6 addresses in brackets. Port 0 picks a free port, for one node only.
     #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
     rdzv_endpoint: Endpoint = values::endpoint,
 
-    /// Name of the job, the same on all nodes
+    /// Name of the job, the same on all its nodes
     ///
-    /// [default: `none`; for one node, the time and a random part]
+    /// [default: `none-` and 8 digits of a hash of the job; for one node, the time and a random part]
     #[arg(value_name = "ID", help_heading = NODES)]
     rdzv_id: String = values::job_id,
 
-    /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60),
-    /// `last_call_timeout=S` (10)
+    /// Rendezvous options: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `last_call_timeout=S` (10)
     #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES, hide_short_help = true)]
     rdzv_conf: RdzvConf = values::rdzv_conf,
 
-    /// `c10d`, `static` or `grpc`: all mean the rendezvous of ddp-run
+    /// `c10d`, `static` or `grpc`: accepted, but all use the rendezvous of ddp-run
     #[arg(value_name = "NAME", help_heading = NODES, hide_short_help = true)]
     rdzv_backend: Backend = values::backend,
 
-    /// Rank of this node; else by host name
+    /// Rank of this node [default: by host name]
     ///
-    /// Without it the ranks follow the host names.
+    /// Without it, node ranks follow the order of the host names.
     #[arg(value_name = "N", help_heading = NODES, allow_negative_numbers = true)]
     node_rank: u32 = values::whole,
 
-    /// One node, whatever else is configured
+    /// Run on one node, with a private rendezvous
     ///
-    /// It has a rendezvous of its own.
+    /// Overrides node settings from `PET_*` variables, the YAML and Slurm.
     #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES)]
     standalone: bool = values::boolean,
 
-    /// Address under which the other nodes reach this one [default: the one that the rendezvous sees]
+    /// Address at which the other nodes reach this one [default: the one that the rendezvous sees]
     #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
     local_addr: String = values::local_addr,
 
-    /// MASTER_ADDR of the workers; without `--rdzv-endpoint` also the address of the rendezvous
+    /// MASTER_ADDR for the workers; without `--rdzv-endpoint`, also the rendezvous address
     #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
     master_addr: String = values::local_addr,
 
-    /// MASTER_PORT of the workers [default: a free one, anew at each restart]
+    /// MASTER_PORT for the workers [default: a free port, a new one at each restart]
     #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
     master_port: u16 = values::port,
 
     /// Restarts after failures [default: 0, YAML: 3]
     ///
-    /// How often the whole job may restart because a rank died; 3 is the default for YAML targets.
+    /// How many times in a row the whole job may restart after a worker fails; training progress resets the count. YAML
+    /// targets default to 3.
     #[arg(value_name = "N", help_heading = LIFE, allow_negative_numbers = true)]
     max_restarts: u32 = values::whole,
 
     /// Seconds from SIGTERM to SIGKILL [default: 30]
     ///
-    /// Workers that are stopped get so much time to end on their own.
+    /// The time that workers get to exit on their own when they are stopped.
     #[arg(value_name = "S", help_heading = LIFE, allow_negative_numbers = true)]
     shutdown_timeout: Duration = values::seconds,
 
-    /// A worker that sends heartbeats and has nothing new to say for this long has failed [default: 0, never]
+    /// Fail a worker after this many seconds without progress [default: 0, never]
+    ///
+    /// Only workers that send heartbeats are watched.
     #[arg(value_name = "S", help_heading = LIFE, hide_short_help = true, allow_negative_numbers = true)]
     hang_timeout: Duration = values::seconds,
 
@@ -147,7 +149,7 @@ settings! {
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     signals_to_handle: Signals = streams::signals,
 
-    /// Signals that each worker gets, and the job goes on
+    /// Signals to pass on to each worker without stopping the job
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
 
@@ -155,24 +157,24 @@ settings! {
     #[arg(short = 'm', num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
     module: bool = values::boolean,
 
-    /// TARGET is run as it is, even if it ends with `.py`
+    /// Run TARGET directly, even if it ends with `.py`
     #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
     no_python: bool = values::boolean,
 
-    /// What the workers of this node are called, and counted by [default: default]
+    /// Role name of the workers on this node; ROLE_RANK counts per role [default: default]
     #[arg(value_name = "NAME", help_heading = WORKERS, hide_short_help = true)]
     role: String = values::role,
 
-    /// Every worker is LOCAL_RANK 0 and sees its own GPU only; the true rank is DDP_LOCAL_RANK
+    /// Give every worker LOCAL_RANK 0 and only its own GPU; DDP_LOCAL_RANK has the real local rank
     #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS, hide_short_help = true)]
     virtual_local_rank: bool = values::boolean,
 
-    /// Bind each worker to cores near its GPU: those of the NUMA node, of the processor socket, a share of the node's
-    /// of its own, or those of one cache
+    /// Bind each worker to cores near its GPU: all cores of its NUMA node, of its CPU socket, an exclusive share of the
+    /// NUMA node's cores, or the cores of one cache
     #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS, hide_short_help = true)]
     numa_binding: Binding = values::binding,
 
-    /// Write each worker's output below here
+    /// Write worker output to this directory
     ///
     /// [default for YAML targets: `logs` in the run's directory]
     #[arg(value_name = "DIR", help_heading = OUTPUT)]
@@ -180,7 +182,7 @@ settings! {
 
     /// To files only: 1 stdout, 2 stderr, 3 both
     ///
-    /// Or 0, none; for all workers, or by local rank.
+    /// 0 is neither. N applies to all workers, RANK:N to one local rank.
     #[arg(short = 'r', value_name = "N|RANK:N[,...]", help_heading = OUTPUT)]
     redirects: StreamsByRank = streams::streams_by_rank,
 
@@ -196,20 +198,19 @@ settings! {
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
 
-    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default:
-    /// `[${rank}] `]
+    /// Prefix of each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
     log_line_prefix_template: PrefixTemplate = values::prefix_template,
 
-    /// Lines of stdout with one of these words go to `filtered_stdout.log` too; `,,` is a comma in a word
+    /// Also copy stdout lines with one of these words to `filtered_stdout.log`; write a comma in a word as `,,`
     #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stdout_filters: Words = streams::words,
 
-    /// Lines of stderr with one of these words go to `filtered_stderr.log` too; `,,` is a comma in a word
+    /// Also copy stderr lines with one of these words to `filtered_stderr.log`; write a comma in a word as `,,`
     #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stderr_filters: Words = streams::words,
 
-    /// Append what happens as JSON lines to a file; or `console`, or `null`
+    /// Append events as JSON lines to this file; or `console`, or `null`
     #[arg(value_name = "FILE", help_heading = OUTPUT, hide_short_help = true)]
     event_log_handler: EventLog = values::event_log,
 
@@ -272,11 +273,8 @@ impl Settings {
             if !NAMES.contains(&key.replace('-', "_").as_str()) {
                 return Err(refused(format!(": {}", unknown_key(&key))));
             }
-            let text = scalar(&value.value).map_err(|found| {
-                refused(format!(
-                    " is {found}, expected one plain value, as the flag takes it"
-                ))
-            })?;
+            let text = scalar(&value.value)
+                .map_err(|found| refused(format!(" is {found}, expected a single value, as for the flag")))?;
             settings
                 .set(&key, &text)
                 .map_err(|message| refused(format!(" is `{text}`: {message}")))?;
@@ -305,7 +303,7 @@ fn unknown_key(name: &str) -> String {
         Some((distance, known)) if distance <= (name.chars().count() / 3).max(1) => {
             format!("unknown key, did you mean `{known}`?")
         }
-        _ => "unknown key; it takes the flags of `ddp-run --help`".to_owned(),
+        _ => "unknown key; the keys are the flags of `ddp-run --help`".to_owned(),
     }
 }
 

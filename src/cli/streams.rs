@@ -40,7 +40,7 @@ pub fn streams_by_rank(text: &str) -> Result<StreamsByRank, String> {
         let (rank, streams) = pair.split_once(':').ok_or(EXPECTED)?;
         let rank: u32 = rank.trim().parse().map_err(|_| EXPECTED)?;
         if sets.insert(rank, set(streams)?).is_some() {
-            return Err(format!("local rank {rank} is given twice"));
+            return Err(format!("local rank {rank} is given more than once"));
         }
     }
     Ok(StreamsByRank::Listed(sets))
@@ -91,7 +91,7 @@ pub fn signals(text: &str) -> Result<Signals, String> {
         };
         let signal = signal.ok_or_else(|| {
             format!(
-                "`{part}` is no signal: expected names separated by commas, for example `SIGTERM,SIGUSR1`"
+                "`{part}` is not a signal: expected names separated by commas, for example `SIGTERM,SIGUSR1`"
             )
         })?;
         let number = signal as i32;
@@ -104,7 +104,7 @@ pub fn signals(text: &str) -> Result<Signals, String> {
                 | Signal::SIGILL
                 | Signal::SIGFPE
         ) {
-            return Err(format!("{} cannot be handled", signal_name(number)));
+            return Err(format!("{} cannot be caught", signal_name(number)));
         }
         if !numbers.contains(&number) {
             numbers.push(number);

@@ -137,12 +137,10 @@ impl Target {
         if kind == TargetKind::Native && !args.is_empty() {
             return Err(CliError::Conflict {
                 problem: format!(
-                    "`{display}` is a configuration and takes no arguments, but `{}` follows it",
+                    "`{display}` is a configuration and accepts no arguments, but `{}` follows it",
                     args[0].to_string_lossy()
                 ),
-                hint: format!(
-                    "a value of the file is overridden with `--set`: `ddp-run {display} --set key=value`"
-                ),
+                hint: format!("override values with `--set`: `ddp-run {display} --set key=value`"),
             });
         }
         if kind != TargetKind::Native && !overrides.is_empty() {
@@ -151,7 +149,7 @@ impl Target {
                     "`--set {}` needs a YAML target, but the target is `{display}`",
                     overrides[0]
                 ),
-                hint: format!("give arguments of a program after its name: `ddp-run {display} ARGS`"),
+                hint: format!("pass arguments of a program after its name: `ddp-run {display} ARGS`"),
             });
         }
         let unreadable = |source| CliError::Target {
@@ -474,7 +472,7 @@ mod tests {
             .expect_err("no YAML");
         insta::assert_snapshot!(error, @r"
         `--set a.b=1` needs a YAML target, but the target is `t.py`
-          hint: give arguments of a program after its name: `ddp-run t.py ARGS`
+          hint: pass arguments of a program after its name: `ddp-run t.py ARGS`
         ");
         let error = Target::read(
             TargetKind::Native,
@@ -484,8 +482,8 @@ mod tests {
         )
         .expect_err("arguments");
         insta::assert_snapshot!(error, @r"
-        `t.yaml` is a configuration and takes no arguments, but `train.steps=5` follows it
-          hint: a value of the file is overridden with `--set`: `ddp-run t.yaml --set key=value`
+        `t.yaml` is a configuration and accepts no arguments, but `train.steps=5` follows it
+          hint: override values with `--set`: `ddp-run t.yaml --set key=value`
         ");
         let error = Target::read(TargetKind::Native, "/nonexistent/t.yaml".into(), vec![], vec![])
             .expect_err("no such file");

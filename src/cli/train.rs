@@ -10,8 +10,8 @@ use clap_complete::Shell;
 use super::doctor::{self, gpus};
 use super::{answer, ckpt, inference, native, planner, schedule, tokenize, values};
 
-/// Train a model in the foreground, plan a run, make token files, look after checkpoints, use trained models, and examine
-/// the machine.
+/// Train a model in the foreground, plan a run, make token files, manage checkpoints, use trained models, and check the
+/// machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -21,7 +21,7 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train one configuration as one rank, alone or at the place that `ddp-run` gives
+    /// Train one configuration as one rank, alone or as a worker of `ddp-run`
     Run {
         /// The configuration
         #[arg(value_name = "FILE.yaml")]
@@ -30,20 +30,20 @@ enum Command {
         #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
         overrides: Vec<String>,
     },
-    /// Say what a run would need and how long a step would take at least, on machines that need not be here
+    /// Estimate memory, traffic and the shortest step time of a run, on hardware that this machine need not have
     Plan(planner::PlanArgs),
-    /// Show the schedule of a pipeline, simulated or measured, as text or as a picture
+    /// Show a pipeline schedule, simulated or measured, as text or as a picture
     Schedule(schedule::ScheduleArgs),
     /// Turn texts into a token file for `data.train` and `data.val`
     Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
     #[command(subcommand)]
     Ckpt(ckpt::Command),
-    /// Let a trained model go on from a text
+    /// Generate text with a trained model
     Generate(inference::GenerateArgs),
-    /// Say how well a trained model predicts a text: loss, perplexity, bits per byte
+    /// Evaluate a trained model on a text: loss, perplexity, bits per byte
     Eval(inference::EvalArgs),
-    /// Say what this machine offers: processor, memory, GPUs, libraries, and what is missing
+    /// Check this machine: CPU, memory, GPUs, libraries, and what is missing
     Doctor,
     /// Print the completions of a shell
     Completions {

@@ -102,10 +102,10 @@ pub fn backend(text: &str) -> Result<Backend, String> {
         "static" => Ok(Backend::Static),
         "grpc" => Ok(Backend::Grpc),
         "etcd" | "etcd-v2" => Err(
-            "there is no etcd rendezvous: leave the flag out, and give the address of one node with `--rdzv-endpoint`"
+            "etcd is not supported: omit the flag and give the address of one node with `--rdzv-endpoint`"
                 .to_owned(),
         ),
-        _ => Err("expected `c10d`, `static` or `grpc`, which all mean the rendezvous of ddp-run".to_owned()),
+        _ => Err("expected `c10d`, `static` or `grpc`, which all use the rendezvous of ddp-run".to_owned()),
     }
 }
 
@@ -232,7 +232,7 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     })
 }
 
-/// Comma-separated `key=value` pairs, quoted or not; a key that is given twice is refused, an unknown one is kept
+/// Comma-separated `key=value` pairs, quoted or not; a key that is given more than once is refused, an unknown one is kept
 /// apart.
 pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
     let mut conf = RdzvConf::default();
@@ -255,7 +255,7 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
             }
         };
         if twice {
-            return Err(format!("`{key}` is given twice"));
+            return Err(format!("`{key}` is given more than once"));
         }
     }
     Ok(conf)
@@ -322,7 +322,7 @@ pub fn assignment(text: &str) -> Result<String, String> {
         return Err(EXPECTED.to_owned());
     }
     if key.split('.').next() == Some("launch") {
-        return Err("the section `launch` holds defaults of flags: give the flag itself".to_owned());
+        return Err("the section `launch` holds defaults for flags: use the flag instead".to_owned());
     }
     Ok(text.to_owned())
 }
@@ -379,7 +379,7 @@ mod tests {
         assert_eq!(quoted.ignored, ["port"], "torchrun takes every key");
         insta::assert_snapshot!(message("is_host=perhaps"), @"`is_host=perhaps`: expected `true` or `false`");
         insta::assert_snapshot!(message("is_host"), @"`is_host` is not of the form `key=value`");
-        insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given twice");
+        insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given more than once");
     }
 
     #[test]

@@ -70,12 +70,12 @@ fn described(first: &Join, second: &Join) -> Vec<String> {
     let [a, b] = called([first, second]);
     if first.job_signature == second.job_signature {
         return vec![format!(
-            "{a} and {b} have arguments that differ in what is not shown: a password, say, or far behind"
+            "{a} and {b} have arguments that differ in a part that is not shown, such as a password or the end of a long argument"
         )];
     }
     let (x, y) = (clip(&first.job_signature, 16), clip(&second.job_signature, 16));
     vec![format!(
-        "{a} and {b} describe it alike, but their signatures differ (`{x}`, `{y}`)"
+        "{a} and {b} describe the job identically, but their signatures differ (`{x}`, `{y}`)"
     )]
 }
 
@@ -205,7 +205,7 @@ mod tests {
         ");
         let alike = join("b", "5678", &a.job_description);
         insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
-        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
+        nodes disagree on job `j`: node `a` and node `b` describe the job identically, but their signatures differ (`1234`, `5678`)
           hint: start every node with the same target, configuration and flags
         ");
     }
@@ -264,7 +264,7 @@ mod tests {
         let (a, b) = (folder("a", "/a"), folder("b", "/b"));
         assert_eq!(disagreement("j", &a, &b), None, "arguments may differ");
         let hidden = [folder("a", "--token …"), folder("b", "--token …")];
-        insta::assert_snapshot!(between_jobs(&hidden[0], &hidden[1]), @"node `a` and node `b` have arguments that differ in what is not shown: a password, say, or far behind");
+        insta::assert_snapshot!(between_jobs(&hidden[0], &hidden[1]), @"node `a` and node `b` have arguments that differ in a part that is not shown, such as a password or the end of a long argument");
         insta::assert_snapshot!(between_jobs(&a, &b), @"`arguments` is `/a` on node `a`, `/b` on node `b`");
     }
 

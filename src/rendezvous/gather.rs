@@ -23,8 +23,8 @@ impl Job {
         let ready = self.nodes.values().filter(|node| node.is_ready()).count() as u32;
         let (min, max) = self.limits();
         let mut words = format!(
-            "{ready} of {} there: {}",
-            words::are_of(min, max),
+            "{ready} of {} joined: {}",
+            words::nodes_within(min, max),
             words::list(
                 self.nodes
                     .values()
@@ -33,8 +33,7 @@ impl Job {
             )
         );
         if ready < min {
-            words.push_str("; waiting for ");
-            words.push_str(&words::nodes(min - ready));
+            words.push_str(&format!("; waiting for {} more", min - ready));
             words.push_str(&words::time_left(g.until, now));
         } else if self
             .nodes
@@ -43,9 +42,9 @@ impl Job {
         {
             words.push_str("; waiting for the workers of generation ");
             words.push_str(&self.generation.to_string());
-            words.push_str(" to end");
+            words.push_str(" to exit");
         } else if g.last_call.is_some() {
-            words.push_str("; last call for more");
+            words.push_str("; waiting for more (`last_call_timeout`)");
         } else {
             words.push_str("; pausing before the restart");
         }
@@ -115,24 +114,23 @@ impl Job {
         g.began = g.began.max(g.not_before);
         let enough = ready >= min && min > 0;
         let reason = if enough && ready >= max {
-            format!("{} there", words::all(max))
+            format!("{} joined", words::all(max))
         } else if enough && all_back {
-            format!("{} back from generation {}", words::all(ready), self.generation)
-        } else if enough && timed_out {
             format!(
-                "{} came in time, of {}",
-                words::nodes(ready),
-                words::range(min, max)
+                "{} rejoined after generation {}",
+                words::all(ready),
+                self.generation
             )
+        } else if enough && timed_out {
+            format!("{ready} of {} joined in time", words::nodes_within(min, max))
         } else if enough && !stopping {
             let last_call = *g.last_call.get_or_insert(now + last_call_wait);
             if now < last_call {
                 return;
             }
             format!(
-                "{} there after the last call, of {}",
-                words::are(ready),
-                words::range(min, max)
+                "{ready} of {} joined within `last_call_timeout`",
+                words::nodes_within(min, max)
             )
         } else {
             g.last_call = None;

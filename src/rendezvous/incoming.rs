@@ -50,9 +50,7 @@ pub(super) fn unhurried<C: Send + 'static>(
         if let Some(error) = lack
             && !was_lacking
         {
-            tracing::warn!(
-                "a node that connects is kept waiting until there is room for it (`ulimit -n`): {error}"
-            );
+            tracing::warn!("connecting nodes have to wait for free file descriptors (`ulimit -n`): {error}");
         }
         was_lacking = is_lacking;
         async move {

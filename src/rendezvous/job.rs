@@ -240,7 +240,7 @@ impl Job {
             node.conn = None;
             node.lease_until = node.lease_until.min(turn.at.now + turn.config.reconnect_grace);
             turn.detail(format!(
-                "job `{}`: connection of node `{}` broke; it is lost unless it comes back within {:.1} s",
+                "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
                 self.id,
                 node.join.hostname,
                 turn.config.reconnect_grace.as_secs_f64()
@@ -359,8 +359,8 @@ impl Job {
     fn phase_name(&self) -> &'static str {
         match self.phase {
             Phase::Gathering(_) if self.generation == 0 => "not assigned yet",
-            Phase::Gathering(_) => "over, the next one is gathering",
-            Phase::Recovering(_) => "not known, one of an earlier daemon is taken up",
+            Phase::Gathering(_) => "over; nodes are gathering for the next one",
+            Phase::Recovering(_) => "unknown; the daemon is recovering an earlier one",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over, and so is the job",
         }

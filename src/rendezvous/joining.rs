@@ -71,7 +71,7 @@ impl Job {
             verdict
         } else {
             let reason = format!(
-                "job `{}` is over: {}\n  hint: to run it again, start its nodes when all of the old ones have left",
+                "job `{}` has ended: {}\n  hint: to run it again, start its nodes after all previous launchers have exited",
                 self.id, over.reason
             );
             Reply::Refused(Refused {
@@ -101,7 +101,7 @@ impl Job {
             && self.nodes.len() >= turn.config.max_nodes as usize
         {
             let reason = format!(
-                "job `{}` has {} already, the most it may have",
+                "job `{}` already has {}, the maximum",
                 self.id,
                 words::nodes(turn.config.max_nodes)
             );
@@ -129,14 +129,14 @@ impl Job {
             Some((_, true, hostname)) => Err((
                 Code::Invalid,
                 format!(
-                    "node rank {asked} of job `{}` is asked for by node `{}`, but node `{hostname}` has it\n  \
-                     hint: give every node a `--node-rank` of its own, or none at all",
+                    "node rank {asked} of job `{}` is requested by node `{}`, but node `{hostname}` already has it\n  \
+                     hint: give each node a different `--node-rank`, or omit the flag on all nodes",
                     self.id, joining.join.hostname
                 ),
             )),
             Some((incarnation, false, hostname)) => {
                 // Its connection is gone and its place is claimed: a new process took over.
-                let cause = format!("node `{hostname}` was started anew");
+                let cause = format!("node `{hostname}` was restarted");
                 self.node_lost(turn, &incarnation, &cause, ddp_proto::exit::RENDEZVOUS_TIMED_OUT);
                 Ok(())
             }
@@ -158,8 +158,8 @@ impl Job {
         let there = self.nodes.values().filter(|node| node.conn.is_some()).count();
         (there >= join.max_nodes as usize).then(|| {
             format!(
-                "job `{}` runs with {} already ({}): node `{}` belongs to another job, or is one too many\n  \
-                 hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then",
+                "job `{}` is already running with {} ({}): node `{}` belongs to a different job or is one too many\n  \
+                 hint: give each job its own `--rdzv-id`; a job of several nodes then keeps extra nodes on standby",
                 self.id,
                 match join.max_nodes {
                     1 => "its only node".to_owned(),
@@ -255,7 +255,7 @@ impl Job {
             return self.reclaim(turn, incarnation, generation, join);
         }
         Err(match &self.last_over {
-            // It missed that its generation is over.
+            // It missed that its generation has ended.
             Some(over)
                 if generation == self.generation && !self.lost.iter().any(|lost| lost == incarnation) =>
             {
@@ -263,7 +263,7 @@ impl Job {
             }
             _ if generation > self.generation => "the rendezvous daemon was restarted".to_owned(),
             _ => format!(
-                "node `{}` was out of reach for longer than its lease",
+                "node `{}` was unreachable for longer than its lease",
                 join.hostname
             ),
         })
@@ -276,7 +276,7 @@ impl Job {
         };
         node.readiness = Readiness::Stopping(generation);
         let cause = format!(
-            "generation {generation} went on without node `{}`",
+            "generation {generation} continued without node `{}`",
             node.join.hostname
         );
         let over = GenerationOver {
@@ -335,7 +335,7 @@ impl Job {
         match node.readiness {
             Readiness::Joined if member => {
                 turn.detail(format!(
-                    "job `{}`: node `{}` is back in its place",
+                    "job `{}`: node `{}` reconnected",
                     self.id, node.join.hostname
                 ));
                 self.send_assignment(turn, &incarnation);
@@ -347,7 +347,7 @@ impl Job {
                     Some(over) if stopping == self.generation => over.clone(),
                     _ => {
                         let cause = format!(
-                            "generation {stopping} went on without node `{}`",
+                            "generation {stopping} continued without node `{}`",
                             node.join.hostname
                         );
                         GenerationOver {
@@ -403,14 +403,14 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     let host = super::kv::clip(&join.hostname, 64);
     if join.protocol != PROTOCOL {
         return Err(format!(
-            "node `{host}` speaks version {} of the rendezvous protocol, this daemon {PROTOCOL}\n  \
+            "node `{host}` uses version {} of the rendezvous protocol, this daemon {PROTOCOL}\n  \
              hint: install the same version of `ddp-run` on every node",
             join.protocol
         ));
     }
     if joining.generation > max_generation {
         return Err(format!(
-            "node `{host}` speaks of generation {}, expected at most {max_generation}",
+            "node `{host}` reports generation {}, expected at most {max_generation}",
             joining.generation
         ));
     }
@@ -449,7 +449,7 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     }
     if join.master_port == 0 {
         return Err(format!(
-            "node `{host}` has no free port for MASTER_PORT\n  hint: its launcher says why; `--master-port` names one"
+            "node `{host}` has no free port for MASTER_PORT\n  hint: see the output of its launcher; `--master-port` sets the port"
         ));
     }
     if join.master_port > u32::from(u16::MAX) {
@@ -460,7 +460,7 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     }
     if let Some(rank) = join.node_rank.filter(|rank| *rank >= max) {
         return Err(format!(
-            "`--node-rank` of node `{host}` is {rank}, but there are at most {}\n  hint: ranks go from 0 to {}",
+            "`--node-rank` of node `{host}` is {rank}, but there are at most {}\n  hint: node ranks run from 0 to {}",
             words::nodes(max),
             max - 1
         ));

@@ -205,7 +205,7 @@ impl Job {
             format!("no heartbeat for {:.1} s", turn.config.lease.as_secs_f64())
         } else {
             format!(
-                "its connection broke and it did not come back within {:.1} s",
+                "its connection broke and it did not reconnect within {:.1} s",
                 turn.config.reconnect_grace.as_secs_f64()
             )
         };
@@ -280,7 +280,7 @@ impl Job {
             Verdict::Restart { .. } | Verdict::Regroup => None,
             Verdict::Permanent => Some("a restart cannot help".to_owned()),
             Verdict::UsedUp if max_restarts == 0 => Some(String::new()),
-            Verdict::UsedUp => Some(format!("all {max_restarts} restarts are used up")),
+            Verdict::UsedUp => Some(format!("no restarts left ({max_restarts}/{max_restarts} used)")),
             Verdict::Hopeless { times } => Some(format!(
                 "the last {times} starts failed within {} s each, without progress",
                 turn.config.quick_failure.as_secs_f64()
@@ -314,7 +314,7 @@ impl Job {
     /// Tells all members that the generation is over, and gathers them for the next one.
     pub(super) fn regroup(&mut self, turn: &mut Turn<'_>, over: GenerationOver) {
         let next = if over.membership {
-            "no restart is spent".to_owned()
+            "this does not count as a restart".to_owned()
         } else {
             let GenerationOver {
                 restart_count,
@@ -323,13 +323,13 @@ impl Job {
                 ..
             } = &over;
             let when = match backoff_ms {
-                0 => "at once".to_owned(),
-                pause => format!("after {pause} ms"),
+                0 => "now".to_owned(),
+                pause => format!("in {pause} ms"),
             };
-            format!("restart {restart_count} of {max_restarts} {when}")
+            format!("restarting {when} ({restart_count}/{max_restarts})")
         };
         turn.decided(format!(
-            "job `{}`: generation {} is over: {}; {next}",
+            "job `{}`: generation {} ended: {}; {next}",
             self.id, self.generation, over.cause
         ));
         self.attempts += 1;
@@ -396,7 +396,7 @@ impl Job {
 
     /// The last word to every node that is there; those that are away get it when they come back.
     pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply, reason: String) {
-        turn.decided(format!("job `{}` is over: {reason}", self.id));
+        turn.decided(format!("job `{}` ended: {reason}", self.id));
         let reports = self.reports_to_come(&verdict);
         let last_word = reports
             .as_ref()
@@ -406,7 +406,7 @@ impl Job {
             turn.send(node.conn, self.generation, verdict.clone());
         }
         self.kv
-            .end(&format!("the job is over: {reason}"), &mut turn.effects);
+            .end(&format!("the job has ended: {reason}"), &mut turn.effects);
         let told = self.nodes.keys().chain(&self.lost).cloned().collect();
         let until = turn.at.now + turn.config.linger;
         self.phase = Phase::Over(Over {

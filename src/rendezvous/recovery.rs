@@ -80,11 +80,11 @@ impl Recovery {
         let more = words::time_left(self.until, now);
         let Some(run) = &self.run else {
             return format!(
-                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to come back{more}"
+                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to reconnect{more}"
             );
         };
         format!(
-            "the rendezvous daemon was restarted; {} of {} of generation {generation} are back, waiting for {}{more}",
+            "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
             words::nodes(run.node_count),
             words::node_ranks(&self.missing())
@@ -168,7 +168,7 @@ impl Job {
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
                 return Err(format!(
-                    "generation {generation} went on without node `{}`",
+                    "generation {generation} continued without node `{}`",
                     join.hostname
                 ));
             }
@@ -203,7 +203,7 @@ impl Job {
         let checked = check_place(turn.config, join);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
             turn.decided(format!(
-                "job `{}`: place of node `{}` is not believed: {why}",
+                "job `{}`: rejected the state that node `{}` reported: {why}",
                 self.id, join.hostname
             ));
         }
@@ -219,17 +219,17 @@ impl Job {
         }
         if place.over {
             self.mark_ended(turn, generation, &join.hostname);
-            return Err(started_again(generation, " when this generation was over"));
+            return Err(started_again(generation, " after this generation had ended"));
         }
         if generation <= self.highest_ended {
             return Err(started_again(
                 generation,
-                ", and this generation was over on another node",
+                ", and this generation had ended on another node",
             ));
         }
         if turn.config.only_job.is_some() {
             self.highest_ended = generation;
-            return Err(started_again(generation, " with the node that hosts it"));
+            return Err(started_again(generation, " together with the node that hosts it"));
         }
         Ok(place)
     }
@@ -253,7 +253,7 @@ impl Job {
                     .node_rank
                     .is_some_and(|asked| recovery.missing().contains(&asked)) =>
             {
-                self.give_up_recovery(turn, &format!(", and node `{}` was started anew", join.hostname));
+                self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
             }
             _ => {}
         }
@@ -275,7 +275,7 @@ impl Job {
         let generation = recovery.generation;
         let held = self.take_up(turn);
         turn.decided(format!(
-            "job `{}`: generation {generation} of an earlier daemon runs on, all of its {} nodes are back",
+            "job `{}`: generation {generation} of an earlier daemon continues: all {} nodes reconnected",
             self.id,
             self.previous.len()
         ));
@@ -316,7 +316,7 @@ impl Job {
             return;
         };
         let why = format!(
-            ", and {} did not come back within {:.1} s",
+            ", and {} did not reconnect within {:.1} s",
             words::node_ranks(&recovery.missing()),
             turn.config.lease.as_secs_f64()
         );
@@ -338,7 +338,7 @@ impl Job {
         if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
             self.give_up_recovery(
                 turn,
-                &format!(", and generation {generation} was over on node `{hostname}`"),
+                &format!(", and generation {generation} had ended on node `{hostname}`"),
             );
         }
     }
@@ -351,7 +351,7 @@ impl Job {
             return;
         };
         // What its nodes have written again belongs to it.
-        let cause = format!("generation {} went on elsewhere", old.generation);
+        let cause = format!("generation {} continued elsewhere", old.generation);
         self.kv.end(&cause, &mut turn.effects);
         for claim in old.claims.values() {
             self.went_on_without(turn, &claim.incarnation, old.generation);
@@ -366,7 +366,7 @@ impl Job {
         let generation = recovery.generation;
         self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
-            self.kv.end("its generation is over", &mut turn.effects);
+            self.kv.end("its generation has ended", &mut turn.effects);
             let timeouts = self
                 .nodes
                 .values()
@@ -386,7 +386,7 @@ impl Job {
         // Unless a worker has failed, which is worse.
         self.break_up(
             turn,
-            format!("the rendezvous daemon was restarted{why}: the workers are stopped and started again"),
+            format!("the rendezvous daemon was restarted{why}: restarting the workers"),
         );
     }
 
@@ -439,9 +439,7 @@ impl Job {
 
 /// Why the workers of a node are stopped.
 fn started_again(generation: u64, why: &str) -> String {
-    format!(
-        "the rendezvous daemon was restarted{why}: the workers of generation {generation} are stopped and started again"
-    )
+    format!("the rendezvous daemon was restarted{why}: restarting the workers of generation {generation}")
 }
 
 /// The place that a node tells, if it can have been given it.
@@ -454,35 +452,35 @@ fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a As
         return Err("it has no assignment");
     };
     let [node] = told.nodes.as_slice() else {
-        return Err("it names other nodes than its own");
+        return Err("it lists other nodes than its own");
     };
     if !(join.min_nodes..=join.max_nodes).contains(&place.node_count) || told.node_rank >= place.node_count {
-        return Err("its node rank or the number of nodes cannot be");
+        return Err("its node rank or number of nodes is invalid");
     }
     if node.hostname != join.hostname || node.workers != join.workers || node.role != join.role {
-        return Err("it is another node's");
+        return Err("it belongs to a different node");
     }
     let last_rank = u64::from(config.max_nodes) * u64::from(config.max_workers);
     if u64::from(node.first_rank) + u64::from(node.workers) > last_rank.min(u64::from(u32::MAX)) {
-        return Err("its ranks cannot be");
+        return Err("its ranks are invalid");
     }
     if told.max_restarts != join.max_restarts || told.restart_count > told.max_restarts {
-        return Err("its restarts cannot be");
+        return Err("its restart count is invalid");
     }
     if told.attempt > MAX_TOLD_ATTEMPT {
-        return Err("the number of its attempt cannot be");
+        return Err("its attempt number is invalid");
     }
     let names = [&node.addr, &told.master_addr, &told.run_token];
     if names.iter().any(|name| name.len() > config.max_name_bytes)
         || told.reason.len() > config.max_description_bytes
     {
-        return Err("its words are too long");
+        return Err("its texts are too long");
     }
     if told.run_token.is_empty() || told.run_token != join.run_token {
-        return Err("it is of another run");
+        return Err("it belongs to a different run");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
-        return Err("its MASTER_PORT cannot be");
+        return Err("its MASTER_PORT is invalid");
     }
     Ok((place, told))
 }

@@ -46,7 +46,7 @@ impl Job {
         if !is_full && running.scale_up.is_none_or(|at| turn.at.now < at) {
             return;
         }
-        let cause = format!("{hosts} joined; going on with {}", words::nodes(after as u32));
+        let cause = format!("{hosts} joined; continuing with {}", words::nodes(after as u32));
         self.change_nodes(turn, cause);
     }
 
@@ -97,7 +97,7 @@ impl Job {
 
     fn left_words(&self, incarnation: &str, signal: i32) -> String {
         let (name, signal) = (self.node_name(incarnation), words::signal_name(signal));
-        format!("{name} was stopped by {signal}; going on without it")
+        format!("{name} was stopped by {signal}; continuing without it")
     }
 
     /// Ends the generation at a step boundary, for the next one to have other nodes. No restart is spent.
@@ -160,7 +160,7 @@ impl Job {
     pub(super) fn spare_words(&self, incarnation: &str) -> String {
         let count = self.previous.len() as u32;
         let runs = format!(
-            "generation {} of job `{}` runs with {}",
+            "generation {} of job `{}` is running with {}",
             self.generation,
             self.id,
             words::nodes(count)
@@ -168,15 +168,13 @@ impl Job {
         let is_done = matches!(&self.phase, Phase::Running(running) if !running.succeeded.is_empty());
         let has_room = count < self.limits().1 && !is_done;
         if self.growth().iter().any(|c| c.incarnation == incarnation) {
-            return format!("{runs}; it takes this node in at its next step boundary");
+            return format!("{runs}; this node joins at the next step boundary");
         }
         let limits = self.rank_limits;
         if limits.is_open() || !has_room {
-            return format!("{runs}; this node is a spare until it is over");
+            return format!("{runs}; this node is on standby");
         }
-        format!(
-            "{runs}; its workers can go on only with {limits}, and with this node there is no larger one: it is a spare"
-        )
+        format!("{runs}; it can run only with {limits}: this node stays on standby")
     }
 
     /// Tells all spares of a generation that runs what they wait for.

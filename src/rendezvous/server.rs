@@ -197,9 +197,7 @@ impl Rendezvous for Service {
         let (answer, reply) = oneshot::channel();
         match self.ask(Request::Status(job.clone(), answer), reply).await? {
             Some(reply) => Ok(Response::new(reply)),
-            None => Err(Status::not_found(format!(
-                "there is no job `{job}` at this daemon"
-            ))),
+            None => Err(Status::not_found(format!("this daemon has no job `{job}`"))),
         }
     }
 }

@@ -198,7 +198,7 @@ impl Daemon<'_> {
         let invalid = |reason: &str| Err((Code::Invalid, reason.to_owned()));
         match self.speakers.get(&conn) {
             Some(known) if known == speaker => Ok(()),
-            Some(_) => invalid("a stream speaks for one node of one job only"),
+            Some(_) => invalid("a stream belongs to one node of one job"),
             None if matches!(body, Body::Join(_)) => {
                 self.admit_speaker(turn, speaker)?;
                 self.speakers.insert(conn, speaker.clone());
@@ -211,17 +211,17 @@ impl Daemon<'_> {
     fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), (Code, String)> {
         let max = turn.config.max_name_bytes;
         if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
-            let reason = format!("the name of a job has 1 to {max} bytes, and every agent a name of its own");
+            let reason = format!("a job name has 1 to {max} bytes, and each agent needs its own name");
             return Err((Code::Invalid, reason));
         }
         if let Some(reason) = turn.config.refuses(&speaker.job) {
             let hint =
-                "give all nodes of a job the same `--rdzv-id`, and other jobs another `--rdzv-endpoint`";
+                "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
             return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         if !self.jobs.contains_key(&speaker.job) && self.jobs.len() >= turn.config.max_jobs {
             let count = self.jobs.len();
-            let reason = format!("this daemon has {count} jobs already, the most it may have");
+            let reason = format!("this daemon already has {count} jobs, the maximum");
             return Err((Code::Invalid, reason));
         }
         Ok(())
@@ -257,7 +257,7 @@ impl Daemon<'_> {
         if job.nodes.is_empty() && joining.generation == 0 {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
-            job.kv.end("a new run of the job has begun", &mut turn.effects);
+            job.kv.end("a new run of the job has started", &mut turn.effects);
             *job = Job::new(job_id, job.highest_generation(), now);
         }
         job.join(turn, joining);
@@ -363,8 +363,8 @@ impl Daemon<'_> {
     fn store(&mut self, job_id: &str, generation: u64) -> Result<&mut Job, KvError> {
         let Some(job) = self.jobs.get_mut(job_id) else {
             return Err(match self.finished.iter().rev().find(|f| f.job == job_id) {
-                Some(_) => KvError::Superseded("the job is over".into()),
-                None => KvError::Unknown(format!("there is no job `{job_id}` at this daemon")),
+                Some(_) => KvError::Superseded("the job has ended".into()),
+                None => KvError::Unknown(format!("this daemon has no job `{job_id}`")),
             });
         };
         if let Phase::Recovering(recovery) = &job.phase
@@ -379,7 +379,7 @@ impl Daemon<'_> {
         }
         match &job.phase {
             Phase::Running(_) if generation == job.generation => Ok(job),
-            Phase::Over(over) => Err(KvError::Superseded(format!("the job is over: {}", over.reason))),
+            Phase::Over(over) => Err(KvError::Superseded(format!("the job has ended: {}", over.reason))),
             _ => Err(KvError::Superseded(job.last_over.as_ref().map_or_else(
                 || format!("generation {} of the job runs", job.generation),
                 |over| over.cause.clone(),

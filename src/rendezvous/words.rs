@@ -27,34 +27,29 @@ pub(super) fn nodes(count: u32) -> String {
     counted(count, "node")
 }
 
-/// "1 node is", "2 nodes are".
-pub(super) fn are(count: u32) -> String {
-    let verb = if count == 1 { "is" } else { "are" };
-    format!("{} {verb}", nodes(count))
-}
-
-/// How many a job wants, with a verb for some of them: "1 node is", "2 to 4 nodes are".
-pub(super) fn are_of(min: u32, max: u32) -> String {
-    match max {
-        1 => are(1),
-        _ => format!("{} nodes are", range(min, max)),
+/// How many nodes a job wants: "1 node", "2 to 4 nodes".
+pub(super) fn nodes_within(min: u32, max: u32) -> String {
+    if min == max {
+        nodes(min)
+    } else {
+        format!("{min} to {max} nodes")
     }
 }
 
-/// " for 540 s more": how long something is waited for until `until`; nothing where that has no end yet.
+/// " (up to 540 s)": how long something is waited for until `until`; nothing where that has no end yet.
 pub(super) fn time_left(until: Duration, now: Duration) -> String {
     match until {
         Duration::MAX => String::new(),
-        until => format!(" for {:.0} s more", until.saturating_sub(now).as_secs_f64()),
+        until => format!(" (up to {:.0} s)", until.saturating_sub(now).as_secs_f64()),
     }
 }
 
-/// "the only node is", "all 2 nodes are".
+/// "the only node", "all 2 nodes".
 pub(super) fn all(count: u32) -> String {
     if count == 1 {
-        "the only node is".into()
+        "the only node".into()
     } else {
-        format!("all {count} nodes are")
+        format!("all {count} nodes")
     }
 }
 
@@ -66,15 +61,6 @@ pub(super) fn node_ranks(ranks: &[u32]) -> String {
         let _ = write!(words, " and {} more", more.len());
     }
     words
-}
-
-/// How many nodes a job wants: "2" or "2 to 4".
-pub(super) fn range(min: u32, max: u32) -> String {
-    if min == max {
-        min.to_string()
-    } else {
-        format!("{min} to {max}")
-    }
 }
 
 /// "`a`, `b`", at most [`MAX_NAMED`] of them.
@@ -104,19 +90,31 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     if exit.core_dumped {
         words.push_str(" (core dumped)");
     }
+    if !exit.activity.is_empty() {
+        words.push_str(&last_seen(&exit.activity));
+    }
     if exit.out_of_memory {
         words.push_str(", possibly out of memory");
     }
     if exit.port_taken {
-        words.push_str(", because its port was taken");
+        words.push_str(", because its port was in use");
     }
     if exit.consequence {
-        words.push_str(", because another rank had failed, it says");
-    }
-    if !exit.activity.is_empty() {
-        let _ = write!(words, " (last heartbeat: {})", exit.activity);
+        words.push_str(", reporting that another rank had failed");
     }
     words
+}
+
+/// Where the last heartbeat came from: `phase training, step 3` is " at step 3".
+fn last_seen(activity: &str) -> String {
+    let place = activity
+        .strip_prefix("phase ")
+        .and_then(|rest| rest.split_once(", "));
+    match place {
+        Some(("training", place)) => format!(" at {place}"),
+        Some((phase, place)) => format!(" while {phase} at {place}"),
+        None => format!(" (last heartbeat: {activity})"),
+    }
 }
 
 /// Exit code of a job whose first failure is this one; never 0.
@@ -189,15 +187,11 @@ impl TimedOut<'_> {
     pub(super) fn words(&self) -> String {
         let came = self.came.len() as u32;
         let mut words = format!(
-            "rendezvous of job `{}` timed out after {:.1} s: {} of {} came",
+            "rendezvous of job `{}` timed out after {:.1} s: {} of {} joined",
             self.job,
             self.waited.as_secs_f64(),
             came,
-            if self.min == self.max {
-                nodes(self.min)
-            } else {
-                format!("{} nodes", range(self.min, self.max))
-            },
+            nodes_within(self.min, self.max),
         );
         if came > 0 {
             let _ = write!(words, ": {}", list(self.came.iter().copied()));
@@ -232,8 +226,8 @@ impl TimedOut<'_> {
 pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
     let what = between_jobs(here, there);
     format!(
-        "note: another job without a name is here too, `{}`: {what}; nodes without a `--rdzv-id` are one job only if \
-         their targets, arguments and flags are the same",
+        "note: another job without `--rdzv-id` is waiting here too, `{}`: {what}; nodes without `--rdzv-id` form \
+         one job only if their targets, arguments and flags are the same",
         clip(other_id, QUOTE_BYTES)
     )
 }
@@ -302,7 +296,7 @@ mod tests {
             max: 4,
         };
         insta::assert_snapshot!(first.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks 1, 3)
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes joined: `a`, `b`; missing: 2 nodes (node ranks 1, 3)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
         let restart = TimedOut {
@@ -315,7 +309,7 @@ mod tests {
             ..first
         };
         insta::assert_snapshot!(restart.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
+        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes joined: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
     }

@@ -89,7 +89,7 @@ fn a_missing_data_file() {
     let job = TinyJob::with(|yaml| yaml.replace("text.txt", "absent.txt"));
     insta::assert_snapshot!(refused(&job), @r"
         [ddp-run] error: tiny.yaml:3: `data.train` is `absent.txt`, which cannot be read: No such file or directory (os error 2)
-        [ddp-run]   hint: a relative path of `data` counts from the folder of the configuration
+        [ddp-run]   hint: relative paths in `data` are resolved from the YAML's directory
         ");
     expect_nothing_written(&job);
 }
@@ -99,7 +99,7 @@ fn heads_that_do_not_divide_the_channels() {
     let job = TinyJob::with(|yaml| yaml.replace("n_head: 2", "n_head: 3"));
     insta::assert_snapshot!(refused(&job), @r"
         [ddp-run] error: tiny.yaml:2: `model.n_embd` is 32, expected a multiple of `model.n_head`, which is 3
-        [ddp-run]   hint: take 30 or 33, or another number of heads
+        [ddp-run]   hint: use 30 or 33, or a different number of heads
         ");
     expect_nothing_written(&job);
 }
@@ -126,7 +126,7 @@ fn an_out_dir_that_cannot_be_written() {
     let job = TinyJob::with(|yaml| yaml.replace("out_dir: out", "out_dir: text.txt/out"));
     insta::assert_snapshot!(refused(&job), @r"
         [ddp-run] error: tiny.yaml:1: cannot create `text.txt/out`: Not a directory (os error 20)
-        [ddp-run]   hint: a file stands where a folder is needed; set another `run.out_dir`
+        [ddp-run]   hint: a file exists where a directory is needed; set a different `run.out_dir`
         ");
 }
 
@@ -135,7 +135,7 @@ fn a_run_to_resume_that_is_not_there() {
     let job = TinyJob::with(|yaml| yaml.replace("seed: 7", "resume: require"));
     insta::assert_snapshot!(refused(&job), @r"
         [ddp-run] error: tiny.yaml:1: `run.resume` is `require`, but `out` holds no checkpoint
-        [ddp-run]   hint: set `run.resume: auto` to start where there is nothing to resume
+        [ddp-run]   hint: set `run.resume: auto` to start a new run if there is no checkpoint
         ");
     expect_nothing_written(&job);
 }
@@ -181,9 +181,9 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
         .set("parallel.shard_group=2")
         .target("tiny.yaml")
         .run();
-    finished
-        .expect_exit(2)
-        .expect_stderr("`parallel.shard_group` is 2, but 3 data-parallel ranks are not groups of 2");
+    finished.expect_exit(2).expect_stderr(
+        "`parallel.shard_group` is 2, but 3 data-parallel ranks cannot be divided into groups of 2",
+    );
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
 }
 
@@ -203,11 +203,11 @@ fn what_all_ranks_say_alike_is_shown_once() {
         .set("parallel.shard_group=2")
         .target("tiny.yaml")
         .run();
-    let words = "`parallel.shard_group` is 2, but 7 data-parallel ranks are not groups of 2";
+    let words = "`parallel.shard_group` is 2, but 7 data-parallel ranks cannot be divided into groups of 2";
     finished
         .expect_exit(2)
         .expect_stderr("first failure: rank ")
-        .expect_stderr(&format!("it says: {words}"));
+        .expect_stderr(&format!("message: {words}"));
     let said = finished.stderr();
     assert_eq!(said.matches(&format!("] error: {words}")).count(), 1, "{said}");
     assert_eq!(
@@ -288,7 +288,7 @@ fn exhausted_shared_memory() {
     finished
         .expect_exit(93)
         .expect_stderr(
-            "for `gradients`: the limit on file sizes, which also holds for shared memory, is 4194304 bytes",
+            "for `gradients`: the limit on file sizes, which also applies to shared memory, is 4194304 bytes",
         )
         .expect_stderr("hint: raise it with `ulimit -f unlimited`");
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
@@ -310,6 +310,6 @@ fn memory_that_a_limit_refuses_is_not_asked_for_again() {
         .run();
     finished
         .expect_exit(93)
-        .expect_stderr("this process may map 716800000 bytes (`ulimit -v`), and has mapped ")
+        .expect_stderr("this process may map 716800000 bytes (`ulimit -v`) and has already mapped ")
         .expect_stderr("hint: ");
 }

@@ -72,7 +72,7 @@ fn ranks_that_are_not_there_are_named_and_old_flags_are_taken() {
         .target("true")
         .run()
         .expect_exit(0)
-        .expect_stderr("[ddp-run] `--use-env` changes nothing here, and is ignored")
+        .expect_stderr("[ddp-run] ignored `--use-env`: it has no effect here")
         .expect_stderr("[ddp-run] `--tee` names local rank 7, but this node has 1 worker, counted from 0")
         .expect_stderr("[ddp-run] `--local-ranks-filter` names local rank 5");
 }
@@ -87,8 +87,8 @@ fn a_temporary_directory_that_cannot_be_written_is_named() {
         2,
     );
     assert!(
-        text.starts_with("[ddp-run] error: cannot make a folder for log files in `/proc/1`: ")
-            && text.contains("hint: name one with `--log-dir`"),
+        text.starts_with("[ddp-run] error: cannot create a directory for log files in `/proc/1`: ")
+            && text.contains("hint: set `--log-dir`"),
         "{text}"
     );
 }
@@ -97,7 +97,7 @@ fn a_temporary_directory_that_cannot_be_written_is_named() {
 fn several_nodes_without_an_endpoint() {
     insta::assert_snapshot!(message(launch().flag("--nnodes", "2").target("true"), 2), @r"
         [ddp-run] error: 2 nodes need a place to meet, but there is no `--rdzv-endpoint`
-        [ddp-run]   hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+        [ddp-run]   hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
 }
 
@@ -117,7 +117,7 @@ fn a_missing_target_file() {
 fn overrides_without_a_configuration() {
     insta::assert_snapshot!(message(launch().set("train.steps=3").target("true"), 2), @r"
         [ddp-run] error: `--set train.steps=3` needs a YAML target, but the target is `true`
-        [ddp-run]   hint: give arguments of a program after its name: `ddp-run true ARGS`
+        [ddp-run]   hint: pass arguments of a program after its name: `ddp-run true ARGS`
         ");
 }
 
@@ -129,8 +129,8 @@ fn a_port_in_use_by_a_stranger() {
     std::thread::spawn(move || stranger.incoming().for_each(drop));
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
-        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
-        [ddp-run]   hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not answer gRPC health checks
+        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`)
         ");
 }
 
@@ -141,8 +141,8 @@ fn a_port_in_use_by_a_silent_stranger() {
     let address = stranger.local_addr().expect("bound");
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
-        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it gave no answer within 5 s
-        [ddp-run]   hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it did not answer within 5 s
+        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`)
         ");
 }
 
@@ -155,6 +155,6 @@ fn a_log_directory_that_is_a_file() {
     let text = message(launch().flag("--log-dir", &file).target("true"), 2);
     insta::assert_snapshot!(text.replace(&file, "FILE"), @r"
         [ddp-run] error: cannot write `FILE`: Not a directory (os error 20)
-        [ddp-run]   hint: choose a writable place, for log files with `--log-dir`, for others with TMPDIR
+        [ddp-run]   hint: choose a writable directory: `--log-dir` for log files, TMPDIR for other files
         ");
 }

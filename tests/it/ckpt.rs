@@ -50,7 +50,7 @@ fn a_checkpoint_is_inspected_and_verified() {
     ckpt(job.dir(), &["verify", "."])
         .expect_exit(2)
         .expect_stderr("error: `.` holds no checkpoint")
-        .expect_stderr("hint: name a run's `out_dir`");
+        .expect_stderr("hint: give a run's `out_dir`");
     ckpt(job.dir(), &["inspect", "outt"])
         .expect_exit(2)
         .expect_stderr("error: `outt` does not exist");
@@ -158,7 +158,7 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
         ),
         (
             |manifest| (manifest["step"], manifest["consumed_samples"]) = (11.into(), 44.into()),
-            "its folder is `step_00000010`, and it says step 11",
+            "its directory is `step_00000010`, but it records step 11",
         ),
         (
             |manifest| manifest["consumed_samples"] = 39.into(),
@@ -179,7 +179,7 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
                     .expect("ranges");
                 ranges.pop();
             },
-            "do not make it up",
+            "do not cover it exactly",
         ),
     ];
     for (change, said) in changes {
@@ -219,7 +219,7 @@ fn a_checkpoint_is_exported_once() {
     assert!(job.dir().join("model/model.safetensors").exists());
     ckpt(job.dir(), &["export", "out", "--to", "model"])
         .expect_exit(2)
-        .expect_stderr("error: `model` exists already");
+        .expect_stderr("error: `model` already exists");
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
 fn assert_trained_without_its_end(job: &TinyJob, finished: &Finished, cause: &str) {
     finished
         .expect_exit(74)
-        .expect_stderr("warning: the checkpoint of step 35 was not saved on rank 0; training goes on, and the next one is due after step 40")
+        .expect_stderr("warning: the checkpoint of step 35 was not saved on rank 0; training continues; the next one is due after step 40")
         .expect_stderr("error: training ended after step 40, but the state after it could not be saved on rank 0")
         .expect_stderr(cause);
     assert_eq!(metrics(&job.out()).len(), 40);
@@ -332,7 +332,7 @@ fn a_folder_that_may_not_be_written_to_does_not_end_the_training() {
         }
     }
     let finished = train_after(&job, shell, "true");
-    let cause = "cannot create `out/checkpoints/.saving_step_00000040.g1`: Permission denied (os error 13)\n  hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write";
+    let cause = "cannot create `out/checkpoints/.saving_step_00000040.g1`: Permission denied (os error 13)\n  hint: check its owner and mode: the user of a run must be able to read and write its `run.out_dir`";
     for line in cause.lines() {
         assert_trained_without_its_end(&job, &finished, line);
     }

@@ -39,7 +39,7 @@ fn a_port_in_use_is_one_clear_message() {
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr().replace(&address, "ADDRESS"), @r"
         error: cannot listen on `ADDRESS`: Address already in use (os error 98)
-          hint: another program holds the port: choose another one, or 0 for a free one
+          hint: another program uses the port: choose a different one, or 0 for a free port
         ");
 }
 

@@ -159,8 +159,8 @@ fn a_step_of_several_tasks_a_node_is_refused() {
     let finished = step(bin.path(), "--ntasks-per-node=2").run();
     finished
         .expect_exit(2)
-        .expect_stderr("srun starts 4 copies of ddp-run on 2 nodes, expected one a node")
-        .expect_stderr("hint: give srun `--ntasks-per-node=1`");
+        .expect_stderr("srun starts 4 copies of ddp-run on 2 nodes, expected one per node")
+        .expect_stderr("hint: pass `--ntasks-per-node=1` to srun");
     assert!(finished.stdout().is_empty(), "no worker was started");
 }
 

@@ -46,7 +46,7 @@ fn a_job_takes_in_a_node_that_comes_later() {
     first.wait_for("world 1 attempt 0");
     let mut second = node(&daemon, "1:2", &done).start();
     second.wait_for("world 2 attempt 0");
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     first.wait_for("world 2 attempt 0");
     std::fs::write(&done, "").expect("writable");
     first.finish().expect_exit(0);
@@ -74,7 +74,7 @@ fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
     let done = dir.path().join("done");
     let (mut first, second) = two_nodes(&daemon, &done);
     second.signal(Signal::SIGTERM);
-    first.wait_for("was stopped by SIGTERM; going on without it");
+    first.wait_for("was stopped by SIGTERM; continuing without it");
     first.wait_for("world 1 attempt 0");
     second.finish().expect_exit(143);
     let mut again = node(&daemon, "1:2", &done).start();
@@ -189,12 +189,12 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     let held = worker(first.pid(), "0");
     send(held, Signal::SIGSTOP);
     let second = start();
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
     first.wait_for(
-        "going on with 2 ranks instead of 1: 1 micro-batch a step on each, the global batch stays 4",
+        "continuing with 2 ranks instead of 1: 1 micro-batch per step on each, the global batch stays 4",
     );
     first.wait_for(&format!("400, resumed after {left_at}"));
 
@@ -210,7 +210,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     send(held, Signal::SIGCONT);
     first.wait_for("was lost");
     first.wait_for(
-        "going on with 1 rank instead of 2: 2 micro-batches a step on each, the global batch stays 4",
+        "continuing with 1 rank instead of 2: 2 micro-batches per step on each, the global batch stays 4",
     );
     first.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
@@ -257,11 +257,11 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
     let held = worker(first.pid(), "0");
     send(held, Signal::SIGSTOP);
     let second = start();
-    first.wait_for("joined; going on with 2 nodes");
+    first.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
-    first.wait_for("going on with 4 ranks instead of 2");
+    first.wait_for("continuing with 4 ranks instead of 2");
     first.wait_for(&format!("200, resumed after {left_at}"));
 
     // One step beyond a checkpoint of all.
@@ -271,7 +271,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
         send(pid, Signal::SIGSTOP);
     }
     let mut third = start();
-    third.wait_for("its workers can go on only with a number of ranks that divides 4");
+    third.wait_for("it can run only with a number of ranks that divides 4");
     let lost = worker(second.pid(), "2");
     second.signal(Signal::SIGKILL);
     eventually("the worker to go with its launcher", || {
@@ -306,12 +306,12 @@ fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
     again(3)
         .run()
         .expect_exit(2)
-        .expect_stderr("the run was trained in global batches of 4 samples, and 3 ranks")
+        .expect_stderr("the run was trained with a global batch of 4 samples, but 3 ranks")
         .expect_stderr("hint: 2 ranks can; ");
     again(1)
         .run()
         .expect_exit(0)
-        .expect_stdout("going on with 1 rank instead of 2");
+        .expect_stdout("continuing with 1 rank instead of 2");
     assert_eq!(metrics(&job.out()).len(), 4);
 }
 
@@ -371,14 +371,14 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     // The node that leaves is that of rank 0.
     let (mut first, mut second, held) = two_native_nodes(&daemon, "1:2", &job);
     first.signal(Signal::SIGTERM);
-    second.wait_for("was stopped by SIGTERM; going on without it");
+    second.wait_for("was stopped by SIGTERM; continuing without it");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut first);
     first
         .finish()
         .expect_exit(143)
-        .expect_stderr("if the other nodes go on, this one is taken in when it is started again");
-    second.wait_for("going on with 1 rank instead of 2");
+        .expect_stderr("if the other nodes continue, start this node again to rejoin the job");
+    second.wait_for("continuing with 1 rank instead of 2");
     second.wait_for(&format!("1500, resumed after {left_at}"));
 
     // Started again, it is taken in; nothing tells it to resume.
@@ -386,7 +386,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     let held = worker(second.pid(), "0");
     send(held, Signal::SIGSTOP);
     let mut again = native_node(&daemon, "1:2", &job).flag("--node-rank", "0").start();
-    second.wait_for("joined; going on with 2 nodes");
+    second.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut second);
     again.wait_for(&format!("1500, resumed after {left_at}"));

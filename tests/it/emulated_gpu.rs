@@ -106,7 +106,7 @@ fn the_doctor_finds_nothing_missing() {
         .expect_stdout("device 0             Emulated GPU, sm_90, 1.0 GiB")
         .expect_stdout("device 1")
         .expect_stdout("libnccl.so.2, 2.30.7")
-        .expect_stdout("nothing is missing");
+        .expect_stdout("no problems found");
 }
 
 #[test]
@@ -367,7 +367,7 @@ fn a_rank_that_stands_still_is_named() {
         kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
         let finished = running.finish();
         assert_ne!(finished.code(), Some(0));
-        finished.expect_stderr("is given up").expect_stderr("rank 1");
+        finished.expect_stderr("is abandoned").expect_stderr("rank 1");
         expect_on_its_own_gpu(&finished);
     }
 }

@@ -159,7 +159,7 @@ fn nobody_at_the_endpoint_gives_69() {
         .run();
     finished
         .expect_exit(69)
-        .expect_stderr("does not answer yet")
+        .expect_stderr("is unreachable")
         .expect_stderr(&port.endpoint)
         .expect_stderr("hint:");
 }
@@ -288,7 +288,7 @@ fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
             .finish()
             .expect_exit(42)
             .expect_stderr("first failure: rank 1")
-            .expect_stderr("rank 0: stopped by us with SIGKILL");
+            .expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
         let error = std::fs::read_to_string(logs.join("error.json")).expect("written");
         assert!(error.contains(r#""exit_code": 42"#), "{error}");
     }

@@ -131,13 +131,17 @@ fn exit_code_93_means_do_not_start_again() {
         .run();
     finished
         .expect_exit(93)
-        .expect_stderr("`sh` failed, and a restart cannot help");
-    assert!(!finished.stderr().contains("restart 1"), "{}", finished.stderr());
+        .expect_stderr("`sh` failed; a restart cannot help");
+    assert!(
+        !finished.stderr().contains("restarting "),
+        "{}",
+        finished.stderr()
+    );
 }
 
 #[test]
 fn a_program_that_always_fails_at_once_is_given_up_with_the_reason() {
-    let words = "`sh` failed, and the last 5 starts failed within 5 s each, without progress";
+    let words = "`sh` failed; the last 5 starts failed within 5 s each, without progress";
     let launch = launch().flag("--max-restarts", "100").shell("exit 3");
     launch.run().expect_exit(3).expect_stderr(words);
 }
@@ -154,7 +158,7 @@ fn a_port_that_was_taken_costs_no_restart() {
         .run();
     finished
         .expect_exit(0)
-        .expect_stderr("because its port was taken; starting again, no restart is spent");
+        .expect_stderr("because its port was in use; restarting without using up a restart");
     // A worker that always says so is not believed for ever.
     let always = launch()
         .flag("--max-restarts", "0")
@@ -302,8 +306,8 @@ fn a_dry_run_says_where_variables_of_the_workers_come_from() {
             lines.join("\n")
         );
     }
-    finished.expect_stdout("cores for each worker");
-    finished.expect_stdout("environment of the first of them, as far as ddp-run has a say in it:");
+    finished.expect_stdout("cores per worker");
+    finished.expect_stdout("environment set for local rank 0:");
 }
 
 #[test]
@@ -337,7 +341,7 @@ fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
         conf.contains("is_host=false,join_timeout=600,connect_timeout=60,last_call_timeout=3"),
         "{conf}"
     );
-    finished.expect_stdout("ranks of this node, if each node before it has 2 workers too: 2 to 3");
+    finished.expect_stdout("ranks of this node if each lower-ranked node also has 2 workers: 2 to 3");
 }
 
 #[test]
@@ -361,8 +365,8 @@ fn a_dry_run_shows_the_variable_behind_each_value_of_a_batch_system() {
     assert_eq!(source("rdzv_endpoint"), Some("SLURM_STEP_NODELIST"), "{shown}");
     finished
         .expect_stdout("ddp-run would start 1 worker on this node, one of 3:")
-        .expect_stdout("rank of this node, if each node before it has 1 worker too: 2")
-        .expect_stdout("  RANK=(decided at the start)");
+        .expect_stdout("rank of this node if each lower-ranked node also has 1 worker: 2")
+        .expect_stdout("  RANK=(decided at startup)");
 }
 
 #[test]
@@ -371,7 +375,7 @@ fn nodes_of_an_allocation_that_stay_unused_are_told_where_the_job_starts() {
     let finished = batch().target("true").run();
     finished
         .expect_exit(0)
-        .expect_stderr("this runs on 1 of the 4 nodes that Slurm's job 12 has");
+        .expect_stderr("running on 1 of the 4 nodes of Slurm job 12");
     let meant = batch().words(&["--standalone"]).target("true").run();
     meant.expect_exit(0).expect_silence();
 }
@@ -393,7 +397,7 @@ fn workers_that_share_the_only_core_of_an_affinity_mask_are_told() {
     let finished = launch().nproc(2).target("true").run();
     finished
         .expect_exit(0)
-        .expect_stderr("2 workers take turns on 1 core: ");
+        .expect_stderr("2 workers compete for 1 core: ");
 }
 
 #[test]
@@ -405,7 +409,7 @@ fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
             .set("parallel.shard_group=2")
             .target(repository("examples/single-node/train.yaml"))
     };
-    let words = "`parallel.shard_group` is 2, but 3 data-parallel ranks are not groups of 2";
+    let words = "`parallel.shard_group` is 2, but 3 data-parallel ranks cannot be divided into groups of 2";
     for flags in [&["--dry-run"][..], &[]] {
         launch()
             .words(flags)
@@ -437,7 +441,7 @@ fn log_files_without_a_place_are_nobody_elses() {
             .env("TMPDIR", dir.path().to_str().expect("unicode"))
             .shell(TALK)
             .run();
-        finished.expect_exit(0).expect_stderr("log files are below `");
+        finished.expect_exit(0).expect_stderr("log files are in `");
     }
     let made: Vec<_> = fs::read_dir(dir.path())
         .expect("there")
@@ -465,8 +469,8 @@ fn torchruns_details_of_the_rendezvous_are_taken_with_their_quotes() {
     finished
         .expect_exit(0)
         .expect_stdout("join_timeout=5,connect_timeout=60,last_call_timeout=1 ")
-        .expect_stderr("`--rdzv-conf colour` changes nothing here, and is ignored")
-        .expect_stderr("`--rdzv-conf read_timeout` changes nothing here, and is ignored");
+        .expect_stderr("ignored `--rdzv-conf colour`: it has no effect here")
+        .expect_stderr("ignored `--rdzv-conf read_timeout`: it has no effect here");
 }
 
 #[test]

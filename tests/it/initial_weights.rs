@@ -57,7 +57,7 @@ fn exported_weights_are_begun_with_once() {
         .expect_stdout("initial weights   weights (");
     std::fs::remove_dir_all(job.dir().join("weights")).expect("the weights");
     let resumed = train("8");
-    resumed.expect_exit(0).expect_stdout("8, resumed after 5");
+    resumed.expect_exit(0).expect_stdout("8, resumed after step 5");
     assert!(!resumed.stdout().concat().contains("initial weights"));
     assert_eq!(metrics(&job.out()).len(), 8);
 }
@@ -73,19 +73,19 @@ fn weights_that_do_not_fit_are_refused_before_anything_starts() {
         finished.errors()
     };
     insta::assert_snapshot!(refused("model.n_layer=3"), @r"
-    [ddp-run] error: tiny.yaml:2: `weights` does not fit the `model` section: `n_layer` is 2 there and 3 here; `h.2.ln_1.weight` is missing there; `h.2.ln_1.bias` is missing there; and 10 more
+    [ddp-run] error: tiny.yaml:2: `weights` does not fit the `model` section: `n_layer` is 2 in the file and 3 in this model; `h.2.ln_1.weight` is missing in the file; `h.2.ln_1.bias` is missing in the file; and 10 more
     [ddp-run]   hint: write `n_layer: 2` in section `model`
     ");
     insta::assert_snapshot!(refused("model.n_head=4"), @r"
-    [ddp-run] error: tiny.yaml:2: `weights` does not fit the `model` section: `n_head` is 2 there and 4 here
+    [ddp-run] error: tiny.yaml:2: `weights` does not fit the `model` section: `n_head` is 2 in the file and 4 in this model
     [ddp-run]   hint: write `n_head: 2` in section `model`
     ");
     insta::assert_snapshot!(refused("model.init_from=first"), @r"
     [ddp-run] error: `--set model.init_from=first`: `first` holds neither `model.safetensors` nor `model.safetensors.index.json`
-    [ddp-run]   hint: it is of a run: `ddp-train ckpt export first --to FOLDER` makes such a file of its checkpoint
+    [ddp-run]   hint: it belongs to a run: `ddp-train ckpt export first --to DIR` exports its checkpoint to such a file
     ");
     insta::assert_snapshot!(refused("model.init_from=absent"), @r"
     [ddp-run] error: `--set model.init_from=absent`: cannot read `absent`: No such file or directory (os error 2)
-    [ddp-run]   hint: a relative path of `model.init_from` counts from the folder of the configuration
+    [ddp-run]   hint: relative paths in `model.init_from` are resolved from the YAML's directory
     ");
 }

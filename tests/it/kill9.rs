@@ -73,7 +73,7 @@ fn survivors_report_the_cause() {
         .expect_exit(137)
         .expect_stderr("first failure: rank 1")
         // The survivor's own words, not the launcher's.
-        .expect_stderr("[0] error: rank 0 stopped: the generation is over: rank 1 (node");
+        .expect_stderr("[0] error: rank 0 stopped: the launcher ended this generation: rank 1 (node");
 }
 
 #[test]

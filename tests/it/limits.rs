@@ -99,7 +99,7 @@ fn a_launch_without_threads_or_processes_to_be_had_says_so() {
     }
     let with = |words: &str| said.iter().filter(|text| text.contains(words)).count();
     assert!(
-        with("[ddp-run] error: cannot make a thread: ") >= 4,
+        with("[ddp-run] error: cannot start a thread: ") >= 4,
         "{}",
         said.join("\n")
     );
@@ -131,7 +131,7 @@ fn a_host_name_that_no_thread_can_look_up_is_an_error() {
             said.push(finished.stderr());
         }
     }
-    let nobody_looks = "cannot make a thread to look up the host name `localhost`: ";
+    let nobody_looks = "cannot start a thread to look up the host name `localhost`: ";
     let with = said.iter().filter(|text| text.contains(nobody_looks)).count();
     assert!(with >= 2, "{}", said.join("\n"));
     let daemon = env!("CARGO_BIN_EXE_ddp-rendezvous");

@@ -202,5 +202,5 @@ fn workers_run_where_the_gpus_are_that_cuda_gives_them() {
     let finished = machine.run(&["--numa-binding", "node"], Some("MIG-0,MIG-1"));
     finished
         .expect_exit(0)
-        .expect_stderr("`--numa-binding`: the driver shows 1 GPU for 2 workers");
+        .expect_stderr("`--numa-binding`: the driver reports 1 GPU for 2 workers");
 }

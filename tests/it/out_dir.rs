@@ -24,7 +24,9 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
             .run()
             .expect_exit(73)
             .expect_stderr("tiny.yaml:1: `out` is in use: job `")
-            .expect_stderr("hint: wait until that job has ended, or stop it; or set another `run.out_dir`");
+            .expect_stderr(
+                "hint: wait until that job has ended, or stop it; or set a different `run.out_dir`",
+            );
     }
     let words = ["run", "tiny.yaml", "--set", "run.resume=auto"];
     Program::new(env!("CARGO_BIN_EXE_ddp-train"))
@@ -97,7 +99,7 @@ fn resuming_a_run_that_is_done_says_so_and_leaves_its_summary() {
     assert!(summary().contains("\"steps\": 10"), "{}", summary());
     train("train.steps=20")
         .expect_exit(0)
-        .expect_stdout("over 20 steps instead of 10: where it goes on, the learning rate is ");
+        .expect_stdout("over 20 steps instead of 10: training resumes at learning rate ");
 }
 
 #[test]

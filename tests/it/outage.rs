@@ -72,7 +72,7 @@ impl Pair {
         self.kill_the_daemon();
         self.bring_it_back();
         for node in &mut self.nodes {
-            node.wait_for("generation 1 runs on");
+            node.wait_for("generation 1 continues without a restart");
         }
     }
 
@@ -108,7 +108,7 @@ fn a_failure_after_the_outage_is_handled_as_before_it() {
     let [victim, _] = pair.workers();
     kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
     for node in &mut pair.nodes {
-        node.wait_for("restart 1 of 1");
+        node.wait_for("(1/1)");
         node.wait_for("in life 1");
     }
     for finished in pair.finish() {
@@ -139,7 +139,7 @@ fn a_node_that_dies_during_the_outage_is_missed() {
     lost.finish().expect_killed_by(Signal::SIGKILL);
     left.finish()
         .expect_exit(75)
-        .expect_stderr("did not come back within 9.0 s: the workers are stopped and started again");
+        .expect_stderr("did not reconnect within 9.0 s: restarting the workers");
     stop(pair.daemon);
 }
 
@@ -182,7 +182,7 @@ fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
     late.expect_exit(75);
     // What the host said before it left may still be in the socket.
     let verdicts = [
-        "the job went on without this node: it was suspended for ",
+        "the job continued without this node, which was suspended for ",
         "(node rank 1) was lost: no heartbeat for 9.0 s",
     ];
     let said = late.transcript();
@@ -215,7 +215,7 @@ fn training_is_saved_when_the_daemon_is_gone_for_good() {
     running
         .finish()
         .expect_exit(69)
-        .expect_stderr("cannot be reached after")
+        .expect_stderr("cannot reach the rendezvous daemon at")
         .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
     let reached = metrics(&job.out()).len();
     let resume = launch()

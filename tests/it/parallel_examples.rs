@@ -31,7 +31,7 @@ fn the_three_d_example_has_the_losses_of_one_rank() {
         .run()
         .expect_exit(0)
         .expect_stdout("1F1B: 2 stages of 2, 2 layers on 2 ranks, 4 micro-batches")
-        .expect_stdout("zero1: the optimizer is sharded over 2 ranks");
+        .expect_stdout("zero1: optimizer state sharded over 2 ranks");
     let alone = few(example("three-d", 1, dir.path()), "one");
     let alone = ONE_RANK.iter().fold(alone, |launch, word| launch.set(word));
     alone.run().expect_exit(0);
@@ -57,7 +57,7 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
         .set("run.out_dir=out")
         .run()
         .expect_exit(0)
-        .expect_stdout("llama 4 × 128");
+        .expect_stdout("llama, 4 layers, 4 heads, width 128");
     let losses = losses(&dir.path().join("out"));
     let uniform = 256_f64.ln();
     assert!(

@@ -186,5 +186,5 @@ fn what_is_wrong_is_named() {
     plan(job.dir(), &[&["tiny.yaml"], &sets[..]].concat())
         .expect_exit(2)
         .expect_stderr("`--set parallel.shard_group=3`")
-        .expect_stderr("8 data-parallel ranks are not groups of 3");
+        .expect_stderr("8 data-parallel ranks cannot be divided into groups of 3");
 }

@@ -132,9 +132,9 @@ print('finished')
         .run();
     launched
         .expect_exit(0)
-        .expect_stderr("rank 1 is lost: hung, no heartbeat for")
+        .expect_stderr("rank 1 hung: no heartbeat for")
         .expect_stderr("(phase training, step 2)")
-        .expect_stderr("died of SIGABRT (last heartbeat: phase training, step 2); restart 1 of 1")
+        .expect_stderr("died of SIGABRT at step 2; restarting now (1/1)")
         .expect_stdout("[1] finished");
 }
 

@@ -208,7 +208,7 @@ fn a_worker_without_a_launcher_dies_of_the_second_signal() {
     // One step that takes hours.
     let settings = ["train.grad_accumulation=10000000"];
     let mut running = alone(&job, env!("CARGO_BIN_EXE_ddp-train"), &[], &settings);
-    running.wait_for("memory of a rank");
+    running.wait_for("memory per rank");
     running.signal(Signal::SIGINT);
     running.wait_for("stopped by SIGINT");
     running.signal(Signal::SIGTERM);

@@ -55,7 +55,7 @@ fn a_second_ctrl_c_kills_at_once() {
         screen.type_in(CTRL_C);
         let (code, shown) = screen.finish();
         assert_eq!(code, Some(130), "{shown}");
-        assert!(shown.contains(": stopped by us with SIGKILL"), "{shown}");
+        assert!(shown.contains(": terminated by ddp-run (SIGKILL)"), "{shown}");
     }
 }
 
@@ -149,6 +149,6 @@ fn output_that_gets_lost_is_told_of() {
     let finished = launch.stdout_to(full).run();
     finished
         .expect_exit(0)
-        .expect_stderr("standard output cannot be written: No space left on device");
-    assert_eq!(finished.stderr().matches("cannot be written").count(), 1);
+        .expect_stderr("cannot write to standard output: No space left on device");
+    assert_eq!(finished.stderr().matches("cannot write to").count(), 1);
 }

@@ -70,7 +70,7 @@ fn a_rank_killed_on_any_axis_is_named_with_stage_and_action_and_changes_no_bit()
         let named = said.find(|line| line.contains(&died)).unwrap_or_default();
         assert!(named.contains("SIGKILL"), "{words}");
         // A slow test may meet the rank at the next one all the same.
-        let saves = named.contains("last heartbeat: phase saving, step ");
+        let saves = named.contains(" while saving at step ");
         assert!(saves || names_action(named, rank / RANKS_OF_A_STAGE), "{words}");
         assert_eq!(parameters(&job.out()), expected, "rank {rank}");
     }
@@ -98,7 +98,7 @@ fn the_report_and_the_other_ranks_say_in_which_action_they_were() {
         .filter(|line| line.contains("error: rank ") && line.contains(" stopped ("));
     for survivor in survivors.clone() {
         assert!(
-            survivor.contains("): the generation is over: rank 5 (node"),
+            survivor.contains("): the launcher ended this generation: rank 5 (node"),
             "{survivor}"
         );
         assert!(

@@ -147,7 +147,7 @@ fn training_on_tokens_resumes_to_the_last_bit() {
     train(&job, &["train.steps=4"]).expect_exit(0);
     train(&job, &["run.resume=require"])
         .expect_exit(0)
-        .expect_stdout("8, resumed after 4");
+        .expect_stdout("8, resumed after step 4");
     let whole = job.dir().join("whole");
     assert_eq!(losses(&job.out()), losses(&whole));
     assert_eq!(losses(&whole).len(), 8);
@@ -172,7 +172,7 @@ fn shards_of_llm_c_train_as_one_file_does() {
     }
     train(&job, &["data.train=train_*.bin", "run.out_dir=shards"])
         .expect_exit(0)
-        .expect_stdout(" in 3 files to train on")
+        .expect_stdout(" in 3 files for training")
         .expect_stdout("a file does not say which tokenizer made it");
     let shards = job.dir().join("shards");
     assert_eq!(losses(&shards), losses(&job.out()));
@@ -201,8 +201,8 @@ fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() 
     let finished = train(&job, &[]);
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
-    [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is no token file, and `data.tokenizer: gpt2` needs one
-    [ddp-run]   hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o a.gpt2.safetensors a.txt`
+    [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is not a token file, but `data.tokenizer: gpt2` needs one
+    [ddp-run]   hint: create one and use it instead: `ddp-train tokenize --tokenizer gpt2 -o a.gpt2.safetensors a.txt`
     ");
     assert!(!job.out().exists());
     // The command, as it stands there.
@@ -226,7 +226,7 @@ fn a_number_that_is_no_token_ends_the_run_with_its_place() {
     tokens[2 * 1900..][..2].copy_from_slice(&60_000_u16.to_le_bytes());
     std::fs::write(job.dir().join("bad.bin"), llm_c(&tokens)).expect("writable");
     train(&job, &[]).expect_exit(2).expect_stderr(
-        "`bad.bin` has the number 60000 at position 1900, but the vocabulary of `gpt2` ends with 50256",
+        "`bad.bin` has the number 60000 at position 1900, but the last token of `gpt2` is 50256",
     );
     // The line of the last step waits for its validation.
     assert_eq!(metrics(&job.out()).len(), 7);
@@ -248,5 +248,5 @@ fn tokenize_says_what_it_cannot_do() {
     tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"]).expect_exit(0);
     tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"])
         .expect_exit(2)
-        .expect_stderr("error: `out` exists already");
+        .expect_stderr("error: `out` already exists");
 }

@@ -104,7 +104,7 @@ fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
     let mut second = node("two").start();
     second.wait_for("waiting for 1 node");
     // Each gets a message about the other, in case they were meant as one.
-    first.wait_for("another job without a name is here too");
+    first.wait_for("another job without `--rdzv-id` is waiting here too");
     let (third, fourth) = (node("two").start(), node("one").start());
     for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {
         let said = nodes.map(|node| node.finish().expect_exit(0).stdout().join("\n"));
@@ -135,8 +135,8 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
         assert!(!refused.stderr().contains("broke"), "{}", refused.stderr());
         refused
             .expect_exit(76)
-            .expect_stderr(" runs with all of its 2 nodes already")
-            .expect_stderr("hint: give every job a `--rdzv-id` of its own");
+            .expect_stderr(" is already running with all of its 2 nodes")
+            .expect_stderr("hint: give each job its own `--rdzv-id`");
     }
     std::fs::write(&done, "").expect("writable");
     for node in first {

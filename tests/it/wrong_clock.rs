@@ -81,5 +81,5 @@ fn a_node_an_hour_ahead_works_fails_and_is_reported_like_any_other() {
     right
         .expect_exit(7)
         .expect_stderr("first failure: rank 1")
-        .expect_stderr("rank 0: stopped by us with SIGTERM after 0.");
+        .expect_stderr("rank 0: terminated by ddp-run (SIGTERM)");
 }

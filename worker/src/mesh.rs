@@ -117,7 +117,7 @@ impl MeshShape {
             return Err(MeshError {
                 key: "parallel.shard_group",
                 what: format!(
-                    "`parallel.shard_group` is {found}, but {data} data-parallel ranks are not groups of {shard}"
+                    "`parallel.shard_group` is {found}, but {data} data-parallel ranks cannot be divided into groups of {shard}"
                 ),
                 hint: SAME_SIZE.into(),
             });
@@ -137,10 +137,10 @@ impl MeshShape {
         Err(MeshError {
             key: "parallel.sequence",
             what: format!(
-                "`parallel.sequence` divides the {samples} × {positions} positions of a micro-batch over {tensor} ranks, which is no whole number"
+                "`parallel.sequence`: the {samples} × {positions} positions of a micro-batch cannot be divided evenly over {tensor} ranks"
             ),
             hint: format!(
-                "take `train.micro_batch: {}` or `model.block_size: {}`, or leave `parallel.sequence` out",
+                "use `train.micro_batch: {}` or `model.block_size: {}`, or leave out `parallel.sequence`",
                 samples.next_multiple_of(tensor),
                 positions.next_multiple_of(tensor),
             ),
@@ -232,7 +232,7 @@ fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), MeshE
             counted(local as u64, "rank")
         ),
         hint: format!(
-            "take a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
+            "use a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
         ),
     })
 }
@@ -460,8 +460,8 @@ mod tests {
         };
         assert_eq!(error([1, 32]), Ok(()));
         insta::assert_snapshot!(error([1, 33]).unwrap_err(), @r"
-        `parallel.sequence` divides the 1 × 33 positions of a micro-batch over 2 ranks, which is no whole number
-          hint: take `train.micro_batch: 2` or `model.block_size: 34`, or leave `parallel.sequence` out
+        `parallel.sequence`: the 1 × 33 positions of a micro-batch cannot be divided evenly over 2 ranks
+          hint: use `train.micro_batch: 2` or `model.block_size: 34`, or leave out `parallel.sequence`
         ");
     }
 
@@ -481,7 +481,7 @@ mod tests {
     #[test]
     fn groups_that_do_not_fit_are_refused() {
         insta::assert_snapshot!(shape(Some(ShardGroup::Ranks(4)), 2, 3, 6).unwrap_err(), @r"
-        `parallel.shard_group` is 4, but 6 data-parallel ranks are not groups of 4
+        `parallel.shard_group` is 4, but 6 data-parallel ranks cannot be divided into groups of 4
           hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`
         ");
         insta::assert_snapshot!(shape(Some(ShardGroup::Node), 2, 2, 3).unwrap_err(), @r"
@@ -566,7 +566,7 @@ mod tests {
         ");
         insta::assert_snapshot!(refused(4, 1), @r"
         `parallel.tensor` is 2, but a node has 1 rank: a tensor group would span nodes
-          hint: take a divisor of 1, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network
+          hint: use a divisor of 1, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network
         ");
     }
 }

@@ -279,11 +279,11 @@ fn impossible_operations_are_refused_by_all() {
         let integers = rank.arena(false, &[1_i32; 3]);
         invalid(
             failure(&fresh("a").all_gather(&floats.whole(), launch())),
-            "3 elements are not 2 equal slices",
+            "3 elements cannot be split into 2 equal slices",
         );
         invalid(
             failure(&fresh("b").all_reduce(&integers.whole(), SUM, launch())),
-            "i32 has no sum",
+            "i32 cannot be summed",
         );
         invalid(
             failure(&fresh("c").broadcast(&floats.whole(), 2, launch())),

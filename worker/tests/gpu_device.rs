@@ -333,7 +333,7 @@ fn a_gpu_that_is_not_there_is_refused() {
     };
     let error = CudaDevice::open(options).unwrap_err().to_string();
     assert!(
-        error.starts_with("cannot open GPU 1000: the driver shows "),
+        error.starts_with("cannot open GPU 1000: the driver reports "),
         "{error}"
     );
 }

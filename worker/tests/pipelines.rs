@@ -315,7 +315,8 @@ fn numbers_that_are_not_finite_are_found_in_the_stage_that_makes_them_first() {
         seen(&piped(2, PipelineSchedule::ZbH1, diverging), 2),
     );
     let place = |words: &str| {
-        let (_, place) = words.split_once("saw it first: ").unwrap();
+        let (_, rank_and_place) = words.split_once("first seen on ").unwrap();
+        let (_, place) = rank_and_place.split_once(": ").unwrap();
         place.to_owned()
     };
     assert_eq!(place(&one), place(&two), "{one}\n{two}");

@@ -189,7 +189,7 @@ fn a_rank_that_forgets_a_gradient_says_which_and_the_others_end_with_the_generat
     );
     let message = outcomes[0].as_ref().unwrap_err().to_string();
     assert!(
-        message.contains("the generation is over: rank 1 failed"),
+        message.contains("the launcher ended this generation: rank 1 failed"),
         "{message}"
     );
     assert!(

@@ -96,7 +96,7 @@ fn a_global_batch_that_cannot_be_kept_is_refused_on_every_rank() {
     job.train(2);
     job.config.train.steps = 4;
     let outcomes = job.run(3);
-    let refused = |o: &Outcome| matches!(o, Err(TrainError::Refused(words)) if words.contains("global batches of 4 samples, and 3 ranks"));
+    let refused = |o: &Outcome| matches!(o, Err(TrainError::Refused(words)) if words.contains("global batch of 4 samples, but 3 ranks"));
     let over = |o: &Outcome| matches!(o, Err(TrainError::GenerationOver { .. }));
     assert!(outcomes.iter().any(refused), "{outcomes:?}");
     assert!(outcomes.iter().all(|o| refused(o) || over(o)), "{outcomes:?}");
@@ -140,20 +140,20 @@ fn a_contradiction_with_the_checkpoint_names_the_key() {
     job.config.run.seed = 7;
     let message = error(&job.run(1)[0]);
     assert!(
-        message.contains("`run.seed` is 7, the run was begun with 1337\n  hint: "),
+        message.contains("`run.seed` is 7, but the run was started with 1337\n  hint: "),
         "{message}"
     );
     job.config.run.seed = 1337;
     job.config.model.n_embd = 32;
     let message = error(&job.run(1)[0]);
     assert!(
-        message.contains("`model.n_embd` is 32, the run was begun with 16"),
+        message.contains("`model.n_embd` is 32, but the run was started with 16"),
         "{message}"
     );
     job.config.model.n_embd = 16;
     job.config.train.optimizer.kind = OptimizerKind::Lion;
     let message = error(&job.run(1)[0]);
-    let expected = "`train.optimizer.kind` is \"lion\", the run was begun with \"adamw\"";
+    let expected = "`train.optimizer.kind` is \"lion\", but the run was started with \"adamw\"";
     assert!(message.contains(expected), "{message}");
 }
 
@@ -234,7 +234,7 @@ fn a_loss_that_is_no_number_names_rank_and_step_and_leaves_the_checkpoint() {
         outcomes
             .iter()
             .any(|o| error(o)
-                .starts_with("loss is NaN on rank 0 in step 2: rank 0 saw it first: the output of block `h.0`, micro-batch 0\n  hint: lower `train.optimizer.lr`")),
+                .starts_with("loss is NaN on rank 0 in step 2: first seen on rank 0: the output of block `h.0`, micro-batch 0\n  hint: lower `train.optimizer.lr`")),
         "{outcomes:?}"
     );
     assert_eq!(job.metrics().len(), 1);
@@ -402,7 +402,7 @@ fn the_end_of_a_generation_is_named() {
     let (outcome, _) = with_agent(job.env(0, 1), over, |session| run_worker(&job.config, session));
     assert_eq!(
         error(&outcome),
-        "rank 0 stopped: the generation is over: rank 5 (node `b`) died of SIGKILL"
+        "rank 0 stopped: the launcher ended this generation: rank 5 (node `b`) died of SIGKILL"
     );
 }
 

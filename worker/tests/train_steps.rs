@@ -142,7 +142,7 @@ fn message(job: &Job, world_size: u32) -> String {
 const PRODUCTS_A_STEP: usize = 2 * 4 + 1;
 
 const FIRST_SEEN: &str =
-    "rank 1 saw it first: the gradient of `h.1.mlp.c_fc.weight` in block `h.1`, micro-batch 0";
+    "first seen on rank 1: the gradient of `h.1.mlp.c_fc.weight` in block `h.1`, micro-batch 0";
 
 #[test]
 fn a_gradient_that_is_no_number_names_rank_block_and_parameter() {
@@ -177,7 +177,7 @@ fn of_two_ranks_that_see_it_the_one_that_sees_it_earlier_is_named() {
             FaultyDevice::going_wrong(Fault::NotANumber(spoilt), 3)
         }));
         let message = message(&job, 2);
-        let found = message.contains("rank 1 saw it first: the gradient of `h.") && message.contains(seen);
+        let found = message.contains("first seen on rank 1: the gradient of `h.") && message.contains(seen);
         assert!(found, "{message}");
     }
 }
@@ -332,7 +332,7 @@ fn too_many_skipped_steps_in_a_row_end_the_run() {
     });
     let message = message(&job, 2);
     let expected = format!(
-        "norm of the averaged gradient is NaN in step 5, after 2 in a row that were skipped: {FIRST_SEEN}"
+        "norm of the averaged gradient is NaN in step 5, after 2 skipped steps in a row: {FIRST_SEEN}"
     );
     assert!(message.starts_with(&expected), "{message}");
     // After the inspection two steps go well again.

@@ -102,7 +102,7 @@ impl Machine {
         let rank = self.first_rank + suspect.local_rank.0;
         let mut cause = format!("rank {rank} (node `{}`) {}", self.rules.hostname, suspect.ending);
         if suspect.consequence == Some(true) {
-            cause.push_str(", because another rank had failed, it says");
+            cause.push_str(", reporting that another rank had failed");
         }
         let mut effects = self.stop(&cause, Then::AskDaemon);
         effects.insert(1, Effect::Describe(suspect.local_rank));

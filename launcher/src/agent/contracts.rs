@@ -14,7 +14,7 @@ pub(super) fn first_rank(assignment: &Assignment, workers: u32) -> Result<Global
     let node = assignment
         .nodes
         .get(assignment.node_rank as usize)
-        .ok_or_else(|| format!("there is no node {}", assignment.node_rank))?;
+        .ok_or_else(|| format!("it has no node {}", assignment.node_rank))?;
     if node.workers != workers {
         return Err(format!(
             "it has {} workers for this node, which offers {workers}",
@@ -25,7 +25,7 @@ pub(super) fn first_rank(assignment: &Assignment, workers: u32) -> Result<Global
     let end = u64::from(node.first_rank) + u64::from(workers);
     if end > ranks || ranks > u64::from(u32::MAX) {
         return Err(format!(
-            "the first rank of this node is {}, of {ranks} in all",
+            "the first rank of this node is {}, but there are only {ranks} ranks",
             node.first_rank
         ));
     }
@@ -42,10 +42,10 @@ pub(super) fn contracts_of(
     let node = assignment
         .nodes
         .get(assignment.node_rank as usize)
-        .ok_or_else(|| nonsense(format!("there is no node {}", assignment.node_rank)))?;
+        .ok_or_else(|| nonsense(format!("it has no node {}", assignment.node_rank)))?;
     let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
     let master_port = u16::try_from(assignment.master_port)
-        .map_err(|_| nonsense(format!("{} is no port", assignment.master_port)))?;
+        .map_err(|_| nonsense(format!("{} is not a port", assignment.master_port)))?;
     let of_role = |nodes: &[NodeAssignment]| -> u32 {
         let same = nodes.iter().filter(|other| other.role == node.role);
         same.map(|node| node.workers).sum()

@@ -48,7 +48,7 @@ pub enum LaunchError {
     Log(#[from] LogError),
     /// The system gives it no thread.
     #[error(
-        "cannot make a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
+        "cannot start a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
     )]
     Thread(#[source] io::Error),
     /// It may open no more files.
@@ -129,7 +129,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         let _ = std::fs::remove_dir_all(scratch_dir);
     });
     if !is_closed(closing, CLOSING_BOUND, &stop).await {
-        tracing::debug!("the launch ends before all of it is put away");
+        tracing::debug!("the launcher exits before its cleanup is complete");
     }
     dismiss(guardian);
     Outcome {
@@ -205,7 +205,7 @@ fn dismiss(guardian: Guardian) {
 /// The workers' control group; none where the system does not allow one.
 fn group_of_workers(dir: &Path) -> Option<Arc<WorkerCgroup>> {
     let made = WorkerCgroup::create_among_leftovers(dir);
-    made.inspect_err(|error| tracing::debug!("no control group `{}`: {error}", dir.display()))
+    made.inspect_err(|error| tracing::debug!("cannot create control group `{}`: {error}", dir.display()))
         .ok()
         .map(Arc::new)
 }
@@ -219,8 +219,8 @@ fn remove_group(dir: &Path) -> Option<String> {
         members => format!(", because of {members}"),
     };
     Some(format!(
-        "the control group `{}` cannot be removed{members}: {cause}\n  \
-         hint: once it is empty, the next launch beside it removes it",
+        "cannot remove control group `{}`{members}: {cause}\n  \
+         hint: the next launch in the same parent group removes it once it is empty",
         dir.display()
     ))
 }

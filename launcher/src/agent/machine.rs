@@ -243,7 +243,7 @@ impl Machine {
             Phase::Running | Phase::Succeeded if generation == self.generation => return Vec::new(),
             Phase::Running => {
                 // A daemon that lost its state: it takes us for a node without workers.
-                let cause = format!("the daemon has begun generation {generation}");
+                let cause = format!("the daemon started generation {generation}");
                 return self.stop(&cause, Then::Rejoin);
             }
             _ => return Vec::new(),
@@ -251,7 +251,7 @@ impl Machine {
         self.first_rank = match contracts::first_rank(&assignment, self.rules.workers) {
             Ok(rank) => rank.0,
             Err(nonsense) => {
-                let error = format!("the daemon's assignment makes no sense: {nonsense}");
+                let error = format!("invalid assignment from the rendezvous daemon: {nonsense}");
                 return self.end(ExitReason::Broken {
                     exit_code: exit::INTERNAL,
                     error,
@@ -349,7 +349,7 @@ impl Machine {
                 }
                 let name = signal_name(signal);
                 vec![Effect::Say(format!(
-                    "{name}: the workers are being stopped already; another signal kills them"
+                    "{name}: the workers are already being stopped; another signal kills them"
                 ))]
             }
             Phase::Leaving(exit_reason) if again => {
@@ -366,11 +366,11 @@ impl Machine {
         match &self.phase {
             Phase::Joining => self.end(ExitReason::Refused {
                 exit_code: exit::RENDEZVOUS_TIMED_OUT,
-                reason: "the daemon neither started the job nor refused it in time".into(),
+                reason: "the rendezvous daemon neither started nor refused the job in time".into(),
             }),
             Phase::Undecided => self.end(ExitReason::DaemonGone {
                 exit_code: exit::DAEMON_UNREACHABLE,
-                error: "the daemon did not say what follows the failure".into(),
+                error: "the rendezvous daemon sent no decision after the failure".into(),
             }),
             Phase::Stopping { stage, .. } => match stage {
                 Stage::Asked => self.terminate(self.rules.shutdown_timeout / 2),
@@ -408,8 +408,8 @@ impl Machine {
         self.workers.clear();
         if !stuck.is_empty() {
             effects.push(Effect::Say(format!(
-                "processes that cannot be killed: {}\n  hint: state D is a wait inside the kernel, often for a file system or \
-                 a driver that does not answer; they end when it does",
+                "cannot kill processes: {}\n  hint: state D is a wait inside the kernel, often for a file system \
+                 or driver that does not respond; the processes end when it responds",
                 stuck.join(", ")
             )));
         }
@@ -446,13 +446,13 @@ impl Machine {
                     self.stop(&cause, Then::Finish(exit_reason))
                 }
                 ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
-                    self.stop_at_boundary("the rendezvous daemon is out of reach", Then::Finish(exit_reason))
+                    self.stop_at_boundary("the rendezvous daemon is unreachable", Then::Finish(exit_reason))
                 }
                 ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => {
                     let cause = error.clone();
                     self.stop(&cause, Then::Finish(exit_reason))
                 }
-                ExitReason::Succeeded => self.stop("the job is over", Then::Finish(exit_reason)),
+                ExitReason::Succeeded => self.stop("the job has ended", Then::Finish(exit_reason)),
                 ExitReason::Stopped { signal } => {
                     let name = signal_name(*signal);
                     self.stop_at_boundary(&name, Then::Finish(exit_reason))
@@ -491,20 +491,20 @@ impl Machine {
 
 fn succeeded_without_daemon(error: &str) -> Effect {
     Effect::Say(format!(
-        "the workers of this node have succeeded, and the job is taken to have succeeded: {error}"
+        "the workers of this node succeeded; assuming that the job succeeded too: {error}"
     ))
 }
 
 fn restart_notice(over: &GenerationOver) -> String {
     let when = match over.backoff_ms {
-        0 => "at once".to_owned(),
+        0 => "now".to_owned(),
         pause => format!("in {:.1} s", f64::from(pause) / 1000.0),
     };
     let (count, max) = (over.restart_count, over.max_restarts);
     let mut notice = match (over.membership, &over.first_failure) {
         (true, None) => over.cause.clone(),
-        (true, Some(_)) => format!("{}; starting again, no restart is spent", over.cause),
-        (false, _) => format!("{}; restart {count} of {max} {when}", over.cause),
+        (true, Some(_)) => format!("{}; restarting without using up a restart", over.cause),
+        (false, _) => format!("{}; restarting {when} ({count}/{max})", over.cause),
     };
     if let Some(failure) = over
         .first_failure

@@ -238,7 +238,7 @@ fn the_cause_of_a_consequence_may_be_on_another_node() {
 
 #[test]
 fn a_consequence_without_a_cause_is_blamed_in_the_end() {
-    let said = "rank 5 (node `a`) exited with code 1, because another rank had failed, it says";
+    let said = "rank 5 (node `a`) exited with code 1, reporting that another rank had failed";
     let mut play = Play::running(true, 2);
     play.exit(1, Ending::Code(1))
         .control_drained(1, true)
@@ -279,7 +279,7 @@ fn workers_that_listen_have_time_for_last_words() {
     play.on(Event::Swept {
         stuck: vec!["77 (`sh`)".into()],
     });
-    let said = |effect: &Effect| matches!(effect, Effect::Say(words) if words.starts_with("processes that cannot be killed: 77 (`sh`)\n  hint: "));
+    let said = |effect: &Effect| matches!(effect, Effect::Say(words) if words.starts_with("cannot kill processes: 77 (`sh`)\n  hint: "));
     assert!(play.last.iter().any(said));
 }
 
@@ -361,7 +361,7 @@ fn the_daemon_learns_that_a_signal_stops_this_node_before_the_workers_do() {
         &play.last[..],
         [Effect::Say(words), Effect::Leave(Leave { signal: Some(15), .. }), _]
             if words == "resume with `--set run.out_dir=out`\n  \
-                if the other nodes go on, this one is taken in when it is started again"
+                if the other nodes continue, start this node again to rejoin the job"
     ));
 }
 
@@ -389,7 +389,7 @@ fn programs_get_the_signal_that_stopped_a_launcher() {
 fn the_next_generation_runs_like_the_first() {
     let mut play = Play::running(false, 1);
     play.receive(1, over());
-    let notice = "rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s";
+    let notice = "rank 0 (node `b`) died of SIGKILL; restarting in 0.5 s (1/3)";
     assert!(play.does(&Effect::Say(notice.into())));
     play.exit(0, Ending::Code(143));
     assert!(play.swept().joins());
@@ -528,7 +528,7 @@ fn native_workers_save_when_the_daemon_is_gone_unless_the_job_goes_on_without_th
         });
         play
     };
-    let asked = Effect::AskToStop("the rendezvous daemon is out of reach".into());
+    let asked = Effect::AskToStop("the rendezvous daemon is unreachable".into());
     assert!(gone(69).does(&asked) && gone(69).does(&Effect::Arm(Duration::from_secs(30))));
     assert_eq!(gone(75).notified(), Some("gone"));
 
@@ -647,7 +647,7 @@ fn the_notice_of_a_restart_names_the_log_file() {
         ..WorkerExit::default()
     });
     insta::assert_snapshot!(restart_notice(&over), @r"
-    rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s
+    rank 0 (node `b`) died of SIGKILL; restarting in 0.5 s (1/3)
       log file: logs/attempt_0/0/stderr.log
     ");
 }

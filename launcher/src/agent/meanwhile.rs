@@ -27,16 +27,16 @@ impl Machine {
 fn words(phase: &Phase, generation: Generation) -> &'static str {
     match phase {
         Phase::Joining if generation == Generation(0) => "no worker was started yet",
-        Phase::Joining => "no worker runs, the next generation waits for the daemon",
+        Phase::Joining => "no worker is running; the restart waits for the daemon",
         Phase::Running => "the workers keep running",
-        Phase::Succeeded => "the workers of this node have succeeded, and the daemon decides what follows",
+        Phase::Succeeded => "the workers of this node succeeded; waiting for the daemon's decision",
         Phase::Undecided
         | Phase::Stopping {
             then: Then::AskDaemon,
             ..
-        } => "a worker of this node has failed, and the daemon decides what follows",
+        } => "a worker of this node failed; waiting for the daemon's decision",
         Phase::Stopping { .. } => "the workers are being stopped",
-        Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => "the workers are gone",
+        Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => "the workers have exited",
     }
 }
 
@@ -54,13 +54,17 @@ mod tests {
         };
         let told = [
             (Phase::Joining, 0, "no worker was started yet"),
-            (Phase::Joining, 1, "no worker runs"),
+            (Phase::Joining, 1, "no worker is running"),
             (Phase::Running, 1, "the workers keep running"),
-            (Phase::Succeeded, 1, "the workers of this node have succeeded"),
-            (Phase::Undecided, 1, "a worker of this node has failed"),
-            (stopping(Then::AskDaemon), 1, "a worker of this node has failed"),
+            (Phase::Succeeded, 1, "the workers of this node succeeded"),
+            (Phase::Undecided, 1, "a worker of this node failed"),
+            (stopping(Then::AskDaemon), 1, "a worker of this node failed"),
             (stopping(Then::Rejoin), 1, "the workers are being stopped"),
-            (Phase::Leaving(ExitReason::Succeeded), 1, "the workers are gone"),
+            (
+                Phase::Leaving(ExitReason::Succeeded),
+                1,
+                "the workers have exited",
+            ),
         ];
         for (phase, generation, expected) in told {
             let said = words(&phase, Generation(generation));

@@ -106,7 +106,7 @@ impl Machine {
             return None;
         };
         let taken_in = (self.rules.elastic && matches!(exit_reason, ExitReason::Stopped { .. }))
-            .then_some("if the other nodes go on, this one is taken in when it is started again");
+            .then_some("if the other nodes continue, start this node again to rejoin the job");
         let words = [self.how_to_resume(exit_reason), taken_in.map(str::to_owned)];
         let words: Vec<String> = words.into_iter().flatten().collect();
         (!words.is_empty()).then(|| Effect::Say(words.join("\n  ")))
@@ -128,9 +128,9 @@ impl Machine {
             format!("resume with {resume}")
         } else {
             format!(
-                "the workers were stopped before they had saved: a run that is resumed (with {resume}) goes on from the last \
-                 checkpoint that is whole, if there is one\n  \
-                 hint: a longer `--shutdown-timeout` leaves them more time"
+                "the workers were stopped before they had saved; resuming with {resume} continues from the last \
+                 complete checkpoint, if one exists\n  \
+                 hint: a longer `--shutdown-timeout` gives them more time to save"
             )
         })
     }

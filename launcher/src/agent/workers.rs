@@ -38,12 +38,12 @@ use crate::waits::ToldWaits;
 pub(super) enum PrepareError {
     #[error(transparent)]
     Log(#[from] LogError),
-    #[error("cannot make pipes for the workers: {0}\n  hint: check `ulimit -n`")]
+    #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
     Pipe(#[from] io::Error),
-    #[error("the daemon's assignment makes no sense: {0}")]
+    #[error("invalid assignment from the rendezvous daemon: {0}")]
     Assignment(String),
     #[error(
-        "the launcher panicked, as the panic's own message says, and did not make the files of the workers"
+        "the launcher panicked (see the panic message above) and did not create the files of the workers"
     )]
     Panicked,
 }
@@ -239,7 +239,7 @@ impl WorkerGroup {
                 if pump.add(tap) {
                     Ok((pipe_end, reader))
                 } else {
-                    let silent = "the thread that reads them does not answer";
+                    let silent = "the thread that reads them does not respond";
                     Err(PrepareError::Pipe(io::Error::other(silent)))
                 }
             };

@@ -30,9 +30,9 @@ const MAX_GET: Duration = Duration::from_hours(24);
 /// connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
-    #[error("process {pid} runs under user {uid}, not under the launcher's")]
+    #[error("process {pid} runs as user {uid}, not as the launcher's user")]
     OtherUser { pid: i32, uid: u32 },
-    #[error("process {pid} is no worker of this generation, or not local rank {local_rank}")]
+    #[error("process {pid} is not a worker of this generation, or not local rank {local_rank}")]
     Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
@@ -110,7 +110,7 @@ impl<'a> Connection<'a> {
             Ok(place) => place,
             Err(refusal) => {
                 if let Refusal::Stale { ours, .. } = &refusal {
-                    let cause = format!("generation {ours} has begun");
+                    let cause = format!("generation {ours} has started");
                     let line = encode(&ToWorker::GenerationOver { generation, cause });
                     let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
                 }
@@ -243,7 +243,7 @@ impl<'a> Connection<'a> {
         if self.calls.len() >= MAX_CALLS {
             let refused = store::Refusal {
                 why: KvRefusal::Other,
-                words: format!("{MAX_CALLS} calls are under way, and no more may be"),
+                words: format!("{MAX_CALLS} calls are already in progress, the maximum"),
             };
             let _ = queue.try_send(reply(call, Err(refused)));
             return;
@@ -287,7 +287,7 @@ fn reply(call: u64, result: Result<Option<Arc<str>>, store::Refusal>) -> Arc<[u8
 fn ended(place: Option<&Place>, generation: Generation) -> Option<String> {
     match place {
         Some(place) if place.generation == generation => place.over.clone(),
-        Some(place) => Some(format!("generation {} has begun", place.generation)),
+        Some(place) => Some(format!("generation {} has started", place.generation)),
         None => None,
     }
 }

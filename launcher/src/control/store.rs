@@ -91,7 +91,7 @@ impl Store {
         };
         for (key, value) in entries {
             if let Err(error) = self.write(&key, &value).await {
-                tracing::debug!("`{key}` is not written again: {}", error.words);
+                tracing::debug!("cannot write `{key}` again: {}", error.words);
                 return;
             }
         }

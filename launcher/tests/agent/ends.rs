@@ -34,7 +34,7 @@ fn the_exit_code_of_the_first_failure_is_passed_on() {
     assert!(end.stderr.contains("exited with code 42"), "{}", end.stderr);
     assert!(end.stderr.contains("      no such file"), "{}", end.stderr);
     assert!(
-        end.stderr.contains("rank 0: stopped by us with SIGTERM"),
+        end.stderr.contains("rank 0: terminated by ddp-run (SIGTERM)"),
         "{}",
         end.stderr
     );
@@ -104,7 +104,7 @@ fn when_the_budget_is_used_up_the_code_is_passed_on() {
     let daemon = Daemon::start(Policy::default());
     let end = launch(&daemon).max_restarts(2).sh("exit 7").start().wait();
     assert_eq!(end.code, 7);
-    assert!(end.stderr.contains("restart 2 of 2"), "{}", end.stderr);
+    assert!(end.stderr.contains("(2/2)"), "{}", end.stderr);
 }
 
 #[test]

@@ -70,7 +70,7 @@ fn all_ends_are_reported_and_the_last_word_is_passed_on() {
     }));
     let end = launcher.wait();
     assert_eq!(end.code, 137);
-    let line = "  rank 7 (node `elsewhere`): exited with code 9 on its own 0.5 s later\n";
+    let line = "  rank 7 (node `elsewhere`): exited with code 9 (0.5 s later)\n";
     assert!(end.stderr.contains(line), "{}", end.stderr);
     let text = std::fs::read(logs.path().join("error.json")).unwrap();
     let value: serde_json::Value = serde_json::from_slice(&text).unwrap();

@@ -211,6 +211,6 @@ fn a_worker_that_only_sends_is_stopped_at_once() {
     let end = launch.role_in("listening", "role_only_sends").start().wait();
     assert_eq!(end.code, 137, "{}", end.stderr);
     // Workers that listen have a second before this.
-    let stopped = "rank 0: stopped by us with SIGTERM after 0.";
+    let stopped = "rank 0: terminated by ddp-run (SIGTERM)";
     assert!(end.stderr.contains(stopped), "{}", end.stderr);
 }

@@ -34,7 +34,7 @@ fn a_worker_that_ignores_sigterm_is_killed_after_the_grace() {
     let end = launch.shutdown_timeout(Duration::from_millis(300)).start().wait();
     assert_eq!(end.code, 3);
     assert!(
-        end.stderr.contains("rank 0: stopped by us with SIGKILL"),
+        end.stderr.contains("rank 0: terminated by ddp-run (SIGKILL)"),
         "{}",
         end.stderr
     );
@@ -82,7 +82,7 @@ fn a_second_signal_kills_at_once() {
     let end = launcher.wait();
     assert_eq!(end.code, 130);
     assert!(
-        end.stderr.contains("rank 0: stopped by us with SIGKILL"),
+        end.stderr.contains("rank 0: terminated by ddp-run (SIGKILL)"),
         "{}",
         end.stderr
     );
@@ -193,7 +193,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     assert_eq!(groups_of(launcher_pid), [] as [PathBuf; 0]);
     for group in &groups {
         let words = format!(
-            "the control group `{}` cannot be removed, because of {pid} (`",
+            "cannot remove control group `{}`, because of {pid} (`",
             group.display()
         );
         assert!(end.stderr.contains(&words), "{}", end.stderr);
@@ -204,8 +204,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     );
     assert_eq!(end.code, 143, "{}", end.stderr);
     // The freezer may have been faster than `exec`.
-    let named =
-        ["tail", "sh"].map(|name| format!("processes that cannot be killed: {pid} (`{name}`, state D"));
+    let named = ["tail", "sh"].map(|name| format!("cannot kill processes: {pid} (`{name}`, state D"));
     assert!(
         named.iter().any(|words| end.stderr.contains(words)),
         "{}",
@@ -250,7 +249,7 @@ fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
         end.stderr
     );
     assert!(
-        end.stderr.contains("rank 0: stopped by us with SIGTERM"),
+        end.stderr.contains("rank 0: terminated by ddp-run (SIGTERM)"),
         "{}",
         end.stderr
     );

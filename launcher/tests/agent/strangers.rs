@@ -56,7 +56,7 @@ fn a_web_server_is_named_as_no_rendezvous() {
     let end = launch_at(web_server(NOT_FOUND).to_string()).start().wait();
     assert_eq!(end.code, 69, "{}", end.stderr);
     assert!(
-        end.stderr.contains("something that is no rendezvous answers at") && end.stderr.contains("404"),
+        end.stderr.contains("is not a rendezvous daemon") && end.stderr.contains("404"),
         "{}",
         end.stderr
     );
@@ -73,7 +73,7 @@ fn answers_that_are_no_daemons_count_against_the_time_out() {
     assert_eq!(end.code, 69, "{}", end.stderr);
     assert_eq!(end.stderr.matches("broke: ").count(), 1, "{}", end.stderr);
     assert!(
-        end.stderr.contains("cannot be reached after") && end.stderr.contains("500"),
+        end.stderr.contains("cannot reach the rendezvous daemon at") && end.stderr.contains("500"),
         "{}",
         end.stderr
     );
@@ -93,13 +93,13 @@ fn a_daemon_that_is_gone_is_tried_for_a_time_that_is_told() {
     drop(daemon);
     let broke = launcher.stderr.expect("broke: ");
     assert!(
-        broke.contains("the workers keep running; the daemon is tried for 5 s, exit code 69 then"),
+        broke.contains("the workers keep running; retrying for 5 s, then exiting with code 69"),
         "{broke}"
     );
     drop(std::fs::File::create(&meeting.fifo).unwrap());
-    let failed = launcher.stderr.expect("a worker of this node has failed");
+    let failed = launcher.stderr.expect("a worker of this node failed");
     assert!(
-        failed.contains("it is still out of reach, and tried for"),
+        failed.contains("the rendezvous daemon is still unreachable; retrying for"),
         "{failed}"
     );
     let end = launcher.wait();

@@ -102,7 +102,7 @@ fn the_words_of_the_error_file_are_in_the_report() {
     let end = launch(&daemon).sh(script).start().wait();
     assert_eq!(end.code, 1);
     assert!(
-        end.stderr.contains("it says: ValueError: no data"),
+        end.stderr.contains("message: ValueError: no data"),
         "{}",
         end.stderr
     );

@@ -117,9 +117,9 @@ impl Target {
         };
         let (host, port) = endpoint
             .rsplit_once(':')
-            .ok_or_else(|| bad("no port is given".into()))?;
+            .ok_or_else(|| bad("the port is missing".into()))?;
         if host.is_empty() {
-            return Err(bad("no host is given".into()));
+            return Err(bad("the host is missing".into()));
         }
         let not_a_port = || bad(format!("`{port}` is not a port"));
         let port = port

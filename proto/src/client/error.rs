@@ -25,7 +25,7 @@ pub enum ClientError {
     #[error(transparent)]
     NoThread(#[from] NoThread),
     /// No connection within the deadline.
-    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
+    #[error("cannot reach the rendezvous daemon at `{endpoint}` after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
     Unreachable {
         /// Address that was tried.
         endpoint: String,
@@ -40,7 +40,7 @@ pub enum ClientError {
     },
     /// Another server answers at the endpoint.
     #[error(
-        "something that is no rendezvous answers at `{endpoint}`: {cause}\n  hint: is that the address of `ddp-rendezvous serve`, or of the node that hosts it? A proxy on the way must pass gRPC on"
+        "the server at `{endpoint}` is not a rendezvous daemon: {cause}\n  hint: check that this is the address of `ddp-rendezvous serve` or of the node that hosts the rendezvous; a proxy must forward gRPC"
     )]
     Stranger {
         /// Address that was tried.
@@ -57,7 +57,7 @@ pub enum ClientError {
         cause: String,
     },
     /// The daemon takes no messages: [`SEND_QUEUE`] of them are waiting. Treat it as broken.
-    #[error("rendezvous daemon at `{endpoint}` does not take messages: {SEND_QUEUE} are waiting")]
+    #[error("rendezvous daemon at `{endpoint}` accepts no messages: {SEND_QUEUE} are queued")]
     Stalled {
         /// Address of the daemon.
         endpoint: String,
@@ -167,10 +167,9 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
 }
 
 /// What to do where no server answers at the endpoint.
-const IS_IT_THERE: &str =
-    "is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?";
+const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there and that its port is open";
 /// What to do where the endpoint's name leads nowhere.
-const IS_IT_KNOWN: &str = "is the name right, and do this machine's name servers know it (`getent hosts NAME`)? Or give an address instead";
+const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP address";
 
 /// Why one attempt to reach the daemon failed.
 #[derive(Debug)]

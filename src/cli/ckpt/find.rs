@@ -17,7 +17,7 @@ pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointE
         return match step {
             Some(step) if path.file_name() != Some(step_name(step).as_ref()) => {
                 Err(CheckpointError::Misuse(format!(
-                    "`{}` is one checkpoint, and not that of step {step}\n  hint: leave `--step` out, or name the run's folder",
+                    "`{}` is a single checkpoint of a different step than {step}\n  hint: omit `--step`, or give the run's directory",
                     path.display()
                 )))
             }
@@ -38,7 +38,7 @@ pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointE
             open_of_run(run, which)
         }
         _ => Err(CheckpointError::Misuse(format!(
-            "`{}` {}\n  hint: name a run's `out_dir`, its `checkpoints` folder, or one `step_…` folder",
+            "`{}` {}\n  hint: give a run's `out_dir`, its `checkpoints` directory, or one `step_…` directory",
             path.display(),
             if path.exists() {
                 "holds no checkpoint"

@@ -114,7 +114,7 @@ pub(super) fn json(reader: &Reader) -> Value {
 pub(super) fn sound(reader: &Reader) -> String {
     let manifest = reader.manifest();
     format!(
-        "the checkpoint of step {} is whole: {} in {}, every size and hash is right\n",
+        "the checkpoint of step {} is complete: {} in {}; all sizes and hashes match\n",
         manifest.state.step,
         counted(manifest.tensors.len(), "tensor"),
         size(reader)

@@ -41,30 +41,28 @@ pub(super) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read all of a checkpoint: sizes, hashes, and whether regions and ranges make up every tensor; exits with 1 if
-    /// not
+    /// Check a whole checkpoint: sizes, hashes, and that regions and ranges cover every tensor; exits with 1 if damaged
     Verify {
         #[command(flatten)]
         which: Which,
     },
-    /// Write the parameters as one `model.safetensors` with a `config.json`, as other tools and `model.init_from` read
-    /// them
+    /// Write the parameters as one `model.safetensors` with a `config.json`, for other tools and `model.init_from`
     Export {
         #[command(flatten)]
         which: Which,
-        /// The folder to make
-        #[arg(long, value_name = "FOLDER")]
+        /// Directory to create
+        #[arg(long, value_name = "DIR")]
         to: PathBuf,
     },
-    /// Rewrite a checkpoint in files of equal size for another number of ranks (resuming does not need it)
+    /// Rewrite a checkpoint in files of equal size for a different number of ranks (not needed for resuming)
     Reshard {
         #[command(flatten)]
         which: Which,
-        /// Ranks to write for
+        /// Number of ranks to write for
         #[arg(long, value_name = "N")]
         ranks: NonZeroUsize,
-        /// The run folder to make, for `run.out_dir` with `run.resume: require`
-        #[arg(long, value_name = "FOLDER")]
+        /// Run directory to create, for `run.out_dir` with `run.resume: require`
+        #[arg(long, value_name = "DIR")]
         to: PathBuf,
     },
 }
@@ -72,10 +70,10 @@ pub(super) enum Command {
 /// Which checkpoint.
 #[derive(Debug, Args)]
 pub(super) struct Which {
-    /// A run's `out_dir`, its `checkpoints` folder, or one `step_…` folder
+    /// A run's `out_dir`, its `checkpoints` directory, or one `step_…` directory
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// The checkpoint after so many steps, not the latest
+    /// The checkpoint of this step instead of the latest
     #[arg(long, value_name = "N")]
     step: Option<u64>,
 }
@@ -127,17 +125,17 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
         Command::Export { which, to } => {
             let reader = open(which)?;
             export(&disk(), &reader, to).map_err(|e| vec![e])?;
-            Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
+            Ok(format!("{} written to `{}`\n", Named(&reader), to.display()))
         }
         Command::Reshard { which, ranks, to } => {
             if ranks.get() > MAX_RANKS {
-                let what = format!("`--ranks {ranks}` is more than {MAX_RANKS}");
+                let what = format!("`--ranks {ranks}` is above the limit of {MAX_RANKS}");
                 return Err(vec![CheckpointError::Misuse(what)]);
             }
             let reader = open(which)?;
             let folder = reshard(&disk(), &reader, to, ranks.get()).map_err(|e| vec![e])?;
             Ok(format!(
-                "{} is written for {ranks} ranks to `{}`\n",
+                "{} written for {ranks} ranks to `{}`\n",
                 Named(&reader),
                 folder.display()
             ))

@@ -84,7 +84,7 @@ fn cpu_model(cpuinfo: &str) -> String {
     let name = line
         .and_then(|line| line.split_once(':'))
         .map(|(_, name)| name.trim());
-    name.unwrap_or("unknown processor").to_owned()
+    name.unwrap_or("unknown CPU").to_owned()
 }
 
 fn cpu_features() -> Vec<&'static str> {

@@ -72,7 +72,7 @@ fn describe() -> Described {
 pub fn ask() -> Described {
     match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
         Ok(line) => serde_json::from_str(line.trim())
-            .unwrap_or_else(|_| Described::failed("the driver crashed the process that asked it")),
+            .unwrap_or_else(|_| Described::failed("the driver crashed the process that queried it")),
         Err(error) => Described::failed(&error.to_string()),
     }
 }
@@ -104,7 +104,7 @@ fn words(reach: Reach) -> &'static str {
         Reach::Itself => "itself",
         Reach::NvLink => "NVLink",
         Reach::Pcie => "PCI Express, peer to peer",
-        Reach::Host => "through the host's memory",
+        Reach::Host => "through host memory",
     }
 }
 
@@ -130,7 +130,7 @@ mod tests {
             vec![NvLink, Itself, Host],
             vec![Host, Host, Itself],
         ]);
-        let expected = "0-1 NVLink; 0-2 1-2 through the host's memory";
+        let expected = "0-1 NVLink; 0-2 1-2 through host memory";
         assert_eq!(links(&three).as_deref(), Some(expected));
     }
 

@@ -26,9 +26,9 @@ pub fn render(facts: &Facts) -> String {
     library_section(facts, &mut out);
     let missing = findings(facts);
     if missing.is_empty() {
-        push(&mut out, "\nnothing is missing");
+        push(&mut out, "\nno problems found");
     } else {
-        push(&mut out, "\nmissing or in the way");
+        push(&mut out, "\nproblems found");
         for finding in missing {
             push(
                 &mut out,
@@ -49,7 +49,7 @@ fn row(out: &mut String, name: &str, value: &str) {
 }
 
 fn cpu_section(facts: &Facts, out: &mut String) {
-    push(out, "processor");
+    push(out, "CPU");
     row(out, "model", &facts.cpu_model);
     let features = if facts.cpu_features.is_empty() {
         "none".into()
@@ -58,7 +58,7 @@ fn cpu_section(facts: &Facts, out: &mut String) {
     };
     row(out, "instruction sets", &features);
     let quota = match facts.cgroup_quota_cores {
-        Some(quota) => format!("quota of the cgroup {quota:.1}"),
+        Some(quota) => format!("cgroup quota {quota:.1}"),
         None => "no quota".to_owned(),
     };
     row(
@@ -75,8 +75,8 @@ fn cpu_section(facts: &Facts, out: &mut String) {
 fn process_section(facts: &Facts, out: &mut String) {
     push(out, "processes");
     let group = match &facts.worker_group {
-        Ok(parent) => format!("of their own for workers, below {}", parent.display()),
-        Err(why) => format!("none of their own for workers: {why}; sessions and markers are used"),
+        Ok(parent) => format!("available for workers, in {}", parent.display()),
+        Err(why) => format!("not available for workers: {why}; using sessions and markers instead"),
     };
     row(out, "control group", &group);
     row(
@@ -95,7 +95,7 @@ fn memory_section(facts: &Facts, out: &mut String) {
     row(out, "main memory", &free);
     row(
         out,
-        "limit of the cgroup",
+        "cgroup limit",
         &facts.cgroup_memory_bytes.map_or("none".to_owned(), gib),
     );
     let memfd = match &facts.memfd {
@@ -130,7 +130,7 @@ fn gpu_section(facts: &Facts, out: &mut String) {
             for (ordinal, gpu) in survey.gpus.iter().enumerate() {
                 let (major, minor) = gpu.compute_capability;
                 let value = format!(
-                    "{}, sm_{major}{minor}, {}, {} multiprocessors, {} KiB shared a block, PCI {}",
+                    "{}, sm_{major}{minor}, {}, {} multiprocessors, {} KiB shared per block, PCI {}",
                     gpu.name,
                     gib(gpu.memory_bytes as u64),
                     gpu.multiprocessors,
@@ -199,17 +199,17 @@ fn findings(facts: &Facts) -> Vec<Finding> {
         .any(|l| l.kind == LibraryKind::Cuda && l.at.is_some());
     if facts.driver_version.is_none() && !asked {
         found.push(Finding::new(
-            "no GPU: training runs on the processor",
-            "nothing to do, unless there should be one",
+            "no GPU found: training runs on the CPU",
+            "nothing to do, unless this machine has a GPU",
         ));
         return found;
     }
     if gpus.is_empty() {
         let why = match facts.described.as_ref().map(|described| &described.survey) {
             Some(Err(error)) => error.as_str(),
-            _ => "the driver shows no device",
+            _ => "the driver reports no device",
         };
-        let why = Finding::of(why, "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above");
+        let why = Finding::of(why, "check `nvidia-smi`, and CUDA_VISIBLE_DEVICES above");
         found.push(Finding::new(
             format!("no usable device: {}", why.problem),
             why.hint,
@@ -238,14 +238,14 @@ fn host_findings(facts: &Facts) -> Vec<Finding> {
     }
     if let Some(limit) = facts.open_files.filter(|limit| *limit < FEW_OPEN_FILES) {
         found.push(Finding::new(
-            format!("few open files are allowed (`{limit}`)"),
+            format!("the limit on open files is low (`{limit}`)"),
             "`ulimit -n 4096`",
         ));
     }
     if !facts.cpu_features.contains(&"avx2") && cfg!(target_arch = "x86_64") {
         found.push(Finding::new(
-            "the processor has no AVX2",
-            "training works, several times slower",
+            "the CPU has no AVX2",
+            "training works, but several times slower",
         ));
     }
     found
@@ -255,11 +255,7 @@ fn host_findings(facts: &Facts) -> Vec<Finding> {
 fn library_findings(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for library in facts.libraries.iter().filter(|library| library.at.is_none()) {
-        let problem = format!(
-            "`{}` is not found ({})",
-            library.kind.stem(),
-            library.kind.purpose()
-        );
+        let problem = format!("`{}` not found ({})", library.kind.stem(), library.kind.purpose());
         found.push(Finding::new(problem, library.kind.hint()));
     }
     let Some(described) = &facts.described else {
@@ -347,14 +343,14 @@ mod tests {
         processor
           model                A Processor
           instruction sets     avx2 fma
-          cores                2 usable of 8 (quota of the cgroup 2.0)
+          cores                2 usable of 8 (cgroup quota 2.0)
         memory
           main memory          3.0 GiB free of 4.0 GiB
-          limit of the cgroup  none
+          cgroup limit         none
           shared memory        memfd works; neither /dev/shm nor kernel.shmmax is used
           lockable             8192 KiB
         processes
-          control group        of their own for workers, below /sys/fs/cgroup/job
+          control group        available for workers, in /sys/fs/cgroup/job
           open files           1048576
         GPU
           kernel driver        none
@@ -367,9 +363,9 @@ mod tests {
           libnccl.so           not found: collectives between GPUs
           searched             /usr/lib
 
-        missing or in the way
-          - no GPU: training runs on the processor
-            hint: nothing to do, unless there should be one
+        problems found
+          - no GPU found: training runs on the CPU
+            hint: nothing to do, unless this machine has a GPU
         ");
     }
 
@@ -384,19 +380,19 @@ mod tests {
         }
         let report = render(&facts);
         for part in [
-            "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared a block, PCI 0000:65:00.0",
+            "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared per block, PCI 0000:65:00.0",
             "/x/libnvrtc.so.1, 13.0 (VIRTUAL_ENV): kernels compiled",
             "/x/libcuda.so.1, for CUDA 12.8 (VIRTUAL_ENV): the driver",
         ] {
             assert!(report.contains(part), "{part} is not in\n{report}");
         }
-        let (_, missing) = report.split_once("missing or in the way").expect("one finding");
+        let (_, missing) = report.split_once("problems found").expect("one finding");
         insta::assert_snapshot!(missing, @r"
 
-        - `libnccl.so` is not found (collectives between GPUs)
-          hint: `pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`
-        - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which is for CUDA 12.8
-          hint: `pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or a driver for CUDA 13
+        - `libnccl.so` not found (collectives between GPUs)
+          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
+        - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which supports CUDA 12.8
+          hint: `pip install nvidia-cuda-nvrtc-cu12` in an active Python environment, or a driver for CUDA 13
         ");
     }
 
@@ -411,12 +407,12 @@ mod tests {
         survey.gpus.push(old);
         facts.described = Some(described);
         let report = render(&facts);
-        let (_, missing) = report.split_once("missing or in the way").expect("one finding");
+        let (_, missing) = report.split_once("problems found").expect("one finding");
         let (missing, _) = missing.split_once("\n  - `").expect("libraries are missing");
         insta::assert_snapshot!(missing, @r"
 
-        - GPU 1 (Tesla T4) is sm_75, and kernels are for sm_80 or later
-          hint: choose other GPUs with CUDA_VISIBLE_DEVICES, or train on the processor (`parallel.backend: cpu`)
+        - GPU 1 (Tesla T4) is sm_75, but the kernels need sm_80 or later
+          hint: choose other GPUs with CUDA_VISIBLE_DEVICES, or train on the CPU (`parallel.backend: cpu`)
         ");
     }
 
@@ -445,7 +441,7 @@ mod tests {
             versions: vec![None; 4],
         });
         let report = render(&facts);
-        let (found, missing) = report.split_once("missing or in the way").expect("one finding");
+        let (found, missing) = report.split_once("problems found").expect("one finding");
         assert!(
             found.contains("devices              none: `/cuda/lib64/stubs/libcuda.so` is not the driver")
         );
@@ -454,8 +450,8 @@ mod tests {
             .expect("more are missing");
         insta::assert_snapshot!(stub, @r"
 
-        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
-          hint: take `/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
+          hint: remove `/cuda/lib64/stubs` from LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's library is
         ");
     }
 }

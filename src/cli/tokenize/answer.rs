@@ -16,10 +16,10 @@ pub(super) fn words(request: &Request<'_>, report: &Report, took: Duration) -> S
     let seconds = took.as_secs_f64();
     let bytes = *text_bytes as f64;
     format!(
-        "{}, {text_bytes} bytes of text: {}, {:.2} bytes to a token\n\
+        "{}, {text_bytes} bytes of text: {}, {:.2} bytes per token\n\
          {seconds:.1} s, {:.1} MB/s\n\
          \n\
-         data:\n  train: {}   # a relative path counts from the folder of the configuration\n  tokenizer: {}\n",
+         data:\n  train: {}   # relative paths are resolved from the YAML's directory\n  tokenizer: {}\n",
         counted(*documents, "document"),
         counted(*tokens, "token"),
         bytes / *tokens as f64,
@@ -32,8 +32,8 @@ pub(super) fn words(request: &Request<'_>, report: &Report, took: Duration) -> S
 /// Nothing tells where a document ends.
 pub(super) fn no_separator(tokenizer: &Tokenizer) -> String {
     format!(
-        "warning: `{tokenizer}` has no token `{END_OF_TEXT}`, so that nothing separates the documents\n  \
-         hint: `--end-of-text TOKEN` names the one to put before each"
+        "warning: `{tokenizer}` has no token `{END_OF_TEXT}`, so nothing separates the documents\n  \
+         hint: set the separator with `--end-of-text TOKEN`"
     )
 }
 
@@ -71,16 +71,16 @@ mod tests {
             has_separator: true,
         };
         insta::assert_snapshot!(words(&request, &report, Duration::from_millis(500)), @r"
-        1 document, 4430000 bytes of text: 1000000 tokens, 4.43 bytes to a token
+        1 document, 4430000 bytes of text: 1000000 tokens, 4.43 bytes per token
         0.5 s, 8.9 MB/s
 
         data:
-          train: data/web.safetensors   # a relative path counts from the folder of the configuration
+          train: data/web.safetensors   # relative paths are resolved from the YAML's directory
           tokenizer: 'my tokenizer.json'
         ");
         insta::assert_snapshot!(no_separator(request.tokenizer), @r"
-        warning: `my tokenizer.json` has no token `<|endoftext|>`, so that nothing separates the documents
-          hint: `--end-of-text TOKEN` names the one to put before each
+        warning: `my tokenizer.json` has no token `<|endoftext|>`, so nothing separates the documents
+          hint: set the separator with `--end-of-text TOKEN`
         ");
     }
 }

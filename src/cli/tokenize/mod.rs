@@ -24,30 +24,30 @@ const FAILED: u8 = 1;
 
 /// Turn texts into a token file for `data.train` and `data.val`.
 ///
-/// Each document comes behind the end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in
-/// `.jsonl` holds a document a line, any other file is one document. The token file is a safetensors file with one
-/// tensor `tokens`, which Python reads too: `safetensors.numpy.load_file(path)["tokens"]`.
+/// Each document follows an end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in
+/// `.jsonl` has one document per line; any other file is one document. The token file is a safetensors file with one
+/// tensor `tokens`, which Python can read: `safetensors.numpy.load_file(path)["tokens"]`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// `gpt2`, or the path of a `tokenizer.json` of Hugging Face's tokenizers
     #[arg(long, value_name = "gpt2|FILE.json", value_parser = tokenizer)]
     tokenizer: Tokenizer,
-    /// The token file to make
+    /// Token file to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Texts in UTF-8, and `.jsonl` files
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<PathBuf>,
-    /// The field of a line of JSON that holds the text
+    /// Field of each JSON line that holds the text
     #[arg(long, value_name = "NAME", default_value = "text")]
     key: String,
-    /// The token before each document [default: `<|endoftext|>`, where the vocabulary has it]
+    /// Token before each document [default: `<|endoftext|>`, if the vocabulary has it]
     #[arg(long, value_name = "TOKEN")]
     end_of_text: Option<String>,
-    /// Replace the token file if it is there
+    /// Replace the token file if it exists
     #[arg(long)]
     overwrite: bool,
-    /// Threads that encode, of which at most 128 are started [default: one a core]
+    /// Encoding threads, at most 128 [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
 }

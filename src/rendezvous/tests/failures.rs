@@ -115,7 +115,7 @@ fn every_node_receives_the_same_list_when_all_have_reported() {
     s.exit("b", 1, first);
     for node in ["a", "b"] {
         let (verdict, last_word) = lists(&mut s, node);
-        let verdict = verdict.expect("the job is over");
+        let verdict = verdict.expect("the job has ended");
         assert_eq!(last_word, None);
         assert_eq!(verdict.last_word_ms, 900);
         insta::allow_duplicates! {
@@ -246,7 +246,7 @@ fn a_suspect_is_listed_before_the_cause_that_arrived_later() {
     s.exit("a", 1, follower(0, MS));
     s.now += 20 * MS;
     s.exit("b", 1, fatal(2, 42));
-    let verdict = lists(&mut s, "a").0.expect("the job is over");
+    let verdict = lists(&mut s, "a").0.expect("the job has ended");
     assert_eq!(verdict.first_failure.map(|exit| exit.rank), Some(2));
     insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @r"
     1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
@@ -276,7 +276,7 @@ fn earlier_generations_and_lost_nodes_are_in_the_list() {
     1.`b` rank 3 9: happened 0 ms, arrived 0 ms
     1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
     2.`a` rank 0 5: happened 1000 ms, arrived 1000 ms
-    2.`b` node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s: happened 6000 ms, arrived 6000 ms
+    2.`b` node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s: happened 6000 ms, arrived 6000 ms
     3.`b` rank 2 42: happened 8000 ms, arrived 8000 ms
     ");
 }
@@ -355,7 +355,7 @@ fn a_job_that_succeeds_has_nothing_to_tell() {
         .succeed("a", 2)
         .succeed("b", 2);
     let (verdict, last_word) = lists(&mut s, "a");
-    let verdict = verdict.expect("the job is over");
+    let verdict = verdict.expect("the job has ended");
     assert_eq!((verdict.exit_code, verdict.last_word_ms), (0, 0));
     assert_eq!((verdict.failures, last_word), (None, None));
 }

@@ -7,14 +7,14 @@ use super::*;
 fn one_node_starts_at_once() {
     let mut s = Scene::new();
     s.join("a", 1, 1);
-    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node is there; node ranks: 1 by host name");
+    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node joined; node ranks: 1 by host name");
 }
 
 #[test]
 fn a_fixed_number_of_nodes_starts_when_all_are_there() {
     let mut s = Scene::new();
     s.join("n10", 3, 3).join("n2", 3, 3);
-    insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes are there: `n10`, `n2`; waiting for 1 node for 600 s more");
+    insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes joined: `n10`, `n2`; waiting for 1 more (up to 600 s)");
     s.join("n1", 3, 3);
     let (generation, first) = s.assignment("n1");
     assert_eq!((generation, first.node_rank, first.lease_ms), (1, 0, 9_000));
@@ -49,13 +49,13 @@ fn an_elastic_job_starts_at_max_at_once() {
 fn an_elastic_job_starts_at_min_after_the_last_call() {
     let mut s = Scene::new();
     s.join("a", 2, 4).pass(SECOND, &["a"]).join("b", 2, 4);
-    insta::assert_snapshot!(s.words("b"), @"waiting: 2 of 2 to 4 nodes are there: `a`, `b`; last call for more");
+    insta::assert_snapshot!(s.words("b"), @"waiting: 2 of 2 to 4 nodes joined: `a`, `b`; waiting for more (`last_call_timeout`)");
     s.pass(9 * SECOND, &["a", "b"]);
     assert_eq!(s.words("b"), "");
     s.join("c", 2, 4).pass(SECOND, &["a", "b", "c"]);
     insta::assert_snapshot!(s.words("c"), @r"
-    waiting: 3 of 2 to 4 nodes are there: `a`, `b`, `c`; last call for more
-    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 nodes are there after the last call, of 2 to 4; node ranks: 3 by host name
+    waiting: 3 of 2 to 4 nodes joined: `a`, `b`, `c`; waiting for more (`last_call_timeout`)
+    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 of 2 to 4 nodes joined within `last_call_timeout`; node ranks: 3 by host name
     ");
 }
 
@@ -110,14 +110,14 @@ fn a_rank_that_is_taken_or_out_of_range_is_refused_by_name() {
     s.join_with("a", [10, 0, 0, 1], 0, asks("a", 1));
     s.join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
     insta::assert_snapshot!(s.words("b"), @r"
-    refused Invalid: node rank 1 of job `job1` is asked for by node `b`, but node `a` has it
-      hint: give every node a `--node-rank` of its own, or none at all
+    refused Invalid: node rank 1 of job `job1` is requested by node `b`, but node `a` already has it
+      hint: give each node a different `--node-rank`, or omit the flag on all nodes
     closed
     ");
     s.join_with("c", [10, 0, 0, 3], 0, asks("c", 2));
     insta::assert_snapshot!(s.words("c"), @r"
     refused Invalid: `--node-rank` of node `c` is 2, but there are at most 2 nodes
-      hint: ranks go from 0 to 1
+      hint: node ranks run from 0 to 1
     closed
     ");
     s.join_with("d", [10, 0, 0, 4], 0, asks("d", 0));
@@ -140,7 +140,7 @@ fn a_claimed_rank_whose_process_is_gone_goes_to_the_new_process() {
     s.words("a");
     s.break_stream("b")
         .join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` was started anew (failure on ``, restart 1/3, back-off 0 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` was restarted (failure on ``, restart 1/3, back-off 0 ms)");
     s.say("a", 1, Body::NodeStopped(NodeStopped::default()))
         .say("a", 1, Body::Join(asks("a", 0)));
     s.pass(SECOND, &["a", "b'"]);
@@ -192,7 +192,7 @@ fn nodes_that_disagree_before_the_start_all_end() {
     closed
     ");
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 3 nodes are there: `a`; waiting for 2 nodes for 600 s more
+    waiting: 1 of 3 nodes joined: `a`; waiting for 2 more (up to 600 s)
     refused Disagree: nodes disagree on job `job1`: `train.seed` is `1` on node `a`, `2` on node `b`
       hint: start every node with the same target, configuration and flags
     ");
@@ -219,7 +219,7 @@ fn who_came_and_who_is_missing_when_the_time_is_over() {
     assert_eq!(s.words("b"), "");
     s.pass(SECOND, &["a", "b"]);
     insta::assert_snapshot!(s.words("b"), @r"
-    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 2 of 3 nodes came: `a`, `b`; missing: 1 node
+    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 2 of 3 nodes joined: `a`, `b`; missing: 1 node
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");
     assert!(s.words("a").contains("refused TimedOut"));
@@ -274,7 +274,7 @@ fn bad_requests_are_refused_and_change_nothing() {
         },
     );
     insta::assert_snapshot!(s.words("x"), @r"
-    refused Invalid: node `x` speaks version 2 of the rendezvous protocol, this daemon 1
+    refused Invalid: node `x` uses version 2 of the rendezvous protocol, this daemon 1
       hint: install the same version of `ddp-run` on every node
     closed
     ");
@@ -285,7 +285,7 @@ fn bad_requests_are_refused_and_change_nothing() {
     s.join_with("x", [10, 0, 0, 1], 0, without_port);
     insta::assert_snapshot!(s.words("x"), @r"
     refused Invalid: node `x` has no free port for MASTER_PORT
-      hint: its launcher says why; `--master-port` names one
+      hint: see the output of its launcher; `--master-port` sets the port
     closed
     ");
     s.join_with("x", [10, 0, 0, 1], 0, join("x", 3, 2));
@@ -308,7 +308,7 @@ fn a_stream_begins_with_join_and_speaks_for_one_node() {
     let conn = s.current["a"];
     s.say_from("b", conn, [10, 0, 0, 1], 0, Body::Join(join("b", 2, 2)));
     insta::assert_snapshot!(s.words("a"), @r"
-    refused Invalid: a stream speaks for one node of one job only
+    refused Invalid: a stream belongs to one node of one job
     closed
     ");
 }
@@ -317,14 +317,14 @@ fn a_stream_begins_with_join_and_speaks_for_one_node() {
 fn a_node_too_many_is_a_spare_and_takes_the_place_of_a_lost_one() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` runs with 2 nodes; this node is a spare until it is over");
+    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; this node is on standby");
     s.words("a");
     s.pass(16 * SECOND, &["a", "c"])
         .rejoin("a", 1, 2, 2)
         .pass(SECOND, &["a", "c"]);
     insta::assert_snapshot!(s.words("a"), @r"
     generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (no restart spent)
-    assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: all 2 nodes are there; node ranks: 1 kept from before, 1 by host name
+    assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: all 2 nodes joined; node ranks: 1 kept from before, 1 by host name
     ");
     assert_eq!(s.assignment("c").1.node_rank, 1);
 }
@@ -335,8 +335,8 @@ fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
     s.job = DEFAULT_JOB_ID;
     s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
     insta::assert_snapshot!(s.words("c"), @r"
-    refused Disagree: job `none` runs with all of its 2 nodes already (`a`, `b`): node `c` belongs to another job, or is one too many
-      hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then
+    refused Disagree: job `none` is already running with all of its 2 nodes (`a`, `b`): node `c` belongs to a different job or is one too many
+      hint: give each job its own `--rdzv-id`; a job of several nodes then keeps extra nodes on standby
     closed
     ");
     assert_eq!(s.assignment("a").1.nodes.len(), 2, "the job goes on");
@@ -355,8 +355,8 @@ fn a_job_of_one_node_takes_no_spare_but_a_new_process_in_its_place() {
     let mut s = Scene::new();
     s.join("a", 1, 1).join("b", 1, 1);
     insta::assert_snapshot!(s.words("b"), @r"
-    refused Disagree: job `job1` runs with its only node already (`a`): node `b` belongs to another job, or is one too many
-      hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then
+    refused Disagree: job `job1` is already running with its only node (`a`): node `b` belongs to a different job or is one too many
+      hint: give each job its own `--rdzv-id`; a job of several nodes then keeps extra nodes on standby
     closed
     ");
     assert_eq!(s.assignment("a").1.nodes.len(), 1, "the job goes on");
@@ -378,22 +378,22 @@ fn jobs_that_nobody_named_learn_of_each_other_and_do_not_mix() {
     s.job = "none-2";
     s.join_with("b", [10, 0, 0, 2], 0, of("b", 2));
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 5 s more
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 5 s more
-      note: another job without a name is here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+    waiting: 1 of 2 nodes joined: `a`; waiting for 1 more (up to 5 s)
+    waiting: 1 of 2 nodes joined: `a`; waiting for 1 more (up to 5 s)
+      note: another job without `--rdzv-id` is waiting here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without `--rdzv-id` form one job only if their targets, arguments and flags are the same
     ");
     insta::assert_snapshot!(s.words("b"), @r"
-    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node for 5 s more
-    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node for 5 s more
-      note: another job without a name is here too, `none-1`: `train.seed` is `2` on node `b`, `1` on node `a`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+    waiting: 1 of 2 nodes joined: `b`; waiting for 1 more (up to 5 s)
+    waiting: 1 of 2 nodes joined: `b`; waiting for 1 more (up to 5 s)
+      note: another job without `--rdzv-id` is waiting here too, `none-1`: `train.seed` is `2` on node `b`, `1` on node `a`; nodes without `--rdzv-id` form one job only if their targets, arguments and flags are the same
     ");
     s.join_with("d", [10, 0, 0, 4], 0, of("d", 2));
     assert_eq!(s.assignment("d").1.nodes.len(), 2, "the second job runs");
     s.job = "none-1";
     s.pass(6 * SECOND, &["a"]);
     insta::assert_snapshot!(s.words("a"), @r"
-    refused TimedOut: rendezvous of job `none-1` timed out after 5.0 s: 1 of 2 nodes came: `a`; missing: 1 node
-      note: another job without a name is here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+    refused TimedOut: rendezvous of job `none-1` timed out after 5.0 s: 1 of 2 nodes joined: `a`; missing: 1 node
+      note: another job without `--rdzv-id` is waiting here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without `--rdzv-id` form one job only if their targets, arguments and flags are the same
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");
 }
@@ -407,7 +407,7 @@ fn a_daemon_of_one_job_serves_no_other() {
     s.join("a", 1, 1);
     insta::assert_snapshot!(s.words("a"), @r"
     refused Disagree: the rendezvous at this address belongs to job `mine` and ends with it: it does not serve job `job1`
-      hint: give all nodes of a job the same `--rdzv-id`, and other jobs another `--rdzv-endpoint`
+      hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`
     closed
     ");
     assert!(s.state.is_idle());

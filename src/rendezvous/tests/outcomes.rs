@@ -25,7 +25,7 @@ fn a_failure_ends_the_generation_everywhere_and_the_next_one_has_the_same_ranks(
     );
 
     s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
-    insta::assert_snapshot!(s.words("a"), @"assignment 2: node rank 0 of [a@0 b@2], master 10.0.0.1:29500, restart 1/3: generation 2: all 2 nodes are there; node ranks: 2 kept from before");
+    insta::assert_snapshot!(s.words("a"), @"assignment 2: node rank 0 of [a@0 b@2], master 10.0.0.1:29500, restart 1/3: generation 2: all 2 nodes joined; node ranks: 2 kept from before");
     assert_eq!(s.assignment("b").1.node_rank, 1);
 }
 
@@ -39,7 +39,7 @@ fn the_second_failure_without_progress_is_followed_by_a_pause() {
     s.exit("b", 2, killed(3, 9));
     insta::assert_snapshot!(s.words("a"), @"generation 2 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 2/3, back-off 100 ms)");
     s.rejoin("b", 2, 2, 2).rejoin("a", 2, 2, 2);
-    insta::assert_snapshot!(s.words("a"), @"waiting: 2 of 2 nodes are there: `a`, `b`; pausing before the restart");
+    insta::assert_snapshot!(s.words("a"), @"waiting: 2 of 2 nodes joined: `a`, `b`; pausing before the restart");
     s.pass(SECOND, &["a", "b"]);
     assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "running");
 }
@@ -73,7 +73,7 @@ fn a_consequence_without_a_cause_ends_the_generation_in_the_end() {
     s.pass(SECOND / 3, &["a", "b"]);
     assert_eq!(s.words("a"), "", "the first one's time is not over");
     s.pass(SECOND / 10, &["a", "b"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because another rank had failed, it says (failure on `a`, restart 1/3, back-off 0 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 0 (node `a`) exited with code 1, reporting that another rank had failed (failure on `a`, restart 1/3, back-off 0 ms)");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_consequence_waits_for_a_node_that_is_away_and_a_lost_one_costs_no_restart()
         .pass(4 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "", "the node may come back");
     s.pass(SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (no restart spent)");
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_taken_port_begins_the_next_generation_for_nothing() {
         ..exited(0, 1)
     };
     s.exit("a", 1, exit);
-    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because its port was taken (no restart spent)");
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because its port was in use (no restart spent)");
     s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
     assert!(s.words("a").contains("restart 0/3"));
 }
@@ -209,7 +209,7 @@ fn the_budget_ends_the_job_with_the_first_failures_code() {
     s.words("b");
     s.exit("a", 4, exited(1, 42));
     let over = s.words("a");
-    insta::assert_snapshot!(over, @"job over 42: rank 1 (node `a`) exited with code 42; all 3 restarts are used up (failure on `a`)");
+    insta::assert_snapshot!(over, @"job over 42: rank 1 (node `a`) exited with code 42; no restarts left (3/3 used) (failure on `a`)");
     assert_eq!(s.words("b"), over);
 }
 
@@ -318,8 +318,8 @@ fn a_node_that_says_nothing_is_lost() {
     ");
     s.rejoin("a", 1, 2, 2).pass(601 * SECOND, &["a"]);
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 600 s more
-    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 1 of 2 nodes came: `a`; missing: 1 node (lost: `b`)
+    waiting: 1 of 2 nodes joined: `a`; waiting for 1 more (up to 600 s)
+    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 1 of 2 nodes joined: `a`; missing: 1 node (lost: `b`)
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");
 }
@@ -330,7 +330,7 @@ fn a_node_whose_connection_broke_is_lost_sooner() {
     s.break_stream("b").pass(4 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
     s.pass(SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``, restart 1/3, back-off 0 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (failure on ``, restart 1/3, back-off 0 ms)");
 }
 
 #[test]
@@ -349,7 +349,7 @@ fn a_lost_node_ends_the_job_when_no_restart_is_left() {
     }
     s.words("a");
     s.break_stream("b").pass(6 * SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"job over 75: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``)");
+    insta::assert_snapshot!(s.words("a"), @"job over 75: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (failure on ``)");
 }
 
 #[test]
@@ -377,10 +377,10 @@ fn an_elastic_job_goes_on_with_fewer_nodes() {
         .rejoin("c", 1, 2, 3)
         .pass(11 * SECOND, &["a", "c"]);
     insta::assert_snapshot!(s.words("c"), @r"
-    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: all 3 nodes are there; node ranks: 3 by host name
-    generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (no restart spent)
-    waiting: 2 of 2 to 3 nodes are there: `a`, `c`; last call for more
-    assignment 2: node rank 1 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: 2 nodes are there after the last call, of 2 to 3; node ranks: 1 kept from before, 1 by host name
+    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: all 3 nodes joined; node ranks: 3 by host name
+    generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (no restart spent)
+    waiting: 2 of 2 to 3 nodes joined: `a`, `c`; waiting for more (`last_call_timeout`)
+    assignment 2: node rank 1 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: 2 of 2 to 3 nodes joined within `last_call_timeout`; node ranks: 1 kept from before, 1 by host name
     ");
 }
 

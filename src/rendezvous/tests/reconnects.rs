@@ -28,7 +28,7 @@ fn a_generation_that_no_job_has_reached_is_not_believed() {
     let mut s = Scene::new();
     s.join_with("a", [10, 0, 0, 1], 1 << 40, join("a", 1, 1));
     insta::assert_snapshot!(s.words("a"), @r"
-    refused Invalid: node `a` speaks of generation 1099511627776, expected at most 2147483647
+    refused Invalid: node `a` reports generation 1099511627776, expected at most 2147483647
     closed
     ");
 
@@ -148,9 +148,9 @@ fn a_node_that_was_given_up_must_stop_before_it_takes_part_again() {
         .pass(11 * SECOND, &["a"]);
     assert_eq!(s.state.status(s.now, JOB).unwrap().generation, 2);
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 1, 2));
-    insta::assert_snapshot!(s.words("b"), @"generation 1 over: node `b` was out of reach for longer than its lease (no restart spent)");
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: node `b` was unreachable for longer than its lease (no restart spent)");
     s.rejoin("b", 1, 1, 2);
-    insta::assert_snapshot!(s.words("b"), @"waiting: 1 of 1 to 2 nodes are there: `b`; waiting for the workers of generation 2 to end");
+    insta::assert_snapshot!(s.words("b"), @"waiting: 1 of 1 to 2 nodes joined: `b`; waiting for the workers of generation 2 to exit");
 }
 
 #[test]
@@ -234,8 +234,8 @@ fn a_late_node_learns_that_the_job_is_over() {
     s.join("a", 1, 2).pass(11 * SECOND, &["a"]).succeed("a", 1);
     s.join("b", 1, 2);
     insta::assert_snapshot!(s.words("b"), @r"
-    refused JobOver: job `job1` is over: node `a` succeeded
-      hint: to run it again, start its nodes when all of the old ones have left
+    refused JobOver: job `job1` ended: node `a` succeeded
+      hint: to run it again, start its nodes after all previous launchers have exited
     closed
     ");
 }

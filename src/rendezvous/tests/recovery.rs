@@ -90,7 +90,7 @@ impl Outage {
 fn a_generation_whose_nodes_all_come_back_runs_on() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
-    insta::assert_snapshot!(o.received("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
+    insta::assert_snapshot!(o.received("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)");
     o.scene.pass(2 * SECOND, &["a"]);
     let before = o.held["b"].clone();
     o.back("b");
@@ -137,11 +137,11 @@ fn what_happened_during_the_outage_counts() {
 fn a_generation_whose_node_does_not_come_back_is_over_and_costs_nothing() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.join("b'", 2, 2);
-    insta::assert_snapshot!(o.received("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
+    insta::assert_snapshot!(o.received("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)");
     o.scene.pass(8 * SECOND, &["a", "b'"]);
     assert!(!o.received("a").contains("over"));
     o.scene.pass(SECOND, &["a", "b'"]);
-    insta::assert_snapshot!(o.received("a"), @"generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not come back within 9.0 s: the workers are stopped and started again (no restart spent)");
+    insta::assert_snapshot!(o.received("a"), @"generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not reconnect within 9.0 s: restarting the workers (no restart spent)");
     o.scene.rejoin("a", 1, 2, 2);
     let (generation, next) = o.scene.assignment("b'");
     assert_eq!(
@@ -177,8 +177,8 @@ fn a_node_that_was_started_anew_is_not_waited_for() {
     o.back("a");
     o.scene.join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
     insta::assert_snapshot!(o.received("a"), @r"
-    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more
-    generation 1 over: the rendezvous daemon was restarted, and node `b` was started anew: the workers are stopped and started again (no restart spent)
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 9 s)
+    generation 1 over: the rendezvous daemon was restarted, and node `b` was restarted: restarting the workers (no restart spent)
     ");
 }
 
@@ -190,10 +190,10 @@ fn a_spare_that_comes_first_waits_for_the_generation_that_it_knows_of() {
     };
     let mut o = Outage::of(&["a"], (1, 1));
     o.scene.join_with("c", [10, 0, 0, 3], 0, spare(1));
-    insta::assert_snapshot!(o.received("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back for 9 s more");
+    insta::assert_snapshot!(o.received("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to reconnect (up to 9 s)");
     o.back("a");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
-    insta::assert_snapshot!(o.received("c"), @"waiting: generation 1 of job `job1` runs with 1 node; this node is a spare until it is over");
+    insta::assert_snapshot!(o.received("c"), @"waiting: generation 1 of job `job1` is running with 1 node; this node is on standby");
 
     // No node comes.
     o.crash();
@@ -209,8 +209,8 @@ fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
     o.back("a").scene.join("c", 1, 3);
     o.back("b");
     insta::assert_snapshot!(o.received("b"), @r"
-    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes are there after the last call, of 1 to 3; node ranks: 2 by host name
-    generation 1 over at a step boundary: `c` joined; going on with 3 nodes (no restart spent)
+    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 of 1 to 3 nodes joined within `last_call_timeout`; node ranks: 2 by host name
+    generation 1 over at a step boundary: `c` joined; continuing with 3 nodes (no restart spent)
     ");
 }
 
@@ -382,7 +382,7 @@ fn nodes_that_disagree_on_their_generation_start_again() {
 fn agents_of_an_older_build_start_again_under_a_new_generation() {
     let mut s = Scene::new();
     s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
-    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: the workers of generation 4 are stopped and started again (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: restarting the workers of generation 4 (no restart spent)");
     s.join_with("b", [10, 0, 0, 1], 4, join("b", 2, 2));
     s.rejoin("a", 4, 2, 2).rejoin("b", 4, 2, 2);
     assert_eq!(s.assignment("b").0, 5, "no generation is counted twice");
@@ -397,7 +397,7 @@ fn a_daemon_that_ends_with_its_job_has_nobody_to_wait_for() {
     });
     o.scene.join("a'", 2, 2);
     o.back("b");
-    insta::assert_snapshot!(o.received("b"), @"generation 1 over: the rendezvous daemon was restarted with the node that hosts it: the workers of generation 1 are stopped and started again (no restart spent)");
+    insta::assert_snapshot!(o.received("b"), @"generation 1 over: the rendezvous daemon was restarted together with the node that hosts it: restarting the workers of generation 1 (no restart spent)");
     o.scene.rejoin("b", 1, 2, 2);
     assert_eq!(o.scene.assignment("b").0, 2);
 }
@@ -442,7 +442,7 @@ fn what_was_stored_again_for_an_older_generation_goes_with_it() {
     let read = o.scene.get(1, "other", 30_000);
     o.back("a");
     let gone = o.scene.answer(read).expect("an answer at once").unwrap_err();
-    assert_eq!(gone, "generation superseded: generation 1 went on elsewhere");
+    assert_eq!(gone, "generation superseded: generation 1 continued elsewhere");
     let written = o.scene.put(2, "k", b"new");
     assert_eq!(o.scene.answer(written), Some(Ok(vec![])), "the old value is gone");
     let read = o.scene.get(2, "k", 10);

@@ -15,22 +15,26 @@ fn growing() -> Scene {
 fn a_node_that_comes_is_taken_in_after_a_while_at_a_step_boundary() {
     let mut s = growing();
     s.join("c", 2, 4);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` runs with 2 nodes; it takes this node in at its next step boundary");
+    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; this node joins at the next step boundary");
     s.pass(9 * SECOND, &["a", "b", "c"]);
     assert_eq!(s.words("a"), "", "others may come too");
     s.pass(SECOND, &["a", "b", "c"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: `c` joined; going on with 3 nodes (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: `c` joined; continuing with 3 nodes (no restart spent)");
     s.rejoin("a", 1, 2, 4).rejoin("b", 1, 2, 4);
     let (generation, next) = s.assignment("c");
     assert_eq!((generation, next.nodes.len(), next.node_rank), (2, 3, 2));
-    assert_eq!((next.restart_count, next.attempt), (0, 1), "no restart is spent");
+    assert_eq!(
+        (next.restart_count, next.attempt),
+        (0, 1),
+        "this does not count as a restart"
+    );
 }
 
 #[test]
 fn a_job_that_is_full_does_not_wait_for_more() {
     let mut s = growing();
     s.join("c", 2, 4).join("d", 2, 4);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: `c`, `d` joined; going on with 4 nodes (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: `c`, `d` joined; continuing with 4 nodes (no restart spent)");
 }
 
 #[test]
@@ -73,7 +77,7 @@ fn a_lost_node_costs_nothing_while_enough_are_left() {
     }
     s.words("a");
     s.break_stream("b").pass(6 * SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (no restart spent)");
     s.rejoin("a", 1, 1, 2).pass(11 * SECOND, &["a"]);
     let (generation, next) = s.assignment("a");
     assert_eq!((generation, next.nodes.len()), (2, 1));
@@ -93,12 +97,12 @@ fn three() -> Scene {
 fn a_node_that_is_stopped_leaves_at_a_step_boundary_and_nobody_waits_for_it() {
     let mut s = three();
     s.leaving("b", 1);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: node `b` (node rank 1) was stopped by SIGTERM; going on without it (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: node `b` (node rank 1) was stopped by SIGTERM; continuing without it (no restart spent)");
     assert_eq!(s.words("b"), s.words("c"), "all stop at the same boundary");
     s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
     assert!(
         s.words("c")
-            .contains("waiting for the workers of generation 1 to end")
+            .contains("waiting for the workers of generation 1 to exit")
     );
     s.words("a");
     s.leave("b", Some(15), "");
@@ -106,7 +110,7 @@ fn a_node_that_is_stopped_leaves_at_a_step_boundary_and_nobody_waits_for_it() {
     assert_eq!((generation, next.nodes.len(), next.restart_count), (2, 2, 0));
     // Started again, it is a node like any other.
     s.join("b'", 2, 3);
-    assert!(s.words("a").contains("`b` joined; going on with 3 nodes"));
+    assert!(s.words("a").contains("`b` joined; continuing with 3 nodes"));
 }
 
 #[test]
@@ -163,7 +167,7 @@ fn a_node_that_leaves_makes_finished_nodes_run_again() {
 fn a_node_that_leaves_without_having_said_so_costs_nothing_either() {
     let mut s = three();
     s.leave("b", Some(2), "");
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was stopped by SIGINT; going on without it (no restart spent)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was stopped by SIGINT; continuing without it (no restart spent)");
     s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
     assert_eq!(s.assignment("a").0, 2);
 }
@@ -205,7 +209,7 @@ fn limited() -> Scene {
 fn a_node_with_which_the_workers_could_not_go_on_is_a_spare() {
     let mut s = limited();
     s.join("c", 1, 4);
-    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` runs with 2 nodes; its workers can go on only with a number of ranks that divides 4, and with this node there is no larger one: it is a spare");
+    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` is running with 2 nodes; it can run only with a number of ranks that divides 4: this node stays on standby");
     s.pass(20 * SECOND, &["a", "b", "c"]);
     assert_eq!(s.words("a"), "");
 }
@@ -219,7 +223,7 @@ fn nodes_that_fit_only_together_are_taken_in_together() {
     assert!(s.words("b").contains("it is a spare"));
     s.join("c", 1, 4).pass(11 * SECOND, &["a", "b", "c"]);
     assert!(s.words("c").contains("it takes this node in"));
-    assert!(s.words("a").contains("`b`, `c` joined; going on with 3 nodes"));
+    assert!(s.words("a").contains("`b`, `c` joined; continuing with 3 nodes"));
 }
 
 #[test]

@@ -221,7 +221,7 @@ async fn status_and_health_answer() {
         .unwrap_err()
         .to_string()
         .replace(&daemon.endpoint, "HOST:PORT");
-    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: there is no job `job1` at this daemon");
+    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1`");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;
@@ -281,7 +281,7 @@ async fn errors_of_the_store_keep_their_meaning() {
     cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with another value (1 bytes, now 1 bytes)
       hint: keys are write-once in a generation; use a key of its own for each value
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
-    cannot read `k` at the rendezvous daemon `HOST:PORT`: there is no job `no-job` at this daemon
+    cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job`
     ");
     leave(a).await;
     daemon.end().await;

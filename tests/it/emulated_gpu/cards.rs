@@ -13,8 +13,8 @@ fn too_little_shared_memory_is_said_of_the_card() {
         .set("model.n_head=1")
         .set("model.n_embd=256");
     refused(launch)
-        .expect_stderr("a block takes 135808 bytes of shared memory, of 101376")
-        .expect_stderr("hint: choose narrower heads (a larger `model.n_head`)");
+        .expect_stderr("a block needs 135808 bytes of shared memory, but at most 101376 are available")
+        .expect_stderr("hint: use narrower heads (a larger `model.n_head`)");
     // What the launch asks for would just fit, were it not for what the kernel declares beside it.
     let job = super::job();
     let launch = gpus(Emulator::built(), &job, 1)
@@ -22,13 +22,13 @@ fn too_little_shared_memory_is_said_of_the_card() {
         .set("model.n_head=1")
         .set("model.n_embd=128")
         .set("train.precision=bf16");
-    refused(launch).expect_stderr(" bytes of shared memory, of 98304");
+    refused(launch).expect_stderr(" bytes of shared memory, but at most 98304 are available");
 }
 
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_card_that_is_too_old_is_named() {
-    const WORDS: &str = "GPU 0 (Emulated GPU) is sm_75, and kernels are for sm_80 or later";
+    const WORDS: &str = "GPU 0 (Emulated GPU) is sm_75, but the kernels need sm_80 or later";
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
     let old = ("EMULATOR_CAPABILITY", "75");
     let report = doctor.args(["doctor".into()]).env(old.0, old.1).run();
@@ -65,10 +65,10 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
             .expect_exit(93)
             .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
             .expect_stderr("free of 34.0 MiB, this rank holds")
-            .expect_stderr("that is more than the whole card, so another try would end the same")
+            .expect_stderr("that is more than the whole GPU has, so a retry would fail too")
             .expect_stderr("hint: lower `train.micro_batch`");
         assert!(
-            !finished.transcript().contains("restart 1 of"),
+            !finished.transcript().contains("; restarting "),
             "it is not tried again"
         );
     }
@@ -92,8 +92,8 @@ fn memory_that_others_hold_is_asked_for_again() {
     finished
         .expect_exit(1)
         .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
-        .expect_stderr("restart 1 of 1");
-    assert!(!finished.transcript().contains("more than the whole card"));
+        .expect_stderr("(1/1)");
+    assert!(!finished.transcript().contains("more than the whole GPU has"));
 }
 
 /// What training has allocated is not all that a card must have.

@@ -85,7 +85,7 @@ fn a_library_that_is_newer_than_the_driver_is_named_with_what_to_install() {
     let (emulator, job) = (emulator(), job());
     let library = emulator.folder().join("libcublasLt.so.12").display().to_string();
     let words = format!("`{library}` (cuBLASLt 12");
-    let behind = "is newer than the driver, which is for CUDA 11.8";
+    let behind = "is newer than the driver, which supports CUDA 11.8";
     let hint = "hint: `pip install nvidia-cublas-cu11`";
     let report = doctor(OLD);
     let line = report.stdout().iter().find(|line| line.contains(&words));
@@ -127,6 +127,6 @@ fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
     let finished = refused(gpus(emulator, &job, 2).env("LD_LIBRARY_PATH", path));
     assert_ne!(finished.code(), Some(0));
     finished
-        .expect_stderr("`libnccl.so` is not found, which is needed for collectives between GPUs")
+        .expect_stderr("`libnccl.so` not found; it is needed for collectives between GPUs")
         .expect_stderr("pip install nvidia-nccl-cu12");
 }

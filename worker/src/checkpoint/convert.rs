@@ -85,7 +85,7 @@ fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<()
 fn beside(target: &Path) -> Result<PathBuf, CheckpointError> {
     let Some(name) = target.file_name() else {
         return Err(CheckpointError::Misuse(format!(
-            "`{}` is no name for a folder",
+            "`{}` is not a valid directory name",
             target.display()
         )));
     };

@@ -28,7 +28,7 @@ pub enum CheckpointError {
     },
     /// A file of the checkpoint is gone, or holds nothing that can be used.
     #[error(
-        "checkpoint file `{}`{what}\n  hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`",
+        "checkpoint file `{}`{what}\n  hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`",
         path.display()
     )]
     Damaged {
@@ -49,7 +49,7 @@ pub enum CheckpointError {
     },
     /// Where a new folder is to be, there is something already.
     #[error(
-        "`{}` exists already\n  hint: name a folder that does not exist yet, or delete it",
+        "`{}` already exists\n  hint: give a directory that does not exist yet, or delete it",
         path.display()
     )]
     Occupied {
@@ -58,7 +58,7 @@ pub enum CheckpointError {
     },
     /// The disk, or the network file system, takes nothing any more.
     #[error(
-        "{0}\n  hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for"
+        "{0}\n  hint: check whether the disk or file server responds (`dmesg`); `train.checkpoint_timeout_s` limits the wait"
     )]
     Stalled(String),
     /// The checkpoint was not saved, and the disk is not to blame: its parts do not make up the state, the state cannot
@@ -103,13 +103,13 @@ impl CheckpointError {
 
     /// Nobody wants the checkpoint any more: the generation is over, or the run is.
     pub(crate) fn given_up(step: u64, cause: impl std::fmt::Display) -> Self {
-        Self::NotSaved(format!("the checkpoint of step {step} was given up: {cause}"))
+        Self::NotSaved(format!("the checkpoint of step {step} was abandoned: {cause}"))
     }
 
     /// The file system was asked to do something for the checkpoint of `step`, and has not answered for so long.
     pub(crate) fn stalled(step: u64, (doing, path): &(&'static str, PathBuf), seconds: f64) -> Self {
         Self::Stalled(format!(
-            "the checkpoint of step {step} cannot be written: the file system was asked to {doing} `{}` and has not answered for {seconds} s",
+            "cannot write the checkpoint of step {step}: the file system has not responded for {seconds} s to {doing} `{}`",
             path.display()
         ))
     }
@@ -117,7 +117,7 @@ impl CheckpointError {
     /// The file system has not answered since the save of step `before`.
     pub(crate) fn stuck(step: u64, before: u64, (doing, path): &(&'static str, PathBuf)) -> Self {
         Self::Stalled(format!(
-            "the checkpoint of step {step} cannot begin: for that of step {before} the file system was asked to {doing} `{}`, and it has still not answered",
+            "cannot start the checkpoint of step {step}: the file system has still not responded to {doing} `{}` for that of step {before}",
             path.display()
         ))
     }
@@ -131,10 +131,10 @@ pub(super) fn type_and_shape(dtype: DType, shape: &[u64]) -> String {
 fn hint_of(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "\n  hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write"
+            "\n  hint: check its owner and mode: the user of a run must be able to read and write its `run.out_dir`"
         }
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "\n  hint: free space there"
+            "\n  hint: free some space there"
         }
         _ => "",
     }

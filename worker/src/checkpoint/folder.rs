@@ -142,7 +142,7 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
         io::Error::new(
             ErrorKind::InvalidData,
             format!(
-                "`{name}` names no step: {found}\n  hint: write the name of a checkpoint into it, such as `{example}`, or delete it: the newest one is taken then"
+                "`{name}` does not name a checkpoint: {found}\n  hint: write the name of a checkpoint into it, such as `{example}`, or delete it to use the newest one"
             ),
         )
     };
@@ -174,7 +174,7 @@ pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
     let newest = newest_step(out_dir)?;
     if let Some(step) = newest {
         tracing::warn!(
-            "`{}` has no `latest`: its newest checkpoint is taken, of step {step}",
+            "`{}` has no `latest` file: using its newest checkpoint, of step {step}",
             checkpoints(out_dir).display()
         );
     }

@@ -318,7 +318,7 @@ impl TensorRecord {
 
     fn contradiction(&self, what: &str) -> String {
         let name = &self.name;
-        format!("the regions and ranges of tensor `{name}` do not make it up: {what}")
+        format!("the regions and ranges of tensor `{name}` do not cover it exactly: {what}")
     }
 }
 
@@ -458,7 +458,7 @@ fn check_regions(tensor: &TensorRecord) -> Result<(), String> {
         return Err(format!("shape {shape:?} has more elements than can be counted"));
     }
     if let Some(found) = tensor.regions.iter().find(|found| !found.region.is_within(shape)) {
-        return Err(format!("region {} is no box of shape {shape:?}", found.region));
+        return Err(format!("region {} does not fit shape {shape:?}", found.region));
     }
     if tensor.elements() == Some(0) {
         return Ok(());
@@ -475,7 +475,7 @@ fn check_regions(tensor: &TensorRecord) -> Result<(), String> {
     let Some(each) = each.filter(|_| corners.is_some_and(|corners| corners <= MAX_CORNERS)) else {
         let regions = tensor.regions.len();
         return Err(format!(
-            "it has {regions} regions, cut along {} dimensions: more than are checked",
+            "it has {regions} regions, cut along {} dimensions: more than can be checked",
             cut.len()
         ));
     };
@@ -535,7 +535,7 @@ fn check_ranges(found: &mut RegionRecord) -> Result<(), String> {
         if start < covered {
             let both = covered.min(end);
             return Err(format!(
-                "elements {start}..{both} of region {region} are twice, also in `{file}`"
+                "elements {start}..{both} of region {region} are stored twice, also in `{file}`"
             ));
         }
         covered = end;

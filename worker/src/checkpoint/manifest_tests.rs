@@ -69,7 +69,8 @@ fn gaps_and_overlaps_of_ranges_are_named() {
     assert!(error(&[6], &[(0, 5)]).ends_with("elements 5..6 of region [0..6] are in no file"));
     assert!(error(&[6], &[]).ends_with("elements 0..6 of region [0..6] are in no file"));
     assert!(
-        error(&[6], &[(0, 4), (3, 6)]).ends_with("elements 3..4 of region [0..6] are twice, also in `f3`")
+        error(&[6], &[(0, 4), (3, 6)])
+            .ends_with("elements 3..4 of region [0..6] are stored twice, also in `f3`")
     );
     assert!(error(&[6], &[(0, 7)]).ends_with("`f0` has elements 0..7 of 6 of region [0..6]"));
     assert!(error(&[6], &[(u64::MAX, u64::MAX)]).contains("of 6 of region"));
@@ -86,8 +87,8 @@ fn gaps_and_overlaps_of_regions_are_named() {
     let twice = [vec![[0, 4], [0, 6]], vec![[0, 4], [0, 6]]];
     assert!(error(&twice).ends_with("element [0, 0] is in more than one region"));
     assert!(error(&[]).ends_with("element [0, 0] is in no region"));
-    assert!(error(&[vec![[0, 4]]]).ends_with("region [0..4] is no box of shape [4, 6]"));
-    assert!(error(&[vec![[0, 4], [0, 7]]]).ends_with("region [0..4, 0..7] is no box of shape [4, 6]"));
+    assert!(error(&[vec![[0, 4]]]).ends_with("region [0..4] does not fit shape [4, 6]"));
+    assert!(error(&[vec![[0, 4], [0, 7]]]).ends_with("region [0..4, 0..7] does not fit shape [4, 6]"));
     assert!(error(&[vec![[3, 2], [0, 6]]]).contains("is no box"));
     // A hole in the middle of four boxes, and five that fill it.
     let mut wheel = vec![

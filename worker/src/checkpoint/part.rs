@@ -209,10 +209,10 @@ impl<'a> PartWriter<'a> {
 /// Length and JSON, padded with spaces so that the data is aligned. Extents come with the names of their entries.
 fn header(extents: &[(String, &Extent)]) -> Result<Vec<u8>, CheckpointError> {
     let misuse =
-        |what: String| CheckpointError::Misuse(format!("the pieces of one file do not go together: {what}"));
+        |what: String| CheckpointError::Misuse(format!("the pieces of one file do not match: {what}"));
     let mut names = HashSet::new();
     if let Some((twice, _)) = extents.iter().find(|(name, _)| !names.insert(name)) {
-        return Err(misuse(format!("`{twice}` is there twice")));
+        return Err(misuse(format!("`{twice}` occurs twice")));
     }
     let mut offset = 0;
     let infos = extents.iter().map(|(name, extent)| {
@@ -369,7 +369,7 @@ impl RangeRecord {
         if hasher.count() < len {
             return Err(io::Error::new(
                 io::ErrorKind::UnexpectedEof,
-                "the file ends before its tensors do",
+                "the file ends before its last tensor",
             ));
         }
         let (hash, expected) = match self.blocks.get(index) {

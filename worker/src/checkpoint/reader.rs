@@ -55,7 +55,7 @@ impl DataFile {
         let (name, expected) = (&record.name, record.bytes);
         // Names come from the manifest: they must not lead out of the folder.
         if Path::new(name).file_name() != Some(name.as_ref()) {
-            let what = format!("`{name}` is no name of a file");
+            let what = format!("`{name}` is not a valid file name");
             return Err(CheckpointError::damaged(&folder.join(MANIFEST), what));
         }
         let path = folder.join(name);
@@ -72,7 +72,7 @@ impl DataFile {
         })?;
         let described = header.data + header.metadata.data_len() as u64;
         if described != found {
-            let what = format!(" has {found} bytes, and its header describes {described}");
+            let what = format!(" has {found} bytes, but its header describes {described}");
             return Err(CheckpointError::of_file(&path, what));
         }
         Ok(Self { path, header })
@@ -187,7 +187,7 @@ impl Reader {
                 return Err(CheckpointError::Foreign {
                     path: self.path.clone(),
                     what: format!(
-                        ": tensor `{}` is {found}, this model's is {expected}",
+                        ": tensor `{}` is {found}, but {expected} in this model",
                         extent.tensor
                     ),
                     hint: "resume with the model section that it was written with",
@@ -300,7 +300,7 @@ impl Reader {
         CheckpointError::Foreign {
             path: self.path.clone(),
             what: format!(" {what}"),
-            hint: "it belongs to another model or optimizer",
+            hint: "it belongs to a different model or optimizer",
         }
     }
 
@@ -348,7 +348,7 @@ impl Reader {
             return damaged(file, what);
         }
         if !range.blocks_agree(bytes) {
-            let what = format!("the hashes of the blocks of entry `{entry}` are not those of its hash");
+            let what = format!("the block hashes of entry `{entry}` do not match its hash");
             return damaged(MANIFEST, what);
         }
         Ok(())
@@ -432,7 +432,7 @@ fn check_name(folder: &Path, manifest: &Manifest) -> Result<(), CheckpointError>
     match folder::parse_step(name) {
         Some(other) if other != step => Err(CheckpointError::damaged(
             &folder.join(MANIFEST),
-            format!("its folder is `{name}`, and it says step {step}"),
+            format!("its directory is `{name}`, but it records step {step}"),
         )),
         _ => Ok(()),
     }

@@ -84,7 +84,7 @@ impl Writer {
                 .all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
         {
             return Err(CheckpointError::Misuse(format!(
-                "`{stem}` is no name for a file of a checkpoint"
+                "`{stem}` is not a valid name for a checkpoint file"
             )));
         }
         let (storage, is_synced) = (self.storage.as_ref(), !self.defers_sync);
@@ -136,7 +136,7 @@ impl Writer {
         if let Some(latest) = latest.filter(|latest| *latest > ours) {
             // `latest` never goes back: this rank has not noticed that its generation is over.
             return Err(CheckpointError::NotSaved(format!(
-                "the checkpoint of step {ours} is older than the latest, of step {latest}: a later life of the job wrote that one"
+                "the checkpoint of step {ours} is older than the latest, of step {latest}: the job wrote that one after a later restart"
             )));
         }
         if latest == Some(self.step) && target.exists() {

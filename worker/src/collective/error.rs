@@ -62,7 +62,7 @@ impl CollectiveError {
 pub enum Failure {
     /// Some ranks did not reach the operation in time.
     #[error(
-        "waited {waited_ms} ms for {}\n  hint: a rank that is waited for is slow, stopped or in another operation; its log says which",
+        "waited {waited_ms} ms for {}\n  hint: the missing rank is slow, stopped or in a different operation; see its log",
         numbered("rank", waiting_for)
     )]
     TimedOut {
@@ -80,11 +80,11 @@ pub enum Failure {
         how: String,
     },
     /// The agent ended the generation.
-    #[error("the generation is over: {0}")]
+    #[error("the launcher ended this generation: {0}")]
     GenerationOver(String),
     /// Ranks issued different operations.
     #[error(
-        "rank {rank} is in {theirs}, this rank in {ours}\n  hint: all ranks must issue the same operations in the same order"
+        "rank {rank} is in {theirs}, but this rank is in {ours}\n  hint: all ranks must issue the same operations in the same order"
     )]
     Mismatch {
         /// Global rank of the other.
@@ -109,7 +109,7 @@ pub enum Failure {
     #[error("an earlier operation failed: {0}")]
     Poisoned(String),
     /// Another operation of this process failed; all communicators of the device were aborted with it.
-    #[error("given up because of {because_of}: {failure}")]
+    #[error("abandoned because of {because_of}: {failure}")]
     GivenUp {
         /// The operation that failed: ``#31 of `world` ``.
         because_of: String,

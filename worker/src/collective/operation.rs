@@ -165,7 +165,7 @@ impl Descriptor {
         let (operation, len) = (self.operation, self.len);
         let problem = match operation {
             Operation::ReduceScatter(_) | Operation::AllGather if !len.is_multiple_of(size) => format!(
-                "{len} elements are not {size} equal slices\n  hint: pad the buffer to a multiple of the group's size"
+                "{len} elements cannot be split into {size} equal slices\n  hint: pad the buffer to a multiple of the group's size"
             ),
             Operation::AllReduce(op) | Operation::ReduceScatter(op) => return self.check_reduction(op),
             Operation::Broadcast { root } if root >= size => {
@@ -184,7 +184,7 @@ impl Descriptor {
     fn check_reduction(&self, op: ReduceOp) -> Result<(), Failure> {
         match (self.dtype, op) {
             (dtype @ (DType::I32 | DType::U8), ReduceOp::Sum) => Err(Failure::Invalid(format!(
-                "{dtype} has no sum\n  hint: reduce f64, f32 or bf16, or take the maximum"
+                "{dtype} cannot be summed\n  hint: reduce f64, f32 or bf16, or take the maximum"
             ))),
             _ => Ok(()),
         }
@@ -366,7 +366,7 @@ mod tests {
         };
         let sum = descriptor(DType::I32, ReduceOp::Sum);
         let error = sum.check(0, 2).unwrap_err().to_string();
-        assert!(error.starts_with("i32 has no sum\n  hint: "));
+        assert!(error.starts_with("i32 cannot be summed\n  hint: "));
         assert!(descriptor(DType::U8, ReduceOp::Max).check(0, 2).is_ok());
     }
 }

@@ -346,7 +346,7 @@ fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<(Stri
     below.find_map(|rest| match rest.split_once('.') {
         None if !values.contains_key(rest) => Some((
             format!("`{prefix}{rest}` is missing"),
-            format!("add `{rest}: …` below `{}:`", prefix.trim_end_matches('.')),
+            format!("add `{rest}: …` under `{}:`", prefix.trim_end_matches('.')),
         )),
         Some((section, key)) if prefix.is_empty() && !key.contains('.') && !values.contains_key(section) => {
             Some((
@@ -416,14 +416,14 @@ impl Allowed {
                 Some("put the value in quotes to make it a string".into())
             }
             Value::Float(v) if matches!(self, Whole(_)) => match *v {
-                v if v >= u64::MAX as f64 => Some(format!("there is none above {}", u64::MAX)),
+                v if v >= u64::MAX as f64 => Some(format!("the largest value is {}", u64::MAX)),
                 v if v >= 0.0 && v.fract() == 0.0 => {
                     Some(format!("write it without a point or an exponent: `{v}`"))
                 }
                 _ => None,
             },
             Value::Text(v) if matches!(self, Whole(_)) && v.parse::<u64>().is_ok() => {
-                Some("leave out the quotes to make it a number".into())
+                Some("remove the quotes to make it a number".into())
             }
             _ => None,
         }

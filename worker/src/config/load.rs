@@ -64,15 +64,15 @@ fn read(path: &Path) -> Result<String, ConfigError> {
     let failed = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::NotFound => error(
             "no such file".into(),
-            Some("the path of the configuration counts from the current folder"),
+            Some("the path of the configuration is relative to the current directory"),
         ),
         _ => error(format!("cannot read the configuration: {e}"), None),
     };
     let file = std::fs::File::open(path).map_err(failed)?;
     if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
         return Err(error(
-            "is a folder, expected a configuration: a YAML file".into(),
-            Some("name the file in it, such as `train.yaml`"),
+            "is a directory, expected a configuration: a YAML file".into(),
+            Some("give the file in it, such as `train.yaml`"),
         ));
     }
     let mut bytes = Vec::new();
@@ -89,7 +89,7 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         let at = e.utf8_error().valid_up_to();
         error(
             format!("is not text (byte {at} is not UTF-8), expected a configuration: a YAML file"),
-            Some("a target that ends in `.yaml` or `.yml` is read as a configuration; any other is run as a program"),
+            Some("a target that ends in `.yaml` or `.yml` is read as a configuration; any other target is run as a program"),
         )
     })
 }
@@ -127,13 +127,13 @@ fn rules(config: &TrainConfig, tokens: usize) -> Vec<Rule> {
             run.overwrite && run.resume != Resume::Never,
             "run.overwrite",
             "`run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued".into(),
-            "set one of the two",
+            "set only one of the two",
         ),
         (
             vocab < tokens,
             "model.vocab_size",
             format!("`model.vocab_size` is {vocab}, expected at least {tokens}, the number of tokens of `data.tokenizer`"),
-            "leave it out to take the tokenizer's",
+            "leave it out to use the tokenizer's",
         ),
         (
             train.offload.dir.is_some() && train.offload.optimizer != OptimizerOffload::File,
@@ -145,7 +145,7 @@ fn rules(config: &TrainConfig, tokens: usize) -> Vec<Rule> {
             train.lr_scaling == LrScaling::Linear && train.base_batch.is_none(),
             "train.lr_scaling",
             "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for".into(),
-            "add `base_batch: …` below `train:`",
+            "add `base_batch: …` under `train:`",
         ),
         (
             train.lr_scaling == LrScaling::None && train.base_batch.is_some(),
@@ -211,15 +211,15 @@ fn optimizer(config: &TrainConfig) -> Vec<Rule> {
         (
             optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerOffload::None,
             "train.offload.optimizer",
-            "`train.optimizer.kind: muon` needs its state on the device: matrices are multiplied there"
+            "`train.optimizer.kind: muon` needs its state on the device, where matrices are multiplied"
                 .into(),
-            "leave out `train.offload.optimizer`, or take another optimizer",
+            "leave out `train.offload.optimizer`, or use a different optimizer",
         ),
         (
             decays && schedule.decay_steps.is_none(),
             "train.schedule.kind",
             "`train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay".into(),
-            "add `decay_steps: …` below `schedule:`; a tenth of `train.steps` is usual",
+            "add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual",
         ),
         (
             !decays && schedule.decay_steps.is_some(),
@@ -274,7 +274,7 @@ fn strategy(config: &TrainConfig) -> [Rule; 8] {
         (
             strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed,
             "parallel.sync",
-            "`parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets".into(),
+            "`parallel.sync` applies only to `parallel.strategy: ddp`".into(),
             "leave it out, or train with `ddp`",
         ),
         (
@@ -310,16 +310,16 @@ fn strategy(config: &TrainConfig) -> [Rule; 8] {
         (
             parallel.sequence && tensor == 1,
             "parallel.sequence",
-            "`parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with".into(),
+            "`parallel.sequence: true` is set, but `parallel.tensor` is 1: there are no other tensor ranks to share the rows with".into(),
             "set `parallel.tensor`, or leave it out",
         ),
         (
             parallel.sequence && !fits(&samples),
             "parallel.sequence",
             format!(
-                "`parallel.sequence: true` shares the positions of a micro-batch, but {samples} × {positions} of them cannot be divided over {tensor} tensor ranks; `train.micro_batch: {above}` would do"
+                "`parallel.sequence: true` shares the positions of a micro-batch, but {samples} × {positions} of them cannot be divided over {tensor} tensor ranks; `train.micro_batch: {above}` would work"
             ),
-            "change `train.micro_batch` or `model.block_size`, or leave `parallel.sequence` out",
+            "change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`",
         ),
     ]
 }
@@ -343,7 +343,7 @@ fn heads(model: &Model, source: &Source) -> Option<Broken> {
         return Some((
             "model.n_head",
             format!("`model.n_head` is {heads}, expected a divisor of `model.n_embd`, which is {channels}"),
-            format!("take {nearest}, or another number of channels"),
+            format!("use {nearest}, or a different number of channels"),
         ));
     }
     let below = channels / heads * heads;
@@ -354,7 +354,7 @@ fn heads(model: &Model, source: &Source) -> Option<Broken> {
     Some((
         "model.n_embd",
         format!("`model.n_embd` is {channels}, expected a multiple of `model.n_head`, which is {heads}"),
-        format!("take {nearest}, or another number of heads"),
+        format!("use {nearest}, or a different number of heads"),
     ))
 }
 
@@ -381,7 +381,7 @@ fn check_data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> 
                 "`model.block_size` is {}, but {part} has only {found} tokens, and a sample needs {needed}",
                 needed - 1
             );
-            let hint = "take a smaller `model.block_size` or a longer text";
+            let hint = "use a smaller `model.block_size` or a longer text";
             return Err(source.error("model.block_size", problem, Some(hint.into())));
         }
     }
@@ -401,7 +401,7 @@ fn data_error(source: &Source, key: &str, error: &DataError) -> ConfigError {
         DataError::Unreadable { path, cause } => (
             path,
             format!("cannot be read: {cause}"),
-            Some("a relative path of `data` counts from the folder of the configuration".into()),
+            Some("relative paths in `data` are resolved from the YAML's directory".into()),
         ),
     };
     let words = format!("`{key}` is `{}`, which {problem}", path.display());

@@ -186,12 +186,12 @@ impl Node {
         let path = path.trim();
         if path.split('.').any(str::is_empty) {
             return Err(format!(
-                "`{path}` is no key: expected names with dots between, for example `train.steps`"
+                "`{path}` is not a key: expected names separated by dots, for example `train.steps`"
             ));
         }
         if value.trim().is_empty() {
             return Err(format!(
-                "a value is missing behind `=`; `{path}=null` says that there is none"
+                "the value after `=` is missing; `{path}=null` sets no value"
             ));
         }
         let origin = Origin::Set(index);
@@ -211,9 +211,7 @@ impl Node {
                 node.value = Value::Map(Vec::new());
             }
             let Value::Map(entries) = &mut node.value else {
-                return Err(format!(
-                    "`{above}` is not a section, so that it has no key `{key}`"
-                ));
+                return Err(format!("`{above}` is not a section, so it has no key `{key}`"));
             };
             let at = entries.iter().position(|e| e.key == key).unwrap_or_else(|| {
                 let node = Node {
@@ -341,19 +339,23 @@ fn own_words(error: &serde_saphyr::Error) -> Option<String> {
     use serde_saphyr::Error;
     let words = match error {
         Error::AliasError { error, .. } => return own_words(error),
-        Error::DuplicateMappingKey { key: Some(key), .. } => return Some(format!("`{key}` is given twice")),
-        Error::InvalidScalar { .. } => "a value is not what its tag (`!!int`, say) makes of it",
+        Error::DuplicateMappingKey { key: Some(key), .. } => {
+            return Some(format!("`{key}` is given more than once"));
+        }
+        Error::InvalidScalar { .. } => "a value does not match its tag (such as `!!int`)",
         // Nothing but keys has to be text here.
         Error::NullIntoString { .. } => "a key is empty",
-        Error::Unexpected { .. } => "a key is a list or a section, expected a word",
-        Error::MergeValueNotMapOrSeqOfMaps { .. } => "`<<` takes a section, or a list of sections",
+        Error::Unexpected { .. } => "a key is a list or a section, expected a name",
+        Error::MergeValueNotMapOrSeqOfMaps { .. } => "`<<` requires a section or a list of sections",
         Error::RecursiveReferencesRequireWeakTypes { .. } => "a value contains itself",
-        Error::MultipleDocuments { .. } => "`---` begins a second document, and a configuration is one",
+        Error::MultipleDocuments { .. } => {
+            "`---` starts a second document, but a configuration is a single one"
+        }
         Error::AliasReplayCounterOverflow { .. }
         | Error::AliasReplayLimitExceeded { .. }
         | Error::AliasExpansionLimitExceeded { .. }
         | Error::AliasReplayStackDepthExceeded { .. }
-        | Error::Budget { .. } => "too many values, or too many of them within others",
+        | Error::Budget { .. } => "too many values, or nested too deeply",
         _ => return None,
     };
     Some(words.to_owned())

@@ -225,9 +225,9 @@ fn wrong_types_in_words() {
     `--set train.steps=1e3`: `train.steps` is the number `1000.0`, expected a whole number, 1 or more
       hint: write it without a point or an exponent: `1000`
     `--set train.steps='5'`: `train.steps` is the string `5`, expected a whole number, 1 or more
-      hint: leave out the quotes to make it a number
+      hint: remove the quotes to make it a number
     `--set train.steps=99999999999999999999`: `train.steps` is the number `1e20`, expected a whole number, 1 or more
-      hint: there is none above 18446744073709551615
+      hint: the largest value is 18446744073709551615
     `--set train.micro_batch=1e9999`: `train.micro_batch` is `.inf`, or too large, expected a whole number, 1 or more
     `--set train.eval_every=1.5`: `train.eval_every` is the number `1.5`, expected a whole number, 0 or more
     `--set train.grad_clip=yes`: `train.grad_clip` is the string `yes`, expected a number
@@ -238,16 +238,16 @@ fn wrong_types_in_words() {
     `--set data.train=5`: `data.train` is the number `5`, expected a path (a string), or a list of them
       hint: put the value in quotes to make it a string
     `--set launch={nnodes: 2, nproc_per_node: .nan}`: `launch.nproc_per_node` is `.nan`, expected a finite number
-    `--set train.steps=!!int x`: the value is not valid YAML: a value is not what its tag (`!!int`, say) makes of it
-    `--set train.steps=!!float x`: the value is not valid YAML: a value is not what its tag (`!!int`, say) makes of it
-    `--set train={steps: 1, steps: 2}`: the value is not valid YAML: `steps` is given twice
+    `--set train.steps=!!int x`: the value is not valid YAML: a value does not match its tag (such as `!!int`)
+    `--set train.steps=!!float x`: the value is not valid YAML: a value does not match its tag (such as `!!int`)
+    `--set train={steps: 1, steps: 2}`: the value is not valid YAML: `steps` is given more than once
     `--set train={~: 1}`: the value is not valid YAML: a key is empty
-    `--set train={[1]: 1}`: the value is not valid YAML: a key is a list or a section, expected a word
-    `--set train={<<: 1}`: the value is not valid YAML: `<<` takes a section, or a list of sections
+    `--set train={[1]: 1}`: the value is not valid YAML: a key is a list or a section, expected a name
+    `--set train={<<: 1}`: the value is not valid YAML: `<<` requires a section or a list of sections
     `--set train=&a [*a]`: the value is not valid YAML: a value contains itself
     `--set train=1
     ---
-    2`: the value is not valid YAML: `---` begins a second document, and a configuration is one
+    2`: the value is not valid YAML: `---` starts a second document, but a configuration is a single one
     ");
     for word in "u64 i64 f64 f32 usize sequence scalar mapping unit floating".split(' ') {
         assert!(!said.contains(word), "`{word}` is no word of users:\n{said}");
@@ -266,25 +266,25 @@ fn missing_sections_and_keys() {
     ");
     insta::assert_snapshot!(with("  n_layer: 2\n", ""), @r"
     train.yaml:3: `model.n_layer` is missing
-      hint: add `n_layer: …` below `model:`
+      hint: add `n_layer: …` under `model:`
     ");
 }
 
 #[test]
 fn broken_yaml() {
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @"train.yaml:14: not valid YAML: mapping values are not allowed in this context");
-    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given twice");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given more than once");
     insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @"train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)");
-    insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` begins a second document, and a configuration is one");
+    insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` starts a second document, but a configuration is a single one");
 }
 
 #[test]
 fn broken_overrides() {
     insta::assert_snapshot!(set("train.steps"), @"`--set train.steps`: expected `key=value`, for example `train.steps=20`");
-    insta::assert_snapshot!(set("run.out_dir="), @"`--set run.out_dir=`: a value is missing behind `=`; `run.out_dir=null` says that there is none");
+    insta::assert_snapshot!(set("run.out_dir="), @"`--set run.out_dir=`: the value after `=` is missing; `run.out_dir=null` sets no value");
     insta::assert_snapshot!(set("run.out_dir=''"), @"`--set run.out_dir=''`: `run.out_dir` is empty, expected the path of a folder");
-    insta::assert_snapshot!(set("train..steps=1"), @"`--set train..steps=1`: `train..steps` is no key: expected names with dots between, for example `train.steps`");
-    insta::assert_snapshot!(set("train.steps.x=1"), @"`--set train.steps.x=1`: `train.steps` is not a section, so that it has no key `x`");
+    insta::assert_snapshot!(set("train..steps=1"), @"`--set train..steps=1`: `train..steps` is not a key: expected names separated by dots, for example `train.steps`");
+    insta::assert_snapshot!(set("train.steps.x=1"), @"`--set train.steps.x=1`: `train.steps` is not a section, so it has no key `x`");
     insta::assert_snapshot!(set("train.steps=[1"), @"`--set train.steps=[1`: the value is not valid YAML: unclosed bracket '['");
     insta::assert_snapshot!(set("train.steps=0"), @"`--set train.steps=0`: `train.steps` is 0, expected at least 1");
 }
@@ -294,15 +294,15 @@ fn values_out_of_range() {
     insta::assert_snapshot!(with("steps: 10", "steps: 0"), @"train.yaml:13: `train.steps` is 0, expected at least 1");
     insta::assert_snapshot!(with("n_embd: 128", "n_embd: 130"), @r"
     train.yaml:7: `model.n_embd` is 130, expected a multiple of `model.n_head`, which is 4
-      hint: take 128 or 132, or another number of heads
+      hint: use 128 or 132, or a different number of heads
     ");
     insta::assert_snapshot!(set("model.n_head=7"), @r"
     `--set model.n_head=7`: `model.n_head` is 7, expected a divisor of `model.n_embd`, which is 128
-      hint: take 4 or 8, or another number of channels
+      hint: use 4 or 8, or a different number of channels
     ");
     insta::assert_snapshot!(set("model.n_head=129"), @r"
     `--set model.n_head=129`: `model.n_head` is 129, expected a divisor of `model.n_embd`, which is 128
-      hint: take 128, or another number of channels
+      hint: use 128, or a different number of channels
     ");
     insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, or too far below 0, expected a finite number");
     insta::assert_snapshot!(with("nproc_per_node: 2", "nproc_per_node: .nan"), @"train.yaml:18: `launch.nproc_per_node` is `.nan`, expected a finite number");
@@ -310,7 +310,7 @@ fn values_out_of_range() {
     insta::assert_snapshot!(set("train.grad_clip=0"), @"`--set train.grad_clip=0`: `train.grad_clip` is 0, expected a number above 0, or empty not to clip");
     insta::assert_snapshot!(set("train.lr_scaling=linear"), @r"
     `--set train.lr_scaling=linear`: `train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for
-      hint: add `base_batch: …` below `train:`
+      hint: add `base_batch: …` under `train:`
     ");
     insta::assert_snapshot!(set("train.base_batch=8"), @"`--set train.base_batch=8`: `train.base_batch` has no effect without `train.lr_scaling: linear`");
     insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
@@ -326,26 +326,26 @@ fn values_out_of_range() {
     insta::assert_snapshot!(set("train.optimizer.groups=[{params: wte.*, lr_scale: -1}]"), @"`--set train.optimizer.groups=[{params: wte.*, lr_scale: -1}]`: `train.optimizer.groups` is [{params: wte.*, lr_scale: -1}], expected a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`");
     insta::assert_snapshot!(set("train.schedule.kind=wsd"), @r"
     `--set train.schedule.kind=wsd`: `train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay
-      hint: add `decay_steps: …` below `schedule:`; a tenth of `train.steps` is usual
+      hint: add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual
     ");
     insta::assert_snapshot!(set("train.schedule.decay_steps=5"), @"`--set train.schedule.decay_steps=5`: `train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
     let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);
     insta::assert_snapshot!(sync, @"
-    `--set parallel.sync=naive`: `parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets
+    `--set parallel.sync=naive`: `parallel.sync` applies only to `parallel.strategy: ddp`
       hint: leave it out, or train with `ddp`
     ");
     insta::assert_snapshot!(set("parallel.strategy=zero4"), @"`--set parallel.strategy=zero4`: `parallel.strategy` is `zero4`, expected `ddp` or `zero1` or `zero2` or `zero3`");
     insta::assert_snapshot!(set("parallel.bucket_mb=-1"), @"`--set parallel.bucket_mb=-1`: `parallel.bucket_mb` is -1, expected a number above 0, at most 65536");
     insta::assert_snapshot!(set("model.vocab_size=10"), @r"
     `--set model.vocab_size=10`: `model.vocab_size` is 10, expected at least 256, the number of tokens of `data.tokenizer`
-      hint: leave it out to take the tokenizer's
+      hint: leave it out to use the tokenizer's
     ");
     insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a folder: not empty, without `/`, not starting with a dot");
     let both = Case::new().error(GOOD, &["run.overwrite=true", "run.resume=auto"]);
     insta::assert_snapshot!(both, @r"
     `--set run.overwrite=true`: `run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued
-      hint: set one of the two
+      hint: set only one of the two
     ");
 }
 
@@ -353,18 +353,18 @@ fn values_out_of_range() {
 fn data_that_cannot_be_used() {
     insta::assert_snapshot!(with("train: text.txt", "train: gone.txt"), @r"
     train.yaml:10: `data.train` is `gone.txt`, which cannot be read: No such file or directory (os error 2)
-      hint: a relative path of `data` counts from the folder of the configuration
+      hint: relative paths in `data` are resolved from the YAML's directory
     ");
     insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a folder or of a `.safetensors` file");
     insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected a path (a string), or a list of them");
     insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"
     train.yaml:8: `model.block_size` is 128, but the held-out tenth of `data.train` has only 100 tokens, and a sample needs 129
-      hint: take a smaller `model.block_size` or a longer text
+      hint: use a smaller `model.block_size` or a longer text
     ");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 2000"), @r"
     train.yaml:8: `model.block_size` is 2000, but `data.train` has only 900 tokens, and a sample needs 2001
-      hint: take a smaller `model.block_size` or a longer text
+      hint: use a smaller `model.block_size` or a longer text
     ");
     let case = Case::new();
     std::fs::write(case.folder.path().join("empty.txt"), "").unwrap();
@@ -387,17 +387,17 @@ fn files_that_cannot_be_read() {
     };
     insta::assert_snapshot!(message("gone.yaml"), @r"
     gone.yaml: no such file
-      hint: the path of the configuration counts from the current folder
+      hint: the path of the configuration is relative to the current directory
     ");
     std::fs::write(case.folder.path().join("binary.yaml"), [0xff, 0xfe]).unwrap();
     insta::assert_snapshot!(message("binary.yaml"), @r"
     binary.yaml: is not text (byte 0 is not UTF-8), expected a configuration: a YAML file
-      hint: a target that ends in `.yaml` or `.yml` is read as a configuration; any other is run as a program
+      hint: a target that ends in `.yaml` or `.yml` is read as a configuration; any other target is run as a program
     ");
     std::fs::create_dir(case.folder.path().join("folder.yaml")).unwrap();
     insta::assert_snapshot!(message("folder.yaml"), @r"
-    folder.yaml: is a folder, expected a configuration: a YAML file
-      hint: name the file in it, such as `train.yaml`
+    folder.yaml: is a directory, expected a configuration: a YAML file
+      hint: give the file in it, such as `train.yaml`
     ");
     std::fs::write(
         case.folder.path().join("long.yaml"),
@@ -473,13 +473,13 @@ fn tensor_ranks_share_the_positions_of_a_micro_batch_evenly() {
         load_good(&[&sets[..], more].concat())
     };
     insta::assert_snapshot!(shared(&["train.micro_batch=2"]).unwrap_err(), @r"
-    `--set parallel.sequence=true`: `parallel.sequence: true` shares the positions of a micro-batch, but 2 × 15 of them cannot be divided over 4 tensor ranks; `train.micro_batch: 4` would do
-      hint: change `train.micro_batch` or `model.block_size`, or leave `parallel.sequence` out
+    `--set parallel.sequence=true`: `parallel.sequence: true` shares the positions of a micro-batch, but 2 × 15 of them cannot be divided over 4 tensor ranks; `train.micro_batch: 4` would work
+      hint: change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`
     ");
     assert!(shared(&["train.micro_batch=4"]).is_ok());
     assert!(shared(&["train.micro_batch=2", "parallel.sequence=false"]).is_ok());
     insta::assert_snapshot!(set("parallel.sequence=true"), @r"
-    `--set parallel.sequence=true`: `parallel.sequence: true` is set, but `parallel.tensor` is 1: there is nobody to share the rows with
+    `--set parallel.sequence=true`: `parallel.sequence: true` is set, but `parallel.tensor` is 1: there are no other tensor ranks to share the rows with
       hint: set `parallel.tensor`, or leave it out
     ");
 }

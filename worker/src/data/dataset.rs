@@ -242,7 +242,7 @@ impl Dataset {
                 let (found, needed) = (tokens.len(), block_size + 1);
                 return Err(DataError::file(
                     tokens.path(),
-                    format!("has {found} tokens of {part}, a sample needs {needed}"),
+                    format!("has {found} tokens of {part}, but a sample needs {needed}"),
                     Some("use a longer text or a smaller `model.block_size`"),
                 ));
             }
@@ -260,8 +260,8 @@ fn files(paths: &Paths) -> Result<Vec<PathBuf>, DataError> {
             let found = counted(all.len(), "file");
             return Err(DataError::file(
                 path,
-                format!("matches {found}, and at most {MAX_FILES} are opened"),
-                Some("join them to fewer files"),
+                format!("matches {found}, but at most {MAX_FILES} files can be opened"),
+                Some("merge them into fewer files"),
             ));
         }
     }
@@ -285,8 +285,8 @@ pub fn matching(path: &Path) -> Result<Vec<PathBuf>, DataError> {
     if has_star(folder.as_os_str()) && !folder.is_dir() {
         return Err(DataError::file(
             path,
-            "has a `*` in the name of a folder",
-            Some("a `*` may stand in the last part of a path only: name the folders one by one"),
+            "has a `*` in a directory name",
+            Some("a `*` is allowed only in the last part of a path: list the directories one by one"),
         ));
     }
     let unreadable = |e| DataError::unreadable(path, &e);
@@ -351,7 +351,7 @@ mod tests {
             .unwrap();
         let message = error.to_string();
         assert!(
-            message.contains("has 4 tokens of validation, a sample needs 5\n"),
+            message.contains("has 4 tokens of validation, but a sample needs 5\n"),
             "{message}"
         );
     }
@@ -405,8 +405,8 @@ mod tests {
           hint: a `*` stands for any characters of a file's name
         ");
         insta::assert_snapshot!(message("*/x"), @r"
-        `DIR/*/x` has a `*` in the name of a folder
-          hint: a `*` may stand in the last part of a path only: name the folders one by one
+        `DIR/*/x` has a `*` in a directory name
+          hint: a `*` is allowed only in the last part of a path: list the directories one by one
         ");
         insta::assert_snapshot!(message("none/*.bin"), @"`DIR/none/*.bin` cannot be read: No such file or directory (os error 2)");
     }

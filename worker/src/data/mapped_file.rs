@@ -135,8 +135,8 @@ impl DataError {
 
     /// The file is not what a tokenizer's file has to be.
     pub(crate) fn no_tokenizer(path: &Path, cause: impl Display) -> Self {
-        let hint = "`data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers";
-        Self::file(path, format!("is not a tokenizer's file: {cause}"), Some(hint))
+        let hint = "`data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers";
+        Self::file(path, format!("is not a tokenizer file: {cause}"), Some(hint))
     }
 }
 

@@ -136,15 +136,15 @@ fn texts_and_tokens_are_not_taken_for_each_other() {
     let folder = Folder::new();
     let refusal = |bytes: &[u8], tokenizer| folder.refusal(bytes, tokenizer);
     insta::assert_snapshot!(refusal(b"It was a dark night.", &Tokenizer::Gpt2), @r"
-    `DIR/data.bin` is no token file, and `data.tokenizer: gpt2` needs one
-      hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o DIR/data.gpt2.safetensors DIR/data.bin`
+    `DIR/data.bin` is not a token file, but `data.tokenizer: gpt2` needs one
+      hint: create one and use it instead: `ddp-train tokenize --tokenizer gpt2 -o DIR/data.gpt2.safetensors DIR/data.bin`
     ");
     insta::assert_snapshot!(refusal(&good_llm_c(&[1]), &Tokenizer::Bytes), @r"
-    `DIR/data.bin` is a token file, and `data.tokenizer: bytes` takes texts
+    `DIR/data.bin` is a token file, but `data.tokenizer: bytes` expects text
       hint: set `data.tokenizer` to the one that it was made with
     ");
     insta::assert_snapshot!(refusal(&ours(&[1], &facts(1)), &Tokenizer::Bytes), @r"
-    `DIR/data.bin` is a token file, and `data.tokenizer: bytes` takes texts
+    `DIR/data.bin` is a token file, but `data.tokenizer: bytes` expects text
       hint: set `data.tokenizer: gpt2`
     ");
 }
@@ -156,11 +156,11 @@ fn a_token_file_that_is_not_whole_is_refused() {
     let good = good_llm_c(&[1, 2]);
     insta::assert_snapshot!(refusal(&good[..good.len() - 1]), @r"
     `DIR/data.bin` is 1027 bytes long, but its header promises 1028
-      hint: it was cut short, or written on: make it again, or fetch it again
+      hint: it was truncated or extended: create or download it again
     ");
     insta::assert_snapshot!(refusal(&good[..100]), @r"
     `DIR/data.bin` is 100 bytes long, but its header promises 1028
-      hint: it was cut short, or written on: make it again, or fetch it again
+      hint: it was truncated or extended: create or download it again
     ");
     let own = ours(&[1, 2], &facts(8));
     for length in [own.len() - 1, 4000, 20] {
@@ -180,11 +180,11 @@ fn a_header_that_is_not_understood_is_refused() {
     let folder = Folder::new();
     let refusal = |bytes: &[u8]| folder.refusal(bytes, &Tokenizer::Gpt2);
     insta::assert_snapshot!(refusal(&llm_c([20_240_520, 3, 1], &[1])), @r"
-    `DIR/data.bin` is a token file whose header is wrong: of llm.c's kind 20240520 version 1 is known, and it has version 3
-      hint: known are the files of `ddp-train tokenize` and those of llm.c: see `Tokens` in docs/configuration.md
+    `DIR/data.bin` is a token file with an invalid header: of llm.c's kind 20240520 version 1 is known, and it has version 3
+      hint: supported are the files of `ddp-train tokenize` and of llm.c: see `Tokens` in docs/configuration.md
     ");
     let first_line = |bytes: &[u8]| refusal(bytes).lines().next().unwrap().to_owned();
-    insta::assert_snapshot!(first_line(&llm_c([20_240_520, 1, -5], &[1])), @"`DIR/data.bin` is a token file whose header is wrong: it promises -5 tokens");
+    insta::assert_snapshot!(first_line(&llm_c([20_240_520, 1, -5], &[1])), @"`DIR/data.bin` is a token file with an invalid header: it promises -5 tokens");
     let foreign = |json: &str, data: &[u8]| {
         let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
         bytes.extend(json.as_bytes());
@@ -194,12 +194,12 @@ fn a_header_that_is_not_understood_is_refused() {
     let tensor = |name: &str, dtype: &str, shape: &str, end: usize| {
         format!(r#"{{"{name}": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [0, {end}]}}}}"#)
     };
-    insta::assert_snapshot!(foreign(&tensor("wte", "U16", "[1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: there is no tensor `tokens`");
-    insta::assert_snapshot!(foreign(&tensor("tokens", "F32", "[1]", 4), &[0; 4]), @"`DIR/data.bin` is a token file whose header is wrong: tensor `tokens` is F32, expected U16 or U32");
-    insta::assert_snapshot!(foreign(&tensor("tokens", "U16", "[1, 1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: tensor `tokens` has the shape [1, 1], expected one dimension");
+    insta::assert_snapshot!(foreign(&tensor("wte", "U16", "[1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: there is no tensor `tokens`");
+    insta::assert_snapshot!(foreign(&tensor("tokens", "F32", "[1]", 4), &[0; 4]), @"`DIR/data.bin` is a token file with an invalid header: tensor `tokens` is F32, expected U16 or U32");
+    insta::assert_snapshot!(foreign(&tensor("tokens", "U16", "[1, 1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: tensor `tokens` has the shape [1, 1], expected one dimension");
     assert!(foreign("{", b"").contains("header is wrong: EOF while parsing"));
     let later = r#"{"__metadata__": {"format": "ddp-tokens/2", "tokenizer_hash": "x"}, "tokens": {"dtype": "U16", "shape": [1], "data_offsets": [0, 2]}}"#;
-    insta::assert_snapshot!(foreign(later, &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: `ddp-tokens/1` is known, and it is `ddp-tokens/2`");
+    insta::assert_snapshot!(foreign(later, &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: `ddp-tokens/1` is known, and it is `ddp-tokens/2`");
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn tokens_of_another_tokenizer_are_refused() {
       hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
     ");
     let problem = other_tokenizer("tokenizer.json", "tokenizer.json");
-    insta::assert_snapshot!(problem, @"holds tokens of `tokenizer.json`, but `data.tokenizer` is `tokenizer.json`, which is another version of it");
+    insta::assert_snapshot!(problem, @"holds tokens of `tokenizer.json`, but `data.tokenizer` is `tokenizer.json`, which is a different version of it");
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn a_number_that_is_no_token_is_named_with_its_place() {
     tokens.read(0, &mut [0; 4]).unwrap();
     let error = tokens.read(2, &mut [0; 4]).unwrap_err();
     insta::assert_snapshot!(folder.shown(&error), @r"
-    `DIR/b.bin` has the number 50257 at position 1, but the vocabulary of `gpt2` ends with 50256
+    `DIR/b.bin` has the number 50257 at position 1, but the last token of `gpt2` is 50256
       hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
     ");
 }

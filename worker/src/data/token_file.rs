@@ -47,14 +47,14 @@ impl TokenFile {
                     || "set `data.tokenizer` to the one that it was made with".into(),
                     |tokenizer| format!("set `data.tokenizer: {tokenizer}`"),
                 );
-                let problem = "is a token file, and `data.tokenizer: bytes` takes texts";
+                let problem = "is a token file, but `data.tokenizer: bytes` expects text";
                 return refused(problem.into(), &made_with);
             }
             (None, false) => {
                 let command = command(path, tokenizer, wanted);
                 return refused(
-                    format!("is no token file, and `data.tokenizer: {wanted}` needs one"),
-                    &format!("make one, and name that instead: `{command}`"),
+                    format!("is not a token file, but `data.tokenizer: {wanted}` needs one"),
+                    &format!("create one and use it instead: `{command}`"),
                 );
             }
             (Some(layout), false) => layout,
@@ -106,7 +106,7 @@ impl TokenFile {
             if token > last {
                 let (position, tokenizer) = (start + i, &self.vocabulary.name);
                 let problem = format!(
-                    "has the number {token} at position {position}, but the vocabulary of `{tokenizer}` ends with {last}"
+                    "has the number {token} at position {position}, but the last token of `{tokenizer}` is {last}"
                 );
                 return Err(DataError::file(self.path(), problem, Some(OTHER_TOKENIZER)));
             }
@@ -130,7 +130,7 @@ const OTHER_TOKENIZER: &str =
 /// Two versions of one tokenizer have the same name.
 pub(super) fn other_tokenizer(found: &str, wanted: &str) -> String {
     let version = if found == wanted {
-        ", which is another version of it"
+        ", which is a different version of it"
     } else {
         ""
     };
@@ -243,10 +243,11 @@ impl Layout {
 
 /// The header of the file at `path` has contents that are not known.
 fn wrong_header(path: &Path, what: impl std::fmt::Display) -> DataError {
-    let hint = "known are the files of `ddp-train tokenize` and those of llm.c: see `Tokens` in docs/configuration.md";
+    let hint =
+        "supported are the files of `ddp-train tokenize` and of llm.c: see `Tokens` in docs/configuration.md";
     DataError::file(
         path,
-        format!("is a token file whose header is wrong: {what}"),
+        format!("is a token file with an invalid header: {what}"),
         Some(hint),
     )
 }
@@ -260,7 +261,7 @@ fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
     Err(DataError::file(
         file.path(),
         format!("is {found} bytes long, but its header promises {promised}"),
-        Some("it was cut short, or written on: make it again, or fetch it again"),
+        Some("it was truncated or extended: create or download it again"),
     ))
 }
 
@@ -395,7 +396,7 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
         .is_none_or(|bytes| to.checked_sub(from) != Some(bytes))
     {
         return Err(wrong(format!(
-            "tensor `{TENSOR}` has no room for {tokens} tokens"
+            "tensor `{TENSOR}` is too small for {tokens} tokens"
         )));
     }
     check_length(file, (start as u64).saturating_add(metadata.data_len() as u64))?;

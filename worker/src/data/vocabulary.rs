@@ -179,16 +179,16 @@ mod tests {
     fn what_is_no_tokenizer_is_refused() {
         let message = |json| of(json).unwrap_err();
         insta::assert_snapshot!(message("{"), @r"
-        `DIR/tokenizer.json` is not a tokenizer's file: EOF while parsing an object at line 1 column 1
-          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        `DIR/tokenizer.json` is not a tokenizer file: EOF while parsing an object at line 1 column 1
+          hint: `data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers
         ");
         insta::assert_snapshot!(message(r#"{"model": {"vocab": {}}}"#), @r"
-        `DIR/tokenizer.json` is not a tokenizer's file: its vocabulary is empty
-          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        `DIR/tokenizer.json` is not a tokenizer file: its vocabulary is empty
+          hint: `data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers
         ");
         insta::assert_snapshot!(message(r#"{"version": "1.0"}"#), @r"
-        `DIR/tokenizer.json` is not a tokenizer's file: missing field `model` at line 1 column 18
-          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        `DIR/tokenizer.json` is not a tokenizer file: missing field `model` at line 1 column 18
+          hint: `data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers
         ");
     }
 

@@ -76,8 +76,8 @@ pub enum DeviceError {
     },
     /// The device is of an architecture that kernels are not written for.
     #[error(
-        "{device} is {arch}, and kernels are for {oldest} or later\n  hint: choose other GPUs with CUDA_VISIBLE_DEVICES, \
-         or train on the processor (`parallel.backend: cpu`)"
+        "{device} is {arch}, but the kernels need {oldest} or later\n  hint: choose other GPUs with CUDA_VISIBLE_DEVICES, \
+         or train on the CPU (`parallel.backend: cpu`)"
     )]
     TooOld {
         /// Which one.

@@ -88,11 +88,10 @@ impl HostMemory {
         let wanted = (bytes as u64).saturating_mul(count as u64);
         let (cause, hint, never_fits) = if bytes as u64 > limit {
             let cause =
-                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes");
+                format!("the limit on file sizes, which also applies to shared memory, is {limit} bytes");
             (cause, "raise it with `ulimit -f unlimited`", true)
         } else if let Some(available) = available_bytes().filter(|available| wanted > *available) {
-            let cause =
-                format!("{count} of these are wanted on this node, where {available} bytes are available");
+            let cause = format!("this node needs {count} of these, but only {available} bytes are available");
             let hint = "lower the model's size or `--nproc-per-node`, or raise the memory limit";
             (cause, hint, most_bytes().is_some_and(|most| wanted > most))
         } else {
@@ -195,7 +194,7 @@ fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Opti
     let mapped = held.mapped;
     if mapped.saturating_add(bytes) > limit {
         let cause =
-            format!("this process may map {limit} bytes (`ulimit -v`), and has mapped {mapped} of them");
+            format!("this process may map {limit} bytes (`ulimit -v`) and has already mapped {mapped}");
         Some((cause, held.resident.saturating_add(bytes) > limit))
     } else {
         (bytes > machine).then(|| (format!("the machine has {machine} bytes"), true))
@@ -440,7 +439,7 @@ mod tests {
         let unlimited = (u64::MAX, 1000);
         let limit = |always| {
             Some((
-                "this process may map 1000 bytes (`ulimit -v`), and has mapped 800 of them",
+                "this process may map 1000 bytes (`ulimit -v`) and has already mapped 800",
                 always,
             ))
         };

@@ -69,13 +69,13 @@ impl LibraryKind {
         match self {
             Self::Cuda => "install the NVIDIA driver; in a container, start it with `--gpus all`",
             Self::CublasLt => {
-                "`pip install nvidia-cublas-cu12` in a Python environment that is active, or the CUDA toolkit"
+                "`pip install nvidia-cublas-cu12` in an active Python environment, or the CUDA toolkit"
             }
             Self::Nvrtc => {
-                "`pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or the CUDA toolkit"
+                "`pip install nvidia-cuda-nvrtc-cu12` in an active Python environment, or the CUDA toolkit"
             }
             Self::Nccl => {
-                "`pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`"
+                "`pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`"
             }
         }
     }
@@ -146,7 +146,7 @@ impl Newer {
             LibraryKind::Cuda | LibraryKind::Nccl => unreachable!("they follow no version of CUDA"),
         };
         format!(
-            "`pip install {package}{ours}` in a Python environment that is active, or a driver for CUDA {theirs}"
+            "`pip install {package}{ours}` in an active Python environment, or a driver for CUDA {theirs}"
         )
     }
 }
@@ -155,7 +155,7 @@ impl fmt::Display for Newer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "`{}` ({} {}) is newer than the driver, which is for CUDA {}",
+            "`{}` ({} {}) is newer than the driver, which supports CUDA {}",
             self.path.display(),
             self.kind.name(),
             self.version,
@@ -459,8 +459,8 @@ mod tests {
         let path = Path::new("/x/libcublasLt.so.13");
         let newer = Newer::of(LibraryKind::CublasLt, path, version(13, 1), version(12, 4)).unwrap();
         insta::assert_snapshot!(LibraryError::Newer(newer), @r"
-        `/x/libcublasLt.so.13` (cuBLASLt 13.1) is newer than the driver, which is for CUDA 12.4
-          hint: `pip install nvidia-cublas-cu12` in a Python environment that is active, or a driver for CUDA 13
+        `/x/libcublasLt.so.13` (cuBLASLt 13.1) is newer than the driver, which supports CUDA 12.4
+          hint: `pip install nvidia-cublas-cu12` in an active Python environment, or a driver for CUDA 13
         ");
     }
 

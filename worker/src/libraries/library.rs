@@ -70,7 +70,7 @@ impl Library {
             }
         };
         if outcome != 0 {
-            return Err(self.unusable(format!("does not say its version (error {outcome})")));
+            return Err(self.unusable(format!("does not report its version (error {outcome})")));
         }
         let (first, second) = (first.max(0) as u32, second.max(0) as u32);
         Ok(match self.kind {
@@ -117,7 +117,7 @@ impl Library {
         // SAFETY: the caller vouches for the type; the library stays open for the rest of the process.
         let found = unsafe { self.handle.get::<F>(symbol) };
         let problem =
-            || format!("has no function `{symbol}`: it is too old, or another library of that name");
+            || format!("has no function `{symbol}`: it is too old, or a different library of that name");
         found
             .map(|function| *function)
             .map_err(|_| self.unusable(problem()))
@@ -184,7 +184,7 @@ pub(crate) use table;
 pub enum LibraryError {
     /// No file of that name in any of the folders.
     #[error(
-        "`{}` is not found, which is needed for {}; looked in {}\n  hint: {}",
+        "`{}` not found; it is needed for {}; searched {}\n  hint: {}",
         kind.stem(), kind.purpose(), list(searched), kind.hint()
     )]
     NotFound {
@@ -205,7 +205,7 @@ pub enum LibraryError {
     },
     /// It is what a toolkit has for linking, in place of the driver.
     #[error(
-        "`{}` is not the driver, but a stub of the CUDA toolkit, for linking only\n  hint: {}",
+        "`{}` is not the driver but a stub of the CUDA toolkit, for linking only\n  hint: {}",
         path.display(), way_to_the_driver(path, driver.as_deref())
     )]
     Stub {
@@ -237,7 +237,7 @@ fn way_to_the_driver(stub: &Path, driver: Option<&Path>) -> String {
             folder(driver)
         ),
         None => format!(
-            "take `{}` out of LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's is",
+            "remove `{}` from LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's library is",
             folder(stub),
             LibraryKind::Cuda.hint()
         ),
@@ -246,7 +246,7 @@ fn way_to_the_driver(stub: &Path, driver: Option<&Path>) -> String {
 
 fn list(folders: &[PathBuf]) -> String {
     if folders.is_empty() {
-        return "no folder at all".to_owned();
+        return "no directory at all".to_owned();
     }
     let names: Vec<_> = folders.iter().map(|f| format!("`{}`", f.display())).collect();
     names.join(", ")
@@ -311,7 +311,7 @@ mod tests {
         let library = libc();
         let error = Absent::load(&library).map(|table| table.absent).unwrap_err();
         let expected = format!(
-            "`{}` has no function `no_such_function`: it is too old, or another library of that name\n  hint: {}",
+            "`{}` has no function `no_such_function`: it is too old, or a different library of that name\n  hint: {}",
             library.path().display(),
             LibraryKind::Nvrtc.hint()
         );
@@ -325,11 +325,11 @@ mod tests {
             driver: driver.map(PathBuf::from),
         };
         insta::assert_snapshot!(stub(None), @r"
-        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
-          hint: take `/usr/local/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
+          hint: remove `/usr/local/cuda/lib64/stubs` from LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's library is
         ");
         insta::assert_snapshot!(stub(Some("/usr/lib64/libcuda.so.1")), @r"
-        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
+        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
           hint: the driver is `/usr/lib64/libcuda.so.1`: put `/usr/lib64` first in LD_LIBRARY_PATH
         ");
     }

@@ -99,8 +99,8 @@ impl Hold {
         let folder = folder.display();
         if succeeds.is_some_and(|own| own == token) {
             tracing::warn!(
-                "a process of an earlier life of this job still has `{folder}` ({}); it was killed, and this life goes on",
-                holder.map_or_else(|| "it has not said who it is".into(), |holder| holder.to_string()),
+                "killed a process left over from before the last restart, which still used `{folder}` ({}); continuing",
+                holder.map_or_else(|| "its owner is unknown".into(), |holder| holder.to_string()),
             );
             return Ok(Self {
                 path,
@@ -108,9 +108,9 @@ impl Hold {
                 is_empty: false,
             });
         }
-        let holder = holder.map_or_else(|| "another job has locked it".into(), |holder| holder.to_string());
+        let holder = holder.map_or_else(|| "locked by another job".into(), |holder| holder.to_string());
         Err(RunFilesError::InUse(format!(
-            "`{folder}` is in use: {holder}\n  hint: wait until that job has ended, or stop it; or set another `run.out_dir`"
+            "`{folder}` is in use: {holder}\n  hint: wait until that job has ended, or stop it; or set a different `run.out_dir`"
         )))
     }
 
@@ -136,7 +136,7 @@ impl Hold {
         }
         if !is_locked {
             tracing::warn!(
-                "the file system of `{}` has no locks: nothing would keep another job out of this folder",
+                "the file system of `{}` does not support locks: nothing keeps other jobs out of this directory",
                 path.display()
             );
         }
@@ -247,7 +247,7 @@ mod tests {
             .replace(folder.path().to_str().unwrap(), "DIR");
         insta::assert_snapshot!(words, @r"
         `DIR` is in use: job `nightly`, process 4711 on `node-7`, since 2026-11-20 10:45:16 UTC
-          hint: wait until that job has ended, or stop it; or set another `run.out_dir`
+          hint: wait until that job has ended, or stop it; or set a different `run.out_dir`
         ");
         drop(hold);
         let hold = take(folder.path(), None).unwrap();

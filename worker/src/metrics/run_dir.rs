@@ -190,7 +190,7 @@ impl RunDir {
     /// `rank` looks at another file system than rank 0.
     fn not_shared(&self, rank: u32, cause: &str) -> RunFilesError {
         RunFilesError::Refused(format!(
-            "rank {rank} does not see what rank 0 wrote to `{}` ({cause})\n  hint: all ranks must see the same `run.out_dir`: use a folder on a shared file system, by its absolute path",
+            "rank {rank} does not see what rank 0 wrote to `{}` ({cause})\n  hint: all ranks must see the same `run.out_dir`: use an absolute path on a shared file system",
             self.path.display()
         ))
     }
@@ -257,7 +257,7 @@ impl RunDir {
                     self.delete_run()?;
                 } else if !self.was_stopped(request.run_id) {
                     return Err(RunFilesError::Refused(format!(
-                        "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`",
+                        "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or a different `run.out_dir`",
                         self.path.display()
                     )));
                 }

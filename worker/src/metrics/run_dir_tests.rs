@@ -108,7 +108,7 @@ fn when_rank_zero_fails_the_others_know_why() {
     let follow = RunDir::open(request(&run, 1, 2), &store).unwrap_err();
     assert_eq!(
         follow.to_string(),
-        format!("rank 0 could not prepare the folder of the run: {lead}")
+        format!("rank 0 could not prepare the run's directory: {lead}")
     );
 }
 
@@ -120,12 +120,12 @@ fn a_folder_that_holds_a_run_is_refused_unless_told() {
     fs::write(folder.path().join("notes.txt"), "mine").unwrap();
     insta::assert_snapshot!(error(&run, folder.path()), @r"
     `DIR` already holds a run (found `checkpoints`)
-      hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`
+      hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or a different `run.out_dir`
     ");
     run.resume = Resume::Require;
     insta::assert_snapshot!(error(&run, folder.path()), @r"
     `run.resume` is `require`, but `DIR` holds no checkpoint
-      hint: set `run.resume: auto` to start where there is nothing to resume
+      hint: set `run.resume: auto` to start a new run if there is no checkpoint
     ");
     run.resume = Resume::Auto;
     assert_eq!(open(&run).unwrap().1, Start::Fresh);
@@ -328,11 +328,11 @@ fn a_file_in_the_way_is_an_error_with_a_hint() {
     fs::write(&file, "").unwrap();
     insta::assert_snapshot!(error(&run(&file), folder.path()), @r"
     cannot create `DIR/file`: File exists (os error 17)
-      hint: a file stands where a folder is needed; set another `run.out_dir`
+      hint: a file exists where a directory is needed; set a different `run.out_dir`
     ");
     insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @r"
     cannot create `DIR/file/below`: Not a directory (os error 20)
-      hint: a file stands where a folder is needed; set another `run.out_dir`
+      hint: a file exists where a directory is needed; set a different `run.out_dir`
     ");
 }
 

@@ -30,7 +30,7 @@ pub enum RunFilesError {
     Refused(String),
     /// `run.resume: require`, but there is nothing to resume.
     #[error(
-        "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.resume: auto` to start where there is nothing to resume",
+        "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.resume: auto` to start a new run if there is no checkpoint",
         .0.display()
     )]
     NothingToResume(PathBuf),
@@ -38,10 +38,10 @@ pub enum RunFilesError {
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::CheckpointError),
     /// Rank 0 could not prepare the folder.
-    #[error("rank 0 could not prepare the folder of the run: {0}")]
+    #[error("rank 0 could not prepare the run's directory: {0}")]
     RankZero(String),
     /// The ranks could not talk to each other.
-    #[error("ranks could not agree on the folder of the run: {0}")]
+    #[error("ranks could not agree on the run's directory: {0}")]
     Store(#[from] StoreError),
 }
 
@@ -59,13 +59,13 @@ impl RunFilesError {
 fn hint_of(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "\n  hint: set `run.out_dir` to a folder that this user may write to"
+            "\n  hint: set `run.out_dir` to a directory that this user may write to"
         }
         io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
-            "\n  hint: a file stands where a folder is needed; set another `run.out_dir`"
+            "\n  hint: a file exists where a directory is needed; set a different `run.out_dir`"
         }
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "\n  hint: free space there, or set `run.out_dir` to another disk"
+            "\n  hint: free some space there, or set `run.out_dir` to a different disk"
         }
         _ => "",
     }

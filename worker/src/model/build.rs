@@ -91,9 +91,9 @@ fn check_cuts(config: &config::Model, vocab: usize, parts: usize) -> Result<(), 
         }
         let (below, above) = (value / parts * parts, value.next_multiple_of(parts));
         let hint = if below == 0 || key == "vocab_size" {
-            format!("set `model.{key}: {above}`, or another `parallel.tensor`")
+            format!("set `model.{key}: {above}`, or a different `parallel.tensor`")
         } else {
-            format!("set `model.{key}` to {below} or {above}, or another `parallel.tensor`")
+            format!("set `model.{key}` to {below} or {above}, or a different `parallel.tensor`")
         };
         return Err(ModelError {
             key,
@@ -121,7 +121,7 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
             0 => (format!("`model.{key}` is 0"), "it must be at least 1"),
             value if value > max => {
                 let what = format!("`model.{key}` is {value}, more than {max}");
-                (what, "is there a digit too many?")
+                (what, "check for an extra digit")
             }
             _ => continue,
         };
@@ -134,7 +134,7 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
         return Err(ModelError {
             key: "n_embd",
             what: format!("`model.n_embd` ({n_embd}) is not divisible by `model.n_head` ({n_head})"),
-            hint: format!("use `n_embd: {divisible}`, or another number of heads"),
+            hint: format!("use `n_embd: {divisible}`, or a different number of heads"),
         });
     }
     let kv_heads = config.kv_heads();
@@ -142,15 +142,16 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
         return Err(ModelError {
             key: "n_kv_head",
             what: format!("`model.n_head` ({n_head}) is not divisible by `model.n_kv_head` ({kv_heads})"),
-            hint: "each key and value head serves as many query heads".to_owned(),
+            hint: "each key and value head must serve the same number of query heads".to_owned(),
         });
     }
     let head_size = n_embd / n_head;
     if config.kind == config::ModelKind::Llama && !head_size.is_multiple_of(2) {
         return Err(ModelError {
             key: "n_head",
-            what: format!("a head has {head_size} channels, and rotary positions turn pairs of them"),
-            hint: "take another `model.n_head`, so that `model.n_embd` / `model.n_head` is even".to_owned(),
+            what: format!("a head has {head_size} channels, but rotary positions need an even number"),
+            hint: "use a different `model.n_head`, so that `model.n_embd` / `model.n_head` is even"
+                .to_owned(),
         });
     }
     check_rotary(config)?;
@@ -160,7 +161,7 @@ fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, Mode
             what: format!(
                 "`model.vocab_size` ({vocab}) is smaller than the tokenizer's vocabulary ({tokenizer})"
             ),
-            hint: "leave `vocab_size` out to take the tokenizer's".to_owned(),
+            hint: "leave out `vocab_size` to use the tokenizer's".to_owned(),
         });
     }
     Ok(vocab)
@@ -650,7 +651,7 @@ mod tests {
         assert_eq!(heads.key, "n_embd");
         insta::assert_snapshot!(heads, @r"
         `model.n_embd` (100) is not divisible by `model.n_head` (12)
-          hint: use `n_embd: 108`, or another number of heads
+          hint: use `n_embd: 108`, or a different number of heads
         ");
         let zero = error(config::Model {
             n_layer: 0,
@@ -666,7 +667,7 @@ mod tests {
         });
         insta::assert_snapshot!(large, @r"
         `model.n_embd` is 18446744073709551615, more than 131072
-          hint: is there a digit too many?
+          hint: check for an extra digit
         ");
         let rotary = error(config::Model {
             rope_scaling: Some(config::RopeScaling {
@@ -684,7 +685,7 @@ mod tests {
         });
         insta::assert_snapshot!(vocab, @r"
         `model.vocab_size` (100) is smaller than the tokenizer's vocabulary (256)
-          hint: leave `vocab_size` out to take the tokenizer's
+          hint: leave out `vocab_size` to use the tokenizer's
         ");
     }
 }

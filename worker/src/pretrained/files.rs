@@ -29,7 +29,7 @@ const MARKS_OF_RUNS: &[&str] = &["checkpoints", "manifest.json", "latest"];
 const MAX_JSON_BYTES: u64 = 16 << 20;
 
 /// What to do about a file that is damaged.
-const AGAIN: &str = "fetch it, or write it, once more";
+const AGAIN: &str = "download or create it again";
 
 /// The weights that `model.init_from` names cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,7 +64,7 @@ impl PretrainedError {
     }
 
     fn damaged(path: &Path, what: impl Display) -> Self {
-        let what = format!(" is no safetensors file, or a damaged one: {what}");
+        let what = format!(" is not a safetensors file, or it is damaged: {what}");
         Self::unusable(path, what, AGAIN)
     }
 
@@ -76,7 +76,7 @@ impl PretrainedError {
         let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let folder = folder.unwrap_or_else(|| Path::new(".")).display();
         let hint = format!(
-            "convert it once: `python3 -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\"`, and name the new folder"
+            "convert it once: `python3 -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('NEW_DIR')\"`, and use the new directory"
         );
         let what = " is a pickle, which only Python can read, and only by running it";
         Self::unusable(path, what, hint)
@@ -87,10 +87,10 @@ impl PretrainedError {
         let hint = if MARKS_OF_RUNS.iter().any(|mark| folder.join(mark).exists()) {
             let folder = folder.display();
             format!(
-                "it is of a run: `ddp-train ckpt export {folder} --to FOLDER` makes such a file of its checkpoint"
+                "it belongs to a run: `ddp-train ckpt export {folder} --to DIR` exports its checkpoint to such a file"
             )
         } else {
-            "name a folder that `save_pretrained` or `ddp-train ckpt export` has written, or one `.safetensors` file".into()
+            "give a directory that `save_pretrained` or `ddp-train ckpt export` has written, or one `.safetensors` file".into()
         };
         Self::unusable(folder, format!(" holds neither `{MODEL}` nor `{INDEX}`"), hint)
     }
@@ -99,7 +99,7 @@ impl PretrainedError {
 fn hint_of(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::NotFound => {
-            "\n  hint: a relative path of `model.init_from` counts from the folder of the configuration"
+            "\n  hint: relative paths in `model.init_from` are resolved from the YAML's directory"
         }
         _ => "",
     }
@@ -191,7 +191,7 @@ impl WeightFiles {
         for name in names {
             // They must not lead out of the folder.
             if Path::new(name).file_name() != Some(name.as_ref()) {
-                let what = format!("`{name}` is no name of a file");
+                let what = format!("`{name}` is not a valid file name");
                 return Err(PretrainedError::json(index, what));
             }
             if !folder.join(name).exists() {
@@ -252,11 +252,11 @@ fn open(path: PathBuf) -> Result<WeightFile, PretrainedError> {
 fn header(WeightFile { path, file, len }: &mut WeightFile) -> Result<Header, PretrainedError> {
     let mut start = [0; POINTER.len()];
     if file.read_exact_at(&mut start, 0).is_ok() && start == POINTER {
-        let what = " is a pointer of Git LFS, not the file itself";
+        let what = " is a Git LFS pointer, not the file itself";
         return Err(PretrainedError::unusable(
             path,
             what,
-            "`git lfs pull` in its folder fetches it",
+            "download it with `git lfs pull` in its directory",
         ));
     }
     let header = read_header(file).map_err(|error| match error.kind() {

@@ -79,7 +79,9 @@ impl<'a> Expected<'a> {
             }
             if named.contains_key(&name) {
                 let prefix = self.published.prefix;
-                misfit.differs(format!("`{name}` is there with and without `{prefix}` in front"));
+                misfit.differs(format!(
+                    "`{name}` occurs in the file with and without the prefix `{prefix}`"
+                ));
             }
             named.insert(name, tensor);
         }
@@ -159,14 +161,14 @@ impl<'a> Expected<'a> {
             for expected in tensors {
                 left.remove(expected.name.as_str());
                 match named.get(&expected.name) {
-                    None => misfit.differs(format!("`{}` is missing there", expected.name)),
+                    None => misfit.differs(format!("`{}` is missing in the file", expected.name)),
                     Some(tensor) => pieces.extend(self.piece(expected, tensor, misfit)),
                 }
             }
             sources.push(ParamSource { pieces });
         }
         for name in left {
-            misfit.differs(format!("`{name}` is there, and not in this model"));
+            misfit.differs(format!("`{name}` is in the file but not in this model"));
         }
         sources
     }
@@ -181,7 +183,7 @@ impl<'a> Expected<'a> {
         };
         if !fits {
             misfit.differs(format!(
-                "`{name}` is {:?} there and {:?} here",
+                "`{name}` is {:?} in the file and {:?} in this model",
                 tensor.shape, expected.shape
             ));
             if self.is_table(name) && tensor.shape.first() > expected.shape.first() {
@@ -192,7 +194,7 @@ impl<'a> Expected<'a> {
         if !matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
             let found = tensor.dtype;
             misfit.differs_for_good(
-                format!("`{name}` is of type {found:?} there"),
+                format!("`{name}` is of type {found:?} in the file"),
                 "F32, F16 and BF16 are read: save the weights in one of these",
             );
             return None;
@@ -266,7 +268,7 @@ impl Misfit {
     pub(super) fn is_foreign(&mut self, what: String) {
         self.differs_for_good(
             what,
-            "they are weights of another architecture than this build trains",
+            "the weights are of an architecture that this build does not support",
         );
     }
 
@@ -303,7 +305,7 @@ impl Misfit {
         let hint = match self.instead {
             Some(instead) => instead.to_owned(),
             None if self.changes.is_empty() => {
-                "the sizes agree: are the weights complete, and of this kind of model?".to_owned()
+                "the sizes match: check that the weights are complete and of this kind of model".to_owned()
             }
             None => format!("write {} in section `model`", self.changes.join(", ")),
         };

@@ -61,7 +61,10 @@ impl Settings {
         }
         for (key, here) in published.fixed {
             if let Some(there) = self.get(key).filter(|there| !here.is(there)) {
-                misfit.is_foreign(format!("`{key}` is {} there and {here} here", words(there)));
+                misfit.is_foreign(format!(
+                    "`{key}` is {} in the file and {here} in this model",
+                    words(there)
+                ));
             }
         }
         let decoder = Decoder::of(&model);
@@ -69,7 +72,9 @@ impl Settings {
             let (key, default) = Published::EPSILON;
             let there = self.get(key).and_then(Value::as_f64).unwrap_or(default);
             if there.to_bits() != epsilon.to_bits() {
-                misfit.differs(format!("`{key}` is {there:e} there and {epsilon:e} here"));
+                misfit.differs(format!(
+                    "`{key}` is {there:e} in the file and {epsilon:e} in this model"
+                ));
                 misfit.write("norm_eps", format_args!("{there:e}"));
             }
         }
@@ -81,7 +86,7 @@ impl Settings {
             if let Some(there) = there.filter(|there| *there != here as u64) {
                 let key = Published::HEAD_SIZE;
                 misfit.is_foreign(format!(
-                    "`{key}` is {there} there and {here} here, channels over heads"
+                    "`{key}` is {there} in the file and {here} in this model, channels over heads"
                 ));
             }
         }
@@ -94,7 +99,10 @@ impl Settings {
         const NUMBER: Form = (Value::is_number, "a number");
         let mut check = |section: &Map<String, Value>, key: &str, (is, what): Form| {
             if let Some(there) = section.get(key).filter(|there| !there.is_null() && !is(there)) {
-                misfit.is_foreign(format!("`{key}` is {} there, expected {what}", words(there)));
+                misfit.is_foreign(format!(
+                    "`{key}` is {} in the file, expected {what}",
+                    words(there)
+                ));
             }
         };
         let sizes = published.sizes.iter().map(|size| size.published);
@@ -132,7 +140,7 @@ impl Settings {
             return published;
         };
         let words = format!(
-            "`model_type` is `{there}` there and `{}` here",
+            "`model_type` is `{there}` in the file and `{}` in this model",
             published.model_type
         );
         let Some(other) = Published::of_type(there) else {
@@ -157,7 +165,10 @@ impl Settings {
         if there == here as u64 {
             return;
         }
-        let words = format!("`{}` is {there} there and {here} here", size.published);
+        let words = format!(
+            "`{}` is {there} in the file and {here} in this model",
+            size.published
+        );
         match usize::try_from(there) {
             Ok(there) if SIZES.contains(&there) => {
                 misfit.differs(words);
@@ -173,7 +184,9 @@ impl Settings {
         for key in keys {
             let there = self.get(key).and_then(Value::as_u64);
             if let Some(there) = there.filter(|there| *there < here as u64) {
-                misfit.differs(format!("`{key}` is {there} there, and `block_size` {here} here"));
+                misfit.differs(format!(
+                    "`{key}` is {there} in the file and `block_size` is {here} in this model"
+                ));
                 misfit.write("block_size", there);
             }
         }
@@ -191,18 +204,22 @@ impl Settings {
         let (key, default) = Published::THETA;
         let there = number(key).unwrap_or(default);
         if there.to_bits() != theta.to_bits() {
-            misfit.differs(format!("`{key}` is {there:?} there and {theta:?} here"));
+            misfit.differs(format!(
+                "`{key}` is {there:?} in the file and {theta:?} in this model"
+            ));
             misfit.write(key, format_args!("{there:?}"));
         }
         let key = "partial_rotary_factor";
         if let Some(there) = number(key).filter(|there| *there < 1.0) {
-            misfit.is_foreign(format!("`{key}` is {there} there and 1 here"));
+            misfit.is_foreign(format!("`{key}` is {there} in the file and 1 in this model"));
         }
         match self.scaling(section) {
             Ok(there) if there == scaling => {}
             Ok(there) => {
                 let [there, here] = [there, scaling].map(scaling_words);
-                misfit.differs(format!("`rope_scaling` is {there} there and {here} here"));
+                misfit.differs(format!(
+                    "`rope_scaling` is {there} in the file and {here} in this model"
+                ));
                 misfit.write("rope_scaling", there);
             }
             Err(words) => misfit.is_foreign(words),
@@ -224,7 +241,8 @@ impl Settings {
                 let [factor, low, high, positions] = Published::SCALING_KEYS;
                 let number = |key: &str| section.get(key).and_then(Value::as_f64);
                 let needed = |key: &str| {
-                    number(key).ok_or_else(|| format!("`rope_type` is `llama3` there, without `{key}`"))
+                    number(key)
+                        .ok_or_else(|| format!("`rope_type` is `llama3` in the file, but `{key}` is missing"))
                 };
                 // Where it is left out, transformers takes the number of positions.
                 let original = number(positions).or_else(|| self.get("max_position_embeddings")?.as_f64());
@@ -236,7 +254,7 @@ impl Settings {
                 }))
             }
             other => Err(format!(
-                "`rope_type` is `{other}` there, and `default` and `llama3` are what there is here"
+                "`rope_type` is `{other}` in the file, but only `default` and `llama3` are supported"
             )),
         }
     }

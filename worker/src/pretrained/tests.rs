@@ -218,24 +218,24 @@ fn an_index_leads_to_several_files() {
     write_index(&map);
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2/model.safetensors.index.json` cannot be used: it says that tensor `h.2.ln_1.bias` is in `model-00002-of-00002.safetensors`, which has none of that name
-      hint: fetch it, or write it, once more
+      hint: download or create it again
     ");
     map.insert("h.2.ln_1.bias".into(), "../other.safetensors".into());
     write_index(&map);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2/model.safetensors.index.json` cannot be used: `../other.safetensors` is no name of a file
-      hint: fetch it, or write it, once more
+    `gpt2/model.safetensors.index.json` cannot be used: `../other.safetensors` is not a valid file name
+      hint: download or create it again
     ");
     map.insert("h.2.ln_1.bias".into(), "model-00003.safetensors".into());
     write_index(&map);
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2/model.safetensors.index.json` cannot be used: it names `model-00003.safetensors`, which is missing
-      hint: fetch it, or write it, once more
+      hint: download or create it again
     ");
     fs::write(case.path(index), "{}").unwrap();
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2/model.safetensors.index.json` cannot be used: missing field `weight_map` at line 1 column 2
-      hint: fetch it, or write it, once more
+      hint: download or create it again
     ");
 }
 
@@ -254,7 +254,7 @@ fn masks_and_a_tied_head_are_passed_over() {
     *tensors.last_mut().unwrap() = tensor("lm_head.weight", Dtype::F16, &[256, 8], |i| value(1, i));
     write(&case.path("model.safetensors"), &tensors);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `lm_head.weight` is another than `wte.weight` there, and the same here
+    `gpt2` does not fit the `model` section: `lm_head.weight` differs from `wte.weight` in the file, but this model ties them
       hint: write `tied: false` in section `model`
     ");
     let taken = Case {
@@ -289,7 +289,7 @@ fn a_vocabulary_may_be_padded_and_positions_left_out() {
         ..case.model
     };
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `wpe.weight` is [16, 8] there and [17, 8] here
+    `gpt2` does not fit the `model` section: `wpe.weight` is [16, 8] in the file and [17, 8] in this model
       hint: write `block_size: 16` in section `model`
     ");
     case.model.block_size = 16;
@@ -304,7 +304,7 @@ fn a_vocabulary_may_be_padded_and_positions_left_out() {
         ),
     );
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `wte.weight` is [257, 8] there and [256, 8] here
+    `gpt2` does not fit the `model` section: `wte.weight` is [257, 8] in the file and [256, 8] in this model
       hint: write `vocab_size: 257` in section `model`
     ");
 }
@@ -317,7 +317,7 @@ fn an_untied_model_takes_its_own_head() {
     case.expect_values(&case.open().unwrap());
     case.model = shape(ModelKind::Gpt2);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `mlp` there and `gpt2` here
+    `gpt2` does not fit the `model` section: `model_type` is `mlp` in the file and `gpt2` in this model
       hint: write `kind: mlp` in section `model`
     ");
 }
@@ -327,7 +327,7 @@ fn sizes_that_differ_are_one_error_with_the_lines_to_write() {
     let mut case = Case::of(&gpt2(Dtype::F32));
     case.model.n_embd = 12;
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `wte.weight` is [256, 8] there and [256, 12] here; `wpe.weight` is [16, 8] there and [16, 12] here; `h.0.ln_1.weight` is [8] there and [12] here; and 25 more
+    `gpt2` does not fit the `model` section: `wte.weight` is [256, 8] in the file and [256, 12] in this model; `wpe.weight` is [16, 8] in the file and [16, 12] in this model; `h.0.ln_1.weight` is [8] in the file and [12] in this model; and 25 more
       hint: write `n_embd: 8` in section `model`
     ");
     case.model = Model {
@@ -335,18 +335,18 @@ fn sizes_that_differ_are_one_error_with_the_lines_to_write() {
         ..shape(ModelKind::Gpt2)
     };
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `h.1.attn.c_attn.bias` is there, and not in this model; `h.1.attn.c_attn.weight` is there, and not in this model; `h.1.attn.c_proj.bias` is there, and not in this model; and 9 more
+    `gpt2` does not fit the `model` section: `h.1.attn.c_attn.bias` is in the file but not in this model; `h.1.attn.c_attn.weight` is in the file but not in this model; `h.1.attn.c_proj.bias` is in the file but not in this model; and 9 more
       hint: write `n_layer: 2` in section `model`
     ");
     case.model.n_layer = 3;
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `h.2.ln_1.weight` is missing there; `h.2.ln_1.bias` is missing there; `h.2.attn.c_attn.weight` is missing there; and 9 more
+    `gpt2` does not fit the `model` section: `h.2.ln_1.weight` is missing in the file; `h.2.ln_1.bias` is missing in the file; `h.2.attn.c_attn.weight` is missing in the file; and 9 more
       hint: write `n_layer: 2` in section `model`
     ");
     case = case.with_settings(&json!({ "n_head": 4 }));
     case.model.n_layer = 2;
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `n_head` is 4 there and 2 here
+    `gpt2` does not fit the `model` section: `n_head` is 4 in the file and 2 in this model
       hint: write `n_head: 4` in section `model`
     ");
 }
@@ -356,23 +356,23 @@ fn another_architecture_is_told_from_other_sizes() {
     let case = Case::of(&gpt2(Dtype::F32));
     let case = case.with_settings(&json!({ "activation_function": "relu", "layer_norm_epsilon": 1e-6 }));
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `activation_function` is `relu` there and `gelu_new` here; `layer_norm_epsilon` is 1e-6 there and 1e-5 here
-      hint: they are weights of another architecture than this build trains
+    `gpt2` does not fit the `model` section: `activation_function` is `relu` in the file and `gelu_new` in this model; `layer_norm_epsilon` is 1e-6 in the file and 1e-5 in this model
+      hint: the weights are of an architecture that this build does not support
     ");
     let case = case.with_settings(&json!({ "scale_attn_by_inverse_layer_idx": true }));
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `scale_attn_by_inverse_layer_idx` is true there and false here
-      hint: they are weights of another architecture than this build trains
+    `gpt2` does not fit the `model` section: `scale_attn_by_inverse_layer_idx` is true in the file and false in this model
+      hint: the weights are of an architecture that this build does not support
     ");
     let case = case.with_settings(&json!({ "model_type": "gpt_neox", "n_layer": 80 }));
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `gpt_neox` there and `gpt2` here; `n_layer` is 80 there and 2 here
-      hint: they are weights of another architecture than this build trains
+    `gpt2` does not fit the `model` section: `model_type` is `gpt_neox` in the file and `gpt2` in this model; `n_layer` is 80 in the file and 2 in this model
+      hint: the weights are of an architecture that this build does not support
     ");
     fs::write(case.path("config.json"), "[]").unwrap();
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2/config.json` cannot be used: invalid type: sequence, expected a map at line 1 column 0
-      hint: fetch it, or write it, once more
+      hint: download or create it again
     ");
 }
 
@@ -381,22 +381,22 @@ fn tensors_that_are_missing_twice_there_or_of_another_type_are_named() {
     let mut tensors = gpt2(Dtype::F32);
     let spare = tensors.remove(5);
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
-    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` is missing there
-      hint: the sizes agree: are the weights complete, and of this kind of model?
+    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` is missing in the file
+      hint: the sizes match: check that the weights are complete and of this kind of model
     ");
     tensors.push(tensor("h.0.ln_2.bias", Dtype::I8, &[8], |_| 0.0));
     tensors.retain(|(name, dtype, ..)| name != "h.0.ln_2.bias" || *dtype == Dtype::I8);
     tensors.push(spare.clone());
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
-    `gpt2` does not fit the `model` section: `h.0.ln_2.bias` is of type I8 there
+    `gpt2` does not fit the `model` section: `h.0.ln_2.bias` is of type I8 in the file
       hint: F32, F16 and BF16 are read: save the weights in one of these
     ");
     let mut tensors = gpt2(Dtype::F32);
     tensors.push((format!("transformer.{}", spare.0), spare.1, spare.2, spare.3));
     tensors.push(tensor("score.weight", Dtype::F32, &[2, 8], |_| 0.0));
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
-    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` is there with and without `transformer.` in front; `score.weight` is there, and not in this model
-      hint: the sizes agree: are the weights complete, and of this kind of model?
+    `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` occurs in the file with and without the prefix `transformer.`; `score.weight` is in the file but not in this model
+      hint: the sizes match: check that the weights are complete and of this kind of model
     ");
 }
 
@@ -418,18 +418,18 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     expect(&[&3_u64.to_le_bytes()[..], b"{]}"].concat());
     expect(b"version https://git-lfs.github.com/spec/v1\noid sha256:248dfc\nsize 548105171\n");
     insta::assert_snapshot!(said, @r"
-    `gpt2/model.safetensors` is no safetensors file, or a damaged one: it has 17871 bytes, expected 17872
-      hint: fetch it, or write it, once more
-    `gpt2/model.safetensors` is no safetensors file, or a damaged one: it ends within its header, after 100 bytes
-      hint: fetch it, or write it, once more
-    `gpt2/model.safetensors` is no safetensors file, or a damaged one: it ends within its header, after 0 bytes
-      hint: fetch it, or write it, once more
-    `gpt2/model.safetensors` is no safetensors file, or a damaged one: its header claims 2338328217762614096 bytes
-      hint: fetch it, or write it, once more
-    `gpt2/model.safetensors` is no safetensors file, or a damaged one: its header: key must be a string at line 1 column 2
-      hint: fetch it, or write it, once more
-    `gpt2/model.safetensors` is a pointer of Git LFS, not the file itself
-      hint: `git lfs pull` in its folder fetches it
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it has 17871 bytes, expected 17872
+      hint: download or create it again
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it ends within its header, after 100 bytes
+      hint: download or create it again
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it ends within its header, after 0 bytes
+      hint: download or create it again
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: its header claims 2338328217762614096 bytes
+      hint: download or create it again
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: its header: key must be a string at line 1 column 2
+      hint: download or create it again
+    `gpt2/model.safetensors` is a Git LFS pointer, not the file itself
+      hint: download it with `git lfs pull` in its directory
     ");
 }
 
@@ -438,21 +438,21 @@ fn what_is_no_file_with_weights_says_how_to_get_one() {
     let case = Case::empty();
     insta::assert_snapshot!(case.error("absent"), @r"
     cannot read `gpt2/absent`: No such file or directory (os error 2)
-      hint: a relative path of `model.init_from` counts from the folder of the configuration
+      hint: relative paths in `model.init_from` are resolved from the YAML's directory
     ");
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` holds neither `model.safetensors` nor `model.safetensors.index.json`
-      hint: name a folder that `save_pretrained` or `ddp-train ckpt export` has written, or one `.safetensors` file
+      hint: give a directory that `save_pretrained` or `ddp-train ckpt export` has written, or one `.safetensors` file
     ");
     fs::create_dir(case.path("checkpoints")).unwrap();
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` holds neither `model.safetensors` nor `model.safetensors.index.json`
-      hint: it is of a run: `ddp-train ckpt export gpt2 --to FOLDER` makes such a file of its checkpoint
+      hint: it belongs to a run: `ddp-train ckpt export gpt2 --to DIR` exports its checkpoint to such a file
     ");
     fs::write(case.path("pytorch_model.bin"), "PK").unwrap();
     insta::assert_snapshot!(case.error(""), @r#"
     `gpt2/pytorch_model.bin` is a pickle, which only Python can read, and only by running it
-      hint: convert it once: `python3 -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('gpt2').save_pretrained('NEW_FOLDER')"`, and name the new folder
+      hint: convert it once: `python3 -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('gpt2').save_pretrained('NEW_DIR')"`, and use the new directory
     "#);
     assert_eq!(case.error(""), case.error("pytorch_model.bin"));
     nix::unistd::mkfifo(&case.path("pipe.safetensors"), nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -478,7 +478,7 @@ fn a_value_that_is_not_finite_is_found_when_it_is_read() {
     let error = read(0..6).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(folder.to_str().unwrap(), "gpt2"), @r"
     `gpt2/model.safetensors`: tensor `h.0.ln_1.bias` has a value that is not finite
-      hint: the training that made it has diverged, or the file is damaged
+      hint: the training that produced it diverged, or the file is damaged
     ");
 }
 

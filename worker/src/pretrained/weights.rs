@@ -122,7 +122,7 @@ impl PretrainedWeights {
             return Ok(());
         }
         let what = format!(": tensor `{name}` has a value that is not finite");
-        let hint = "the training that made it has diverged, or the file is damaged";
+        let hint = "the training that produced it diverged, or the file is damaged";
         Err(PretrainedError::unusable(path, what, hint))
     }
 
@@ -198,7 +198,7 @@ fn compare_heads(
     if !here {
         if there == Some(true) {
             misfit.differs(format!(
-                "`{}` is true there, and `tied` is false here",
+                "`{}` is true in the file, but `tied` is false in this model",
                 Published::TIED
             ));
         }
@@ -217,7 +217,7 @@ fn compare_heads(
     };
     if !is_same {
         misfit.differs(format!(
-            "`{HEAD}` is another than `{tokens}` there, and the same here"
+            "`{HEAD}` differs from `{tokens}` in the file, but this model ties them"
         ));
         misfit.write("tied", false);
     }

@@ -146,7 +146,7 @@ impl Link {
             Ok(Some(assigned)) => assigned,
             Ok(None) => {
                 let words = format!(
-                    "the generation was over before this worker had begun: {}",
+                    "the launcher ended this generation before this worker started: {}",
                     cause()
                 );
                 return Err(SessionError::Lost(words));
@@ -159,7 +159,7 @@ impl Link {
         };
         if assigned.protocol != PROTOCOL {
             return Err(SessionError::Refused(format!(
-                "the agent speaks version {} of the control protocol, this worker {PROTOCOL}\n  hint: start the worker with the `ddp-run` of its own release",
+                "the agent uses version {} of the control protocol, this worker {PROTOCOL}\n  hint: start the worker with `ddp-run` of the same release",
                 assigned.protocol
             )));
         }
@@ -303,7 +303,7 @@ fn state(cancel: &Cancel) -> ToAgent {
 fn open(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
     let failed = |e: nix::Error| {
         SessionError::Lost(format!(
-            "cannot connect to the agent at `{address}`: {}\n  hint: `DDP_CONTROL` is only valid below the `ddp-run` that set it",
+            "cannot connect to the agent at `{address}`: {}\n  hint: `DDP_CONTROL` is valid only for workers of the `ddp-run` that set it",
             e.desc()
         ))
     };
@@ -330,7 +330,7 @@ fn open(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
     let ours = nix::unistd::geteuid().as_raw();
     if peer != ours && peer != 0 {
         return Err(SessionError::Refused(format!(
-            "the agent at `{address}` runs under user id {peer}, this worker under {ours}: refused"
+            "the agent at `{address}` runs as user id {peer}, this worker as {ours}: refused"
         )));
     }
     Ok(UnixStream::from(fd))

@@ -50,7 +50,7 @@ pub(super) fn capture() -> String {
     let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
     let signal = libc::SIGRTMIN() + SIGNAL_OFFSET;
     if !listen(signal) {
-        return "the stacks cannot be captured: the signal for it is not to be had\n".to_owned();
+        return "cannot capture the stacks: no signal is free for it\n".to_owned();
     }
     let me = this_thread();
     let mut threads: Vec<i32> = fs::read_dir("/proc/self/task")
@@ -66,7 +66,7 @@ pub(super) fn capture() -> String {
         let _ = writeln!(text, "thread {thread} ({})", name.trim_end());
         match ask(*thread, signal) {
             Some(frames) => describe(&frames, &mut text),
-            None => text.push_str("  it does not answer: it waits inside the kernel, or has ended\n"),
+            None => text.push_str("  no answer: the thread waits inside the kernel, or has exited\n"),
         }
     }
     if threads.len() > MAX_THREADS {

@@ -45,7 +45,7 @@ pub enum StoreError {
         waited_ms: u64,
     },
     /// Another value was written before.
-    #[error("key `{0}` was written before with another value")]
+    #[error("key `{0}` was already written with a different value")]
     Conflict(String),
     /// The generation is over.
     #[error("generation superseded: {0}")]

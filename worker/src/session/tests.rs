@@ -457,7 +457,7 @@ fn messages_say_what_is_missing() {
     env.control = Some("@ddp-no-agent-listens-here".into());
     insta::assert_snapshot!(error_of(begin(&env, times())), @r"
     cannot connect to the agent at `@ddp-no-agent-listens-here`: Connection refused
-      hint: `DDP_CONTROL` is only valid below the `ddp-run` that set it
+      hint: `DDP_CONTROL` is valid only for workers of the `ddp-run` that set it
     ");
     let only_rank = Session::from_vars(|n| (n == "RANK").then(|| "0".into()));
     assert!(error_of(only_rank).contains("is not set"));
@@ -488,7 +488,7 @@ fn a_generation_that_ended_before_the_assignment_is_named() {
         let error = error_of(session.join().unwrap());
         assert_eq!(
             error,
-            "the generation was over before this worker had begun: rank 0 left"
+            "the launcher ended this generation before this worker started: rank 0 left"
         );
     });
 }

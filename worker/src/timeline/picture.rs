@@ -154,11 +154,7 @@ impl<'a> Rank<'a> {
             );
         }
         if overlap.late_us > 0.0 {
-            let _ = write!(
-                words,
-                "; stood still {:.1} ms for later ranks",
-                ms(overlap.late_us)
-            );
+            let _ = write!(words, "; stalled {:.1} ms for later ranks", ms(overlap.late_us));
         }
         words
     }
@@ -233,7 +229,7 @@ const LEGEND: [(Kind, &str, &str); 10] = [
     (Kind::Forward, "forward", "forward"),
     (Kind::Backward, "backward", "backward"),
     (Kind::Optimizer, "optimizer", "norm, clip, update"),
-    (Kind::Wait, "wait", "stands still for communication"),
+    (Kind::Wait, "wait", "stalled on communication"),
     (Kind::Late, "late", "a rank is late"),
     (Kind::Gradients, "gradients", "gradients"),
     (Kind::Parameters, "parameters", "parameters"),

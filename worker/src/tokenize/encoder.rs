@@ -50,8 +50,8 @@ impl Encoder {
         if let (Some(token), None) = (end_of_text, separator) {
             let name = vocabulary.name;
             return Err(TokenizeError::Refused(format!(
-                "`--end-of-text {token}`: `{name}` has no such token\n  hint: it is among `added_tokens` of most \
-                 tokenizers; `{name}` is searched for the very word"
+                "`--end-of-text {token}`: `{name}` has no such token\n  hint: most tokenizers list it in \
+                 `added_tokens`; `{name}` is searched for exactly this token"
             )));
         }
         Ok(Self {
@@ -95,7 +95,7 @@ fn load(path: &Path) -> Result<tokenizers::Tokenizer, TokenizeError> {
     if let tokenizers::ModelWrapper::BPE(model) = tokenizer.get_model()
         && model.dropout.is_some_and(|dropout| dropout > 0.0)
     {
-        return Err(failed("its `dropout` makes other tokens each time; set it to `null`".into()).into());
+        return Err(failed("its `dropout` gives different tokens each time; set it to `null`".into()).into());
     }
     Ok(tokenizer)
 }

@@ -89,7 +89,7 @@ pub fn tokenize(
     if let Some(path) = request.inputs.iter().find(|path| is_output(path)) {
         return Err(TokenizeError::Output {
             path: path.clone(),
-            problem: "is an input, and cannot be the output too\n  hint: choose another name with `-o`",
+            problem: "is an input and cannot also be the output\n  hint: choose a different name with `-o`",
         });
     }
     let output = Output::create(request.output, request.overwrite)?;
@@ -138,7 +138,7 @@ fn run(
         batch = next?;
     }
     if report.tokens == 0 {
-        let why = "the inputs hold no text: no token was made";
+        let why = "the inputs contain no text, so there are no tokens";
         return Err(TokenizeError::Refused(why.to_owned()));
     }
     let facts = TokenFacts {
@@ -216,11 +216,11 @@ fn same_file(one: &Path, other: &Path) -> bool {
     matches!((one, other), (Ok(one), Ok(other)) if one == other)
 }
 
-const EXISTS: &str = "exists already\n  hint: `--overwrite` replaces it, or choose another name with `-o`";
-const NOT_A_FILE: &str = "is not a regular file, and is not replaced\n  hint: choose another name with `-o`; of a \
-    symbolic link, the name of the file that it leads to";
-const BUSY: &str =
-    "is being written by another `ddp-train tokenize`\n  hint: wait for it, or choose another name with `-o`";
+const EXISTS: &str =
+    "already exists\n  hint: replace it with `--overwrite`, or choose a different name with `-o`";
+const NOT_A_FILE: &str = "is not a regular file, and is not replaced\n  hint: choose a different name with `-o`; for \
+    a symbolic link, the name of the file that it points to";
+const BUSY: &str = "is being written by another `ddp-train tokenize`\n  hint: wait for it, or choose a different name with `-o`";
 
 /// A file beside its final place. What was at that place stays until the new file is whole and on the disk.
 pub(super) struct Output {

@@ -194,16 +194,16 @@ impl Input {
 
     fn too_long(&self, may_cut: bool) -> TokenizeError {
         let hint = match self.kind {
-            InputKind::Lines => "a line of JSON is one document: make shorter ones",
-            InputKind::Text if may_cut => "a text is cut at white space: is it one?",
+            InputKind::Lines => "each JSON line is one document: use shorter ones",
+            InputKind::Text if may_cut => "text is split at white space: check that this is text",
             InputKind::Text => {
-                "only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line"
+                "only GPT-2's tokenizer is known to give the same tokens for a split text: use shorter texts, or a `.jsonl` with one document per line"
             }
         };
         TokenizeError::Input {
             path: self.path.clone(),
             line: self.line,
-            problem: format!("{MAX_PIECE_BYTES} bytes without a place to cut them\n  hint: {hint}"),
+            problem: format!("{MAX_PIECE_BYTES} bytes without a place to split them\n  hint: {hint}"),
         }
     }
 }
@@ -245,7 +245,7 @@ pub(super) fn text_of(line: &str, key: &str) -> Result<String, String> {
     match found.and_then(|text| json.end().map(|()| text)) {
         Ok(Some(text)) => Ok(text),
         Ok(None) => Err(format!(
-            "the object has no field `{key}`\n  hint: `--key` names the field with the text"
+            "the object has no field `{key}`\n  hint: set the field with the text by `--key`"
         )),
         Err(e) => Err(format!("not a document: {}", without_line(&e))),
     }
@@ -356,16 +356,16 @@ mod tests {
     fn what_cannot_be_cut_is_refused_beyond_a_limit() {
         let content = vec![b'x'; MAX_PIECE_BYTES + 1];
         insta::assert_snapshot!(pieces("a.txt", &content, true).unwrap_err(), @r"
-        `DIR/a.txt`, line 1: 16777216 bytes without a place to cut them
-          hint: a text is cut at white space: is it one?
+        `DIR/a.txt`, line 1: 16777216 bytes without a place to split them
+          hint: text is split at white space: check that this is text
         ");
         insta::assert_snapshot!(pieces("a.txt", &content, false).unwrap_err(), @r"
-        `DIR/a.txt`, line 1: 16777216 bytes without a place to cut them
-          hint: only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line
+        `DIR/a.txt`, line 1: 16777216 bytes without a place to split them
+          hint: only GPT-2's tokenizer is known to give the same tokens for a split text: use shorter texts, or a `.jsonl` with one document per line
         ");
         insta::assert_snapshot!(pieces("a.jsonl", &content, true).unwrap_err(), @r"
-        `DIR/a.jsonl`, line 1: 16777216 bytes without a place to cut them
-          hint: a line of JSON is one document: make shorter ones
+        `DIR/a.jsonl`, line 1: 16777216 bytes without a place to split them
+          hint: each JSON line is one document: use shorter ones
         ");
     }
 
@@ -404,7 +404,7 @@ mod tests {
         let message = |line: &str| text_of(line, "text").unwrap_err();
         insta::assert_snapshot!(message(r#"{"txt": "x"}"#), @r"
         the object has no field `text`
-          hint: `--key` names the field with the text
+          hint: set the field with the text by `--key`
         ");
         insta::assert_snapshot!(message(r#"{"text": 5}"#), @"not a document: invalid type: integer `5`, expected a string at column 10");
         insta::assert_snapshot!(message("[1]"), @"not a document: invalid type: sequence, expected an object with the string `text` at column 0");

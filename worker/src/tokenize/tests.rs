@@ -155,7 +155,7 @@ fn a_tokenizer_of_a_file_encodes_whole_documents() {
         .unwrap_err();
     insta::assert_snapshot!(bench.shown(&error), @r"
     `--end-of-text </s>`: `words.json` has no such token
-      hint: it is among `added_tokens` of most tokenizers; `words.json` is searched for the very word
+      hint: most tokenizers list it in `added_tokens`; `words.json` is searched for exactly this token
     ");
 }
 
@@ -178,13 +178,13 @@ fn what_is_no_text_is_named_with_its_line() {
     insta::assert_snapshot!(line("{\"text\": "), @"`DIR/a.jsonl`, line 4: not a document: EOF while parsing a value at column 9");
     insta::assert_snapshot!(line("{\"txt\": \"x\"}"), @r"
     `DIR/a.jsonl`, line 4: the object has no field `text`
-      hint: `--key` names the field with the text
+      hint: set the field with the text by `--key`
     ");
     insta::assert_snapshot!(refusal("b.jsonl", b"{\"text\": \"x\"}\n{\"text\": \"\xff\"}\n"), @r"
     `DIR/b.jsonl`, line 2: not UTF-8
       hint: `iconv` converts other texts; a packed file must be unpacked first
     ");
-    insta::assert_snapshot!(refusal("c.jsonl", b"\n"), @"the inputs hold no text: no token was made");
+    insta::assert_snapshot!(refusal("c.jsonl", b"\n"), @"the inputs contain no text, so there are no tokens");
     let gone = bench.0.path().join("gone.txt");
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &[gone]), @"`DIR/gone.txt` cannot be read: No such file or directory (os error 2)");
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &[bench.0.path().to_owned()]), @"`DIR` is not a regular file");
@@ -198,8 +198,8 @@ fn an_output_that_is_there_stays() {
     let inputs = [bench.write("a.txt", "Hello world")];
     std::fs::write(bench.out(), "precious").unwrap();
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &inputs), @r"
-    `DIR/out.safetensors` exists already
-      hint: `--overwrite` replaces it, or choose another name with `-o`
+    `DIR/out.safetensors` already exists
+      hint: replace it with `--overwrite`, or choose a different name with `-o`
     ");
     let bad = [bench.write("bad.txt", b"\xff")];
     let overwrite = |request: &mut Request<'_>| request.overwrite = true;
@@ -215,8 +215,8 @@ fn an_output_that_is_there_stays() {
         })
         .unwrap_err();
     insta::assert_snapshot!(bench.shown(&error), @r"
-    `DIR/out.safetensors` is an input, and cannot be the output too
-      hint: choose another name with `-o`
+    `DIR/out.safetensors` is an input and cannot also be the output
+      hint: choose a different name with `-o`
     ");
     bench
         .run_with(&Tokenizer::Gpt2, &inputs, |request| request.overwrite = true)
@@ -240,7 +240,7 @@ fn only_a_regular_file_is_replaced() {
     std::os::unix::fs::symlink(&target, bench.out()).unwrap();
     insta::assert_snapshot!(refused(&bench.out()), @r"
     `DIR/out.safetensors` is not a regular file, and is not replaced
-      hint: choose another name with `-o`; of a symbolic link, the name of the file that it leads to
+      hint: choose a different name with `-o`; for a symbolic link, the name of the file that it points to
     ");
     assert_eq!(std::fs::read(&target).unwrap(), b"precious");
     std::fs::remove_file(bench.out()).unwrap();
@@ -294,7 +294,7 @@ fn two_do_not_write_the_same_file() {
     let _other = super::run::Output::create(&bench.out(), false).unwrap();
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &inputs), @r"
     `DIR/out.safetensors` is being written by another `ddp-train tokenize`
-      hint: wait for it, or choose another name with `-o`
+      hint: wait for it, or choose a different name with `-o`
     ");
 }
 
@@ -309,13 +309,13 @@ fn what_cannot_make_tokens_is_refused() {
     let random = WORDS.replace("WordLevel", "Unknown");
     let tokenizer = Tokenizer::File(bench.write("random.json", random));
     insta::assert_snapshot!(bench.refusal(&tokenizer, &inputs), @r"
-    `DIR/random.json` is not a tokenizer's file: data did not match any variant of untagged enum ModelUntagged at line 8 column 1
-      hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+    `DIR/random.json` is not a tokenizer file: data did not match any variant of untagged enum ModelUntagged at line 8 column 1
+      hint: `data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers
     ");
     let bpe = r#"{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "dropout": 0.5, "vocab": {"a": 0}, "merges": []}}"#;
     let tokenizer = Tokenizer::File(bench.write("bpe.json", bpe));
     insta::assert_snapshot!(bench.refusal(&tokenizer, &inputs), @r"
-    `DIR/bpe.json` is not a tokenizer's file: its `dropout` makes other tokens each time; set it to `null`
-      hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+    `DIR/bpe.json` is not a tokenizer file: its `dropout` gives different tokens each time; set it to `null`
+      hint: `data.tokenizer` expects a `tokenizer.json` of Hugging Face tokenizers
     ");
 }

@@ -86,10 +86,10 @@ impl Situation {
         );
         match self.sharing {
             GpuSharing::No if workers > gpus => Err(TrainError::Refused(format!(
-                "{crowded}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)"
+                "{crowded}\n  hint: start one per GPU (`--nproc-per-node gpu`), or train on the CPU (`parallel.backend: cpu`)"
             ))),
             GpuSharing::Refused(nccl) if workers > gpus => Err(TrainError::Refused(format!(
-                "{crowded}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own"
+                "{crowded}, and NCCL {nccl} does not let ranks share a GPU\n  hint: install NCCL 2.30 or later, or give each worker its own `NCCL_HOSTID`"
             ))),
             _ => Ok(Choice::Gpu(self.local_rank % gpus)),
         }
@@ -98,7 +98,7 @@ impl Situation {
     fn needs_gpu(&self, key: &str) -> TrainError {
         let why = match (self.backend, &self.gpus) {
             (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
-            (_, Ok(_)) => "the driver shows no GPU".to_owned(),
+            (_, Ok(_)) => "the driver reports no GPU".to_owned(),
             (_, Err(error)) => error.to_string(),
         };
         TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
@@ -243,8 +243,8 @@ mod tests {
         let mut sharing = situation(Backend::Auto, 1);
         sharing.sharing = GpuSharing::asked(old, false);
         insta::assert_snapshot!(refusal(&sharing), @r"
-        2 workers on this node, which has 1 GPU, and NCCL 2.18.0 lets no ranks share one
-          hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own
+        2 workers on this node, which has 1 GPU, and NCCL 2.18.0 does not let ranks share a GPU
+          hint: install NCCL 2.30 or later, or give each worker its own `NCCL_HOSTID`
         ");
         sharing.sharing = GpuSharing::asked(old, true);
         assert_eq!(gpu(&sharing), Some(0));

@@ -17,9 +17,9 @@ use crate::session::StoreError;
 /// Training failed on this rank.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The agent said that the generation is over: another rank failed first.
+    /// The agent said that the launcher ended this generation: another rank failed first.
     #[error(
-        "rank {rank} stopped{}: the generation is over: {cause}",
+        "rank {rank} stopped{}: the launcher ended this generation: {cause}",
         activity.as_ref().map_or_else(String::new, |activity| format!(" ({activity})"))
     )]
     GenerationOver {
@@ -34,7 +34,7 @@ pub enum TrainError {
     #[error(
         "{complaint} in step {step}{}: {seen}\n  hint: lower `train.optimizer.lr`, warm up longer, or set `train.grad_clip`{}",
         after(*skipped),
-        if *skipped == 0 { "; `train.on_nonfinite: skip` leaves such steps out" } else { "" }
+        if *skipped == 0 { "; `train.on_nonfinite: skip` skips such steps" } else { "" }
     )]
     NonFinite {
         /// What is not finite.
@@ -74,7 +74,7 @@ pub enum TrainError {
     Pipeline(#[from] PlanError),
     /// A parameter group would be empty.
     #[error(
-        "`train.optimizer.groups[{index}].params` is `{pattern}`, which matches none of the {params} parameters\n  hint: `*` stands for any characters, and a name is `{example}`"
+        "`train.optimizer.groups[{index}].params` is `{pattern}`, which matches none of the {params} parameters\n  hint: `*` matches any characters; a parameter name looks like `{example}`"
     )]
     ParamGroup {
         /// Which group.
@@ -127,8 +127,8 @@ pub enum TrainError {
 fn after(skipped: u64) -> String {
     match skipped {
         0 => String::new(),
-        1 => ", after one that was skipped".into(),
-        steps => format!(", after {steps} in a row that were skipped"),
+        1 => ", after 1 skipped step".into(),
+        steps => format!(", after {steps} skipped steps in a row"),
     }
 }
 

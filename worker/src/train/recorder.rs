@@ -75,7 +75,7 @@ impl Recorder {
                 (Err(error), missed) => {
                     if missed == 0 {
                         warn(&format!(
-                            "the metrics of step {} are lost, training goes on: {error}",
+                            "the metrics of step {} are lost, training continues: {error}",
                             record.step
                         ));
                     }

@@ -295,7 +295,9 @@ struct ReplicaHooks<'a> {
 impl Hooks for ReplicaHooks<'_> {
     fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
         if let Some(cause) = self.world.cancel.cause() {
-            return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
+            return Err(DeviceError::Upstream(format!(
+                "the launcher ended this generation: {cause}"
+            )));
         }
         self.others.before(block, pass)?;
         self.parameters.unshard(block, pass)

@@ -198,7 +198,7 @@ fn state_home(
         OptimizerOffload::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
         OptimizerOffload::File if parameters.own().arena().memory().host_ptr().is_none() => {
             Err(TrainError::Refused(format!(
-                "`train.offload.optimizer: file` needs a device whose memory is the host's, and {} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or take `train.offload.optimizer: host`",
+                "`train.offload.optimizer: file` needs a device that uses host memory, but {} has its own memory\n  hint: train on the CPU (`parallel.backend: cpu`), or set `train.offload.optimizer: host`",
                 device.name()
             )))
         }

@@ -7,7 +7,9 @@ use super::TrainError;
 use super::planning::{Estimate, Footprint};
 use super::setup::Prepared;
 use super::step::TrainerParts;
-use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
+use crate::config::{
+    Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig,
+};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::mesh::Axis;
@@ -20,11 +22,15 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
+    let kind_of_rank = match trainer.world.size() as u64 == global_batch.ranks {
+        true => "rank",
+        false => "data-parallel rank",
+    };
     let batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
         grouped(global_batch.tokens()),
-        counted(global_batch.ranks, "rank"),
+        counted(global_batch.ranks, kind_of_rank),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
         config.model.block_size,
@@ -33,12 +39,12 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
     let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());
     let mut table = Rows::new();
-    table.add("model", trainer.replica.model.name.clone());
+    table.add("model", model(&config.model));
     table.add("parameters", grouped(trainer.replica.model.param_count() as u64));
     table.add("data", data(&prepared.dataset, config.data.val.is_some()));
     table.add("global batch", batch);
     table.add("steps", steps(train, trainer.first_step));
-    table.add("memory of a rank", memory(&held, snapshot));
+    table.add("memory per rank", memory(&held, snapshot));
     table.add("device", trainer.world.device.name());
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
@@ -76,6 +82,17 @@ impl Rows {
     }
 }
 
+fn model(config: &Model) -> String {
+    let layers = counted(config.n_layer, "layer");
+    let (kind, heads) = match config.kind {
+        ModelKind::Gpt2 => ("gpt2", Some(config.n_head)),
+        ModelKind::Llama => ("llama", Some(config.n_head)),
+        ModelKind::Mlp => ("mlp", None),
+    };
+    let heads = heads.map_or_else(String::new, |heads| format!(", {}", counted(heads, "head")));
+    format!("{kind}, {layers}{heads}, width {}", config.n_embd)
+}
+
 fn backend(trainer: &TrainerParts<'_>) -> String {
     let world = trainer.world.size();
     match (world, trainer.session.env().node_count) {
@@ -96,9 +113,9 @@ fn data(dataset: &Dataset, has_val: bool) -> String {
     };
     let ((train, in_files), (val, in_val_files)) = (part(&dataset.train), part(&dataset.val));
     if has_val {
-        format!("{train} tokens{in_files} to train on, {val}{in_val_files} for validation")
+        format!("{train} tokens{in_files} for training, {val}{in_val_files} for validation")
     } else {
-        format!("{train} tokens{in_files} to train on, {val} held out")
+        format!("{train} tokens{in_files} for training, {val} held out for validation")
     }
 }
 
@@ -110,13 +127,13 @@ fn tokenizer(dataset: &Dataset) -> Option<String> {
     }
     let parts = [&dataset.train, &dataset.val];
     let bytes = match dataset.train.whole().bytes_per_token() {
-        Some(bytes) => format!(", {bytes:.2} bytes to a token"),
+        Some(bytes) => format!(", {bytes:.2} bytes per token"),
         None => String::new(),
     };
     let unknown = if parts.iter().all(|tokens| tokens.knows_tokenizer()) {
         ""
     } else {
-        "; a file does not say which tokenizer made it, so that this was not checked"
+        "; a file does not record its tokenizer, so this was not checked"
     };
     Some(format!(
         "{}, {} tokens{bytes}; losses are in nats per token{unknown}",
@@ -130,9 +147,11 @@ fn steps(train: &Train, first_step: u64) -> String {
     match first_step {
         0 => format!("{steps}"),
         first if first >= steps => {
-            format!("nothing left to train: {first} of {steps} are done; a larger `train.steps` goes on")
+            format!(
+                "nothing left to train: {first} of {steps} steps are done; increase `train.steps` to continue"
+            )
         }
-        first => format!("{steps}, resumed after {first}"),
+        first => format!("{steps}, resumed after step {first}"),
     }
 }
 
@@ -147,7 +166,7 @@ fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> 
     let goes_on = first_step < train.steps;
     (goes_on && was != is).then(|| {
         format!(
-            "over {} steps instead of {before}: where it goes on, the learning rate is {is:.1e} instead of {was:.1e}",
+            "over {} steps instead of {before}: training resumes at learning rate {is:.1e} instead of {was:.1e}",
             train.steps
         )
     })
@@ -156,8 +175,8 @@ fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> 
 fn recomputation(what: Recompute) -> Option<String> {
     let words = match what {
         Recompute::None => return None,
-        Recompute::Selective => "selective: the widened half of each feed-forward layer",
-        Recompute::Full => "full: every block from its input",
+        Recompute::Selective => "selective: the wide half of each feed-forward layer",
+        Recompute::Full => "full: each block, from its input",
     };
     Some(words.to_owned())
 }
@@ -170,8 +189,8 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
     let lr = train.optimizer.lr;
     let scaled = f64::from(lr) * batch_factor(train, global_batch);
     let warmup = match train.schedule.warmup_steps {
-        0 => "without warm-up, which `train.schedule.warmup_steps` would give".to_owned(),
-        steps => format!("after {}", counted(steps, "step")),
+        0 => "without warm-up (see `train.schedule.warmup_steps`)".to_owned(),
+        steps => format!("after {} of warm-up", counted(steps, "step")),
     };
     Some(format!(
         "{scaled:.2e} = {lr:.2e} × {} / {} samples, {warmup}",
@@ -188,11 +207,13 @@ fn memory(held: &Footprint, snapshot_bytes: u64) -> String {
     format!(
         "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
         bytes(held.params),
-        aside(held.gathered, |gathered| format!(" (and {gathered} gathered)")),
+        aside(held.gathered, |gathered| format!(" (plus {gathered} gathered)")),
         bytes(held.grads),
         in_flight(held.in_flight),
         bytes(held.optimizer),
-        aside(held.padding, |padding| format!(", {padding} of padding included")),
+        aside(held.padding, |padding| format!(
+            ", including {padding} of padding"
+        )),
         bytes(held.activations),
         aside(snapshot_bytes, |snapshot| format!(
             ", checkpoint snapshot {snapshot}"
@@ -219,31 +240,31 @@ fn precision(config: &TrainConfig) -> String {
     }
     let added = match config.train.grad_accumulation {
         1 => String::new(),
-        _ => format!(" and added up in {accumulated}"),
+        _ => format!(" and accumulated in {accumulated}"),
     };
-    format!("{params}, with f32 masters and moments; gradients are averaged in {reduced}{added}")
+    format!("{params}, with f32 master weights and moments; gradients are averaged in {reduced}{added}")
 }
 
 fn strategy(trainer: &TrainerParts<'_>) -> String {
     let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
     let what = match scheme.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
-            return "ddp: a shard on one rank is everything".to_owned();
+            return "ddp: a single rank, nothing to shard".to_owned();
         }
-        Strategy::Ddp => return "ddp: everything on every rank".to_owned(),
-        Strategy::Zero1 => "zero1: the optimizer is",
-        Strategy::Zero2 => "zero2: optimizer and gradients are",
-        Strategy::Zero3 => "zero3: optimizer, gradients and parameters are",
+        Strategy::Ddp => return "ddp: full replica on each rank".to_owned(),
+        Strategy::Zero1 => "zero1: optimizer state",
+        Strategy::Zero2 => "zero2: optimizer state and gradients",
+        Strategy::Zero3 => "zero3: optimizer state, gradients and parameters",
     };
     let ranks = counted(scheme.shard_ranks(), "rank");
     let copies = match scheme.copies() {
         1 => String::new(),
-        copies => format!(", in {copies} copies"),
+        copies => format!(", {copies} replicas"),
     };
     let kept = match (parallel.strategy, parallel.reshard_after_forward) {
-        (Strategy::Zero3, true) => "; a block is gathered for forward and for backward",
-        (Strategy::Zero3, false) => "; a block is gathered once, and stays until its backward",
-        _ => "; parameters are gathered while the next forward begins",
+        (Strategy::Zero3, true) => "; each block is gathered for forward and again for backward",
+        (Strategy::Zero3, false) => "; each block is gathered once and kept until its backward",
+        _ => "; parameters are gathered while the next forward starts",
     };
     format!("{what} sharded over {ranks}{copies}{kept}")
 }
@@ -256,7 +277,7 @@ fn pipeline(plan: &PipelinePlan) -> Option<String> {
         .collect();
     (placement.stages() > 1).then(|| {
         format!(
-            "{}: {} of {} layers on {}, {}; {:.1} % of the time idle if stages take equally long",
+            "{}: {} of {} layers on {}, {}; idle {:.1} % of the time if all stages take equally long",
             plan.name(),
             counted(placement.stages() as u64, "stage"),
             layers.join(", "),
@@ -276,7 +297,7 @@ fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
         OptimizerOffload::None => None,
         OptimizerOffload::File => {
             let dir = offload.dir.as_deref().unwrap_or(prepared.run_dir.path());
-            Some(format!("{state} of a rank in a file in {}", dir.display()))
+            Some(format!("{state} per rank, in a file in {}", dir.display()))
         }
         OptimizerOffload::Host => {
             let on_host = trainer.optimizer.home().host_state();
@@ -293,13 +314,13 @@ fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
 fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
     match across {
         Some((staging, threads)) => format!(
-            "{state} of a rank in memory of the host, updated there by {}, through {} that are page-locked",
+            "{state} per rank in host memory, updated there by {}, through {} of page-locked memory",
             counted(threads, "thread"),
             bytes(staging as u64)
         ),
-        None => format!(
-            "{state} of a rank, in memory of the host already: `train.offload` moves nothing on this device"
-        ),
+        None => {
+            format!("{state} per rank, already in host memory: `train.offload` has no effect on this device")
+        }
     }
 }
 
@@ -334,10 +355,10 @@ fn both_ways(chosen: Accumulate, sharded: (Footprint, u64), full: (Footprint, u6
     let (sent_sharded, sent_full) = (bytes(sharded.1), bytes(full.1));
     match chosen {
         Accumulate::Sharded => format!(
-            "sharded: {shard} of gradients{of_shard}, {sent_sharded} sent a step; full would take {whole}{of_whole} and send {sent_full}"
+            "sharded: {shard} of gradients{of_shard}, {sent_sharded} sent per step; `full` would need {whole}{of_whole} and send {sent_full}"
         ),
         Accumulate::Full => format!(
-            "full: {whole} of gradients{of_whole}, {sent_full} sent a step; sharded would take {shard}{of_shard} and send {sent_sharded}"
+            "full: {whole} of gradients{of_whole}, {sent_full} sent per step; `sharded` would need {shard}{of_shard} and send {sent_sharded}"
         ),
     }
 }
@@ -345,21 +366,21 @@ fn both_ways(chosen: Accumulate, sharded: (Footprint, u64), full: (Footprint, u6
 fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     let parallel = &trainer.config.parallel;
     let when = if parallel.overlap {
-        "while backward runs"
+        "overlapped with backward"
     } else {
         "after backward"
     };
     let how = match (trainer.scheme.strategy, parallel.sync) {
-        (Strategy::Ddp, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
-        (Strategy::Ddp, Sync::PerParameter) => "per-parameter".to_owned(),
-        (Strategy::Ddp, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
+        (Strategy::Ddp, Sync::Bucketed) => counted(reductions, "bucket"),
+        (Strategy::Ddp, Sync::PerParameter) => "one all-reduce per parameter".to_owned(),
+        (Strategy::Ddp, Sync::Naive) => return "one all-reduce after backward".to_owned(),
         (strategy, _) => {
             let unit = match (strategy, trainer.scheme.accumulate) {
                 (Strategy::Zero3, _) => "group",
                 (Strategy::Zero2, Some(Accumulate::Sharded)) => "part",
                 _ => "bucket",
             };
-            format!("reduce-scatter ({})", counted(reductions, unit))
+            format!("reduce-scatter of {}", counted(reductions, unit))
         }
     };
     match trainer.scheme.accumulate {
@@ -381,9 +402,9 @@ mod tests {
             ..Train::default()
         };
         train.optimizer.lr = 0.1;
-        insta::assert_snapshot!(scaled_rate(&train, 8192).unwrap(), @"3.20e0 = 1.00e-1 × 8,192 / 256 samples, without warm-up, which `train.schedule.warmup_steps` would give");
+        insta::assert_snapshot!(scaled_rate(&train, 8192).unwrap(), @"3.20e0 = 1.00e-1 × 8,192 / 256 samples, without warm-up (see `train.schedule.warmup_steps`)");
         train.schedule.warmup_steps = 100;
-        insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps");
+        insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps of warm-up");
         train.lr_scaling = LrScaling::None;
         assert_eq!(scaled_rate(&train, 64), None);
     }
@@ -396,9 +417,9 @@ mod tests {
         };
         assert_eq!(stretched(&train, 600, 280, 16), None);
         assert_eq!(stretched(&train, 300, 0, 16), None, "the peak, either way");
-        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: where it goes on, the learning rate is 1.7e-4 instead of 3.0e-6");
-        insta::assert_snapshot!(steps(&train, 280), @"600, resumed after 280");
-        insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 are done; a larger `train.steps` goes on");
+        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: training resumes at learning rate 1.7e-4 instead of 3.0e-6");
+        insta::assert_snapshot!(steps(&train, 280), @"600, resumed after step 280");
+        insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 steps are done; increase `train.steps` to continue");
         train.schedule.kind = LearningRate::Constant;
         assert_eq!(stretched(&train, 300, 280, 16), None);
     }
@@ -416,8 +437,8 @@ mod tests {
 
     #[test]
     fn the_line_of_a_state_on_the_host() {
-        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB of a rank in memory of the host, updated there by 8 threads, through 25.0 MiB that are page-locked");
-        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB of a rank, in memory of the host already: `train.offload` moves nothing on this device");
+        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB per rank in host memory, updated there by 8 threads, through 25.0 MiB of page-locked memory");
+        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB per rank, already in host memory: `train.offload` has no effect on this device");
     }
 
     #[test]
@@ -433,7 +454,7 @@ mod tests {
             padding: 5 << 20,
             ..seven_billion([0, 0, 7])
         };
-        insta::assert_snapshot!(memory(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
+        insta::assert_snapshot!(memory(&zero3, 3 << 30), @"parameters 3.3 GiB (plus 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, including 5.0 MiB of padding, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
     }
 
     #[test]
@@ -446,7 +467,7 @@ mod tests {
         // k + 1 = 5 times 24.5 GB, and 2 times.
         let sharded = (sharded, 5 * 24_500_000_000);
         let full = (seven_billion([28, 28, 7]), 2 * 24_500_000_000);
-        insta::assert_snapshot!(both_ways(Accumulate::Sharded, sharded, full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
-        insta::assert_snapshot!(both_ways(Accumulate::Full, sharded, full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Sharded, sharded, full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent per step; `full` would need 26.1 GiB and send 45.6 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Full, sharded, full), @"full: 26.1 GiB of gradients, 45.6 GiB sent per step; `sharded` would need 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
     }
 }

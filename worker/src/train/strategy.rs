@@ -226,7 +226,7 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
         return Ok(());
     }
     Err(TrainError::Refused(format!(
-        "`train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: {tensor}` each rank has a part of every one\n  hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer"
+        "`train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: {tensor}` each rank has only a part of each matrix\n  hint: set `parallel.tensor: 1` and split the model with `parallel.strategy: zero3` or `parallel.pipeline.stages`, or use a different optimizer"
     )))
 }
 
@@ -272,7 +272,7 @@ pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
     let csv = pipeline.file.as_deref().map(|path| {
         read_schedule(path).map_err(|error| {
             TrainError::Refused(format!(
-                "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
+                "`parallel.pipeline.file`: `{}`: {error}\n  hint: expected a schedule as PyTorch's pipelining writes it, one row per rank",
                 path.display()
             ))
         })

@@ -57,7 +57,7 @@ impl Driver<'_> {
             LinkEvent::Unanswered(patience, cause) => {
                 let cause = cause.map_or_else(String::new, |cause| format!(" ({cause})"));
                 self.console.say(&format!(
-                    "the rendezvous `{}` does not answer yet{cause}; trying for {} s",
+                    "rendezvous `{}` is unreachable{cause}; retrying for {} s",
                     self.plan.endpoint,
                     patience.as_secs_f64()
                 ));
@@ -69,7 +69,7 @@ impl Driver<'_> {
                 self.daemon_link.gives_up = Instant::now() + patience;
                 self.daemon_link.meanwhile = self.machine.meanwhile();
                 self.console.say(&format!(
-                    "{error}; {}; the daemon is tried for {} s, exit code {exit_code} then",
+                    "{error}; {}; retrying for {} s, then exiting with code {exit_code}",
                     self.daemon_link.meanwhile,
                     patience.as_secs_f64()
                 ));
@@ -82,7 +82,7 @@ impl Driver<'_> {
                     // It may have to wait for other nodes first.
                     self.alarm = Some(Instant::now() + VERDICT_WAIT);
                 }
-                self.console.say("the rendezvous daemon is back");
+                self.console.say("reconnected to the rendezvous daemon");
                 if let Some(store) = self.control.store() {
                     tokio::spawn(async move { store.write_again().await });
                 }
@@ -112,7 +112,7 @@ impl Driver<'_> {
             .saturating_duration_since(Instant::now());
         let exit_code = self.exit_code_without_daemon();
         self.console.say(&format!(
-            "{meanwhile}; it is still out of reach, and tried for {:.0} s more, exit code {exit_code} then",
+            "{meanwhile}; the rendezvous daemon is still unreachable; retrying for {:.0} s, then exiting with code {exit_code}",
             left.as_secs_f64()
         ));
     }
@@ -138,8 +138,10 @@ impl Driver<'_> {
             }
             Some(Word::Assignment(assignment)) => {
                 if self.machine.is_running() && message.generation == self.machine.generation().0 {
-                    self.console
-                        .say(&format!("generation {} runs on", message.generation));
+                    self.console.say(&format!(
+                        "generation {} continues without a restart",
+                        message.generation
+                    ));
                     self.daemon_link.last_waiting.clear();
                 }
                 self.event_log.put(LogEvent::Assigned {
@@ -176,8 +178,8 @@ impl Driver<'_> {
             return;
         };
         self.console.say(&format!(
-            "this launcher was stalled for {:.1} s, longer than its lease of {:.1} s: it was stopped, or its machine was \
-             suspended; the others may have gone on without it",
+            "this launcher was stalled for {:.1} s, longer than its lease of {:.1} s: the process was stopped or \
+             its machine suspended; the other nodes may have continued without it",
             gap.as_secs_f64(),
             self.daemon_link.heartbeat_clock.lease.unwrap_or_default().as_secs_f64()
         ));
@@ -205,8 +207,8 @@ impl Driver<'_> {
             events.push_back(Event::DaemonGone {
                 exit_code: exit::RENDEZVOUS_TIMED_OUT,
                 error: format!(
-                    "the job went on without this node: it was suspended for {:.1} s, and the rendezvous daemon at `{}` is \
-                     gone\n  hint: the other nodes' launchers reported how the job ended",
+                    "the job continued without this node, which was suspended for {:.1} s, and the rendezvous daemon at `{}` is \
+                     gone\n  hint: see the launchers of the other nodes for how the job ended",
                     suspension.gap.as_secs_f64(),
                     self.plan.endpoint
                 ),

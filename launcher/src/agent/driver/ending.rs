@@ -95,9 +95,8 @@ impl Driver<'_> {
             report,
         });
         if matches!(exit_reason, ExitReason::Succeeded) && self.run_token.is_empty() {
-            self.console.say(
-                "the job succeeded without this node: as a spare it was never needed, and started no worker",
-            );
+            self.console
+                .say("the job succeeded without this node, which stayed on standby and started no workers");
         }
         if matches!(exit_reason, ExitReason::Stopped { .. }) {
             // It may have been stopped before it wrote anything.

@@ -25,8 +25,9 @@ impl Driver<'_> {
         if !self.told_unwatched && self.worker_group.is_unwatched(bound) {
             self.told_unwatched = true;
             self.console.say(&format!(
-                "`--hang-timeout` watches nothing: no worker of this node has sent a heartbeat in {} s\n  \
-                 hint: Python scripts send them with `ddp_run.heartbeat(step)` (`pip install ddp-run`)",
+                "`--hang-timeout` has no effect: no worker on this node has sent a heartbeat in {} s
+  \
+                 hint: Python scripts send them with `ddp_run.heartbeat(step)` (package `ddp_run`)",
                 bound.as_secs_f64()
             ));
         }
@@ -81,7 +82,7 @@ impl Driver<'_> {
         let Some((local_rank, pid, silent)) = self.silent(bound) else {
             return self
                 .console
-                .say("the worker that said nothing new goes on: it is slow, not lost");
+                .say("the silent worker made progress again: it was slow, not hung");
         };
         let (beat, now) = (silent.beat, Instant::now());
         if self
@@ -96,14 +97,14 @@ impl Driver<'_> {
             return;
         };
         let states = states.map_or_else(String::new, |states| {
-            format!("\n  what all workers of this node did: {states}")
+            format!("\n  state of all workers on this node: {states}")
         });
         let rank = worker.rank;
         if silent.waits {
             let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
             self.worker_group.found_waiting();
             return self.console.say(&format!(
-                "rank {rank} says nothing new, but is not ended: {wait}, and its wait ends after \
+                "rank {rank} makes no progress but is not stopped: {wait}, and this wait ends after \
                  `parallel.timeout_s`{states}"
             ));
         }
@@ -114,9 +115,7 @@ impl Driver<'_> {
             let _ = write!(words, "\n  {line}");
         }
         words.push_str(&states);
-        worker
-            .said
-            .get_or_insert_with(|| format!("{}it {words}", hang::HUNG));
+        worker.said.get_or_insert_with(|| words.clone());
         self.console.say(&format!("rank {rank} {words}"));
         self.worker_group.end_hung(local_rank, Signal::SIGABRT);
     }
@@ -130,17 +129,17 @@ impl Driver<'_> {
             let place = worker.place().unwrap_or_else(|| "no heartbeat yet".to_owned());
             let silence = worker.beat.map_or(0.0, |beat| beat.silence(now).as_secs_f64());
             let mut text = format!(
-                "rank {}, pid {pid}: {place}, nothing new for {silence:.1} s\n",
+                "rank {}, pid {pid}: {place}, no progress for {silence:.1} s\n",
                 worker.rank
             );
             let line = |wait: &PeerWait| format!("{wait}\n");
             let waits = || worker.waits.iter().map(line).collect();
             let state = worker.state.clone().unwrap_or_else(waits);
             if !state.is_empty() {
-                let _ = write!(text, "\nit says:\n{state}");
+                let _ = write!(text, "\nreported by the worker:\n{state}");
             }
             if let Some(threads) = threads.get(&pid) {
-                let _ = write!(text, "\nthe kernel says:\n{threads}");
+                let _ = write!(text, "\nthreads, as the kernel reports them:\n{threads}");
             }
             states.extend(worker.hang_file().map(|file| (worker.rank, file, text)));
         }
@@ -148,7 +147,7 @@ impl Driver<'_> {
         tokio::spawn(self.files.give(move || {
             for (rank, file, text) in states {
                 if let Err(error) = std::fs::write(file, text) {
-                    console.say(&format!("cannot write what rank {rank} does: {error}"));
+                    console.say(&format!("cannot write the state of rank {rank}: {error}"));
                 }
             }
         }));

@@ -314,7 +314,7 @@ impl<'a> Driver<'a> {
         }
         if orphans.contains(&self.guardian.pid()) {
             self.console
-                .say("the guardian process was killed: should this launcher be killed too, its workers die, but what they have started lives on");
+                .say("the guardian process was killed: if this launcher is killed too, its workers die, but processes that they started survive");
         }
     }
 

@@ -33,10 +33,10 @@ impl Driver<'_> {
             .inspect_err(|error| {
                 self.console.say(&match asked {
                     Some(port) => format!(
-                        "port {port} of `--master-port` cannot be reserved; if rank 0 runs here, it may not get it \
-                         either: {error}"
+                        "cannot reserve `--master-port {port}`; rank 0 may fail to bind it if it runs on this \
+                         node: {error}"
                     ),
-                    None => format!("no port can be reserved for MASTER_PORT: {error}"),
+                    None => format!("cannot reserve a port for MASTER_PORT: {error}"),
                 });
             })
             .ok();
@@ -129,7 +129,7 @@ impl Driver<'_> {
             node_addrs,
         } = ready;
         let Some(client) = self.client.clone() else {
-            return Err(PrepareError::Assignment("it came from nowhere".into()));
+            return Err(PrepareError::Assignment("it arrived without a connection".into()));
         };
         self.worker_group = prepared.worker_group;
         self.local_failure = None;

@@ -25,7 +25,7 @@ fn what_was_spent_before_the_outage_is_not_given_back() {
             .rejoin("a", generation, 1, 1);
         o.scene.pass(SECOND, &["a"]);
     }
-    assert!(o.received("a").contains("all 3 restarts are used up"));
+    assert!(o.received("a").contains("no restarts left (3/3 used)"));
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn damage_is_named() {
     fs::write(&part, &good[..good.len() - 1]).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` has 227 bytes, expected 228: truncated or overwritten
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
 
     let mut flipped = good.clone();
@@ -35,7 +35,7 @@ fn damage_is_named() {
         .unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors`: the content of tensor `w`, elements 0..12, does not match its hash
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
 
     let mut header = good.clone();
@@ -46,7 +46,7 @@ fn damage_is_named() {
     fs::remove_file(&part).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` is missing
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
     fs::write(&part, &good).unwrap();
 
@@ -59,7 +59,7 @@ fn damage_is_named() {
     .unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000020/manifest.json` is damaged: its content does not match its own hash
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
     fs::write(
         &manifest,
@@ -76,8 +76,8 @@ fn damage_is_named() {
 
     fs::write(folder.path().join("checkpoints/latest"), "../../etc\n").unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
-    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`
-      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
+    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` does not name a checkpoint: `../../etc`
+      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it to use the newest one
     ");
     fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
     assert_eq!(check_latest(folder.path()), 20);
@@ -89,7 +89,7 @@ fn a_latest_checkpoint_that_is_gone_is_named() {
     fs::write(folder.path().join("checkpoints/latest"), "step_00000021").unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000021/manifest.json` is missing
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
     // What no name leads to is found by itself.
     fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
@@ -102,13 +102,13 @@ fn a_file_system_that_does_not_answer_is_named_with_what_it_was_asked() {
     let asked = ("sync", path);
     let stalled = CheckpointError::stalled(4, &asked, 300.0);
     insta::assert_snapshot!(stalled, @r"
-    the checkpoint of step 4 cannot be written: the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors` and has not answered for 300 s
-      hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
+    cannot write the checkpoint of step 4: the file system has not responded for 300 s to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`
+      hint: check whether the disk or file server responds (`dmesg`); `train.checkpoint_timeout_s` limits the wait
     ");
     let stuck = CheckpointError::stuck(6, 4, &asked);
     insta::assert_snapshot!(stuck, @r"
-    the checkpoint of step 6 cannot begin: for that of step 4 the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`, and it has still not answered
-      hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
+    cannot start the checkpoint of step 6: the file system has still not responded to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors` for that of step 4
+      hint: check whether the disk or file server responds (`dmesg`); `train.checkpoint_timeout_s` limits the wait
     ");
 }
 
@@ -171,7 +171,7 @@ fn who_reads_a_part_of_a_piece_hashes_its_blocks_only() {
     assert_eq!(errors[0], errors[1]);
     insta::assert_snapshot!(message(&errors[0], folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000001/part-0.safetensors`: the content of tensor `w`, elements 8388608..10485760, does not match its hash
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
     assert!(
         read(&open(), "w", 0..BLOCKS)
@@ -189,7 +189,7 @@ fn a_file_that_is_cut_after_it_was_opened_is_no_panic() {
     // Within its first block, so that there is nothing of the last one.
     let file = fs::OpenOptions::new().write(true).open(&part).unwrap();
     file.set_len(1 << 20).unwrap();
-    insta::assert_snapshot!(message(&reader.verify().unwrap_err(), folder.path()), @"cannot read `OUT/checkpoints/step_00000001/part-0.safetensors`: the file ends before its tensors do");
+    insta::assert_snapshot!(message(&reader.verify().unwrap_err(), folder.path()), @"cannot read `OUT/checkpoints/step_00000001/part-0.safetensors`: the file ends before its last tensor");
 }
 
 #[test]
@@ -205,8 +205,8 @@ fn a_file_that_is_shorter_than_its_header_says_is_refused_though_the_manifest_ag
     assert!(sealed.contains("228"));
     fs::write(&manifest, contents.to_bytes().unwrap()).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
-    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` has 220 bytes, and its header describes 228
-      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` has 220 bytes, but its header describes 228
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
     ");
 }
 
@@ -216,8 +216,8 @@ fn a_latest_that_is_too_long_names_no_step() {
     let latest = folder.path().join("checkpoints/latest");
     fs::write(latest, vec![b'x'; (1 << 20) + 1]).unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
-    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: it is longer than 1048576 bytes
-      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
+    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` does not name a checkpoint: it is longer than 1048576 bytes
+      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it to use the newest one
     ");
 }
 
@@ -259,7 +259,7 @@ fn hashes_of_blocks_that_are_not_those_of_the_piece_are_refused() {
         fs::write(&manifest, bad.to_bytes().unwrap()).unwrap();
         let error = open_error(folder.path());
         assert!(
-            error.contains("the hashes of the blocks of entry `w` are not those of its hash"),
+            error.contains("the block hashes of entry `w` do not match its hash"),
             "{error}"
         );
     }
@@ -277,20 +277,20 @@ fn another_model_is_refused_by_the_first_difference() {
     reader.expect(&[w.clone(), m.clone()]).unwrap();
     let error = |expected: &[Extent]| message(&reader.expect(expected).unwrap_err(), folder.path());
     insta::assert_snapshot!(error(&[tensor("w", &[4, 4], DType::F32), m.clone()]), @r"
-    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is f32[4, 4]
+    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], but f32[4, 4] in this model
       hint: resume with the model section that it was written with
     ");
     insta::assert_snapshot!(error(&[tensor("w", SHAPE, DType::Bf16), m.clone()]), @r"
-    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is bf16[3, 4]
+    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], but bf16[3, 4] in this model
       hint: resume with the model section that it was written with
     ");
     insta::assert_snapshot!(error(&[w.clone(), m, v]), @r"
     checkpoint `OUT/checkpoints/step_00000020` has no tensor `v`
-      hint: it belongs to another model or optimizer
+      hint: it belongs to a different model or optimizer
     ");
     insta::assert_snapshot!(error(&[w]), @r"
     checkpoint `OUT/checkpoints/step_00000020` has a tensor `m`, which this model does not have
-      hint: it belongs to another model or optimizer
+      hint: it belongs to a different model or optimizer
     ");
     assert!(matches!(
         read(&reader, "w", 0..13),

@@ -338,17 +338,17 @@ fn manifests_whose_regions_contradict_themselves_are_refused() {
         ),
         (
             with_box(&[[0, 4], [0, 4], [0, max]]),
-            "is no box of shape [8, 8, 3]",
+            "does not fit shape [8, 8, 3]",
         ),
         (
             with_box(&[[0, max], [0, max], [0, max]]),
-            "is no box of shape [8, 8, 3]",
+            "does not fit shape [8, 8, 3]",
         ),
         (
             with_box(&[[4, 0], [0, 4], [0, 3]]),
-            "is no box of shape [8, 8, 3]",
+            "does not fit shape [8, 8, 3]",
         ),
-        (with_box(&[[0, 4]]), "is no box of shape [8, 8, 3]"),
+        (with_box(&[[0, 4]]), "does not fit shape [8, 8, 3]"),
         (without(3), "element [4, 4, 0] is in no region"),
         (Vec::new(), "element [0, 0, 0] is in no region"),
         (twice, "element [4, 0, 0] is in more than one region"),

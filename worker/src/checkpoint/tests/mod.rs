@@ -356,10 +356,10 @@ fn pieces_that_do_not_make_up_a_tensor_are_refused_and_nothing_is_left() {
         assert_eq!(check_latest(folder.path()), 10);
         message(&error, folder.path())
     };
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..5, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not make it up: elements 5..6 of region [0..3, 0..4] are in no file");
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..7, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not make it up: elements 6..7 of region [0..3, 0..4] are twice, also in `part-1.safetensors`");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..5, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not cover it exactly: elements 5..6 of region [0..3, 0..4] are in no file");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..7, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not cover it exactly: elements 6..7 of region [0..3, 0..4] are stored twice, also in `part-1.safetensors`");
     let other = (extent(parameter("w"), &[12], 6..12), &w[24..]);
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..6, &w)], &[other]]), @"the regions and ranges of tensor `w` do not make it up: one file says f32[3, 4], another f32[12]");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..6, &w)], &[other]]), @"the regions and ranges of tensor `w` do not cover it exactly: one file says f32[3, 4], another f32[12]");
 }
 
 #[test]
@@ -496,7 +496,7 @@ fn a_rank_of_an_earlier_generation_disturbs_nobody() {
     let late = Writer::begin(folder.path(), 10, 1).unwrap();
     late.write("part-0", &all).unwrap();
     let error = late.commit(&state(10), &["part-0"]).unwrap_err();
-    insta::assert_snapshot!(error, @"the checkpoint of step 10 is older than the latest, of step 20: a later life of the job wrote that one");
+    insta::assert_snapshot!(error, @"the checkpoint of step 10 is older than the latest, of step 20: the job wrote that one after a later restart");
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
     assert_eq!(read(&reader, "w", 0..12).unwrap(), w);
     assert_eq!(
@@ -532,12 +532,12 @@ fn an_out_dir_that_cannot_be_written_is_named() {
     let denied = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::PermissionDenied.into());
     insta::assert_snapshot!(denied, @r"
     cannot write `x`: permission denied
-      hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write
+      hint: check its owner and mode: the user of a run must be able to read and write its `run.out_dir`
     ");
     let full = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::StorageFull.into());
     insta::assert_snapshot!(full, @r"
     cannot write `x`: no storage space
-      hint: free space there
+      hint: free some space there
     ");
 }
 

@@ -101,8 +101,8 @@ fn resharding_keeps_every_bit_and_balances_the_files() {
     let taken = folder.path().join("0");
     let error = reshard(&disk(), &from, &taken, 2).unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
-    `OUT/0/checkpoints/step_00000040` exists already
-      hint: name a folder that does not exist yet, or delete it
+    `OUT/0/checkpoints/step_00000040` already exists
+      hint: give a directory that does not exist yet, or delete it
     ");
 }
 
@@ -200,8 +200,8 @@ fn an_export_is_read_by_others_bit_by_bit() {
     );
     let error = export(&disk(), &reader, &target).unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
-    `OUT/gpt2` exists already
-      hint: name a folder that does not exist yet, or delete it
+    `OUT/gpt2` already exists
+      hint: give a directory that does not exist yet, or delete it
     ");
 }
 

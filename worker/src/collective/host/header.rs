@@ -195,7 +195,7 @@ mod tests {
         let theirs = OperationHeader::of_call(SetUpCall::Split, 3, "tensor");
         let error = ours.agree(&theirs, 7).unwrap_err();
         assert!(error.to_string().starts_with(
-            "rank 7 is in split #3 (tensor), this rank in shared allocation #3 of 12 f32 (gradients)"
+            "rank 7 is in split #3 (tensor), but this rank is in shared allocation #3 of 12 f32 (gradients)"
         ));
     }
 }

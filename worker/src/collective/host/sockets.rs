@@ -210,7 +210,7 @@ fn listen_unix(name: &str, peers: usize) -> Result<OwnedFd, Failure> {
 fn listen_tcp(host: IpAddr, peers: usize) -> Result<(OwnedFd, SocketAddr), Failure> {
     let refused = |error: io::Error| Failure::System {
         what: format!("listening on `{host}`"),
-        cause: format!("{error}\n  hint: it must be an address of this node that the other nodes reach"),
+        cause: format!("{error}\n  hint: it must be an address of this node that the other nodes can reach"),
     };
     let listener = TcpListener::bind((host, 0)).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
@@ -347,8 +347,8 @@ fn connect_tcp(address: SocketAddr, rank: usize, wait: &Wait) -> Result<OwnedFd,
     let refused = |cause: &str| Failure::System {
         what: format!("cannot reach rank {rank} at `{address}`"),
         cause: format!(
-            "{cause}\n  hint: are ports between the nodes open? workers connect to free ports of each other's addresses; \
-             `--local-addr` sets the address under which other nodes reach a node"
+            "{cause}\n  hint: check that the ports between the nodes are open: workers connect to free ports at \
+             each other's addresses; `--local-addr` sets the address at which other nodes reach a node"
         ),
     };
     let by_system = |errno: Errno| refused(&errno.desc().to_lowercase());
@@ -457,7 +457,7 @@ impl Connection {
                 Err(Errno::EAGAIN | Errno::EINTR) => continue,
                 Err(Errno::ECONNRESET) | Ok((0, _)) => Err(self.lost_by_closing()),
                 Err(error) => Err(system_failure(
-                    format!("taking a descriptor from rank {peer}"),
+                    format!("receiving a descriptor from rank {peer}"),
                     error,
                 )),
                 Ok((8, Some(fd))) if u64::from_le_bytes(bytes) == label => Ok(fd),

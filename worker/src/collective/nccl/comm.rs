@@ -466,7 +466,7 @@ impl Comm {
         // Memory is freed on the way to the report of the error, which must not wait.
         self.stream.native.abandon();
         tracing::error!(
-            "rank {}: communicator `{}` is given up: {failure}\nits last operations:\n{}",
+            "rank {}: communicator `{}` is abandoned: {failure}\nits last operations:\n{}",
             self.membership.global(),
             self.membership.name,
             recorder.dump(Instant::now()).trim_end(),
@@ -480,7 +480,7 @@ impl Comm {
         // device has failed, its operations must end all the same.
         if let Err(error) = self.stream.native.bind() {
             let name = &self.membership.name;
-            tracing::warn!("communicator `{name}` is aborted all the same: {error}");
+            tracing::warn!("aborting communicator `{name}` anyway: {error}");
         }
         // Taken out of the lock, since an abort may take long.
         let handle = self.lock().take();
@@ -771,7 +771,7 @@ mod tests {
             sequence: Some(31),
         };
         let words = |sequence| reason.failure_of(sequence, "world").to_string();
-        let elsewhere = "given up because of #31 of `world`: broken";
+        let elsewhere = "abandoned because of #31 of `world`: broken";
         assert_eq!([words(Some(29)), words(Some(32))], [elsewhere; 2]);
         assert_eq!([words(Some(31)), words(None)], ["broken"; 2]);
         let others = reason.for_others("world");

@@ -53,7 +53,10 @@ impl Nccl {
         let status = unsafe { (functions.get_version)(&raw mut code) };
         let version = Version(code);
         if status != Status::SUCCESS || version < Version::LEAST {
-            return Err(format!("is NCCL {version}, and {} is the least", Version::LEAST));
+            return Err(format!(
+                "is NCCL {version}, but at least {} is required",
+                Version::LEAST
+            ));
         }
         let path = path.to_owned();
         Ok(Self(Arc::new(LoadedNccl {

@@ -112,7 +112,7 @@ impl Transport for NcclTransport {
     fn shutdown(&mut self, wait: &Wait) {
         if let Err(failure) = self.comm.leave(wait) {
             let name = &self.comm.membership().name;
-            tracing::warn!("communicator `{name}` could not be left: {failure}");
+            tracing::warn!("cannot leave communicator `{name}`: {failure}");
             await_aborts(&self.watchdog, name);
         }
     }
@@ -125,7 +125,7 @@ impl Transport for NcclTransport {
 fn await_aborts(watchdog: &Watchdog, name: &str) {
     if !watchdog.end(ABORT_TIMEOUT) {
         tracing::warn!(
-            "communicator `{name}`, or one beside it, is still being aborted after {} s",
+            "communicator `{name}` or one next to it is still being aborted after {} s",
             ABORT_TIMEOUT.as_secs()
         );
     }
@@ -150,7 +150,7 @@ fn exchange_id(
     let exchange = StoreExchange {
         store,
         wait,
-        what: "exchanging the meeting point of NCCL",
+        what: "exchanging the id of NCCL",
     };
     let own = nccl.version().to_string();
     if world.rank == 0 {
@@ -163,12 +163,12 @@ fn exchange_id(
         exchange.publish(&key, &text)?;
         return Ok(id);
     }
-    let malformed = || Failure::Invalid("rank 0 published a malformed meeting point of NCCL".into());
+    let malformed = || Failure::Invalid("rank 0 published a malformed NCCL id".into());
     let bytes = exchange.await_key(&key, 0, || vec![0])?;
     let PublishedId { version, id } = serde_json::from_slice(&bytes).map_err(|_| malformed())?;
     if version != own {
         return Err(Failure::Invalid(format!(
-            "rank 0 has NCCL {version}, this rank NCCL {own} (`{}`)\n  hint: install the same version on all nodes",
+            "rank 0 has NCCL {version}, but this rank has NCCL {own} (`{}`)\n  hint: install the same version on all nodes",
             nccl.path().display()
         )));
     }

@@ -168,7 +168,7 @@ impl WatchdogState {
         };
         let thread = std::thread::Builder::new().name("ddp-abort".into());
         if let Err(error) = thread.spawn(abort.clone()) {
-            tracing::warn!("no thread can be started for an abort: {error}");
+            tracing::warn!("cannot start a thread for an abort: {error}");
             abort();
         }
     }
@@ -192,7 +192,7 @@ impl Watched {
             self.is_reported = true;
             let Membership { name, .. } = self.comm.membership();
             tracing::error!(
-                "rank {}: a call of NCCL on communicator `{name}` has not returned for {} s, so that its operations cannot be aborted",
+                "rank {}: a call of NCCL on communicator `{name}` has not returned for {} s, so its operations cannot be aborted",
                 self.comm.membership().global(),
                 STUCK.as_secs(),
             );
@@ -285,7 +285,7 @@ impl TimeoutReports {
         for (membership, sequence) in waits {
             let key = key(membership, membership.global());
             if let Err(error) = self.0.put(&key, sequence.to_string().as_bytes(), deadline) {
-                tracing::warn!("`{key}` could not be said: {error}");
+                tracing::warn!("cannot publish `{key}`: {error}");
                 if matches!(error, StoreError::Unavailable(_)) {
                     // The others would only wait for the same.
                     return;
@@ -393,7 +393,7 @@ mod tests {
         let reason = decide(Instant::now(), seen).unwrap();
         assert_eq!(
             reason.failure.to_string(),
-            "the generation is over: rank 2 died of SIGKILL"
+            "the launcher ended this generation: rank 2 died of SIGKILL"
         );
     }
 

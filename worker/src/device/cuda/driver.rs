@@ -67,8 +67,8 @@ impl CudaContext {
         if ordinal >= count {
             return Err(DeviceError::Driver {
                 doing: format!("cannot open GPU {ordinal}"),
-                cause: format!("the driver shows {count}"),
-                hint: "start at most one worker a GPU (`--nproc-per-node gpu`), and compare CUDA_VISIBLE_DEVICES"
+                cause: format!("the driver reports {count}"),
+                hint: "start at most one worker per GPU (`--nproc-per-node gpu`), and check CUDA_VISIBLE_DEVICES"
                     .to_owned(),
             });
         }
@@ -155,7 +155,7 @@ impl CudaContext {
         self.is_late.store(is_late, Ordering::Relaxed);
         if is_late && !was_late {
             tracing::warn!(
-                "GPU {} has not come to rest in {} s: memory that is freed meanwhile stays until this process ends",
+                "GPU {} is still busy after {} s: memory freed meanwhile stays allocated until this process exits",
                 self.ordinal,
                 patience.as_secs()
             );
@@ -235,7 +235,7 @@ fn start() -> Result<(), DeviceError> {
                     })
                 } else {
                     let file = library.path().display();
-                    driver_error(format!("the CUDA driver `{file}` does not start"), cause)
+                    driver_error(format!("cannot initialise the CUDA driver `{file}`"), cause)
                 }
             })
         })
@@ -283,7 +283,7 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
     let hint = match known {
         Some((_, hint)) => hint,
         None if is_of_a_kernel(error) => {
-            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
+            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1 to see which operation it was"
         }
         None => "`ddp-train doctor` shows driver, GPUs and libraries",
     };
@@ -303,17 +303,17 @@ pub(super) fn driver_error_with(doing: String, error: DriverError, hint: String)
 const HINTS: [(Code, &str); 5] = [
     (
         Code::CUDA_ERROR_NO_DEVICE,
-        "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+        "check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
     ),
     (
         Code::CUDA_ERROR_DEVICE_UNAVAILABLE,
-        "another process has the GPU for itself; see `nvidia-smi`",
+        "another process uses the GPU exclusively; see `nvidia-smi`",
     ),
     (Code::CUDA_ERROR_NO_BINARY_FOR_GPU, NEWER_NVRTC),
     (Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, NEWER_NVRTC),
     (
         Code::CUDA_ERROR_ECC_UNCORRECTABLE,
-        "the card's memory is damaged; see `nvidia-smi -q -d ECC`",
+        "the GPU's memory is damaged; see `nvidia-smi -q -d ECC`",
     ),
 ];
 
@@ -549,7 +549,7 @@ pub enum Reach {
     NvLink,
     /// Directly, over PCI Express.
     Pcie,
-    /// Only through the host's memory.
+    /// Only through host memory.
     Host,
 }
 

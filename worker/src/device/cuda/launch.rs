@@ -187,8 +187,10 @@ impl DeviceKernels {
             // Only attention takes much.
             return Err(DeviceError::Driver {
                 doing: format!("operation `{op}`: kernel `{name}` is not for {}", self.context),
-                cause: format!("a block takes {wanted} bytes of shared memory, of {most}"),
-                hint: "choose narrower heads (a larger `model.n_head`), or another card".to_owned(),
+                cause: format!(
+                    "a block needs {wanted} bytes of shared memory, but at most {most} are available"
+                ),
+                hint: "use narrower heads (a larger `model.n_head`), or a different GPU".to_owned(),
             });
         }
         if shared > function.shared_limit {

@@ -127,7 +127,7 @@ fn out_of_memory(context: &CudaContext, name: &str, bytes: usize, error: DriverE
     let (account, all) = (context.account(), context.facts().memory_bytes);
     let never_fits = never_fits(account.bytes(), bytes, all);
     let verdict = if never_fits {
-        "; that is more than the whole card, so another try would end the same"
+        "; that is more than the whole GPU has, so a retry would fail too"
     } else {
         ""
     };
@@ -142,7 +142,7 @@ fn out_of_memory(context: &CudaContext, name: &str, bytes: usize, error: DriverE
             account.words()
         ),
         hint: "lower `train.micro_batch` and raise `train.grad_accumulation`, use `train.precision: bf16`, or \
-               shard with `parallel.strategy: zero1`, `zero2` or `zero3`; the lines before the first step say what a rank holds"
+               shard with `parallel.strategy: zero1`, `zero2` or `zero3`; the table before the first step shows the memory per rank"
             .to_owned(),
         never_fits,
     }

@@ -169,7 +169,7 @@ impl Nvrtc {
         let library = Library::open(LibraryKind::Nvrtc)?;
         let functions = Functions::load(&library)?;
         let version = library.version()?;
-        let silent = || library.unusable("does not say its architectures".to_owned());
+        let silent = || library.unusable("does not report its architectures".to_owned());
         let mut count = 0;
         // SAFETY: the function writes one integer.
         if unsafe { (functions.count_archs)(&raw mut count) } != SUCCESS {
@@ -205,7 +205,7 @@ impl Nvrtc {
         card.best_of(&self.archs).ok_or_else(|| {
             let version = self.version;
             self.library.unusable(format!(
-                "(NVRTC {version}) knows no architecture that runs on {card}"
+                "(NVRTC {version}) supports no architecture that runs on {card}"
             ))
         })
     }

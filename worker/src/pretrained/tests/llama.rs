@@ -185,18 +185,18 @@ fn a_tied_model_has_no_head() {
     let mut untied = Case::of_llama(tied.clone(), Dtype::F32);
     untied.model = llama();
     insta::assert_snapshot!(untied.error(""), @r"
-    `llama` does not fit the `model` section: `lm_head.weight` is missing there
+    `llama` does not fit the `model` section: `lm_head.weight` is missing in the file
       hint: write `tied: true` in section `model`
     ");
     insta::assert_snapshot!(untied.error_with(&json!({ "tie_word_embeddings": true })), @r"
-    `llama` does not fit the `model` section: `tie_word_embeddings` is true there, and `tied` is false here; `lm_head.weight` is missing there
+    `llama` does not fit the `model` section: `tie_word_embeddings` is true in the file, but `tied` is false in this model; `lm_head.weight` is missing in the file
       hint: write `tied: true` in section `model`
     ");
     let mut case = Case::of_llama(llama(), Dtype::F32);
     case.model = tied;
     // `config.json` says nothing, which means that it is not.
     insta::assert_snapshot!(case.error_with(&json!({ "tie_word_embeddings": null })), @r"
-    `llama` does not fit the `model` section: `lm_head.weight` is another than `model.embed_tokens.weight` there, and the same here
+    `llama` does not fit the `model` section: `lm_head.weight` differs from `model.embed_tokens.weight` in the file, but this model ties them
       hint: write `tied: false` in section `model`
     ");
 }
@@ -213,7 +213,7 @@ fn a_larger_vocabulary_and_fewer_positions_are_none_of_its_business() {
     case.expect_values(&weights);
     insta::assert_snapshot!(weights.remainder().unwrap(), @"the last 44 of 300 rows of `model.embed_tokens.weight` are random; the last 44 of 300 rows of `lm_head.weight` are random");
     insta::assert_snapshot!(with(&json!({ "max_position_embeddings": 8 })), @r"
-    `llama` does not fit the `model` section: `max_position_embeddings` is 8 there, and `block_size` 16 here
+    `llama` does not fit the `model` section: `max_position_embeddings` is 8 in the file and `block_size` is 16 in this model
       hint: write `block_size: 8` in section `model`
     ");
     case.model = Model {
@@ -229,21 +229,21 @@ fn sizes_of_config_json_are_lines_to_write() {
         "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": null,
         "intermediate_size": 28672, "head_dim": 128,
     })), @r"
-    `llama` does not fit the `model` section: `num_hidden_layers` is 80 there and 2 here; `hidden_size` is 8192 there and 8 here; `num_attention_heads` is 64 there and 4 here; and 2 more
+    `llama` does not fit the `model` section: `num_hidden_layers` is 80 in the file and 2 in this model; `hidden_size` is 8192 in the file and 8 in this model; `num_attention_heads` is 64 in the file and 4 in this model; and 2 more
       hint: write `n_layer: 80`, `n_embd: 8192`, `n_head: 64`, `n_kv_head: 64`, `n_inner: 28672` in section `model`
     ");
     insta::assert_snapshot!(with(&json!({ "rms_norm_eps": 1e-6, "rope_theta": 500_000 })), @r"
-    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 there and 1e-5 here; `rope_theta` is 500000.0 there and 10000.0 here
+    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 in the file and 1e-5 in this model; `rope_theta` is 500000.0 in the file and 10000.0 in this model
       hint: write `norm_eps: 1e-6`, `rope_theta: 500000.0` in section `model`
     ");
     insta::assert_snapshot!(with(&json!({ "rms_norm_eps": null })), @r"
-    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 there and 1e-5 here
+    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 in the file and 1e-5 in this model
       hint: write `norm_eps: 1e-6` in section `model`
     ");
     // Nonsense must not become a division by zero.
     insta::assert_snapshot!(with(&json!({ "num_attention_heads": 0, "hidden_size": u64::MAX })), @r"
-    `llama` does not fit the `model` section: `hidden_size` is 18446744073709551615 there and 8 here; `num_attention_heads` is 0 there and 4 here
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `hidden_size` is 18446744073709551615 in the file and 8 in this model; `num_attention_heads` is 0 in the file and 4 in this model
+      hint: the weights are of an architecture that this build does not support
     ");
 }
 
@@ -255,15 +255,15 @@ fn sizes_show_in_the_shapes_too() {
         case.error("")
     };
     insta::assert_snapshot!(error(Model { n_inner: Some(20), ..llama() }), @r"
-    `llama` does not fit the `model` section: `model.layers.0.mlp.gate_proj.weight` is [12, 8] there and [20, 8] here; `model.layers.0.mlp.up_proj.weight` is [12, 8] there and [20, 8] here; `model.layers.0.mlp.down_proj.weight` is [8, 12] there and [8, 20] here; and 3 more
+    `llama` does not fit the `model` section: `model.layers.0.mlp.gate_proj.weight` is [12, 8] in the file and [20, 8] in this model; `model.layers.0.mlp.up_proj.weight` is [12, 8] in the file and [20, 8] in this model; `model.layers.0.mlp.down_proj.weight` is [8, 12] in the file and [8, 20] in this model; and 3 more
       hint: write `n_inner: 12` in section `model`
     ");
     insta::assert_snapshot!(error(Model { n_kv_head: None, ..llama() }), @r"
-    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is [4, 8] there and [8, 8] here; `model.layers.0.self_attn.v_proj.weight` is [4, 8] there and [8, 8] here; `model.layers.1.self_attn.k_proj.weight` is [4, 8] there and [8, 8] here; and 1 more
+    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is [4, 8] in the file and [8, 8] in this model; `model.layers.0.self_attn.v_proj.weight` is [4, 8] in the file and [8, 8] in this model; `model.layers.1.self_attn.k_proj.weight` is [4, 8] in the file and [8, 8] in this model; and 1 more
       hint: write `n_kv_head: 2` in section `model`
     ");
     insta::assert_snapshot!(error(Model { n_layer: 3, n_embd: 16, n_inner: None, ..llama() }), @r"
-    `llama` does not fit the `model` section: `model.embed_tokens.weight` is [256, 8] there and [256, 16] here; `model.layers.0.input_layernorm.weight` is [8] there and [16] here; `model.layers.0.self_attn.q_proj.weight` is [8, 8] there and [16, 16] here; and 27 more
+    `llama` does not fit the `model` section: `model.embed_tokens.weight` is [256, 8] in the file and [256, 16] in this model; `model.layers.0.input_layernorm.weight` is [8] in the file and [16] in this model; `model.layers.0.self_attn.q_proj.weight` is [8, 8] in the file and [16, 16] in this model; and 27 more
       hint: write `n_layer: 2`, `n_embd: 8`, `n_inner: 12` in section `model`
     ");
 }
@@ -299,18 +299,18 @@ fn rotary_positions_are_compared_in_the_words_of_all_versions() {
         case.expect_values(&case.open().unwrap());
     }
     insta::assert_snapshot!(with(&json!({ "rope_theta": null, "rope_parameters": parameters })), @r"
-    `llama` does not fit the `model` section: `rope_theta` is 500000.0 there and 10000.0 here; `rope_scaling` is { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } there and null here
+    `llama` does not fit the `model` section: `rope_theta` is 500000.0 in the file and 10000.0 in this model; `rope_scaling` is { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } in the file and null in this model
       hint: write `rope_theta: 500000.0`, `rope_scaling: { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 }` in section `model`
     ");
     let case = || Case::of_llama(scaled.clone(), Dtype::F32);
     insta::assert_snapshot!(case().error_with(&json!({ "rope_theta": 500_000.0 })), @r"
-    `llama` does not fit the `model` section: `rope_scaling` is null there and { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } here
+    `llama` does not fit the `model` section: `rope_scaling` is null in the file and { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } in this model
       hint: write `rope_scaling: null` in section `model`
     ");
     let mut less = published;
     less["factor"] = 32.0.into();
     insta::assert_snapshot!(case().error_with(&json!({ "rope_theta": 5e5, "rope_scaling": less })), @r"
-    `llama` does not fit the `model` section: `rope_scaling` is { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } there and { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } here
+    `llama` does not fit the `model` section: `rope_scaling` is { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } in the file and { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 } in this model
       hint: write `rope_scaling: { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 32 }` in section `model`
     ");
 }
@@ -319,25 +319,25 @@ fn rotary_positions_are_compared_in_the_words_of_all_versions() {
 fn what_is_no_llama_of_ours_says_so() {
     let yarn = json!({ "rope_type": "yarn", "factor": 4.0 });
     insta::assert_snapshot!(with(&json!({ "rope_scaling": yarn })), @r"
-    `llama` does not fit the `model` section: `rope_type` is `yarn` there, and `default` and `llama3` are what there is here
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `rope_type` is `yarn` in the file, but only `default` and `llama3` are supported
+      hint: the weights are of an architecture that this build does not support
     ");
     let incomplete = json!({ "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0 });
     insta::assert_snapshot!(with(&json!({ "rope_scaling": incomplete })), @r"
-    `llama` does not fit the `model` section: `rope_type` is `llama3` there, without `high_freq_factor`
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `rope_type` is `llama3` in the file, but `high_freq_factor` is missing
+      hint: the weights are of an architecture that this build does not support
     ");
     insta::assert_snapshot!(with(&json!({ "head_dim": 4, "partial_rotary_factor": 0.5 })), @r"
-    `llama` does not fit the `model` section: `partial_rotary_factor` is 0.5 there and 1 here; `head_dim` is 4 there and 2 here, channels over heads
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `partial_rotary_factor` is 0.5 in the file and 1 in this model; `head_dim` is 4 in the file and 2 in this model, channels over heads
+      hint: the weights are of an architecture that this build does not support
     ");
     insta::assert_snapshot!(with(&json!({ "attention_bias": true, "mlp_bias": true, "hidden_act": "gelu" })), @r"
-    `llama` does not fit the `model` section: `hidden_act` is `gelu` there and `silu` here; `attention_bias` is true there and false here; `mlp_bias` is true there and false here
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `hidden_act` is `gelu` in the file and `silu` in this model; `attention_bias` is true in the file and false in this model; `mlp_bias` is true in the file and false in this model
+      hint: the weights are of an architecture that this build does not support
     ");
     insta::assert_snapshot!(with(&json!({ "model_type": "mistral" })), @r"
-    `llama` does not fit the `model` section: `model_type` is `mistral` there and `llama` here
-      hint: they are weights of another architecture than this build trains
+    `llama` does not fit the `model` section: `model_type` is `mistral` in the file and `llama` in this model
+      hint: the weights are of an architecture that this build does not support
     ");
 }
 
@@ -346,13 +346,13 @@ fn another_kind_is_named_with_all_that_it_needs() {
     let mut case = Case::of_llama(llama(), Dtype::F32).with(&json!({}));
     case.model = shape(ModelKind::Gpt2);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `llama` there and `gpt2` here; `num_attention_heads` is 4 there and 2 here; `num_key_value_heads` is 2 there and 4 here; and 1 more
+    `gpt2` does not fit the `model` section: `model_type` is `llama` in the file and `gpt2` in this model; `num_attention_heads` is 4 in the file and 2 in this model; `num_key_value_heads` is 2 in the file and 4 in this model; and 1 more
       hint: write `kind: llama`, `n_head: 4`, `n_kv_head: 2`, `n_inner: 12` in section `model`
     ");
     let mut case = Case::of(&gpt2(Dtype::F32)).with_settings(&json!({}));
     case.model = llama();
     insta::assert_snapshot!(case.error(""), @r"
-    `llama` does not fit the `model` section: `model_type` is `gpt2` there and `llama` here; `n_head` is 2 there and 4 here; `n_inner` is 32 there and 12 here
+    `llama` does not fit the `model` section: `model_type` is `gpt2` in the file and `llama` in this model; `n_head` is 2 in the file and 4 in this model; `n_inner` is 32 in the file and 12 in this model
       hint: write `kind: gpt2`, `n_head: 2`, `n_inner: 32` in section `model`
     ");
 }
@@ -370,8 +370,8 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
         case.error("")
     };
     insta::assert_snapshot!(error(&tensors), @r"
-    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is missing there; `model.layers.0.self_attn.q_proj.bias` is there, and not in this model; `score.weight` is there, and not in this model
-      hint: the sizes agree: are the weights complete, and of this kind of model?
+    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is missing in the file; `model.layers.0.self_attn.q_proj.bias` is in the file but not in this model; `score.weight` is in the file but not in this model
+      hint: the sizes match: check that the weights are complete and of this kind of model
     ");
     tensors.truncate(tensors.len() - 2);
     tensors.push((
@@ -382,7 +382,7 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
     ));
     tensors.push(spare);
     insta::assert_snapshot!(error(&tensors), @r"
-    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is there with and without `model.` in front
-      hint: the sizes agree: are the weights complete, and of this kind of model?
+    `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` occurs in the file with and without the prefix `model.`
+      hint: the sizes match: check that the weights are complete and of this kind of model
     ");
 }

@@ -1,12 +1,12 @@
 //! Checkpoints of a run, as the training loop sees them.
 //!
 //! At a save each rank copies what it is to write ([`super::owned_state`]) to memory of the host that was set aside at the
-//! start, and training goes on; a thread ([`super::save_thread`]) writes the copy. With the losses of each step the ranks
+//! start, and training continues; a thread ([`super::save_thread`]) writes the copy. With the losses of each step the ranks
 //! exchange how far they are, and when all have written, rank 0's thread makes the checkpoint of it. One save is under
 //! way at a time: the next one waits for it. The last one of a run, and every one with `train.checkpoint_async: false`,
 //! needs no copy, because training stands still.
 //!
-//! A save that failed, on whichever rank, failed on all of them; nothing of it stays, and training goes on.
+//! A save that failed, on whichever rank, failed on all of them; nothing of it stays, and training continues.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -146,7 +146,7 @@ impl Checkpoints {
         }
     }
 
-    /// Sets the memory of the copy aside, if saves are to be made while training goes on: what is missing is missing
+    /// Sets the memory of the copy aside, if saves are to be made while training continues: what is missing is missing
     /// before the first step.
     pub(crate) fn reserve(&mut self, here: RankState<'_>, config: &TrainConfig) -> Result<(), DeviceError> {
         let train = &config.train;
@@ -412,13 +412,13 @@ impl Ended {
         }
         let ranks = numbered("rank", &self.failed);
         let next = match next {
-            (Some(pause), _) => format!("it is tried again in {} s", pause.as_secs()),
-            (None, Some(due)) => format!("training goes on, and the next one is due after step {due}"),
-            (None, None) => "training goes on".into(),
+            (Some(pause), _) => format!("retrying in {} s", pause.as_secs()),
+            (None, Some(due)) => format!("training continues; the next one is due after step {due}"),
+            (None, None) => "training continues".into(),
         };
         let latest = match latest {
             Some(latest) => format!("the latest is `{}`", step_name(latest)),
-            None => "there is none yet".into(),
+            None => "none exists yet".into(),
         };
         format!("the checkpoint of step {step} was not saved on {ranks}; {next} ({latest})\n  {error}")
     }
@@ -472,7 +472,7 @@ fn pause(here: RankState<'_>, duration: Duration) -> Result<(), TrainError> {
 /// Training stood still because a save took long.
 fn waited_words(before: u64, step: u64, waited: Duration) -> String {
     format!(
-        "training stood still for {:.1} s: the checkpoint of step {step} was due before that of step {before} was written\n  hint: raise `train.checkpoint_every`, or save to a faster disk",
+        "training stalled for {:.1} s: the checkpoint of step {step} was due before that of step {before} was written\n  hint: raise `train.checkpoint_every`, or save to a faster disk",
         waited.as_secs_f64()
     )
 }
@@ -483,11 +483,11 @@ pub(crate) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
         return None;
     }
     let latest = latest.map_or_else(
-        || "there is none".to_owned(),
+        || "no checkpoint exists".to_owned(),
         |name| format!("the latest is `{name}`"),
     );
     Some(format!(
-        "{} of this run could not be saved, as said above; {latest}",
+        "{} of this run could not be saved (see above); {latest}",
         counted(saves, "checkpoint")
     ))
 }
@@ -524,14 +524,14 @@ mod tests {
             own: None,
         };
         insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
-        the checkpoint of step 40 was not saved on ranks 1, 2; training goes on, and the next one is due after step 60 (the latest is `step_00000020`)
+        the checkpoint of step 40 was not saved on ranks 1, 2; training continues; the next one is due after step 60 (the latest is `step_00000020`)
           cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there
+          hint: free some space there
         ");
         insta::assert_snapshot!(ended.words(&error, (Some(Duration::from_secs(2)), None), None), @r"
-        the checkpoint of step 40 was not saved on ranks 1, 2; it is tried again in 2 s (there is none yet)
+        the checkpoint of step 40 was not saved on ranks 1, 2; retrying in 2 s (none exists yet)
           cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there
+          hint: free some space there
         ");
         let ended = Ended {
             failed: Vec::new(),
@@ -539,12 +539,12 @@ mod tests {
         };
         insta::assert_snapshot!(ended.words(&error, (None, Some(60)), Some(20)), @r"
         the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there
+          hint: free some space there
         ");
         assert_eq!(failed_saves(0, None), None);
-        insta::assert_snapshot!(failed_saves(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved, as said above; the latest is `step_00000060`");
+        insta::assert_snapshot!(failed_saves(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved (see above); the latest is `step_00000060`");
         insta::assert_snapshot!(waited_words(20, 40, Duration::from_millis(2340)), @r"
-        training stood still for 2.3 s: the checkpoint of step 40 was due before that of step 20 was written
+        training stalled for 2.3 s: the checkpoint of step 40 was due before that of step 20 was written
           hint: raise `train.checkpoint_every`, or save to a faster disk
         ");
     }

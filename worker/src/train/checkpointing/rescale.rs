@@ -73,7 +73,7 @@ fn kept(micro_batch: u64, ranks: u64, samples: u64) -> Result<usize, TrainError>
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
     accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
-            "the run was trained in global batches of {samples} samples, and {ranks} ranks with `train.micro_batch: {micro_batch}` cannot make one: {samples} is no multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` lets the global batch change",
+            "the run was trained with a global batch of {samples} samples, but {ranks} ranks with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` allows a different global batch",
             fits(micro_batch, ranks, samples)
         ))
     })
@@ -105,8 +105,8 @@ fn words(train: &Train, ranks: u64, before: Batch) -> String {
         format!("the global batch stays {samples} samples")
     } else {
         let rate = match train.lr_scaling {
-            LrScaling::None => "the learning rate stays",
-            LrScaling::Linear => "the learning rate follows",
+            LrScaling::None => "the learning rate is unchanged",
+            LrScaling::Linear => "the learning rate is scaled with it",
         };
         format!(
             "the global batch is {samples} samples instead of {}, {rate}",
@@ -114,7 +114,7 @@ fn words(train: &Train, ranks: u64, before: Batch) -> String {
         )
     };
     format!(
-        "going on with {ranks} instead of {}: {passes} a step on each, {batch}",
+        "continuing with {ranks} instead of {}: {passes} per step on each, {batch}",
         before.ranks
     )
 }
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(at(2).0, 3);
         let (accumulation, words) = at(6);
         assert_eq!(accumulation, 1);
-        insta::assert_snapshot!(words.unwrap(), @"going on with 6 ranks instead of 3: 1 micro-batch a step on each, the global batch stays 12 samples");
+        insta::assert_snapshot!(words.unwrap(), @"continuing with 6 ranks instead of 3: 1 micro-batch per step on each, the global batch stays 12 samples");
     }
 
     #[test]
@@ -195,11 +195,11 @@ mod tests {
     fn the_micro_batch_is_kept_on_demand_and_the_global_batch_follows() {
         let (accumulation, words) = on(1, train(Rescale::KeepMicroBatch));
         assert_eq!(accumulation, 2);
-        insta::assert_snapshot!(words.unwrap(), @"going on with 1 rank instead of 3: 2 micro-batches a step on each, the global batch is 4 samples instead of 12, the learning rate stays");
+        insta::assert_snapshot!(words.unwrap(), @"continuing with 1 rank instead of 3: 2 micro-batches per step on each, the global batch is 4 samples instead of 12, the learning rate is unchanged");
         let mut scaled = train(Rescale::KeepMicroBatch);
         scaled.lr_scaling = LrScaling::Linear;
         let (_, words) = on(5, scaled);
-        insta::assert_snapshot!(words.unwrap(), @"going on with 5 ranks instead of 3: 2 micro-batches a step on each, the global batch is 20 samples instead of 12, the learning rate follows");
+        insta::assert_snapshot!(words.unwrap(), @"continuing with 5 ranks instead of 3: 2 micro-batches per step on each, the global batch is 20 samples instead of 12, the learning rate is scaled with it");
     }
 
     #[test]
@@ -223,16 +223,16 @@ mod tests {
             rescale(&mut train, ranks, &before()).unwrap_err().to_string()
         };
         insta::assert_snapshot!(refusal(4, 2), @"
-        the run was trained in global batches of 12 samples, and 4 ranks with `train.micro_batch: 2` cannot make one: 12 is no multiple of 4 × 2
-          hint: 3 or 6 ranks can; 4 can with `train.micro_batch: 1`; `train.rescale: keep_micro_batch` lets the global batch change
+        the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
+          hint: 3 or 6 ranks can; 4 can with `train.micro_batch: 1`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 12), @"
-        the run was trained in global batches of 12 samples, and 5 ranks with `train.micro_batch: 12` cannot make one: 12 is no multiple of 5 × 12
-          hint: 1 rank can; `train.rescale: keep_micro_batch` lets the global batch change
+        the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 12` cannot form it: 12 is not a multiple of 5 × 12
+          hint: 1 rank can; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 7), @"
-        the run was trained in global batches of 12 samples, and 5 ranks with `train.micro_batch: 7` cannot make one: 12 is no multiple of 5 × 7
-          hint: `train.rescale: keep_micro_batch` lets the global batch change
+        the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 7` cannot form it: 12 is not a multiple of 5 × 7
+          hint: `train.rescale: keep_micro_batch` allows a different global batch
         ");
     }
 

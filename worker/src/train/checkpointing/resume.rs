@@ -105,7 +105,7 @@ pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Re
 fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
     let contradiction = |key: &str, found: &str, begun: &str| {
         TrainError::Refused(format!(
-            "cannot resume from `{}`: `{key}` is {found}, the run was begun with {begun}\n  hint: set it back, or start another run with another `run.out_dir`",
+            "cannot resume from `{}`: `{key}` is {found}, but the run was started with {begun}\n  hint: restore the value, or start a new run with a different `run.out_dir`",
             checkpoint.display()
         ))
     };

@@ -187,8 +187,8 @@ fn muon_is_refused_where_no_rank_has_a_whole_matrix() {
     assert!(try_estimate([2, 64], 4, "zero2", &[muon]).is_ok());
     let refused = try_estimate([2, 64], 4, "zero2", &[muon, "parallel.tensor=2"]).unwrap_err();
     insta::assert_snapshot!(refused, @r"
-    `train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: 2` each rank has a part of every one
-      hint: set `parallel.tensor: 1` and share the model by `parallel.strategy: zero3` or `parallel.pipeline.stages`, or take another optimizer
+    `train.optimizer.kind: muon` makes whole matrices orthogonal, but with `parallel.tensor: 2` each rank has only a part of each matrix
+      hint: set `parallel.tensor: 1` and split the model with `parallel.strategy: zero3` or `parallel.pipeline.stages`, or use a different optimizer
     ");
 }
 

@@ -109,9 +109,12 @@ impl Inspection<'_> {
         Ok(match first_of(&sightings) {
             Some((rank, [m, code])) => {
                 let words = places[code as usize].words(self.whole);
-                format!("rank {rank} saw it first: {words}, micro-batch {m}")
+                format!("first seen on rank {rank}: {words}, micro-batch {m}")
             }
-            None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
+            None => {
+                "no rank can reproduce it alone: the sum over the ranks is too large, or a machine is faulty"
+                    .into()
+            }
         })
     }
 

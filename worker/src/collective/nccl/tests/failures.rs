@@ -38,7 +38,7 @@ fn reduce(rank: &Rank, tag: &str) -> crate::collective::Work {
 #[test]
 fn a_library_that_is_too_old_says_so() {
     let error = Nccl::with(functions(old_version), Path::new("fake")).unwrap_err();
-    assert_eq!(error, "is NCCL 2.17.1, and 2.18.0 is the least");
+    assert_eq!(error, "is NCCL 2.17.1, but at least 2.18.0 is required");
 }
 
 #[test]
@@ -104,7 +104,8 @@ fn a_lost_rank_is_named_on_every_survivor_in_time() {
     });
     for (rank, (errors, took)) in errors.into_iter().flatten().enumerate() {
         assert!(took < BOUND, "{took:?}");
-        let words = "(bucket 1, 256 bytes) failed: the generation is over: rank 3 died of SIGKILL";
+        let words =
+            "(bucket 1, 256 bytes) failed: the launcher ended this generation: rank 3 died of SIGKILL";
         assert_eq!(
             errors[0],
             format!("rank {rank}: all-reduce #1 of `world` {words}")
@@ -143,7 +144,7 @@ fn a_rank_that_does_not_come_to_an_operation_is_named_and_the_others_are_not() {
         );
         assert!(matches!(behind.1, Failure::GivenUp { .. }), "{}", behind.0);
         assert!(
-            behind.0.contains("given up because of #1 of `world`: waited"),
+            behind.0.contains("abandoned because of #1 of `world`: waited"),
             "{}",
             behind.0
         );
@@ -474,7 +475,7 @@ fn a_time_out_in_one_communicator_is_told_to_those_who_wait_in_another() {
         let (words, found) = failure(&elsewhere);
         assert!(
             words.contains(
-                "`parameters` (layer 0, 256 bytes) failed: given up because of #1 of `world`: waited"
+                "`parameters` (layer 0, 256 bytes) failed: abandoned because of #1 of `world`: waited"
             ),
             "{words}"
         );

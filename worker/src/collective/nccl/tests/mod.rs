@@ -291,7 +291,10 @@ fn impossible_operations_are_refused_and_the_group_is_not_given_up() {
         let odd = rank.arena(&[1.0_f32; 3]);
         let work = rank.comm.all_gather(&odd.whole(), launch("odd"));
         let error = work.wait(deadline()).unwrap_err().to_string();
-        assert!(error.contains("3 elements are not 2 equal slices"), "{error}");
+        assert!(
+            error.contains("3 elements cannot be split into 2 equal slices"),
+            "{error}"
+        );
         // A refusal is a mistake of this program: all ranks make it, and the queue goes no further.
         let later = rank.comm.all_reduce(&odd.whole(), SUM, launch("later"));
         let error = later.wait(deadline()).unwrap_err().to_string();
