@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, inference, native, planner, schedule, tokenize, values};
+use super::{answer, ckpt, inference, native, planner, plot, schedule, tokenize, values};
 
 /// Train a model in the foreground, plan a run, make token files, look after checkpoints, use trained models, and examine
 /// the machine.
@@ -33,6 +33,8 @@ enum Command {
     Plan(planner::PlanArgs),
     /// Show the schedule of a pipeline, simulated or measured, as text or as a picture
     Schedule(schedule::ScheduleArgs),
+    /// Draw loss, validation loss, learning rate, speed and gradient norm of runs
+    Plot(plot::PlotArgs),
     /// Turn texts into a token file for `data.train` and `data.val`
     Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
@@ -62,6 +64,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Plan(args) => planner::run(&args),
         Command::Schedule(args) => schedule::run(&args),
+        Command::Plot(args) => plot::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Generate(args) => inference::generate(&args),
