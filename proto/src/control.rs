@@ -24,6 +24,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::Generation;
+use crate::words::{duration, rate};
 
 /// Version of the messages in this file.
 pub const PROTOCOL: u32 = 1;
@@ -196,6 +197,29 @@ pub struct Progress {
     /// Last validation loss, nats per token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+    /// Learning rate of the last step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lr: Option<f64>,
+}
+
+/// What the bar and the step lines show: `loss 2.346  val 2.300  lr 1.6e-3  45.7k tok/s  1:23 left`. With `[0] ` and the
+/// numbers of steps before it, it fits into 80 columns.
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "loss {:.3}", self.loss)?;
+        if let Some(val_loss) = self.val_loss {
+            write!(f, "  val {val_loss:.3}")?;
+        }
+        if let Some(lr) = self.lr {
+            write!(f, "  lr {lr:.1e}")?;
+        }
+        write!(f, "  {} tok/s", rate(self.tokens_per_s))?;
+        // Also false for NaN.
+        if self.seconds_left > 0.0 && self.seconds_left.is_finite() {
+            write!(f, "  {} left", duration(self.seconds_left))?;
+        }
+        Ok(())
+    }
 }
 
 /// What an agent says.
@@ -271,6 +295,27 @@ pub const fn whole_ms(time: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn progress_fits_a_line_of_80_columns() {
+        let mut progress = Progress {
+            steps: 600_000,
+            loss: 3.280_94,
+            tokens_per_s: 45_678.0,
+            seconds_left: 18_760.0,
+            val_loss: Some(3.29),
+            lr: Some(6e-4),
+        };
+        let line = format!("[0] step 100000/600000 {progress}");
+        assert_eq!(
+            line,
+            "[0] step 100000/600000 loss 3.281  val 3.290  lr 6.0e-4  45.7k tok/s  5h13m left"
+        );
+        assert_eq!(line.len(), 80);
+        (progress.val_loss, progress.lr) = (None, None);
+        (progress.tokens_per_s, progress.seconds_left) = (900.0, f64::NAN);
+        assert_eq!(progress.to_string(), "loss 3.281  900 tok/s");
+    }
 
     #[test]
     fn a_refusal_is_a_word_and_unknown_words_are_refusals_too() {

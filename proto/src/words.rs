@@ -64,6 +64,48 @@ pub fn bytes(number: u64) -> String {
     }
 }
 
+/// A word of a command, as a shell takes it.
+#[must_use]
+pub fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+/// A rate in three digits: `987`, `45.7k`, `432k`, `1.23M`.
+#[must_use]
+pub fn rate(number: f64) -> String {
+    const UNITS: [&str; 5] = ["", "k", "M", "G", "T"];
+    let (mut value, mut unit) = (number, 0);
+    // 999.5 would be rounded to a fourth digit.
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1e3;
+        unit += 1;
+    }
+    let decimals = match value {
+        _ if unit == 0 => 0,
+        v if v < 9.995 => 2,
+        v if v < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$}{}", UNITS[unit])
+}
+
+/// A length of time, as exact as it is short: `0:42`, `12:34`, `1h02m`, `3d04h`.
+#[must_use]
+pub fn duration(seconds: f64) -> String {
+    let seconds = seconds.round().max(0.0) as u64;
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours) {
+        (0, 0) => format!("{minutes}:{:02}", seconds % 60),
+        (0, _) => format!("{hours}h{:02}m", minutes % 60),
+        _ => format!("{days}d{:02}h", hours % 24),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,6 +139,25 @@ mod tests {
         assert_eq!(
             [12, 2048, 10_485_760, 3 << 40].map(bytes),
             ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
+        );
+        assert_eq!(
+            [0.0, 7.4, 999.4, 999.6, 9999.0, 45_678.0, 432_100.0, 1_234_567.0].map(rate),
+            ["0", "7", "999", "1.00k", "10.0k", "45.7k", "432k", "1.23M"]
+        );
+    }
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        assert_eq!(quoted("--lr=3e-4"), "--lr=3e-4");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn the_longer_the_less_exact() {
+        assert_eq!(
+            [f64::NAN, 0.4, 62.0, 3599.6, 3723.0, 273_600.0].map(duration),
+            ["0:00", "0:00", "1:02", "1h00m", "1h02m", "3d04h"]
         );
     }
 }

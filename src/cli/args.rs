@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use clap_complete::Shell;
 
@@ -67,6 +68,21 @@ SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the laun
 73 the run's directory is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
 the job; 77 refused; 93 a worker failed and asked not to be restarted; 126, 127 the program cannot be \
 executed, or does not exist.";
+
+/// Flags of other launchers, with the one that does the same here.
+const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
+    ("--gpus", "--nproc-per-node"),
+    ("--gpus-per-node", "--nproc-per-node"),
+    ("--machine-rank", "--node-rank"),
+    ("--ngpu", "--nproc-per-node"),
+    ("--ngpus", "--nproc-per-node"),
+    ("--nodes", "--nnodes"),
+    ("--num-gpus", "--nproc-per-node"),
+    ("--num-machines", "--nnodes"),
+    ("--num-nodes", "--nnodes"),
+    ("--num-processes", "--nproc-per-node"),
+    ("--num-workers", "--nproc-per-node"),
+];
 
 /// What stage two works on.
 #[derive(Debug)]
@@ -145,7 +161,7 @@ pub fn command() -> clap::Command {
 }
 
 fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
-    let args = Args::from_arg_matches(&command.try_get_matches_from(argv)?)?;
+    let args = Args::from_arg_matches(&command.try_get_matches_from(argv).map_err(with_our_flag)?)?;
     let mut words = args.command.into_iter();
     Ok(ParsedArgs {
         settings: args.settings,
@@ -154,6 +170,19 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
         target: words.next().unwrap_or_default(),
         target_args: words.collect(),
     })
+}
+
+/// Suggests what a flag of another launcher is called here.
+fn with_our_flag(mut error: clap::Error) -> clap::Error {
+    let unknown = match (error.kind(), error.get(ContextKind::InvalidArg)) {
+        (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag.replace('_', "-"),
+        _ => return error,
+    };
+    if let Some((_, ours)) = FLAGS_OF_OTHERS.iter().find(|(flag, _)| *flag == unknown) {
+        let ours = ContextValue::String((*ours).to_owned());
+        error.insert(ContextKind::SuggestedArg, ours);
+    }
+    error
 }
 
 #[cfg(test)]
@@ -291,6 +320,27 @@ mod tests {
         assert!(error.contains("unexpected argument '--bogus'"), "{error}");
         let error = parse_words(&["--nnodes", "2"]).expect_err("no target");
         assert!(error.contains("TARGET"), "{error}");
+    }
+
+    #[test]
+    fn flags_of_other_launchers_lead_to_ours() {
+        for flag in ["--num-gpus", "--num_gpus", "--ngpu=2", "--gpus"] {
+            let error = parse_words(&[flag, "2", "train.py"]).expect_err("must be refused");
+            assert!(
+                error.contains("a similar argument exists: '--nproc-per-node'"),
+                "{error}"
+            );
+        }
+        let error = parse_words(&["t.yaml", "--num-nodes", "2"]).expect_err("must be refused");
+        assert!(error.contains("a similar argument exists: '--nnodes'"), "{error}");
+        let command = command();
+        let known: Vec<_> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
+        for (theirs, ours) in FLAGS_OF_OTHERS {
+            assert!(
+                known.contains(&&ours[2..]) && !known.contains(&&theirs[2..]),
+                "{theirs}"
+            );
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use ddp_launcher::{
 };
 
 use ddp_proto::ids::NodeRank;
-use ddp_proto::words::counted;
+use ddp_proto::words::{counted, quoted};
 
 use super::host::{HostFacts, HostRole, host_role};
 use super::plan::Launch;
@@ -316,16 +316,6 @@ fn command_line(command: &WorkerCommand) -> String {
     std::iter::once(program).chain(args).collect::<Vec<_>>().join(" ")
 }
 
-/// As a shell takes it.
-fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
-}
-
 /// The value of a variable of the first worker; one that is decided when the nodes have met says so.
 fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
     let is_later = match variable.name.as_str() {
@@ -376,12 +366,5 @@ mod tests {
         let ranges = |numbers: &[usize]| ranges(&numbers.iter().copied().collect());
         assert_eq!(ranges(&[0, 1, 2, 5, 8, 9]), "0-2,5,8-9");
         assert_eq!(ranges(&[]), "");
-    }
-
-    #[test]
-    fn words_are_quoted_for_a_shell() {
-        assert_eq!(quoted("--lr=3e-4"), "--lr=3e-4");
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert_eq!(quoted(""), "''");
     }
 }

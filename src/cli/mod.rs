@@ -18,7 +18,7 @@
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`planner`], [`schedule`], [`doctor`], [`ckpt`], [`tokenize`], [`inference`] | `ddp-train` | |
+//! | [`train`], [`planner`], [`plot`], [`schedule`], [`doctor`], [`ckpt`], [`tokenize`], [`inference`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
 //! | [`error`] | what can go wrong before the agent takes over | |
@@ -41,6 +41,7 @@ pub mod native;
 pub mod numa;
 pub mod plan;
 pub mod planner;
+pub mod plot;
 pub mod schedule;
 pub mod scheduler;
 pub mod secrets;
@@ -74,6 +75,8 @@ fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, 
     let stderr: fn() -> Stderr = std::io::stderr;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
+        // Names of modules are for those who have asked for events.
+        .with_target(std::env::var_os(EnvFilter::DEFAULT_ENV).is_some())
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(stderr)
 }

@@ -70,6 +70,11 @@ impl Validated {
         self.located.config.train.threads
     }
 
+    /// `parallel.backend`
+    pub fn backend(&self) -> Backend {
+        self.located.config.parallel.backend
+    }
+
     /// The keys that are set and their values, as people write them.
     pub fn entries(&self) -> Vec<(String, String)> {
         self.located.source.entries()

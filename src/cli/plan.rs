@@ -19,7 +19,7 @@ use super::error::{CliError, OWN_PREFIX};
 use super::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
-use super::native::{self, Validated};
+use super::native::{self, Backend, Validated};
 use super::numa::bind;
 use super::settings::Settings;
 use super::streams::{Signals, Words};
@@ -226,15 +226,28 @@ fn places(
     let hardware = Hardware::default();
     let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)), python)?;
     let threads = config.and_then(Validated::threads);
-    if let Some(words) = crowding(threads, workers, usable_cores(), machine_cores()) {
+    let [usable, machine] = [usable_cores(), machine_cores()];
+    // GPUs are looked for only where it matters.
+    let computes_here = workers > usable
+        && config.is_some_and(|config| match config.backend() {
+            Backend::Cpu => true,
+            Backend::Nccl => false,
+            Backend::Auto => hardware.gpus().is_err(),
+        });
+    if let Some(words) = crowding((threads, computes_here), workers, usable, machine) {
         eprintln!("[ddp-run] {words}");
     }
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
 /// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine`
-/// has more; in words.
-fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> Option<String> {
+/// has more or they compute on them; in words.
+fn crowding(
+    (threads, computes_here): (Option<usize>, bool),
+    workers: u32,
+    cores: u32,
+    machine: u32,
+) -> Option<String> {
     let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
     let threads = threads.unwrap_or(1);
     let all = threads.saturating_mul(workers as usize);
@@ -244,7 +257,13 @@ fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> O
              hint: omit `train.threads` to give each worker its share of the cores"
         ));
     }
-    // A request for more workers than the machine has cores is taken as meant.
+    if computes_here && workers > cores && cores >= machine {
+        return Some(format!(
+            "{who} compete for {place}: more workers than cores make a step slower\n  \
+             hint: `--nproc-per-node cpu` starts one per core"
+        ));
+    }
+    // What programs are asked for is taken as meant: they may compute elsewhere.
     (workers > cores && cores < machine).then(|| {
         format!(
             "{who} compete for {place}: the affinity mask and control group allow no more of the machine's {machine}\n  \
@@ -386,18 +405,22 @@ mod tests {
 
     #[test]
     fn more_threads_or_workers_than_cores_are_told() {
-        assert_eq!(crowding(Some(2), 4, 8, 8), None);
+        assert_eq!(crowding((Some(2), true), 4, 8, 8), None);
         assert_eq!(
-            crowding(Some(1), 16, 8, 8),
+            crowding((Some(1), false), 16, 8, 8),
             None,
             "as many workers as were asked for"
         );
-        insta::assert_snapshot!(crowding(Some(8), 2, 4, 4).unwrap(), @r"
+        insta::assert_snapshot!(crowding((Some(1), true), 16, 8, 8).unwrap(), @r"
+        16 workers compete for 8 cores: more workers than cores make a step slower
+          hint: `--nproc-per-node cpu` starts one per core
+        ");
+        insta::assert_snapshot!(crowding((Some(8), true), 2, 4, 4).unwrap(), @r"
         `train.threads: 8` gives 16 threads (2 workers) for 4 cores, so they compete for CPU time
           hint: omit `train.threads` to give each worker its share of the cores
         ");
-        assert_eq!(crowding(None, 1, 1, 64), None);
-        insta::assert_snapshot!(crowding(None, 2, 1, 64).unwrap(), @r"
+        assert_eq!(crowding((None, true), 1, 1, 64), None);
+        insta::assert_snapshot!(crowding((None, true), 2, 1, 64).unwrap(), @r"
         2 workers compete for 1 core: the affinity mask and control group allow no more of the machine's 64
           hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available
         ");

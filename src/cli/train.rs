@@ -8,7 +8,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, inference, native, planner, schedule, tokenize, values};
+use super::{answer, ckpt, inference, native, planner, plot, schedule, tokenize, values};
 
 /// Train a model in the foreground, plan a run, make token files, manage checkpoints, use trained models, and check the
 /// machine.
@@ -34,6 +34,8 @@ enum Command {
     Plan(planner::PlanArgs),
     /// Show a pipeline schedule, simulated or measured, as text or as a picture
     Schedule(schedule::ScheduleArgs),
+    /// Draw loss, validation loss, learning rate, speed and gradient norm of runs
+    Plot(plot::PlotArgs),
     /// Turn texts into a token file for `data.train` and `data.val`
     Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
@@ -74,6 +76,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Plan(args) => planner::run(&args),
         Command::Schedule(args) => schedule::run(&args),
+        Command::Plot(args) => plot::run(&args),
         Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Generate(args) => inference::generate(&args),

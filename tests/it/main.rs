@@ -36,6 +36,7 @@ mod pid_one;
 mod pipelines;
 mod planner;
 mod python_contract;
+mod reporting;
 mod rlimits;
 mod signals;
 mod terminal;

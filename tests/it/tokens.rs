@@ -97,8 +97,8 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
         .expect_stdout("1 document, 67405 bytes of text: ")
         .expect_stdout("  tokenizer: gpt2")
         .expect_stdout("gpt2, 50,257 tokens, ")
-        .expect_stdout("nats per token: unigram ")
-        .expect_stdout(" nats per byte, with ");
+        .expect_stdout("nats/token (unigram ")
+        .expect_stdout(" nats/byte");
     let uniform = 50_304_f64.ln();
     let loss = losses(&dir.path().join("out"))[0];
     assert!(
@@ -114,6 +114,63 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
         "{summary}"
     );
     assert!(summary["entropies"].get("bigram").is_none(), "{summary}");
+}
+
+/// The file of the example on made shards, at a tiny size; and its README has the figures of `plan`.
+#[test]
+fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
+    let dir = temp_dir();
+    let shard = |name: &str, first: u16| {
+        let tokens: Vec<u8> = (0..4000_u16)
+            .flat_map(|i| (first + i % 997 * 50).to_le_bytes())
+            .collect();
+        std::fs::write(dir.path().join(name), llm_c(&tokens)).expect("writable");
+    };
+    shard("fineweb_train_000001.bin", 0);
+    shard("fineweb_train_000002.bin", 1);
+    shard("fineweb_val_000000.bin", 2);
+    let pattern = |part: &str| {
+        let files = dir.path().join(format!("fineweb_{part}_*.bin"));
+        format!("data.{part}={}", files.display())
+    };
+    let yaml = repository("examples/gpt2-124m/train.yaml");
+    let sizes = [
+        "model.n_layer=1",
+        "model.n_head=2",
+        "model.n_embd=16",
+        "model.block_size=16",
+    ];
+    let steps = ["train.steps=3", "train.micro_batch=2", "run.out_dir=out"];
+    let launch = launch().nproc(2).dir(dir.path());
+    let launch = (sizes.into_iter().chain(steps)).fold(launch, |launch, set| launch.set(set));
+    let launch = launch.set(&pattern("train")).set(&pattern("val"));
+    launch
+        .target(&yaml)
+        .run()
+        .expect_exit(0)
+        .expect_stdout("8,000 tokens in 2 files to train on, 4,000 for validation")
+        .expect_stdout("val loss ");
+    assert_eq!(losses(&dir.path().join("out")).len(), 3);
+
+    let readme = std::fs::read_to_string(repository("examples/gpt2-124m/README.md")).expect("readable");
+    let flags = ["--gpu", "h100", "--nproc-per-node", "8", "--mfu", "0.4"];
+    let plan = Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+        .args(
+            std::iter::once("plan".into())
+                .chain([yaml.into()])
+                .chain(flags.map(Into::into)),
+        )
+        .run();
+    plan.expect_exit(0);
+    let rows = [" on the device ", " a step  ", " tokens/s  "];
+    for row in rows {
+        let line = plan
+            .stdout()
+            .iter()
+            .find(|line| line.starts_with(row))
+            .expect("a row");
+        assert!(readme.contains(line.trim()), "{line}");
+    }
 }
 
 /// As its README says: the loss is well below that of a model that knows the frequencies only.

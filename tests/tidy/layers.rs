@@ -120,6 +120,7 @@ fn only_one_file_calls_the_training_of_the_worker() {
         let known = [
             ("src/cli/ckpt/", "checkpoint"),
             ("src/cli/inference/", "inference"),
+            ("src/cli/plot.rs", "metrics"),
             ("src/cli/schedule/", "parallel::pipeline"),
             ("src/cli/tokenize/", "tokenize"),
         ];

@@ -324,8 +324,11 @@ impl Machine {
         match &mut self.phase {
             Phase::Running => {
                 let name = signal_name(signal);
+                let grace_s = self.rules.shutdown_timeout.as_secs_f64();
                 let mut effects = vec![
-                    Effect::Say(format!("{name}: stopping the workers")),
+                    Effect::Say(format!(
+                        "{name}: stopping the workers; they have {grace_s} s, and a second signal kills them at once"
+                    )),
                     // The other nodes may go on without this one.
                     Effect::Report(Report::NodeLeaving(NodeLeaving { signal })),
                 ];

@@ -263,6 +263,7 @@ fn role_reports_progress() {
         tokens_per_s: 1234.0,
         seconds_left: 61.0,
         val_loss: None,
+        lr: Some(1e-3),
     };
     session.say(&ToAgent::Heartbeat {
         step: 3,
@@ -302,7 +303,7 @@ fn progress_is_drawn_on_a_terminal() {
     assert_eq!(end.code, 0, "{}", end.stdout);
     let screen = screen.rest();
     assert!(
-        screen.contains("3/10 loss 2.5000  1234 tokens/s  1:01 left"),
+        screen.contains("3/10 loss 2.500  lr 1.0e-3  1.23k tok/s  1:01 left"),
         "{screen:?}"
     );
     assert!(screen.contains("[0] a line before"), "{screen:?}");

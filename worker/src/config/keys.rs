@@ -98,6 +98,7 @@ pub(super) const KEYS: &[Key] = &[
     key("run.resume", Or("never"), Word(&["never", "auto", "require"])),
     key("run.overwrite", Or("false"), Flag),
     key("run.timeline", NONE, Form("steps as `10-12`, or one step, from 1 on", is_read_as::<StepRange>)),
+    key("run.tensorboard", Or("false"), Flag),
     key("model.kind", Required, Word(ModelKind::WORDS)),
     key("model.n_layer", Required, Whole(1..=1 << 12)),
     key("model.n_head", Or("1"), Whole(1..=1 << 12)),
@@ -152,6 +153,7 @@ pub(super) const KEYS: &[Key] = &[
     key("train.checkpoint_keep.last", Required, SIZE),
     key("train.checkpoint_keep.every", NONE, STEPS),
     key("train.verify_every", Or("0"), FROM_ZERO),
+    key("train.log_every", NONE, STEPS),
     key("train.threads", NONE, Whole(1..=1 << 12)),
     key("parallel.strategy", Or("ddp"), Word(&["ddp", "zero1", "zero2", "zero3"])),
     key("parallel.accumulate", Or("sharded"), Word(&["sharded", "full"])),
@@ -367,7 +369,12 @@ impl Key {
             return Ok(());
         };
         let problem = format!("`{path}` is {found}, expected {expected}");
-        Err(source.error_at(node.origin, problem, self.allowed.hint(&node.value)))
+        let hint = self.allowed.hint(&node.value);
+        Err(source.error_at(
+            node.origin,
+            problem,
+            hint.or_else(|| size_hint(path, &node.value)),
+        ))
     }
 }
 
@@ -409,6 +416,9 @@ impl Allowed {
 
     /// The next step for a value of another type, where there is an obvious one.
     fn hint(&self, value: &Value) -> Option<String> {
+        if let (Word(words), Value::Text(v)) = (self, value) {
+            return meant_word(v, words);
+        }
         let is_text = |value: &Value| self.refusal(&Value::Text(value.to_string())).is_none();
         match value {
             Value::Float(v) if !v.is_finite() => None,
@@ -428,6 +438,54 @@ impl Allowed {
             _ => None,
         }
     }
+}
+
+/// Words of other programs, with what they are here; without hyphens and in lower case.
+const WORDS_OF_OTHERS: &[(&str, &str)] = &[
+    ("fsdp", "zero3"),
+    ("fsdp2", "zero3"),
+    ("fullshard", "zero3"),
+    ("hybridshard", "zero3"),
+    ("shardgradop", "zero2"),
+    ("stage1", "zero1"),
+    ("stage2", "zero2"),
+    ("stage3", "zero3"),
+    ("dp", "ddp"),
+    ("fp32", "f32"),
+    ("float32", "f32"),
+    ("bfloat16", "bf16"),
+    ("adam", "adamw"),
+    ("gloo", "cpu"),
+    ("cuda", "nccl"),
+    ("gpu", "nccl"),
+];
+
+/// What a word means that other programs have, or that is only spelled otherwise.
+fn meant_word(found: &str, words: &[&str]) -> Option<String> {
+    let plain = |word: &str| word.to_lowercase().replace(['-', '_', ' '], "");
+    let found_plain = plain(found);
+    if matches!(found_plain.as_str(), "deepspeed" | "zero") && words.contains(&"zero1") {
+        return Some("the stages of DeepSpeed's ZeRO are `zero1`, `zero2` and `zero3` here".into());
+    }
+    let known = WORDS_OF_OTHERS.iter().find(|(theirs, _)| *theirs == found_plain);
+    let ours = known.map_or(found_plain.as_str(), |(_, ours)| ours);
+    let word = words.iter().find(|word| plain(word) == plain(ours))?;
+    Some(format!("`{found}` is `{word}` here"))
+}
+
+/// The number to write for a size with its unit. As elsewhere in training, `GB` is taken for GiB.
+fn size_hint(path: &str, value: &Value) -> Option<String> {
+    let Value::Text(text) = value else { return None };
+    let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+    let (number, unit) = text.split_at(unit_at);
+    let mib = match unit.trim().to_ascii_lowercase().as_str() {
+        "k" | "kb" | "kib" => 1.0 / 1024.0,
+        "m" | "mb" | "mib" => 1.0,
+        "g" | "gb" | "gib" => 1024.0,
+        _ => return None,
+    };
+    let number = number.parse::<f64>().ok().filter(|_| path.ends_with("_mb"))?;
+    Some(format!("write the number of MiB: `{}`", number * mib))
 }
 
 /// What is expected.

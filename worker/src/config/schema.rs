@@ -41,6 +41,8 @@ pub struct Run {
     pub overwrite: bool,
     /// Steps of which a timeline is written.
     pub timeline: Option<StepRange>,
+    /// Write event files for TensorBoard.
+    pub tensorboard: bool,
 }
 
 /// `run.resume`
@@ -242,6 +244,8 @@ pub struct Train {
     pub checkpoint_keep: Option<CheckpointKeep>,
     /// Steps between comparisons of all parameters across ranks; 0: never.
     pub verify_every: u64,
+    /// Steps between step lines on the console; none: as many as make one a second at first, fewer later.
+    pub log_every: Option<u64>,
     /// Compute threads of a rank; none: `OMP_NUM_THREADS`, else 1.
     pub threads: Option<usize>,
 }

@@ -485,6 +485,42 @@ fn tensor_ranks_share_the_positions_of_a_micro_batch_evenly() {
 }
 
 #[test]
+fn words_and_units_of_other_programs_lead_to_ours() {
+    insta::assert_snapshot!(set("parallel.strategy=fsdp"), @r"
+    `--set parallel.strategy=fsdp`: `parallel.strategy` is `fsdp`, expected `ddp` or `zero1` or `zero2` or `zero3`
+      hint: `fsdp` is `zero3` here
+    ");
+    let hint = |assignment: &str| {
+        let words = set(assignment);
+        words.split_once("hint: ").map(|(_, hint)| hint.to_owned())
+    };
+    for (assignment, expected) in [
+        (
+            "parallel.strategy=deepspeed",
+            "the stages of DeepSpeed's ZeRO are `zero1`, `zero2` and `zero3` here",
+        ),
+        ("parallel.strategy=ZeRO-2", "`ZeRO-2` is `zero2` here"),
+        ("train.precision=bfloat16", "`bfloat16` is `bf16` here"),
+        ("train.optimizer.kind=AdamW", "`AdamW` is `adamw` here"),
+        ("parallel.backend=gloo", "`gloo` is `cpu` here"),
+        ("parallel.bucket_mb=2GiB", "write the number of MiB: `2048`"),
+        (
+            "parallel.first_bucket_mb=512 KB",
+            "write the number of MiB: `0.5`",
+        ),
+    ] {
+        assert_eq!(hint(assignment).as_deref(), Some(expected), "{assignment}");
+    }
+    for assignment in [
+        "parallel.strategy=pipeline",
+        "parallel.bucket_mb=2 miles",
+        "train.steps=2G",
+    ] {
+        assert_eq!(hint(assignment), None, "{assignment}");
+    }
+}
+
+#[test]
 fn a_timeline_is_of_steps_that_there_are() {
     insta::assert_snapshot!(set("run.timeline=5-3"), @"`--set run.timeline=5-3`: `run.timeline` is `5-3`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=0"), @"`--set run.timeline=0`: `run.timeline` is the number `0`, expected steps as `10-12`, or one step, from 1 on");

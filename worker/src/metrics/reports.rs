@@ -21,13 +21,32 @@ const PICTURE: &str = "timeline.svg";
 pub struct MetricsLog {
     path: PathBuf,
     file: File,
+    validations: Validations,
+}
+
+/// Validation losses of a run so far, those of its former lives included.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Validations {
+    /// The last one.
+    pub last: Option<f64>,
+    /// The lowest one, with its step.
+    pub best: Option<(f64, u64)>,
+}
+
+impl Validations {
+    fn add(&mut self, step: u64, loss: f64) {
+        self.last = Some(loss);
+        if self.best.is_none_or(|(best, _)| loss < best) {
+            self.best = Some((loss, step));
+        }
+    }
 }
 
 impl MetricsLog {
     /// Opens `path` for appending after the lines of `step` finished steps: later lines, and a line that was
     /// cut off by a crash, are dropped first. A missing file is an empty one.
     pub fn open(path: &Path, step: u64) -> Result<Self, RunFilesError> {
-        Self::drop_after(path, step)?;
+        let validations = Self::drop_after(path, step)?;
         let file = OpenOptions::new()
             .create(true)
             .append(true)
@@ -36,12 +55,22 @@ impl MetricsLog {
         Ok(Self {
             path: path.to_owned(),
             file,
+            validations,
         })
+    }
+
+    /// Of all lines, those before it was opened included.
+    #[must_use]
+    pub const fn validations(&self) -> Validations {
+        self.validations
     }
 
     /// Appends a line. It is handed to the system whole before this returns, so that a reader sees it and a
     /// killed worker loses none. What of it fits on a full disk is taken back, so that later lines are whole.
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), RunFilesError> {
+        if let Some(loss) = line.val_loss {
+            self.validations.add(line.step, loss);
+        }
         // String keys and numbers only: cannot fail.
         let mut bytes = serde_json::to_vec(line).expect("metrics serialise");
         bytes.push(b'\n');
@@ -54,29 +83,38 @@ impl MetricsLog {
         written.map_err(|e| RunFilesError::io("append to", &self.path, &e))
     }
 
-    fn drop_after(path: &Path, step: u64) -> Result<(), RunFilesError> {
+    fn drop_after(path: &Path, step: u64) -> Result<Validations, RunFilesError> {
         let mut old = Vec::new();
         match open_to_read(path).and_then(|mut file| file.read_to_end(&mut old)) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Validations::default()),
             read => read.map_err(|e| RunFilesError::io("read", path, &e))?,
         };
-        let lines = old.split_inclusive(|b| *b == b'\n');
-        let kept: Vec<&[u8]> = lines.filter(|line| belongs(line, step)).collect();
-        let kept = kept.concat();
+        let (mut kept, mut validations) = (Vec::with_capacity(old.len()), Validations::default());
+        for line in old
+            .split_inclusive(|b| *b == b'\n')
+            .filter(|line| line.ends_with(b"\n"))
+        {
+            let Ok(found) = serde_json::from_slice::<Kept>(line) else {
+                continue;
+            };
+            if found.step <= step {
+                kept.extend(line);
+                found.val_loss.inspect(|loss| validations.add(found.step, *loss));
+            }
+        }
         if kept != old {
             replace_file(path, &kept)?;
         }
-        Ok(())
+        Ok(validations)
     }
 }
 
-/// True for a whole line of a step up to `step`.
-fn belongs(line: &[u8], step: u64) -> bool {
-    #[derive(serde::Deserialize)]
-    struct OnlyStep {
-        step: u64,
-    }
-    line.ends_with(b"\n") && serde_json::from_slice::<OnlyStep>(line).is_ok_and(|found| found.step <= step)
+/// What decides whether a line is kept, and what is remembered of it.
+#[derive(Deserialize)]
+struct Kept {
+    step: u64,
+    #[serde(default)]
+    val_loss: Option<f64>,
 }
 
 /// What rank 0 records after each step.
@@ -196,6 +234,12 @@ pub struct Summary {
     pub loss: Option<f64>,
     /// Validation loss at the end, nats per token.
     pub val_loss: Option<f64>,
+    /// The lowest validation loss since the run began.
+    #[serde(default)]
+    pub best_val_loss: Option<f64>,
+    /// The step after which it was measured.
+    #[serde(default)]
+    pub best_val_step: Option<u64>,
     /// What a model without context reaches on the same data.
     pub entropies: Entropies,
     /// Bytes of text to a token of the validation data; none if their files do not record it.
@@ -354,6 +398,29 @@ mod tests {
     }
 
     #[test]
+    fn validations_are_those_of_the_lines_that_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let validated = |step, loss| MetricsLine {
+            val_loss: Some(loss),
+            ..line(step)
+        };
+        let mut log = MetricsLog::open(&path, 0).unwrap();
+        for (step, loss) in [(2, 3.0), (4, 2.0), (6, 1.0)] {
+            log.append(&line(step - 1)).unwrap();
+            log.append(&validated(step, loss)).unwrap();
+        }
+        let mut log = MetricsLog::open(&path, 5).unwrap();
+        let expected = |last, best| Validations {
+            last: Some(last),
+            best: Some(best),
+        };
+        assert_eq!(log.validations(), expected(2.0, (2.0, 4)));
+        log.append(&validated(6, 2.5)).unwrap();
+        assert_eq!(log.validations(), expected(2.5, (2.0, 4)));
+    }
+
+    #[test]
     fn a_line_cut_off_by_a_crash_is_dropped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
@@ -414,6 +481,8 @@ mod tests {
             parameters: 10,
             loss: Some(2.5),
             val_loss: None,
+            best_val_loss: Some(2.25),
+            best_val_step: Some(2),
             entropies: Entropies {
                 unigram: 3.26,
                 bigram: Some(2.45),

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::hold::{Hold, Holder};
-use super::run_file::{RunFilesError, delete_file};
-use super::{Summary, TimelineFiles};
+use super::run_file::{RunFilesError, delete_file, replace_file};
+use super::{EventFile, Summary, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -134,6 +134,22 @@ impl RunDir {
     #[must_use]
     pub fn summary(&self) -> PathBuf {
         self.path.join("summary.json")
+    }
+
+    /// Writes down the lines that introduce this life of the run. Returns those that the life before did not have; none if
+    /// it has not written them. They are for people: a full disk does not matter.
+    #[must_use]
+    pub fn exchange_startup(&self, lines: &[String]) -> Option<Vec<String>> {
+        let path = self.startup();
+        let before = fs::read_to_string(&path).ok();
+        let _ = replace_file(&path, (lines.join("\n") + "\n").as_bytes());
+        let before = before?;
+        let is_new = |line: &&String| before.lines().all(|known| known != *line);
+        Some(lines.iter().filter(is_new).cloned().collect())
+    }
+
+    fn startup(&self) -> PathBuf {
+        self.path.join("startup.txt")
     }
 
     fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
@@ -289,6 +305,8 @@ impl RunDir {
     fn delete_run(&self) -> Result<(), RunFilesError> {
         checkpoint::delete_all(&self.path)?;
         TimelineFiles::of_run(&self.path).delete()?;
+        EventFile::delete_all(&self.path)?;
+        delete_file(&self.startup())?;
         delete_file(&self.metrics())?;
         delete_file(&self.summary())
     }

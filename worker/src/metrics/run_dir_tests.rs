@@ -337,6 +337,23 @@ fn a_file_in_the_way_is_an_error_with_a_hint() {
 }
 
 #[test]
+fn a_life_knows_what_is_new_since_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    let lines = |ranks: &str| ["model a", ranks].map(str::to_owned);
+    let (dir, _) = open(&run).unwrap();
+    assert_eq!(dir.exchange_startup(&lines("2 ranks")), None);
+    assert_eq!(dir.exchange_startup(&lines("2 ranks")), Some(vec![]));
+    let news = dir.exchange_startup(&lines("1 rank"));
+    assert_eq!(news, Some(vec!["1 rank".to_owned()]));
+    drop(dir);
+    run.overwrite = true;
+    fs::write(folder.path().join("metrics.jsonl"), "").unwrap();
+    let (dir, _) = open(&run).unwrap();
+    assert_eq!(dir.exchange_startup(&lines("1 rank")), None);
+}
+
+#[test]
 fn a_job_that_was_stopped_goes_on_when_it_is_started_again() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = run(folder.path());

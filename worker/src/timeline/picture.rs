@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use super::overlap::Intervals;
-use super::svg::Svg;
+use super::svg::{Svg, tick_distance};
 use super::{About, Kind, Lane, Overlap, Span, TraceFile};
 
 /// Most ranks that are drawn: the first ones.
@@ -253,12 +253,7 @@ fn legend(svg: &mut Svg) {
 
 /// Ticks at round numbers of milliseconds since the step began.
 fn axis(svg: &mut Svg, scale: &Scale, length_us: f64, y: f64) {
-    let rough = length_us / 10.0;
-    let power = 10_f64.powf(rough.log10().floor());
-    let round = [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .find(|&step| step * power >= rough);
-    let step = round.unwrap_or(10.0) * power;
+    let step = tick_distance(length_us, 10.0);
     let decimals = if step < 1e3 {
         1 - (step.log10().floor() as i32 - 2).min(0)
     } else {

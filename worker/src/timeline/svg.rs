@@ -21,12 +21,7 @@ impl Svg {
             self.0,
             "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\""
         );
-        match tip {
-            Some(tip) => {
-                let _ = writeln!(self.0, "><title>{}</title></rect>", escaped(tip));
-            }
-            None => self.0.push_str("/>\n"),
-        }
+        self.end("rect", tip);
     }
 
     /// Words, from this place to the right, above this height.
@@ -46,6 +41,28 @@ impl Svg {
         );
     }
 
+    /// A line through these places, or the area within it if the class fills it; the pointer over it shows `tip`.
+    pub(crate) fn path(
+        &mut self,
+        places: impl IntoIterator<Item = [f64; 2]>,
+        class: &str,
+        tip: Option<&str>,
+    ) {
+        let _ = write!(self.0, "<path class=\"{class}\" d=\"");
+        for (index, [x, y]) in places.into_iter().enumerate() {
+            let _ = write!(self.0, "{}{x:.1} {y:.1}", if index == 0 { 'M' } else { 'L' });
+        }
+        self.0.push('"');
+        self.end("path", tip);
+    }
+
+    fn end(&mut self, element: &str, tip: Option<&str>) {
+        let _ = match tip {
+            Some(tip) => writeln!(self.0, "><title>{}</title></{element}>", escaped(tip)),
+            None => writeln!(self.0, "/>"),
+        };
+    }
+
     /// The text of the file.
     pub(crate) fn finish(mut self) -> String {
         self.0.push_str("</svg>\n");
@@ -53,8 +70,16 @@ impl Svg {
     }
 }
 
+/// Distance of ticks at round numbers, one, two or five times a power of ten, of which about `count` are in a length.
+pub(crate) fn tick_distance(length: f64, count: f64) -> f64 {
+    let rough = length / count;
+    let power = 10_f64.powf(rough.log10().floor());
+    let round = [1.0, 2.0, 5.0].into_iter().find(|&step| step * power >= rough);
+    round.unwrap_or(10.0) * power
+}
+
 /// XML has no control characters, not even escaped.
-fn escaped(words: &str) -> String {
+pub(crate) fn escaped(words: &str) -> String {
     words
         .replace(char::is_control, "\u{fffd}")
         .replace('&', "&amp;")

@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::reporting::{Pace, StepNumbers, say, warn};
+use super::TrainError;
+use super::reporting::{Pace, say, warn};
 use super::step::{StepRecord, TrainerParts};
-use crate::metrics::{self, MetricsLine, MetricsLog};
+use crate::config::TrainConfig;
+use crate::metrics::{self, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesError, Validations};
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
@@ -17,31 +19,39 @@ const REFRESH: Duration = Duration::from_secs(1);
 /// Speaks on rank 0 only.
 pub(super) struct Recorder {
     log: Option<MetricsLog>,
+    /// Of `run.tensorboard`, as long as it can be written.
+    events: Option<EventFile>,
     /// Steps whose line could not be written, since the last one that could.
     missed: u64,
     pace: Pace,
-    /// Step lines go to the console: nobody else draws a bar.
+    /// Step lines go to the console: nobody else draws a bar, or they are asked for.
     lines: bool,
     /// The last one that is a number.
     last_loss: f64,
-    last_val_loss: Option<f64>,
     /// Tokens and time of the steps of this life.
     trained: (u64, Duration),
 }
 
 impl Recorder {
-    /// `log` on rank 0 only.
-    pub(super) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+    /// Opens the files of the run, of which `first_step` steps are finished. `run_dir` on rank 0 only.
+    pub(super) fn open(
+        run_dir: Option<&RunDir>,
+        first_step: u64,
+        config: &TrainConfig,
+    ) -> Result<Self, TrainError> {
+        let log = run_dir.map(|dir| MetricsLog::open(&dir.metrics(), first_step));
+        let dir_of_events = run_dir.filter(|_| config.run.tensorboard && first_step < config.train.steps);
+        let events = dir_of_events.and_then(|dir| written(EventFile::create(dir.path(), first_step)));
         let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
-        Self {
-            lines: log.is_some() && !bar,
-            log,
+        Ok(Self {
+            lines: !bar || config.train.log_every.is_some(),
+            log: log.transpose()?,
+            events,
             missed: 0,
-            pace: Pace::new(Instant::now(), first_step, steps),
+            pace: Pace::new(Instant::now(), first_step, &config.train),
             last_loss: 0.0,
-            last_val_loss: None,
             trained: (0, Duration::ZERO),
-        }
+        })
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
@@ -49,59 +59,77 @@ impl Recorder {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
-        self.last_val_loss = record.val_loss.or(self.last_val_loss);
         if record.loss.is_finite() {
             self.last_loss = record.loss;
         }
+        self.log.as_ref()?;
+        self.append(&line(record, trainer, tokens_per_s));
         let now = Instant::now();
         let progress = Progress {
             steps: trainer.config.train.steps,
             loss: self.last_loss,
             tokens_per_s,
             seconds_left: self.pace.seconds_left(now, record.step),
-            val_loss: self.last_val_loss,
+            val_loss: self.validations().last,
+            lr: Some(f64::from(record.lr)),
         };
-        if let Some(log) = &mut self.log {
-            // A full disk must not end the training.
-            match (log.append(&line(record, trainer, tokens_per_s)), self.missed) {
-                (Ok(()), 0) => {}
-                (Ok(()), missed) => {
+        let shown = Progress {
+            loss: record.loss,
+            ..progress.clone()
+        };
+        let is_news = record.val_loss.is_some();
+        if let Some(line) = (self.pace.line(now, record.step, &shown, is_news)).filter(|_| self.lines) {
+            say(&line);
+        }
+        Some(progress)
+    }
+
+    /// Writes a line of the metrics. A full disk must not end the training.
+    fn append(&mut self, line: &MetricsLine) {
+        let Some(log) = &mut self.log else { return };
+        self.events =
+            (self.events.take()).and_then(|mut events| written(events.append(line).map(|()| events)));
+        match (log.append(line), self.missed) {
+            (Ok(()), 0) => {}
+            (Ok(()), missed) => {
+                warn(&format!(
+                    "metrics are written again; {missed} steps before step {} have no line",
+                    line.step
+                ));
+                self.missed = 0;
+            }
+            (Err(error), missed) => {
+                if missed == 0 {
                     warn(&format!(
-                        "metrics are written again; {missed} steps before step {} have no line",
-                        record.step
+                        "the metrics of step {} are lost, training continues: {error}",
+                        line.step
                     ));
-                    self.missed = 0;
                 }
-                (Err(error), missed) => {
-                    if missed == 0 {
-                        warn(&format!(
-                            "the metrics of step {} are lost, training continues: {error}",
-                            record.step
-                        ));
-                    }
-                    self.missed += 1;
-                }
+                self.missed += 1;
             }
         }
-        if self.lines {
-            let numbers = StepNumbers {
-                step: record.step,
-                loss: record.loss,
-                val_loss: record.val_loss,
-                lr: record.lr,
-                tokens_per_s,
-            };
-            if let Some(line) = self.pace.line(now, &numbers, record.val_loss.is_some()) {
-                say(&line);
-            }
-        }
-        self.log.is_some().then_some(progress)
+    }
+
+    /// Validation losses of the run so far, on rank 0.
+    pub(super) fn validations(&self) -> Validations {
+        self.log.as_ref().map(MetricsLog::validations).unwrap_or_default()
     }
 
     /// Tokens a second over the steps of this life, over all ranks.
     pub(super) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
+}
+
+/// Events for TensorBoard, unless they cannot be written, which must not end the training.
+fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
+    events
+        .inspect_err(|error| {
+            warn(&format!(
+                "there are no more events for TensorBoard, training continues: {error}"
+            ));
+        })
+        .ok()
 }
 
 fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> MetricsLine {

@@ -3,22 +3,23 @@
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
 //! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use ddp_proto::control::{Phase, Sizes};
+use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
 use super::checkpointing::{failed_saves, ranks_divide};
 use super::recorder::Recorder;
 use super::reporting::{say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
-use super::startup_table::startup_table;
+use super::startup_table::introduction;
 use super::step::Outcome;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies};
 use crate::mesh::MeshShape;
-use crate::metrics::{MetricsLog, RunDir, Summary};
+use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
 
 /// Of longer data only the start is counted, so that files of billions of tokens cost no more.
@@ -97,10 +98,8 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let mut prepared = prepare(&config, opened, session)?;
     let parts = prepared.trainer.parts();
     let (rank, first_step) = (parts.world.rank(), parts.first_step);
-    let log = match rank {
-        0 => Some(MetricsLog::open(&prepared.run_dir.metrics(), first_step)?),
-        _ => None,
-    };
+    let run_dir = (rank == 0).then_some(&prepared.run_dir);
+    let mut recorder = Recorder::open(run_dir, first_step, &config)?;
     let mut last = None;
     if rank == 0 {
         let path = prepared.run_dir.summary();
@@ -109,12 +108,8 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         if first_step < config.train.steps {
             Summary::delete(&path)?;
         }
-        if let Some(words) = &prepared.rescaled {
-            say(words);
-        }
-        say(&startup_table(&prepared));
+        say(&introduction(&prepared));
     }
-    let mut recorder = Recorder::new(log, first_step, config.train.steps);
     let mut outcome = Outcome::default();
     let ended = prepared.trainer.run(
         &mut prepared.reducer,
@@ -147,7 +142,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     })
 }
 
-/// Writes the summary, and says what the loss means. `last` is the summary of the life before this one.
+/// Writes the summary, and says what the run has come to. `last` is the summary of the life before this one.
 fn finish(
     prepared: &Prepared<'_>,
     recorder: &Recorder,
@@ -179,7 +174,7 @@ fn finish(
     if let Some(words) = failed_saves(summary.failed_saves, summary.checkpoint.as_deref()) {
         warn(&words);
     }
-    say(&verdict(outcome, summary.entropies, summary.bytes_per_token));
+    say(&farewell(&summary, trainer.first_step, prepared.run_dir.path()));
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
         // Whoever has started this one hears it from its launcher.
         let run = &trainer.config.run;
@@ -203,6 +198,7 @@ fn summary(
     let config = trainer.config;
     let env = trainer.session.env();
     let samples = trainer.loader.consumed_before(outcome.steps);
+    let best = recorder.validations().best;
     Ok(Summary {
         name: config.run.name.clone(),
         run_id: env.run_id.clone(),
@@ -214,6 +210,8 @@ fn summary(
         parameters: trainer.replica.model.param_count() as u64,
         loss: outcome.loss,
         val_loss: outcome.val_loss,
+        best_val_loss: best.map(|(loss, _)| loss),
+        best_val_step: best.map(|(_, step)| step),
         entropies: entropies(&prepared.dataset)?,
         bytes_per_token: prepared.dataset.val.bytes_per_token(),
         seconds: started.elapsed().as_secs_f64(),
@@ -239,55 +237,133 @@ fn entropies(dataset: &Dataset) -> Result<Entropies, TrainError> {
     Ok(Entropies::of(&part, dataset.vocabulary.size)?)
 }
 
-/// The validation loss beside what a model without context can reach.
-fn verdict(outcome: &Outcome, entropies: Entropies, bytes_per_token: Option<f64>) -> String {
-    let Entropies { unigram, bigram } = entropies;
-    match (&outcome.stopped, outcome.val_loss, bigram) {
-        (Some(cause), _, _) => format!(
-            "stopped after step {} ({cause}); the checkpoint is saved",
-            outcome.steps
-        ),
-        (None, Some(loss), Some(bigram)) => format!(
-            "nats per byte: unigram {unigram:.2}, bigram {bigram:.2} (entropies of the text), this model {loss:.4} (validation)"
-        ),
-        (None, Some(loss), None) => {
-            let a_byte = bytes_per_token.map_or_else(String::new, |bytes| {
-                format!(
-                    "; {:.4} nats per byte, with {bytes:.2} bytes to a token",
-                    loss / bytes
-                )
-            });
-            format!(
-                "nats per token: unigram {unigram:.2} (entropy of the validation tokens), this model {loss:.4} (validation){a_byte}"
-            )
-        }
-        (None, None, _) => format!("done after step {}", outcome.steps),
+/// What to know of a run that has ended: what it took and came to, where its files are, and what to do next. Every model
+/// is one of language: text can be made with all of them.
+fn farewell(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
+    let (steps, out) = (summary.steps, out_dir.display());
+    let trained = steps.saturating_sub(first_step);
+    let (time, speed) = (duration(summary.seconds), rate(summary.tokens_per_s));
+    let took = match trained {
+        0 => "nothing was left to train".to_owned(),
+        _ if first_step == 0 => format!("{time} at {speed} tok/s"),
+        _ => format!("the last {trained} in {time} at {speed} tok/s"),
+    };
+    let mut lines = vec![match &summary.stopped {
+        Some(cause) => format!("stopped after step {steps} ({cause}); the checkpoint is saved; {took}"),
+        None => format!("done: {}, {took}", counted(steps, "step")),
+    }];
+    lines.extend(validation(summary));
+    if let Some(checkpoint) = &summary.checkpoint {
+        lines.push(format!("checkpoint  {out}/checkpoints/{checkpoint}"));
     }
+    lines.push(format!("metrics     {out}/metrics.jsonl"));
+    let out = quoted(&out_dir.to_string_lossy());
+    lines.push(format!("next        ddp-train plot {out}"));
+    if summary.checkpoint.is_some() {
+        lines.push(format!("            ddp-train generate {out} --prompt 'The '"));
+    }
+    lines.join("\n")
+}
+
+/// The validation loss beside what a model without context can reach, and the best one, if that is another.
+fn validation(summary: &Summary) -> Option<String> {
+    let best = (summary.best_val_loss.zip(summary.best_val_step))
+        .filter(|(best, _)| summary.val_loss.is_none_or(|last| *best < last))
+        .map(|(best, step)| format!("best val loss {best:.3} after step {step}"));
+    let Some(loss) = summary.val_loss else {
+        return best;
+    };
+    let Entropies { unigram, bigram } = summary.entropies;
+    let last = match (bigram, summary.bytes_per_token) {
+        (Some(bigram), _) => {
+            format!("val loss {loss:.3} nats/byte (unigram {unigram:.2}, bigram {bigram:.2})")
+        }
+        (None, None) => format!("val loss {loss:.3} nats/token (unigram {unigram:.2})"),
+        (None, Some(bytes)) => format!(
+            "val loss {loss:.3} nats/token (unigram {unigram:.2}), {:.3} nats/byte",
+            loss / bytes
+        ),
+    };
+    Some(match best {
+        Some(best) => format!("{last}; {best}"),
+        None => last,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn summary() -> Summary {
+        Summary {
+            name: "train".into(),
+            run_id: "r".into(),
+            steps: 600,
+            complete: true,
+            stopped: None,
+            samples: 9600,
+            tokens: 1_228_800,
+            parameters: 10,
+            loss: Some(1.5),
+            val_loss: Some(1.717_9),
+            best_val_loss: Some(1.717_9),
+            best_val_step: Some(600),
+            entropies: Entropies {
+                unigram: 3.26,
+                bigram: Some(2.45),
+            },
+            bytes_per_token: Some(1.0),
+            seconds: 32.4,
+            tokens_per_s: 38_200.0,
+            world_size: 2,
+            generation: 1,
+            restarts: 0,
+            checkpoint: Some("step_00000600".into()),
+            failed_saves: 0,
+            device_taken: None,
+        }
+    }
+
     #[test]
-    fn the_verdict_says_of_what_the_loss_is() {
-        let mut outcome = Outcome {
-            steps: 40,
-            val_loss: Some(3.2812),
-            ..Outcome::default()
+    fn the_end_says_what_to_know() {
+        insta::assert_snapshot!(farewell(&summary(), 0, Path::new("runs/a/b")), @"
+        done: 600 steps, 0:32 at 38.2k tok/s
+        val loss 1.718 nats/byte (unigram 3.26, bigram 2.45)
+        checkpoint  runs/a/b/checkpoints/step_00000600
+        metrics     runs/a/b/metrics.jsonl
+        next        ddp-train plot runs/a/b
+                    ddp-train generate runs/a/b --prompt 'The '
+        ");
+        let stopped = Summary {
+            steps: 340,
+            stopped: Some("SIGTERM".into()),
+            val_loss: None,
+            checkpoint: None,
+            ..summary()
         };
-        let tokens = Entropies {
-            unigram: 7.4242,
-            bigram: None,
-        };
-        let bytes = Entropies {
-            bigram: Some(2.45),
-            ..tokens
-        };
-        insta::assert_snapshot!(verdict(&outcome, bytes, Some(1.0)), @"nats per byte: unigram 7.42, bigram 2.45 (entropies of the text), this model 3.2812 (validation)");
-        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"nats per token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation)");
-        insta::assert_snapshot!(verdict(&outcome, tokens, Some(4.0)), @"nats per token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation); 0.8203 nats per byte, with 4.00 bytes to a token");
-        outcome.stopped = Some("asked to".into());
-        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"stopped after step 40 (asked to); the checkpoint is saved");
+        insta::assert_snapshot!(farewell(&stopped, 300, Path::new("my run")), @"
+        stopped after step 340 (SIGTERM); the checkpoint is saved; the last 40 in 0:32 at 38.2k tok/s
+        best val loss 1.718 after step 600
+        metrics     my run/metrics.jsonl
+        next        ddp-train plot 'my run'
+        ");
+        let words = farewell(&summary(), 600, Path::new("r"));
+        assert!(
+            words.starts_with("done: 600 steps, nothing was left to train\n"),
+            "{words}"
+        );
+    }
+
+    #[test]
+    fn the_loss_says_of_what_it_is() {
+        let mut tokens = summary();
+        tokens.entropies.bigram = None;
+        (tokens.val_loss, tokens.bytes_per_token) = (Some(3.2812), None);
+        (tokens.best_val_loss, tokens.best_val_step) = (Some(3.19), Some(560));
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.26); best val loss 3.190 after step 560");
+        (tokens.bytes_per_token, tokens.best_val_loss) = (Some(4.0), None);
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.26), 0.820 nats/byte");
+        tokens.val_loss = None;
+        assert_eq!(validation(&tokens), None);
     }
 }

@@ -285,7 +285,7 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
 }
 
 /// It is a life of the job after its first.
-fn is_restarted(env: &WorkerEnv) -> bool {
+pub(super) fn is_restarted(env: &WorkerEnv) -> bool {
     env.restart_count > 0 || env.generation.get() > 1
 }
 

@@ -1,11 +1,11 @@
-//! What rank 0 says before the first step: what is trained, on what, and with how much memory.
+//! What rank 0 says before the first step: what is trained, on what, and with how much memory. A restart repeats only
+//! what has changed.
 
-use comfy_table::{Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::TrainError;
 use super::planning::{Estimate, Footprint};
-use super::setup::Prepared;
+use super::setup::{Prepared, is_restarted};
 use super::step::TrainerParts;
 use crate::config::{
     Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig,
@@ -17,8 +17,19 @@ use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
 
-/// The table.
-pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
+/// What is to be said of this life of the run. The file of the folder has what was said of the one before.
+pub(super) fn introduction(prepared: &Prepared<'_>) -> String {
+    let rows = rows(prepared).0;
+    let is_restarted = is_restarted(prepared.trainer.parts().session.env());
+    let news = prepared.run_dir.exchange_startup(&rows);
+    match news.filter(|_| is_restarted) {
+        None => rows.join("\n"),
+        Some(news) if news.is_empty() => "restarted; everything is as before".to_owned(),
+        Some(news) => format!("restarted; what has changed:\n{}", news.join("\n")),
+    }
+}
+
+fn rows(prepared: &Prepared<'_>) -> Rows {
     let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
@@ -38,7 +49,8 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let held = Footprint::of(&trainer.replica, &prepared.reducer, &trainer.optimizer);
     let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
     let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());
-    let mut table = Rows::new();
+    let mut table = Rows(Vec::new());
+    table.add("rescaled", prepared.rescaled.clone());
     table.add("model", model(&config.model));
     table.add("parameters", grouped(trainer.replica.model.param_count() as u64));
     table.add("data", data(&prepared.dataset, config.data.val.is_some()));
@@ -53,7 +65,6 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
     table.add("tokenizer", tokenizer(&prepared.dataset));
     table.add("initial weights", prepared.pretrained.clone());
-    table.add("rescaled", prepared.rescaled.clone());
     table.add("optimizer state", offloaded(prepared));
     // A row for people must not end a run.
     let accumulation = accumulation(prepared).inspect_err(|e| tracing::warn!("both ways to accumulate: {e}"));
@@ -62,22 +73,17 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
     table.add("out_dir", prepared.run_dir.path().display().to_string());
-    table.0.trim_fmt()
+    table
 }
 
-struct Rows(Table);
+/// Lines.
+struct Rows(Vec<String>);
 
 impl Rows {
-    fn new() -> Self {
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING);
-        Self(table)
-    }
-
     /// A row, if there is something to say.
     fn add(&mut self, name: &str, value: impl Into<Option<String>>) {
         if let Some(value) = value.into() {
-            self.0.add_row([name, &value]);
+            self.0.push(format!("{name:<17} {value}"));
         }
     }
 }

@@ -1,9 +1,11 @@
-//! The console: messages for people, and step lines on rank 0 at a bearable rate, with the time left.
+//! The console: messages for people, and step lines on rank 0 at a bearable rate.
 
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-use ddp_proto::words::grouped;
+use ddp_proto::control::Progress;
+
+use crate::config::Train;
 
 /// Bounds of the time between two step lines, which is a hundredth of the run so far.
 const LINE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
@@ -21,32 +23,23 @@ pub(crate) fn warn(text: &str) {
     let _ = std::io::stderr().write_all(words.as_bytes());
 }
 
-/// Counts steps and tokens since the start of this life of the run.
+/// Says when a step line is due, and how long the rest of the run will take.
 pub(crate) struct Pace {
     started: Instant,
     first_step: u64,
     steps: u64,
+    log_every: Option<u64>,
     last_line: Option<Instant>,
 }
 
-/// What a step line shows.
-pub(crate) struct StepNumbers {
-    /// Steps finished.
-    pub(crate) step: u64,
-    pub(crate) loss: f64,
-    /// Of this very step.
-    pub(crate) val_loss: Option<f64>,
-    pub(crate) lr: f32,
-    pub(crate) tokens_per_s: f64,
-}
-
 impl Pace {
-    /// `first_step` steps of `steps` are finished already.
-    pub(crate) fn new(now: Instant, first_step: u64, steps: u64) -> Self {
+    /// `first_step` steps of the run are finished already.
+    pub(crate) fn new(now: Instant, first_step: u64, train: &Train) -> Self {
         Self {
             started: now,
             first_step,
-            steps,
+            steps: train.steps,
+            log_every: train.log_every,
             last_line: None,
         }
     }
@@ -61,40 +54,29 @@ impl Pace {
         each * self.steps.saturating_sub(step) as f64
     }
 
-    /// The line for a finished step, if one is due: the first and the last step, new validation losses, and
-    /// otherwise one a second at first, fewer later.
-    pub(crate) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
-        let [shortest, longest] = LINE_INTERVALS;
-        let interval = (now.duration_since(self.started) / 100).clamp(shortest, longest);
-        let recent = self
-            .last_line
-            .is_some_and(|last| now.duration_since(last) < interval);
-        if recent && !is_news && numbers.step < self.steps {
+    /// The line for a finished step, if one is due: the last step, new validation losses, and otherwise every
+    /// `train.log_every` steps. Without it the first step, one a second at first, fewer later.
+    pub(crate) fn line(
+        &mut self,
+        now: Instant,
+        step: u64,
+        progress: &Progress,
+        is_news: bool,
+    ) -> Option<String> {
+        let is_due = self.log_every.map_or_else(
+            || {
+                let [shortest, longest] = LINE_INTERVALS;
+                let interval = (now.duration_since(self.started) / 100).clamp(shortest, longest);
+                self.last_line
+                    .is_none_or(|last| now.duration_since(last) >= interval)
+            },
+            |every| step.is_multiple_of(every),
+        );
+        if !is_due && !is_news && step < self.steps {
             return None;
         }
         self.last_line = Some(now);
-        let val = numbers
-            .val_loss
-            .map_or_else(String::new, |val| format!("  val {val:.4}"));
-        Some(format!(
-            "step {}/{}  loss {:.4}{val}  lr {:.1e}  {} tokens/s  {} left",
-            numbers.step,
-            self.steps,
-            numbers.loss,
-            numbers.lr,
-            grouped(numbers.tokens_per_s.max(0.0) as u64),
-            clock(self.seconds_left(now, numbers.step)),
-        ))
-    }
-}
-
-/// `00:42`, or `1:02:03`.
-fn clock(seconds: f64) -> String {
-    let seconds = seconds.round().max(0.0) as u64;
-    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    match hours {
-        0 => format!("{minutes:02}:{seconds:02}"),
-        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+        Some(format!("step {step}/{} {progress}", self.steps))
     }
 }
 
@@ -102,54 +84,74 @@ fn clock(seconds: f64) -> String {
 mod tests {
     use super::*;
 
-    fn numbers(step: u64) -> StepNumbers {
-        StepNumbers {
-            step,
+    fn progress(seconds_left: f64) -> Progress {
+        Progress {
+            steps: 600,
             loss: 2.414_21,
             val_loss: Some(2.5),
-            lr: 3e-4,
+            lr: Some(3e-4),
             tokens_per_s: 123_456.7,
+            seconds_left,
         }
+    }
+
+    fn pace(start: Instant, first_step: u64, log_every: Option<u64>) -> Pace {
+        let train = Train {
+            steps: 600,
+            log_every,
+            ..Train::default()
+        };
+        Pace::new(start, first_step, &train)
     }
 
     #[test]
     fn a_line_says_where_the_run_is() {
         let start = Instant::now();
-        let mut pace = Pace::new(start, 100, 600);
-        let line = pace
-            .line(start + Duration::from_secs(10), &numbers(120), false)
-            .unwrap();
-        insta::assert_snapshot!(line, @"step 120/600  loss 2.4142  val 2.5000  lr 3.0e-4  123,456 tokens/s  04:00 left");
+        let mut pace = pace(start, 100, None);
+        let now = start + Duration::from_secs(10);
+        let progress = progress(pace.seconds_left(now, 120));
+        let line = pace.line(now, 120, &progress, false).unwrap();
+        insta::assert_snapshot!(line, @"step 120/600 loss 2.414  val 2.500  lr 3.0e-4  123k tok/s  4:00 left");
     }
 
     #[test]
     fn lines_come_once_a_second_but_news_and_the_end_at_once() {
         let start = Instant::now();
-        let at = |ms| start + Duration::from_millis(ms);
-        let mut pace = Pace::new(start, 0, 600);
-        assert!(pace.line(at(10), &numbers(1), false).is_some());
-        assert!(pace.line(at(500), &numbers(2), false).is_none());
-        assert!(pace.line(at(600), &numbers(3), true).is_some());
-        assert!(pace.line(at(1599), &numbers(4), false).is_none());
-        assert!(pace.line(at(1600), &numbers(5), false).is_some());
-        assert!(pace.line(at(1601), &numbers(600), false).is_some());
+        let mut pace = pace(start, 0, None);
+        let mut is_told = |ms, step, is_news| {
+            let now = start + Duration::from_millis(ms);
+            pace.line(now, step, &progress(0.0), is_news).is_some()
+        };
+        assert!(is_told(10, 1, false));
+        assert!(!is_told(500, 2, false));
+        assert!(is_told(600, 3, true));
+        assert!(!is_told(1599, 4, false));
+        assert!(is_told(1600, 5, false));
+        assert!(is_told(1601, 600, false));
     }
 
     #[test]
     fn a_long_run_says_less() {
         let start = Instant::now();
-        let at = |s| start + Duration::from_secs(s);
-        let mut pace = Pace::new(start, 0, 600);
-        assert!(pace.line(at(1000), &numbers(1), false).is_some());
-        assert!(pace.line(at(1009), &numbers(2), false).is_none());
-        assert!(pace.line(at(1011), &numbers(3), false).is_some());
-        assert!(pace.line(at(100_000), &numbers(4), false).is_some());
-        assert!(pace.line(at(100_029), &numbers(5), false).is_none());
-        assert!(pace.line(at(100_030), &numbers(6), false).is_some());
+        let mut pace = pace(start, 0, None);
+        let mut is_told = |s, step| {
+            let now = start + Duration::from_secs(s);
+            pace.line(now, step, &progress(0.0), false).is_some()
+        };
+        assert!(is_told(1000, 1));
+        assert!(!is_told(1009, 2));
+        assert!(is_told(1011, 3));
+        assert!(is_told(100_000, 4));
+        assert!(!is_told(100_029, 5));
+        assert!(is_told(100_030, 6));
     }
 
     #[test]
-    fn the_time_left_is_readable() {
-        assert_eq!([0.4, 62.0, 3723.0].map(clock), ["00:00", "01:02", "1:02:03"]);
+    fn every_so_many_steps_if_asked_to_and_the_last() {
+        let start = Instant::now();
+        let mut pace = pace(start, 0, Some(250));
+        let mut is_told = |step| pace.line(start, step, &progress(0.0), false).is_some();
+        let told: Vec<u64> = (1..=600).filter(|step| is_told(*step)).collect();
+        assert_eq!(told, [250, 500, 600]);
     }
 }

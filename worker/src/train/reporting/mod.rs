@@ -8,5 +8,5 @@
 mod console;
 mod profiling_window;
 
-pub(super) use console::{Pace, StepNumbers, say, warn};
+pub(super) use console::{Pace, say, warn};
 pub(super) use profiling_window::ProfilingWindow;

@@ -1,0 +1,79 @@
+//! `ddp-train plot`: loss, validation loss, learning rate, speed and gradient norm of runs, to look at.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use ddp_proto::words::{counted, grouped};
+use ddp_worker::metrics::RunFilesError;
+use ddp_worker::metrics::plot::{self, RunCurves};
+
+use super::answer;
+use super::error::{CliError, print_error};
+
+/// Draw the metrics of one or several runs: one file, HTML or SVG, that any browser shows.
+///
+/// Of runs with many steps, neighbouring steps are merged: a line through their mean, in a band from the lowest to the
+/// highest value. Restarts are marked.
+#[derive(Debug, Args)]
+pub(super) struct PlotArgs {
+    /// Directories of runs, or their `metrics.jsonl`
+    #[arg(value_name = "RUN", required = true, num_args = 1..=plot::MAX_RUNS)]
+    runs: Vec<PathBuf>,
+    /// Where to write; `.svg` is the picture alone [default: `plot.html` in the first run's directory]
+    #[arg(short, long, value_name = "FILE.html|FILE.svg", value_parser = output)]
+    output: Option<PathBuf>,
+}
+
+fn output(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match path.extension().and_then(|ending| ending.to_str()) {
+        Some("html" | "svg") => Ok(path),
+        _ => Err("expected a path that ends in `.html` or `.svg`".to_owned()),
+    }
+}
+
+/// Main of `ddp-train plot`.
+pub(super) fn run(args: &PlotArgs) -> ExitCode {
+    match draw(args) {
+        Ok(words) => answer::give(words),
+        Err(error) => {
+            let error = CliError::Config(words_of(&error));
+            print_error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
+    let runs = args.runs.iter().map(|path| RunCurves::read(path));
+    let runs: Vec<RunCurves> = runs.collect::<Result<_, _>>()?;
+    for line in runs.iter().flat_map(|run| &run.bad_lines) {
+        eprintln!("warning: a line is left out: {line}");
+    }
+    let output = args.output.clone().unwrap_or_else(|| beside(&args.runs[0]));
+    let picture = match output.extension() {
+        Some(ending) if ending == "svg" => plot::svg(&runs),
+        _ => plot::html(&runs),
+    };
+    plot::write(&output, &picture)?;
+    let steps = runs.iter().map(|run| run.steps).max().unwrap_or_default();
+    let of = counted(runs.len() as u64, "run");
+    Ok(format!("{}: {of}, {} steps\n", output.display(), grouped(steps)))
+}
+
+/// Not with the hints of a run that trains.
+fn words_of(error: &RunFilesError) -> String {
+    match error {
+        RunFilesError::Io {
+            doing, path, cause, ..
+        } => format!("cannot {doing} `{}`: {cause}", path.display()),
+        other => other.to_string(),
+    }
+}
+
+/// In the folder of a run, which may be named by its file.
+fn beside(run: &Path) -> PathBuf {
+    let folder = if run.is_dir() { Some(run) } else { run.parent() };
+    folder.unwrap_or(Path::new("")).join("plot.html")
+}
