@@ -407,7 +407,7 @@ mod tests {
                 .to_string()
         };
         assert!(
-            words("src").contains("hint: `./src` is a folder"),
+            words("src").contains("hint: `./src` is a directory"),
             "{}",
             words("src")
         );

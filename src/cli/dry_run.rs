@@ -303,7 +303,7 @@ fn rendezvous(host: &HostFacts) -> String {
         HostRole::Alone => "private, on this node".to_owned(),
         HostRole::Host => format!("{endpoint}, on this node"),
         HostRole::HostIfLocal => format!("{endpoint}, on the node with that address"),
-        HostRole::Join => format!("{endpoint}, on another node"),
+        HostRole::Join => format!("{endpoint}, on a different node"),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Gathering: when a generation starts, and what the nodes that are there wait for.
 
+use std::fmt::Write as _;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -33,7 +34,7 @@ impl Job {
             )
         );
         if ready < min {
-            words.push_str(&format!("; waiting for {} more", min - ready));
+            let _ = write!(words, "; waiting for {} more", min - ready);
             words.push_str(&words::time_left(g.until, now));
         } else if self
             .nodes

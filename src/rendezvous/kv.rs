@@ -55,8 +55,8 @@ impl KvStore {
                 Ok(())
             } else {
                 Err(KvError::Exists(format!(
-                    "key `{key}` is already written with another value ({} bytes, now {} bytes)\n  \
-                     hint: keys are write-once in a generation; use a key of its own for each value",
+                    "key `{key}` is already written with a different value ({} bytes, now {} bytes)\n  \
+                     hint: keys are write-once in a generation; use a different key for each value",
                     old.len(),
                     value.len()
                 )))
@@ -234,8 +234,8 @@ mod tests {
             .put(limits, "k".into(), vec![2, 3], &mut effects)
             .unwrap_err();
         insta::assert_snapshot!(error, @r"
-        key `k` is already written with another value (1 bytes, now 2 bytes)
-          hint: keys are write-once in a generation; use a key of its own for each value
+        key `k` is already written with a different value (1 bytes, now 2 bytes)
+          hint: keys are write-once in a generation; use a different key for each value
         ");
     }
 

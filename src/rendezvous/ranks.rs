@@ -90,7 +90,7 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Can
         .filter_map(|slot| slot.or_else(|| rest.next()))
         .collect();
     let reason = [
-        (asked, "as asked for"),
+        (asked, "as requested"),
         (kept, "kept from before"),
         (filled, "by host name"),
     ]
@@ -206,7 +206,7 @@ mod tests {
         let (ordered, reason) = order(nodes, &[member("x", "a")]);
         let names: Vec<_> = ordered.iter().map(|c| c.incarnation.as_str()).collect();
         assert_eq!(names, ["y", "x", "z"]);
-        assert_eq!(reason, "node ranks: 2 as asked for, 1 by host name");
+        assert_eq!(reason, "node ranks: 2 as requested, 1 by host name");
     }
 
     #[test]

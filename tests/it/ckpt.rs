@@ -42,7 +42,7 @@ fn a_checkpoint_is_inspected_and_verified() {
     for path in ["out", "out/checkpoints", "out/checkpoints/step_00000010"] {
         ckpt(job.dir(), &["verify", path])
             .expect_exit(0)
-            .expect_stdout("the checkpoint of step 10 is whole: 84 tensors in ");
+            .expect_stdout("the checkpoint of step 10 is complete: 84 tensors in ");
     }
     ckpt(job.dir(), &["verify", "out", "--step", "7"])
         .expect_exit(2)

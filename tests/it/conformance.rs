@@ -137,7 +137,7 @@ fn four_of_five_agents_run_and_the_fifth_waits_for_its_turn() {
         node.wait_for("world 4");
     }
     let mut fifth = start();
-    fifth.wait_for("this node is a spare");
+    fifth.wait_for("this node is on standby");
     std::fs::write(&done, "").expect("writable");
     for node in running {
         node.finish().expect_exit(0);
@@ -145,7 +145,7 @@ fn four_of_five_agents_run_and_the_fifth_waits_for_its_turn() {
     fifth
         .finish()
         .expect_exit(0)
-        .expect_stderr("as a spare it was never needed");
+        .expect_stderr("stayed on standby and started no workers");
 }
 
 #[test]

@@ -124,7 +124,7 @@ fn a_spare_takes_the_place_of_a_lost_node() {
         member.wait_for("world 2 attempt 0");
     }
     let mut spare = node(&daemon, "2:2", &done).start();
-    spare.wait_for("this node is a spare");
+    spare.wait_for("this node is on standby");
     let [mut stays, goes] = members;
     goes.signal(Signal::SIGKILL);
     spare.wait_for("world 2 attempt 0");
@@ -196,7 +196,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     first.wait_for(
         "continuing with 2 ranks instead of 1: 1 micro-batch per step on each, the global batch stays 4",
     );
-    first.wait_for(&format!("400, resumed after {left_at}"));
+    first.wait_for(&format!("400, resumed after step {left_at}"));
 
     // One step beyond a checkpoint of both.
     wait_for_step(&job.out(), left_at + 6);
@@ -262,7 +262,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
     first.wait_for("continuing with 4 ranks instead of 2");
-    first.wait_for(&format!("200, resumed after {left_at}"));
+    first.wait_for(&format!("200, resumed after step {left_at}"));
 
     // One step beyond a checkpoint of all.
     wait_for_step(&job.out(), left_at + 6);
@@ -379,7 +379,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
         .expect_exit(143)
         .expect_stderr("if the other nodes continue, start this node again to rejoin the job");
     second.wait_for("continuing with 1 rank instead of 2");
-    second.wait_for(&format!("1500, resumed after {left_at}"));
+    second.wait_for(&format!("1500, resumed after step {left_at}"));
 
     // Started again, it is taken in; nothing tells it to resume.
     wait_for_step(&job.out(), left_at + 1);
@@ -389,7 +389,7 @@ fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
     second.wait_for("joined; continuing with 2 nodes");
     send(held, Signal::SIGCONT);
     let left_at = stopped_after(&mut second);
-    again.wait_for(&format!("1500, resumed after {left_at}"));
+    again.wait_for(&format!("1500, resumed after step {left_at}"));
     again.finish().expect_exit(0);
     second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);
@@ -421,7 +421,7 @@ fn native_training_that_was_stopped_resumes_when_the_same_job_is_started_again()
             .start()
     };
     let (mut first, second) = (start("0"), start("1"));
-    first.wait_for(&format!("1500, resumed after {left_at}"));
+    first.wait_for(&format!("1500, resumed after step {left_at}"));
     first.finish().expect_exit(0);
     second.finish().expect_exit(0);
     daemon.stop().expect_exit(0);

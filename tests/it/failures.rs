@@ -54,7 +54,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     // Rank 1 decides the job; rank 0 fails on its own before its node knows.
     wire.hold();
     end(dir.path(), 1, 42);
-    b.wait_for("is over: rank 1");
+    b.wait_for("ended: rank 1");
     end(dir.path(), 0, 7);
     eventually("the end of rank 0", || {
         let events = std::fs::read_to_string(&events_a).ok()?;

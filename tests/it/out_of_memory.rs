@@ -98,7 +98,7 @@ fn a_worker_that_needs_more_memory_than_there_is_is_named_for_it() {
         .expect_exit(137)
         .expect_stderr("first failure: rank 1")
         .expect_stderr(
-            "possibly out of memory: the kernel's OOM killer ended a process of this control group",
+            "possibly out of memory: the kernel's OOM killer killed a process of this control group",
         );
     let text = std::fs::read_to_string(Path::new(logs).join("error.json")).expect("an error file");
     let cause: serde_json::Value = serde_json::from_str(&text).expect("JSON");

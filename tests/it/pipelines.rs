@@ -30,7 +30,7 @@ fn two_stages_give_the_losses_of_one_rank() {
         .run();
     piped
         .expect_exit(0)
-        .expect_stdout("1F1B: 2 stages of 3, 1 layers on 2 ranks, 4 micro-batches; 20.0 % of the time idle");
+        .expect_stdout("1F1B: 2 stages of 3, 1 layers on 2 ranks, 4 micro-batches; idle 20.0 % of the time");
     assert_eq!(losses(&one.out()), losses(&two.out()));
     let trace = std::fs::read_to_string(two.out().join("timeline/timeline.json")).expect("a trace");
     for span in [

@@ -194,7 +194,7 @@ fn a_worker_without_a_launcher_saves_at_a_signal() {
             .finish()
             .expect_exit(code)
             .expect_stderr(&format!(
-                "stopped by {signal}: the step under way ends and is saved"
+                "stopped by {signal}: finishing and saving the current step"
             ))
             .expect_stdout("the checkpoint is saved")
             .expect_stdout("resume with `--set run.resume=auto --set run.out_dir=out`");

@@ -230,7 +230,7 @@ fn shards_of_llm_c_train_as_one_file_does() {
     train(&job, &["data.train=train_*.bin", "run.out_dir=shards"])
         .expect_exit(0)
         .expect_stdout(" in 3 files for training")
-        .expect_stdout("a file does not say which tokenizer made it");
+        .expect_stdout("a file does not record its tokenizer");
     let shards = job.dir().join("shards");
     assert_eq!(losses(&shards), losses(&job.out()));
     // One of them is another one when the run goes on.

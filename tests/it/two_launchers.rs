@@ -202,7 +202,7 @@ fn a_job_does_not_end_with_another_one_that_has_the_port() {
         .run()
         .expect_exit(69)
         .expect_stderr(owner)
-        .expect_stderr("hint: choose another port");
+        .expect_stderr("hint: choose a different port");
     other()
         .flag("--rdzv-conf", "is_host=false")
         .run()

@@ -51,6 +51,24 @@ const PRIVATE_TYPES: [&str; 11] = [
     concat!("To", "uch"),
 ];
 
+/// Phrases of which a reader has to guess the meaning, looked for in what the programs print.
+const RIDDLES: [&str; 14] = [
+    "bit by bit",
+    "by itself",
+    "generation is over",
+    "goes on",
+    "going on with",
+    "is a spare",
+    "makes no sense",
+    "nobody",
+    "says the same",
+    "stands still",
+    "stood still",
+    "stopped by us",
+    "unasked",
+    "whoever",
+];
+
 /// A call that waits and hopes, looked for in tests.
 const SLEEP: &str = concat!("sle", "ep(");
 
@@ -137,6 +155,27 @@ fn private_names(path: &str, text: &str) -> Vec<Breach> {
     breaches
 }
 
+/// Riddles in the strings of production code.
+fn riddles(path: &str, text: &str) -> Vec<Breach> {
+    let (code, tests_at) = (code_only(text), text.find("#[cfg(test)]"));
+    let production = &text[..tests_at.unwrap_or(text.len())];
+    let is_printed = |at: usize| {
+        let line = text[..at].rfind('\n').map_or(0, |end| end + 1);
+        code.as_bytes()[at] == b' ' && !text[line..at].contains("//")
+    };
+    let found = RIDDLES.iter().flat_map(|phrase| production.match_indices(phrase));
+    found
+        .filter(|(at, _)| is_printed(*at))
+        .map(|(at, phrase)| {
+            Breach::new(
+                path,
+                line_of(text, at),
+                format!("`{phrase}`: say it in plain English"),
+            )
+        })
+        .collect()
+}
+
 /// Sleeps in files below a `tests` folder, and in the test modules of others.
 fn sleeping_tests(path: &str, text: &str) -> Vec<Breach> {
     let code = code_only(text);
@@ -199,6 +238,17 @@ fn names_are_the_fields() {
     let breaches: Vec<_> = tree::rust_files()
         .iter()
         .flat_map(|f| private_names(&f.path, &f.text))
+        .collect();
+    assert_none(&breaches);
+}
+
+#[test]
+fn programs_speak_plain_english() {
+    let is_production = |path: &str| path.contains("src/") && !path.contains("test");
+    let breaches: Vec<_> = tree::rust_files()
+        .iter()
+        .filter(|f| is_production(&f.path))
+        .flat_map(|f| riddles(&f.path, &f.text))
         .collect();
     assert_none(&breaches);
 }
@@ -276,6 +326,25 @@ fn private_names_are_caught() {
         private_names("a.rs", &format!("\n\nlet {}: u8;", PRIVATE_NAMES[2]))[0].line,
         3
     );
+}
+
+#[test]
+fn riddles_are_caught() {
+    let found = |code: &str| riddles("src/a.rs", code).len();
+    for phrase in RIDDLES {
+        assert_eq!(
+            found(&format!("fn f() {{ say(\"the job {phrase}\"); }}")),
+            1,
+            "{phrase}"
+        );
+        assert_eq!(found(&format!("// the job {phrase}\nfn f() {{}}")), 0, "{phrase}");
+        assert_eq!(
+            found(&format!("#[cfg(test)]\nmod tests {{ \"{phrase}\" }}")),
+            0,
+            "{phrase}"
+        );
+    }
+    assert_eq!(found("fn signal_unasked() {}"), 0, "a name");
 }
 
 #[test]

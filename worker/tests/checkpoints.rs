@@ -251,7 +251,7 @@ fn a_last_save_that_fails_is_the_error_of_a_run_that_is_done() {
     let begin = "training ended after step 6, but the state after it could not be saved on rank 1, the latest checkpoint is `step_00000004`: cannot write `";
     assert!(message.starts_with(begin), "{message}");
     assert!(
-        message.contains("No space left on device (os error 28)\n  hint: free space"),
+        message.contains("No space left on device (os error 28)\n  hint: free some space"),
         "{message}"
     );
     // Rank 0 may hear first that the generation is over.

@@ -146,7 +146,10 @@ fn a_rank_that_cannot_be_reached_is_named_with_its_address() {
         what.starts_with(&format!("cannot reach rank 0 at `{address}`: no answer within ")),
         "{failure}"
     );
-    assert!(hint.starts_with("are ports between the nodes open?"), "{failure}");
+    assert!(
+        hint.starts_with("check that the ports between the nodes are open"),
+        "{failure}"
+    );
 }
 
 /// Waits until somebody in the world says that it waits for exactly this rank, and returns in what.

@@ -195,7 +195,7 @@ fn a_step_is_inspected_before_the_next_one_counts() {
     job.device = Some(Box::new(|_| Arc::new(DeferredDevice::spoiling(2))));
     let message = message(&job, 1);
     assert!(
-        message.contains("in step 1: no rank sees it when it repeats the step alone"),
+        message.contains("in step 1: no rank can reproduce it alone"),
         "{message}"
     );
 }
@@ -233,7 +233,7 @@ fn a_device_that_runs_later_skips_as_one_that_does_not() {
 fn a_fault_that_does_not_come_back_is_called_one() {
     let message = message(&spoilt(1, |_| ()), 2);
     assert!(
-        message.contains("in step 3: no rank sees it when it repeats the step alone"),
+        message.contains("in step 3: no rank can reproduce it alone"),
         "{message}"
     );
 }

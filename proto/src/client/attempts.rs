@@ -171,7 +171,7 @@ mod tests {
         let mut attempts = Attempts::new("node0:29400", Instant::now());
         let words = attempts.failed(setback).await.unwrap_err().to_string();
         assert!(
-            words.contains("cannot look up the host name `node0`: not known\n  hint: is the name right"),
+            words.contains("cannot look up the host name `node0`: not known\n  hint: check the name"),
             "{words}"
         );
     }

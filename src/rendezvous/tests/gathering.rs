@@ -347,7 +347,7 @@ fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
     );
     s.job = JOB;
     s.join("d", 1, 2).join("e", 1, 2).join("f", 1, 2);
-    assert!(s.words("f").contains("this node is a spare"));
+    assert!(s.words("f").contains("this node is on standby"));
 }
 
 #[test]

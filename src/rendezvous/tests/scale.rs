@@ -220,9 +220,9 @@ fn nodes_that_fit_only_together_are_taken_in_together() {
     s.join("a", 1, 4).pass(11 * SECOND, &["a"]);
     s.limit_sizes("a", 1, 6).join("b", 1, 4);
     s.words("a");
-    assert!(s.words("b").contains("it is a spare"));
+    assert!(s.words("b").contains("this node stays on standby"));
     s.join("c", 1, 4).pass(11 * SECOND, &["a", "b", "c"]);
-    assert!(s.words("c").contains("it takes this node in"));
+    assert!(s.words("c").contains("this node joins at the next step"));
     assert!(s.words("a").contains("`b`, `c` joined; continuing with 3 nodes"));
 }
 
@@ -232,9 +232,9 @@ fn a_spare_learns_at_once_that_it_does_not_fit() {
     s.join("a", 1, 4).join("b", 1, 4).pass(11 * SECOND, &["a", "b"]);
     s.join("c", 1, 4);
     s.words("a");
-    assert!(s.words("c").contains("it takes this node in"));
+    assert!(s.words("c").contains("this node joins at the next step"));
     s.limit_sizes("a", 1, 4);
-    assert!(s.words("c").contains("it is a spare"));
+    assert!(s.words("c").contains("this node stays on standby"));
     s.limit_sizes("a", 1, 4).pass(20 * SECOND, &["a", "b", "c"]);
     assert_eq!(s.words("a") + &s.words("c"), "", "once is enough");
 }
@@ -260,7 +260,7 @@ fn the_place_of_a_lost_node_goes_to_a_spare_or_the_job_shrinks_to_what_fits() {
     let (generation, next) = s.assignment("a");
     let hosts: Vec<_> = next.nodes.iter().map(|node| node.hostname.as_str()).collect();
     assert_eq!((generation, hosts), (3, vec!["a", "c"]), "who was there stays");
-    assert!(s.words("d").contains("it is a spare"));
+    assert!(s.words("d").contains("this node stays on standby"));
 }
 
 #[test]

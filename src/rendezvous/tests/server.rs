@@ -278,8 +278,8 @@ async fn errors_of_the_store_keep_their_meaning() {
         .map(|e| e.to_string().replace(&daemon.endpoint, "HOST:PORT"))
         .join("\n");
     insta::assert_snapshot!(words, @r"
-    cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with another value (1 bytes, now 1 bytes)
-      hint: keys are write-once in a generation; use a key of its own for each value
+    cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with a different value (1 bytes, now 1 bytes)
+      hint: keys are write-once in a generation; use a different key for each value
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
     cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job`
     ");

@@ -116,7 +116,7 @@ fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
     let path = folder.path().to_str().expect("UTF-8");
     if !doctor(("LD_LIBRARY_PATH", path))
         .transcript()
-        .contains("`libnccl.so` is not found")
+        .contains("`libnccl.so` not found")
     {
         eprintln!(
             "SKIPPED: this machine has an NCCL of its own, which is found where the emulated one is not"

@@ -754,7 +754,7 @@ impl TryFrom<String> for Tokenizer {
             BYTES => Ok(Self::Bytes),
             GPT2 => Ok(Self::Gpt2),
             path if Path::new(path).extension() == Some(EXTENSION.as_ref()) => Ok(Self::File(text.into())),
-            _ => Err(format!("`{text}` is no tokenizer")),
+            _ => Err(format!("`{text}` is not a tokenizer")),
         }
     }
 }
@@ -811,7 +811,7 @@ impl TryFrom<serde_json::Value> for StepRange {
         let step = |text: &str| text.trim().parse::<u64>().ok();
         match (step(first), step(last)) {
             (Some(first), Some(last)) if first > 0 && first <= last => Ok(Self { first, last }),
-            _ => Err(format!("`{text}` is no range of steps")),
+            _ => Err(format!("`{text}` is not a range of steps")),
         }
     }
 }

@@ -197,7 +197,7 @@ fn a_header_that_is_not_understood_is_refused() {
     insta::assert_snapshot!(foreign(&tensor("wte", "U16", "[1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: there is no tensor `tokens`");
     insta::assert_snapshot!(foreign(&tensor("tokens", "F32", "[1]", 4), &[0; 4]), @"`DIR/data.bin` is a token file with an invalid header: tensor `tokens` is F32, expected U16 or U32");
     insta::assert_snapshot!(foreign(&tensor("tokens", "U16", "[1, 1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: tensor `tokens` has the shape [1, 1], expected one dimension");
-    assert!(foreign("{", b"").contains("header is wrong: EOF while parsing"));
+    assert!(foreign("{", b"").contains("invalid header: EOF while parsing"));
     let later = r#"{"__metadata__": {"format": "ddp-tokens/2", "tokenizer_hash": "x"}, "tokens": {"dtype": "U16", "shape": [1], "data_offsets": [0, 2]}}"#;
     insta::assert_snapshot!(foreign(later, &[0; 2]), @"`DIR/data.bin` is a token file with an invalid header: `ddp-tokens/1` is known, and it is `ddp-tokens/2`");
 }

@@ -216,7 +216,7 @@ impl RunDir {
         loop {
             let cause = match fs::read_to_string(self.nonce_path(nonce)) {
                 Ok(found) if found == nonce => return Ok(()),
-                Ok(_) => "the file has another content".into(),
+                Ok(_) => "the file has different content".into(),
                 Err(e) => e.to_string(),
             };
             if Instant::now() >= deadline {

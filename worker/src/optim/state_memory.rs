@@ -25,7 +25,7 @@ pub const PIECE: usize = 1 << 20;
 
 /// What to do where the file cannot be.
 const HINT: &str =
-    "`train.offload.dir` must be a folder with room for the optimizer's state of all ranks of the node";
+    "`train.offload.dir` must be a directory with room for the optimizer state of all ranks of the node";
 
 /// Allocates the optimizer's state, and puts what touches it on a stream.
 pub struct StateMemory {
