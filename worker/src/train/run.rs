@@ -9,7 +9,7 @@ use std::time::Instant;
 use ddp_proto::control::{Phase, Sizes};
 
 use super::TrainError;
-use super::checkpointing::{failed_saves, ranks_divide};
+use super::checkpointing::{allowed_sizes, failed_saves};
 use super::recorder::Recorder;
 use super::reporting::{say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
@@ -17,7 +17,6 @@ use super::startup_table::startup_table;
 use super::step::Outcome;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies};
-use crate::mesh::MeshShape;
 use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
@@ -85,12 +84,10 @@ pub fn run_worker_with(
 
 fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
+    let configured = config.train.grad_accumulation;
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
-    let sizes = Sizes {
-        ranks_divide: ranks_divide(&config.train, opened.data_ranks()),
-        ranks_multiple_of: MeshShape::ranks_multiple_of(&config.parallel),
-    };
+    let sizes = allowed_sizes(&config, opened.mesh(), configured);
     if env.rank.get() == 0 && sizes != Sizes::default() {
         session.limit_sizes(sizes);
     }
