@@ -124,16 +124,18 @@ fn who_waits_for_a_message_of_a_pipeline_waits_for_one_time_out_whatever_is_to_c
         micro_batch: Some(3),
         ..Action::of_stage(stage, stage, kind)
     };
-    for stage in [0, 1] {
-        let (receive, message) = match stage {
-            0 => (ActionKind::ReceiveGradient, "`0RECV_B3`"),
-            _ => (ActionKind::ReceiveActivation, "`1RECV_F3`"),
-        };
-        let error = waiting_in_a_pipeline(action(stage, receive));
-        assert!(error.contains(message), "{error}");
-    }
-    let error = waiting_in_a_pipeline(action(0, ActionKind::SendActivation));
-    assert!(error.contains("`1RECV_F3`"), "{error}");
+    std::thread::scope(|scope| {
+        for (stage, kind, message) in [
+            (0, ActionKind::ReceiveGradient, "`0RECV_B3`"),
+            (1, ActionKind::ReceiveActivation, "`1RECV_F3`"),
+            (0, ActionKind::SendActivation, "`1RECV_F3`"),
+        ] {
+            scope.spawn(move || {
+                let error = waiting_in_a_pipeline(action(stage, kind));
+                assert!(error.contains(message), "{error}");
+            });
+        }
+    });
 }
 
 #[test]
