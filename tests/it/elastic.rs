@@ -168,21 +168,36 @@ fn send(pid: i32, signal: Signal) {
 
 #[test]
 fn native_training_grows_and_shrinks_and_stays_the_same_run() {
-    // One rank makes its global batch of 4 samples in two passes, two ranks in one.
-    let job = || {
-        TinyJob::with(|yaml| {
-            // Written while training pauses: the checkpoint of a step is there when the next step is.
-            let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
-            let yaml = yaml.replace("micro_batch: 2", batch);
-            yaml.replace("steps: 40", "steps: 400")
-        })
-    };
-    let undisturbed = job();
-    let alone = launch().dir(undisturbed.dir()).target("tiny.yaml").run();
-    alone.expect_exit(0);
+    grows_and_shrinks(1, "rank", "");
+}
 
-    let (daemon, job) = (Daemon::start(), job());
-    let start = || elastic(&daemon, "1:2").dir(job.dir()).target("tiny.yaml").start();
+/// Each node holds all stages, and is as one rank.
+#[test]
+fn a_pipeline_grows_and_shrinks_and_stays_the_same_run() {
+    grows_and_shrinks(2, "data-parallel rank", "parallel:\n  pipeline:\n    stages: 2\n");
+}
+
+/// One node makes its global batch of 4 samples in two passes, two nodes in one.
+fn growing_job(layout: &str) -> TinyJob {
+    TinyJob::with(|yaml| {
+        // Written while training pauses: the checkpoint of a step is there when the next step is.
+        let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
+        let yaml = yaml.replace("micro_batch: 2", batch);
+        yaml.replace("steps: 40", "steps: 400") + layout
+    })
+}
+
+/// A node of so many ranks, which read the same samples, gets another beside it, and loses it again.
+fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
+    let undisturbed = growing_job(layout);
+    let alone = launch().nproc(ranks).dir(undisturbed.dir()).target("tiny.yaml");
+    alone.run().expect_exit(0);
+
+    let (daemon, job) = (Daemon::start(), growing_job(layout));
+    let start = || {
+        let node = elastic(&daemon, "1:2").nproc(ranks).dir(job.dir());
+        node.target("tiny.yaml").start()
+    };
     let mut first = start();
     wait_for_step(&job.out(), 7);
     // Held, so that it is not done before the other node is there.
@@ -193,25 +208,28 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     send(held, Signal::SIGCONT);
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
-    first.wait_for(
-        "continuing with 2 ranks instead of 1: 1 micro-batch per step on each, the global batch stays 4",
-    );
+    first.wait_for(&format!(
+        "continuing with 2 {noun}s instead of 1: 1 micro-batch per step on each, the global batch stays 4"
+    ));
     first.wait_for(&format!("400, resumed after step {left_at}"));
 
     // One step beyond a checkpoint of both.
     wait_for_step(&job.out(), left_at + 6);
     let held = worker(first.pid(), "0");
     send(held, Signal::SIGSTOP);
-    let lost = worker(second.pid(), "1");
+    let lost = (ranks..2 * ranks).map(|rank| worker(second.pid(), &rank.to_string()));
+    let lost: Vec<i32> = lost.collect();
     second.signal(Signal::SIGKILL);
-    eventually("the worker to go with its launcher", || {
-        (!environment_of(lost).contains_key("DDP_JOB_MARKER")).then_some(())
+    eventually("the workers to go with their launcher", || {
+        let mut lost = lost.iter();
+        lost.all(|&lost| !environment_of(lost).contains_key("DDP_JOB_MARKER"))
+            .then_some(())
     });
     send(held, Signal::SIGCONT);
     first.wait_for("was lost");
-    first.wait_for(
-        "continuing with 1 rank instead of 2: 2 micro-batches per step on each, the global batch stays 4",
-    );
+    first.wait_for(&format!(
+        "continuing with 1 {noun} instead of 2: 2 micro-batches per step on each, the global batch stays 4"
+    ));
     first.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
     daemon.stop().expect_exit(0);
@@ -226,10 +244,11 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
         .filter_map(|line| line["world_size"].as_u64())
         .collect();
     let (before, after) = ranks_of.split_at(left_at as usize);
-    assert!(before.iter().all(|ranks| *ranks == 1), "no step is done again");
+    let (one, two) = (u64::from(ranks), 2 * u64::from(ranks));
+    assert!(before.iter().all(|ranks| *ranks == one), "no step is done again");
     // Of these only what the last checkpoint holds is left.
-    assert!(after.contains(&2), "{after:?}");
-    assert_eq!(after.last(), Some(&1));
+    assert!(after.contains(&two), "{after:?}");
+    assert_eq!(after.last(), Some(&one));
 }
 
 #[test]

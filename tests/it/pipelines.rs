@@ -215,7 +215,7 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
         .expect_stderr("hint: take one of gpipe, 1f1b");
 }
 
-/// Stage, action and micro-batch.
+/// Stage, action and micro-batch; or that the rank is behind the last action of a step.
 #[track_caller]
 pub(crate) fn expect_place(line: &str, stage: u32) {
     assert!(names_action(line, stage), "{line}");
@@ -224,9 +224,12 @@ pub(crate) fn expect_place(line: &str, stage: u32) {
 pub(crate) fn names_action(line: &str, stage: u32) -> bool {
     let stage = format!(", stage {stage} of 2, ");
     let action = line.split_once(&stage).map_or("", |(_, action)| action);
-    let is_action = ["forward of micro-batch ", "backward of micro-batch "]
-        .iter()
-        .any(|kind| action.starts_with(kind));
+    let actions = [
+        "forward of micro-batch ",
+        "backward of micro-batch ",
+        "reduction and update",
+    ];
+    let is_action = actions.iter().any(|kind| action.starts_with(kind));
     line.contains("phase training, step ") && is_action
 }
 

@@ -117,7 +117,10 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
 fn a_user_meets_no_names_of_modules() {
     let finished = Daemon::start().stop();
     let words = finished.expect_exit(0).stderr();
-    assert!(words.contains(" INFO stopping") && !words.contains("::"), "{words}");
+    assert!(
+        words.contains(" INFO stopping") && !words.contains("::"),
+        "{words}"
+    );
 }
 
 #[test]

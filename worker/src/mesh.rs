@@ -122,6 +122,7 @@ impl MeshShape {
                 hint: SAME_SIZE.into(),
             });
         }
+        check_node_groups(parallel, env, [data, shard])?;
         Ok(Self {
             sizes: [stages, data / shard, shard, tensor],
         })
@@ -195,6 +196,14 @@ impl MeshShape {
         (multiple > 1).then_some(multiple as u64)
     }
 
+    /// Whether another number of nodes can make a mesh cannot be told from the number of ranks: stages are whole nodes, or
+    /// nodes whole stages.
+    #[must_use]
+    pub fn depends_on_nodes(parallel: &Parallel) -> bool {
+        let is_per_node = parallel.shard_group == Some(ShardGroup::Node);
+        is_per_node && parallel.strategy != Strategy::Ddp && parallel.pipeline.stages > 1
+    }
+
     fn coordinate(&self, rank: usize, axis: Axis) -> usize {
         rank / self.stride(axis) % self.sizes[axis as usize]
     }
@@ -234,6 +243,26 @@ fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), MeshE
         hint: format!(
             "use a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
         ),
+    })
+}
+
+/// Shard groups of a node's ranks lie within nodes: where a stage is neither whole nodes nor a part of one, they would not.
+fn check_node_groups(
+    parallel: &Parallel,
+    env: &WorkerEnv,
+    [data, shard]: [usize; 2],
+) -> Result<(), MeshError> {
+    let (local, group) = (env.local_world_size as usize, shard * parallel.tensor);
+    if shard == 1 || parallel.shard_group != Some(ShardGroup::Node) || local.is_multiple_of(group) {
+        return Ok(());
+    }
+    Err(MeshError {
+        key: "parallel.shard_group",
+        what: format!(
+            "`parallel.shard_group` is node, but a stage has {} and a node {local}: a group of {group} would span nodes",
+            counted((data * parallel.tensor) as u64, "rank")
+        ),
+        hint: "start nodes enough for a stage to be whole nodes, or few enough for a node to be whole stages; or leave `parallel.shard_group` out".into(),
     })
 }
 
@@ -563,6 +592,23 @@ mod tests {
         insta::assert_snapshot!(refused(1, 6), @r"
         6 ranks cannot be divided into 2 pipeline stages × 2 tensor ranks, which are 4
           hint: start 4 or 8 ranks, or change `parallel.pipeline.stages` or `parallel.tensor`
+        ");
+        let per_node = Parallel {
+            tensor: 1,
+            strategy: Strategy::Zero2,
+            shard_group: Some(ShardGroup::Node),
+            pipeline: Pipeline {
+                stages: 3,
+                ..Pipeline::default()
+            },
+            ..Parallel::default()
+        };
+        let sharded = |nodes, local| MeshShape::new(&per_node, &env(nodes, local));
+        assert_eq!(sharded(3, 2).unwrap().members(3, &[Axis::Shard]), [2, 3]);
+        assert_eq!(sharded(1, 6).unwrap().members(3, &[Axis::Shard]), [2, 3]);
+        insta::assert_snapshot!(sharded(2, 6).unwrap_err().to_string(), @r"
+        `parallel.shard_group` is node, but a stage has 4 ranks and a node 6: a group of 4 would span nodes
+          hint: start nodes enough for a stage to be whole nodes, or few enough for a node to be whole stages; or leave `parallel.shard_group` out
         ");
         insta::assert_snapshot!(refused(4, 1), @r"
         `parallel.tensor` is 2, but a node has 1 rank: a tensor group would span nodes

@@ -4,12 +4,19 @@ mod collective_world;
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use collective_world::{PATIENCE, Rank, World, done, failure, launch};
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
 use ddp_worker::collective::{Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Traffic, connect};
+use ddp_worker::config::{Parallel, Pipeline};
 use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event, EventState};
+use ddp_worker::mesh::{Mesh, MeshShape};
+use ddp_worker::model::ActivationPool;
+use ddp_worker::parallel::EdgeQueues;
+use ddp_worker::parallel::pipeline::{Action, ActionKind, Placement};
 use ddp_worker::session::KeyValue;
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -60,6 +67,75 @@ fn a_time_out_names_the_missing_rank() {
             }
         }
     }
+}
+
+/// The error of the stream of a rank that waits for `action` of a pipeline of two, whose other rank does nothing. Messages
+/// are received up to a million actions before they are sent.
+fn waiting_in_a_pipeline(action: Action) -> String {
+    let world = World::of(&[2]).timeout(SHORT);
+    let (is_over, over): (Sender<()>, Receiver<()>) = channel();
+    let over = std::sync::Mutex::new(over);
+    let parallel = Parallel {
+        pipeline: Pipeline {
+            stages: 2,
+            ..Pipeline::default()
+        },
+        ..Parallel::default()
+    };
+    let env = WorkerEnv {
+        world_size: WorldSize(2),
+        local_world_size: 2,
+        ..WorkerEnv::single()
+    };
+    let shape = MeshShape::new(&parallel, &env).unwrap();
+    let errors = world.run(Executor::Thread, |rank| {
+        let (device, stream) = (&rank.device, rank.device.stream());
+        let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
+        let sizes = (&Placement::looped(2, 1), 1, 1 << 20);
+        let mut queues = EdgeQueues::connect(&mesh, (device, stream), sizes, (&[4], DType::F32)).unwrap();
+        if queues.rank() != action.rank {
+            // Stays connected, as one that is slow or stopped.
+            over.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+            return String::new();
+        }
+        let pool = ActivationPool::new(device.clone());
+        queues.begin(&[action], &pool).unwrap();
+        if action.kind.is_receive() {
+            let arrival = queues.receive(action, &pool).unwrap();
+            queues.arrived(arrival).unwrap();
+        } else {
+            let activation = pool.lease("output", DType::F32, &[4]).unwrap();
+            queues.send(action, activation).unwrap();
+            queues.finish().unwrap();
+        }
+        let error = device.synchronize(stream).unwrap_err();
+        is_over.send(()).unwrap();
+        // The operation itself may take as long as all that is to come before it.
+        world.cancel.cancel("the test is over");
+        assert!(matches!(error, DeviceError::TimedOut { .. }), "{error}");
+        error.to_string()
+    });
+    errors.concat()
+}
+
+#[test]
+fn who_waits_for_a_message_of_a_pipeline_waits_for_one_time_out_whatever_is_to_come_before_it() {
+    let action = |stage, kind| Action {
+        micro_batch: Some(3),
+        ..Action::of_stage(stage, stage, kind)
+    };
+    std::thread::scope(|scope| {
+        for (stage, kind, message) in [
+            (0, ActionKind::ReceiveGradient, "`0RECV_B3`"),
+            (1, ActionKind::ReceiveActivation, "`1RECV_F3`"),
+            (0, ActionKind::SendActivation, "`1RECV_F3`"),
+        ] {
+            scope.spawn(move || {
+                let error = waiting_in_a_pipeline(action(stage, kind));
+                assert!(error.contains(message), "{error}");
+            });
+        }
+    });
 }
 
 #[test]

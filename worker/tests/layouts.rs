@@ -7,9 +7,14 @@
 
 mod train_support;
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use ddp_worker::config::{
-    ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
+    self, Accumulate, ModelKind, OptimizerKind, PipelineSchedule, Precision, Recompute, Strategy, TrainConfig,
 };
+use train_support::deferred::DeferredDevice;
 use train_support::{Job, Trained};
 
 /// One of the generated runs.
@@ -17,8 +22,11 @@ use train_support::{Job, Trained};
 struct Layout {
     kind: ModelKind,
     tied: bool,
+    /// Several query heads share one of keys and values.
+    grouped: bool,
     stages: usize,
     schedule: PipelineSchedule,
+    chunks: Option<usize>,
     data: usize,
     strategy: Strategy,
     tensor: usize,
@@ -42,6 +50,7 @@ impl Layout {
         c.parallel.sequence = self.sequence;
         c.parallel.pipeline.stages = self.stages;
         c.parallel.pipeline.schedule = self.schedule;
+        c.parallel.pipeline.chunks = self.chunks;
     }
 
     /// What the run on one rank has in common with it.
@@ -49,11 +58,12 @@ impl Layout {
         c.model.kind = self.kind;
         c.model.tied = Some(self.tied);
         // A chunk has a layer at least.
-        c.model.n_layer = if self.stages == 4 { 8 } else { 4 };
+        let chunks = self.chunks.unwrap_or(2);
+        c.model.n_layer = if self.stages * chunks > 4 { 8 } else { 4 };
         c.model.n_head = 4;
         c.model.n_embd = 32;
         if self.kind == ModelKind::Llama {
-            c.model.n_kv_head = Some(4);
+            c.model.n_kv_head = Some(if self.grouped { 2 } else { 4 });
             c.model.n_inner = Some(48);
         }
         c.train.steps = 20;
@@ -83,75 +93,156 @@ impl Layout {
         })
     }
 
-    /// The words that repeat it.
+    /// What repeats it beside the repository's README: the whole configuration, and how it is started.
     fn command(&self) -> String {
-        let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
-        let schedule = word(serde_json::to_value(self.schedule).unwrap());
-        let strategy = word(serde_json::to_value(self.strategy).unwrap());
-        let kind = word(serde_json::to_value(self.kind).unwrap());
-        let precision = word(serde_json::to_value(self.precision).unwrap());
-        let recompute = word(serde_json::to_value(self.recompute).unwrap());
-        format!(
-            "ddp-run --nproc-per-node {} train.yaml --set model.kind={kind} --set model.tied={} --set parallel.pipeline.stages={} --set parallel.pipeline.schedule={schedule} --set parallel.strategy={strategy} --set parallel.tensor={} --set parallel.sequence={} --set train.precision={precision} --set train.recompute={recompute} --set train.grad_accumulation={}",
-            self.ranks(),
-            self.tied,
-            self.stages,
-            self.tensor,
-            self.sequence,
-            self.accumulation
-        )
+        let mut config = Job::with(|c| self.apply(c)).config;
+        config.run.out_dir = None;
+        config.data.train = PathBuf::from("README.md").into();
+        if self.stages > 1 && matches!(self.strategy, Strategy::Zero2 | Strategy::Zero3) {
+            // What stages do whatever is said: `sharded` is refused where it is said.
+            config.parallel.accumulate = Accumulate::Full;
+        }
+        let config = serde_json::to_string(&config).unwrap();
+        let ranks = self.ranks();
+        format!("echo '{config}' > layout.yaml && ddp-run --nproc-per-node {ranks} layout.yaml")
     }
 }
 
-/// Layouts of so many ranks: every mesh, with the other choices spread over them so that each is met with many others.
-fn layouts(ranks: usize) -> Vec<Layout> {
-    const SCHEDULES: [PipelineSchedule; 7] = [
-        PipelineSchedule::OneFOneB,
-        PipelineSchedule::Zbv,
-        PipelineSchedule::Interleaved,
-        PipelineSchedule::ZbH1,
-        PipelineSchedule::GPipe,
-        PipelineSchedule::DualPipeV,
-        PipelineSchedule::Greedy,
-    ];
-    const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
-    const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
-    let divisors = |n: usize| (1..=n).filter(move |d| n.is_multiple_of(*d));
+/// Options that are dealt one by one in an order that only its own seed decides: each as often as every other, and
+/// beside those of another deck as it comes.
+struct Deck<T: 'static> {
+    options: &'static [T],
+    left: Vec<T>,
+    state: u64,
+}
+
+impl<T: Copy> Deck<T> {
+    fn new(seed: u64, options: &'static [T]) -> Self {
+        Self {
+            options,
+            left: Vec::new(),
+            state: seed,
+        }
+    }
+
+    fn deal(&mut self) -> T {
+        if self.left.is_empty() {
+            self.left.extend_from_slice(self.options);
+        }
+        self.state = self
+            .state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        let index = (self.state >> 33) as usize % self.left.len();
+        self.left.swap_remove(index)
+    }
+}
+
+/// The numbers of ranks.
+const RANKS: [usize; 4] = [1, 2, 4, 8];
+
+/// Kinds, with or without grouped queries.
+const KINDS: [(ModelKind, bool); 4] = [
+    (ModelKind::Gpt2, false),
+    (ModelKind::Llama, false),
+    (ModelKind::Gpt2, false),
+    (ModelKind::Llama, true),
+];
+/// And whether ranks share rows.
+const PRECISIONS: [(Precision, bool); 4] = [
+    (Precision::F32, false),
+    (Precision::Bf16, false),
+    (Precision::F32, true),
+    (Precision::Bf16, true),
+];
+/// And whether weights are tied.
+const RECOMPUTE: [(Recompute, bool); 6] = [
+    (Recompute::None, false),
+    (Recompute::None, true),
+    (Recompute::Selective, false),
+    (Recompute::Selective, true),
+    (Recompute::Full, false),
+    (Recompute::Full, true),
+];
+const SCHEDULES: [PipelineSchedule; 7] = [
+    PipelineSchedule::OneFOneB,
+    PipelineSchedule::Zbv,
+    PipelineSchedule::Interleaved,
+    PipelineSchedule::ZbH1,
+    PipelineSchedule::GPipe,
+    PipelineSchedule::DualPipeV,
+    PipelineSchedule::Greedy,
+];
+const CHUNKS: [Option<usize>; 4] = [None, Some(2), Some(3), Some(4)];
+const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
+
+/// All of them: four of every mesh, whose other choices are made independently of it and of each other.
+fn layouts() -> Vec<Layout> {
+    let (mut kinds, mut saved) = (Deck::new(1, &KINDS), Deck::new(2, &RECOMPUTE));
+    // Alone, a rank shares no rows.
+    let mut precisions = Deck::new(3, &PRECISIONS);
+    let mut alone = Deck::new(4, &PRECISIONS[..2]);
+    let (mut schedules, mut chunks) = (Deck::new(5, &SCHEDULES), Deck::new(6, &CHUNKS));
+    let mut strategies = Deck::new(7, &STRATEGIES);
+    let mut counts = Deck::new(8, &[1, 2, 3]);
     let mut layouts = Vec::new();
-    for stages in divisors(ranks).filter(|stages| *stages <= 4) {
-        for tensor in divisors(ranks / stages).filter(|tensor| *tensor <= 4) {
-            let data = ranks / stages / tensor;
-            for turn in 0..4 {
-                let i = layouts.len();
-                layouts.push(Layout {
-                    kind: if turn % 2 == 0 {
-                        ModelKind::Gpt2
-                    } else {
-                        ModelKind::Llama
-                    },
-                    tied: i % 3 != 1,
-                    stages,
-                    schedule: SCHEDULES[i % SCHEDULES.len()],
-                    data,
-                    strategy: if data == 1 {
-                        Strategy::Ddp
-                    } else {
-                        STRATEGIES[(i + turn) % 4]
-                    },
-                    tensor,
-                    sequence: tensor > 1 && turn >= 2,
-                    precision: if turn == 3 {
-                        Precision::Bf16
-                    } else {
-                        Precision::F32
-                    },
-                    recompute: RECOMPUTE[i % 3],
-                    accumulation: if stages > 1 { 2 * stages } else { 1 + turn % 2 },
-                });
-            }
+    for [stages, data, tensor] in RANKS.into_iter().flat_map(meshes) {
+        for _ in 0..4 {
+            let schedule = match stages {
+                1 => PipelineSchedule::OneFOneB,
+                _ => schedules.deal(),
+            };
+            let chunks = match schedule {
+                PipelineSchedule::GPipe | PipelineSchedule::Interleaved | PipelineSchedule::ZbH1 => {
+                    chunks.deal()
+                }
+                _ => None,
+            };
+            let ((kind, grouped), (recompute, tied)) = (kinds.deal(), saved.deal());
+            let (precision, sequence) = match tensor {
+                1 => alone.deal(),
+                _ => precisions.deal(),
+            };
+            let count = counts.deal();
+            layouts.push(Layout {
+                kind,
+                tied,
+                // A rank has a head of keys and values at least.
+                grouped: grouped && tensor <= 2,
+                stages,
+                schedule,
+                // Of 8 layers.
+                chunks: chunks.map(|chunks: usize| chunks.min(8 / stages)),
+                data,
+                strategy: match data {
+                    1 => Strategy::Ddp,
+                    _ => strategies.deal(),
+                },
+                tensor,
+                sequence,
+                precision,
+                recompute,
+                accumulation: match (stages, schedule) {
+                    (1, _) => count,
+                    // As many as stages, or more.
+                    (_, PipelineSchedule::DualPipeV) => 2 * stages + count - 1,
+                    (4, _) => [3, 8, 9][count - 1],
+                    _ => [2, 4, 5][count - 1],
+                },
+            });
         }
     }
     layouts
+}
+
+/// Stages, data-parallel and tensor ranks.
+fn meshes(ranks: usize) -> Vec<[usize; 3]> {
+    let divisors = |n: usize| (1..=n.min(4)).filter(move |d| n.is_multiple_of(*d));
+    let of_stages = |stages| {
+        let tensor = divisors(ranks / stages);
+        tensor.map(move |tensor| [stages, ranks / stages / tensor, tensor])
+    };
+    divisors(ranks).flat_map(of_stages).collect()
 }
 
 /// The bits of losses, norms, parameters and moments.
@@ -171,19 +262,19 @@ fn same_bits(one: &Trained, other: &Trained) -> Result<(), String> {
     differs.map_or(Ok(()), |(name, _)| Err(format!("tensor `{name}` differs")))
 }
 
-/// Losses, and the distance of every parameter in terms of its length.
+/// Losses, norms, and the distance of every parameter in terms of its length.
 fn close(
     (one, job): (&Trained, &Job),
     (other, other_job): (&Trained, &Job),
     tolerance: f64,
 ) -> Result<(), String> {
     for (a, b) in one.metrics.iter().zip(&other.metrics) {
-        let error = (a.loss - b.loss).abs() / a.loss;
-        if error > tolerance {
-            return Err(format!(
-                "step {}: loss {} and {}, off by {error:.1e}",
-                a.step, a.loss, b.loss
-            ));
+        let step = a.step;
+        for (what, a, b) in [("loss", a.loss, b.loss), ("norm", a.grad_norm, b.grad_norm)] {
+            let error = (a - b).abs() / a;
+            if error > tolerance {
+                return Err(format!("step {step}: {what} {a} and {b}, off by {error:.1e}"));
+            }
         }
     }
     let (one, other) = (job.parameters(), other_job.parameters());
@@ -242,7 +333,10 @@ fn check(layout: Layout) -> Result<(), String> {
 }
 
 fn all_equal_one_rank(ranks: usize) {
-    let layouts = layouts(ranks);
+    let layouts: Vec<Layout> = layouts()
+        .into_iter()
+        .filter(|layout| layout.ranks() == ranks)
+        .collect();
     let failures: Vec<String> = layouts
         .iter()
         .filter_map(|layout| {
@@ -259,10 +353,75 @@ fn all_equal_one_rank(ranks: usize) {
     );
 }
 
+/// The choices that some layout makes.
+fn found<T: Ord>(of: impl Fn(&Layout) -> Option<T>) -> Vec<T> {
+    let set: BTreeSet<T> = layouts().iter().filter_map(of).collect();
+    set.into_iter().collect()
+}
+
 #[test]
-fn sixty_layouts_at_least_are_generated() {
-    let count: usize = [1, 2, 4, 8].map(|ranks| layouts(ranks).len()).iter().sum();
-    assert!(count >= 60, "{count}");
+fn sixty_layouts_at_least_are_generated_and_every_choice_is_among_them() {
+    assert!(layouts().len() >= 60, "{}", layouts().len());
+    let shared = |of: fn(&Layout) -> String| found(|layout| (layout.data > 1).then(|| of(layout)));
+    let piped = |of: fn(&Layout) -> String| found(|layout| (layout.stages > 1).then(|| of(layout)));
+    let cut = |of: fn(&Layout) -> String| found(|layout| (layout.tensor > 1).then(|| of(layout)));
+    // Beside stages, and without them.
+    assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.stages > 1)).len(), 8);
+    assert_eq!(shared(|l| format!("{:?} {}", l.strategy, l.tensor > 1)).len(), 8);
+    assert_eq!(piped(|l| format!("{:?}", l.schedule)).len(), 7);
+    assert_eq!(piped(|l| format!("{:?}", l.kind)).len(), 2);
+    assert_eq!(piped(|l| format!("{:?}", l.chunks)).len(), 4, "none, 2, 3 and 4");
+    assert_eq!(
+        cut(|l| format!("{:?} {:?} {}", l.kind, l.precision, l.sequence)).len(),
+        8
+    );
+    assert_eq!(
+        cut(|l| format!("{} {}", l.kind == ModelKind::Llama && l.grouped, l.tensor)),
+        ["false 2", "false 4", "true 2"]
+    );
+    assert_eq!(found(|l| Some(format!("{:?} {}", l.recompute, l.tied))).len(), 6);
+    let accumulated = |l: &Layout| Some((l.stages > 1, l.accumulation > 1, l.strategy == Strategy::Zero3));
+    assert_eq!(
+        found(accumulated).len(),
+        6,
+        "a pipeline has several micro-batches"
+    );
+}
+
+/// The command of a layout is that layout.
+#[test]
+fn what_is_printed_repeats_a_layout() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("README.md"), "a text ".repeat(100)).unwrap();
+    for layout in layouts() {
+        let command = layout.command();
+        let (config, start) = command.rsplit_once("' > layout.yaml && ").unwrap();
+        let ranks = layout.ranks();
+        assert_eq!(start, format!("ddp-run --nproc-per-node {ranks} layout.yaml"));
+        let path = folder.path().join("layout.yaml");
+        std::fs::write(&path, config.strip_prefix("echo '").unwrap()).unwrap();
+        let loaded = config::load(&path, &[]).unwrap();
+        let mut expected = Job::with(|c| layout.apply(c)).config;
+        expected.run.out_dir = None;
+        expected.data.train = loaded.data.train.clone();
+        expected.parallel.accumulate = loaded.parallel.accumulate;
+        assert_eq!(loaded, expected);
+    }
+}
+
+/// Nothing runs there before somebody waits for it: what does not wait for the sum of the others comes too early.
+#[test]
+fn tensor_ranks_whose_devices_defer_everything_make_the_same_bits() {
+    for sequence in [false, true] {
+        let layout = layouts()
+            .into_iter()
+            .find(|layout| layout.stages == 1 && layout.tensor == 2 && layout.sequence == sequence);
+        let layout = layout.expect("there are four of the mesh");
+        let (at_once, mut later) = (Job::with(|c| layout.apply(c)), Job::with(|c| layout.apply(c)));
+        later.device = Some(Box::new(|_| Arc::new(DeferredDevice::new())));
+        let ranks = layout.ranks() as u32;
+        same_bits(&at_once.train(ranks), &later.train(ranks)).unwrap();
+    }
 }
 
 #[test]

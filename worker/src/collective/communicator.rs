@@ -84,7 +84,10 @@ struct CommunicatorInfo {
     name: String,
     rank: usize,
     members: Vec<usize>,
+    /// Of an operation.
     timeout: Duration,
+    /// Of whoever needs its result.
+    patience: Duration,
     cancel: Cancel,
     timeline: Timeline,
     /// Not under the lock of the driver, which a running operation holds.
@@ -104,14 +107,15 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        Self::over(name, transport, executor, (timeout, cancel), Timeline::default())
+        let bounds = ([timeout; 2], cancel);
+        Self::over(name, transport, executor, bounds, Timeline::default())
     }
 
     fn over(
         name: &str,
         transport: Box<dyn Transport>,
         executor: Executor,
-        (timeout, cancel): (Duration, &Cancel),
+        ([timeout, patience], cancel): ([Duration; 2], &Cancel),
         timeline: Timeline,
     ) -> Self {
         let info = Arc::new(CommunicatorInfo {
@@ -119,6 +123,7 @@ impl Communicator {
             rank: transport.rank(),
             members: transport.members().to_vec(),
             timeout,
+            patience,
             cancel: cancel.clone(),
             timeline,
             wire: Mutex::default(),
@@ -165,10 +170,11 @@ impl Communicator {
         &self.0.info.members
     }
 
-    /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself.
+    /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself. Of a
+    /// group that is [split for operations ahead](Self::split_for_ahead) it is the time-out of one.
     #[must_use]
     pub fn deadline(&self) -> Instant {
-        Instant::now() + self.0.info.timeout + GRACE
+        Instant::now() + self.0.info.patience + GRACE
     }
 
     /// [`Operation::AllReduce`].
@@ -221,7 +227,8 @@ impl Communicator {
     }
 
     /// The same, for operations that are put in the queue while up to so many others are still to come before them: each
-    /// may take as many times the time-out. Who needs its result bounds the wait for it.
+    /// may take as many times the time-out. Who needs its result waits no longer than for any other: until
+    /// [`Communicator::deadline`].
     pub fn split_for_ahead(
         &self,
         name: &str,
@@ -234,7 +241,8 @@ impl Communicator {
         })?;
         let info = &*self.0.info;
         let times = u32::try_from(ahead).unwrap_or(u32::MAX).max(1);
-        let bounds = (info.timeout.saturating_mul(times).min(LONGEST), &info.cancel);
+        let timeout = info.timeout.saturating_mul(times).min(LONGEST);
+        let bounds = ([timeout, info.patience], &info.cancel);
         Ok(Self::over(
             name,
             transport,

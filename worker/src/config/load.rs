@@ -106,7 +106,8 @@ fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let rules = rules(config, vocabulary.size);
     let broken = rules.into_iter().find(|(is_broken, ..)| *is_broken);
     let broken = broken.map(|(_, key, problem, hint)| (key, problem, hint.to_owned()));
-    match broken.or_else(|| heads(&config.model, source)) {
+    let broken = broken.or_else(|| heads(&config.model, source));
+    match broken.or_else(|| accumulate(config, source)) {
         Some((key, problem, hint)) => Err(source.error(key, problem, (!hint.is_empty()).then_some(hint))),
         None => Ok(()),
     }
@@ -322,6 +323,22 @@ fn strategy(config: &TrainConfig) -> [Rule; 8] {
             "change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`",
         ),
     ]
+}
+
+/// A stage of a pipeline holds whole gradients. Only who has asked for less is told so.
+fn accumulate(config: &TrainConfig, source: &Source) -> Option<Broken> {
+    let (key, parallel) = ("parallel.accumulate", &config.parallel);
+    let holds_shards = matches!(parallel.strategy, Strategy::Zero2 | Strategy::Zero3);
+    let is_contradicted =
+        parallel.pipeline.stages > 1 && holds_shards && parallel.accumulate == Accumulate::Sharded;
+    let is_given = source.entries().iter().any(|(entry, _)| entry == key);
+    (is_contradicted && is_given).then(|| {
+        (
+            key,
+            "`parallel.accumulate: sharded` is set, but with `parallel.pipeline.stages` above 1 a rank holds whole gradients of its stages, and reduces them once a step".into(),
+            "leave it out, or set `parallel.accumulate: full`".into(),
+        )
+    })
 }
 
 /// Heads divide the channels. The one of the two that an override gave is blamed.

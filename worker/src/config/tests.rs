@@ -438,6 +438,26 @@ fn keys_that_the_strategy_does_not_read() {
 }
 
 #[test]
+fn stages_of_a_pipeline_are_not_told_to_hold_less_than_they_do() {
+    let with = |settings: &[&str]| {
+        let stages = "parallel.pipeline.stages=2";
+        let settings = [&["parallel.strategy=zero2", stages][..], settings].concat();
+        let loaded = Case::new().load(GOOD, &settings);
+        loaded.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let sharded = "parallel.accumulate=sharded";
+    insta::assert_snapshot!(with(&[sharded]).unwrap_err(), @r"
+    `--set parallel.accumulate=sharded`: `parallel.accumulate: sharded` is set, but with `parallel.pipeline.stages` above 1 a rank holds whole gradients of its stages, and reduces them once a step
+      hint: leave it out, or set `parallel.accumulate: full`
+    ");
+    assert_eq!(with(&[]), Ok(()), "the default");
+    assert_eq!(with(&["parallel.accumulate=full"]), Ok(()));
+    assert_eq!(with(&[sharded, "parallel.pipeline.stages=1"]), Ok(()));
+    // Under `ddp` it says nothing.
+    assert_eq!(with(&[sharded, "parallel.strategy=ddp"]), Ok(()));
+}
+
+#[test]
 fn a_shard_group_is_a_node_or_a_number() {
     let load = |group: &str| {
         let group = format!("parallel.shard_group={group}");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec, TensorOps};
+use super::{Activation, ActivationPool, Exchange, ExchangeKind, ParamGroup, ParamId, ParamSpec, TensorOps};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
@@ -319,14 +319,30 @@ impl Context<'_> {
 
     /// What the ranks' partial sums `[R, C]` add up to: all rows, or this rank's own ones.
     pub(super) fn summed_rows(&self, name: &str, partial: Activation) -> Result<Activation, DeviceError> {
-        let Some(group) = self.tensor else {
-            return Ok(partial);
+        self.finish_sum(self.start_sum(name, partial)?)
+    }
+
+    /// The same, of which nothing may be used until [`Context::finish_sum`].
+    pub(super) fn start_sum(&self, name: &str, partial: Activation) -> Result<RowSum, DeviceError> {
+        let kind = match self.sequence() {
+            None => ExchangeKind::AllReduce,
+            Some(_) => ExchangeKind::ReduceScatterRows,
         };
-        if group.is_sequence() {
-            return group.reduce_scatter_rows(&partial, name);
+        let exchange = self.tensor.map(|group| group.start(kind, &partial, name));
+        let exchange = exchange.transpose()?;
+        Ok(RowSum { partial, exchange })
+    }
+
+    /// The sum.
+    pub(super) fn finish_sum(&self, sum: RowSum) -> Result<Activation, DeviceError> {
+        let RowSum { partial, exchange } = sum;
+        if let (Some(group), Some(exchange)) = (self.tensor, exchange) {
+            group.finish(exchange)?;
         }
-        group.all_reduce(&partial, name)?;
-        Ok(partial)
+        match self.sequence() {
+            None => Ok(partial),
+            Some(group) => group.own_rows(&partial),
+        }
     }
 
     /// This rank's part of a vocabulary, where each rank holds so many tokens; none where it has all of it.
@@ -338,6 +354,12 @@ impl Context<'_> {
             whole: ranks * held,
         })
     }
+}
+
+/// Partial sums that the ranks of a tensor group are adding up.
+pub(super) struct RowSum {
+    partial: Activation,
+    exchange: Option<Exchange>,
 }
 
 /// What one block's forward keeps for its backward, by name. Belongs to the caller.

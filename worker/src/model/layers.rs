@@ -260,11 +260,16 @@ impl NormedDense {
     ) -> Result<Activation, DeviceError> {
         self.dense.dbias(ctx, dout, grads)?;
         let normalised = self.norm.forward(ctx, inp)?;
+        let gradient = || {
+            let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
+            ctx.enqueue(linear);
+            ctx.start_sum("gradient", dnormalised)
+        };
+        // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
+        let early = ctx.tensor.map(|_| gradient()).transpose()?;
         self.dense.dweight(ctx, [&normalised, dout], grads)?;
         drop(normalised);
-        let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
-        ctx.enqueue(linear);
-        let dnormalised = ctx.summed_rows("gradient", dnormalised)?;
+        let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
         let dinp = match stream {
             Some(stream) if grads.put_off().is_none() => stream.clone(),
             _ => ctx.lease("gradient of the stream", inp.shape())?,

@@ -417,7 +417,7 @@ impl TokenBuffers {
     }
 }
 
-/// TokenBuffers for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
+/// Buffers for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
 /// meanwhile.
 fn buffers_needed(model: &Model, row: &[Action]) -> [usize; 2] {
     let (mut now, mut most) = (0_usize, 0);

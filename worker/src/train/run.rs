@@ -10,7 +10,7 @@ use ddp_proto::control::{Phase, Sizes};
 use ddp_proto::words::{counted, duration, quoted, rate};
 
 use super::TrainError;
-use super::checkpointing::{failed_saves, ranks_divide};
+use super::checkpointing::{allowed_sizes, failed_saves};
 use super::recorder::Recorder;
 use super::reporting::{say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
@@ -18,7 +18,6 @@ use super::startup_table::introduction;
 use super::step::Outcome;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies};
-use crate::mesh::MeshShape;
 use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
 
@@ -86,12 +85,10 @@ pub fn run_worker_with(
 
 fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
+    let configured = config.train.grad_accumulation;
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
-    let sizes = Sizes {
-        ranks_divide: ranks_divide(&config.train, opened.data_ranks()),
-        ranks_multiple_of: MeshShape::ranks_multiple_of(&config.parallel),
-    };
+    let sizes = allowed_sizes(&config, opened.mesh(), configured);
     if env.rank.get() == 0 && sizes != Sizes::default() {
         session.limit_sizes(sizes);
     }

@@ -20,7 +20,7 @@ use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
-use crate::mesh::DATA;
+use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir, Start};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
@@ -67,9 +67,8 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Ranks that read different samples.
-    pub(super) fn data_ranks(&self) -> u64 {
-        self.blueprint.scheme.data_ranks()
+    pub(super) fn mesh(&self) -> &MeshShape {
+        &self.blueprint.scheme.mesh
     }
 }
 
@@ -100,7 +99,7 @@ pub(super) fn open(
     let (ranks, given) = (blueprint.scheme.data_ranks(), config.train.grad_accumulation);
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
-        Some(before) => rescale(&mut config.train, ranks, &before)?,
+        Some(before) => rescale(&mut config, ranks, &before)?,
     };
     if config.train.grad_accumulation != given {
         blueprint = Blueprint::of(&config, env)?;

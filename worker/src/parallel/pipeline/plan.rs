@@ -9,7 +9,7 @@
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use ddp_proto::words::counted;
+use ddp_proto::words::{counted, numbered};
 
 use super::action::{Action, ActionKind, Schedule};
 use super::csv::{self, CsvFormat};
@@ -111,6 +111,8 @@ impl PipelinePlan {
             file: None,
         };
         let stages = ranks.saturating_mul(chunks.unwrap_or_else(|| usual_chunks(schedule)));
+        // More are refused.
+        let stages = stages.min(MAX_CELLS);
         Self::new(&config, micro_batches, None, &LayerCosts::equal(stages))
     }
 
@@ -131,6 +133,20 @@ impl PipelinePlan {
             Some(text),
             &LayerCosts::equal(placement.stages()),
         )
+    }
+
+    /// The least and the most micro-batches for which there is the schedule of a configuration, which has one for as many as
+    /// `given`.
+    #[must_use]
+    pub fn micro_batches_for(config: &Pipeline, given: usize) -> (usize, usize) {
+        let PipelineShape { ranks, chunks, .. } = shape_of(config, given);
+        let most = MAX_CELLS / ranks.saturating_mul(chunks).max(1);
+        match config.schedule {
+            _ if config.stages == 1 => (1, usize::MAX),
+            _ if config.file.is_some() => (given, given),
+            PipelineSchedule::DualPipeV => (2 * config.stages, most),
+            _ => (1, most),
+        }
     }
 
     /// Of its schedule, for people.
@@ -235,6 +251,16 @@ impl PipelinePlan {
         words
     }
 
+    /// What a rank does behind the last action of its row, in the same way.
+    #[must_use]
+    pub fn behind_row_in_words(&self, rank: usize) -> String {
+        let stages: Vec<u64> = (self.placement().stages_of(rank))
+            .map(|stage| stage as u64)
+            .collect();
+        let (held, all) = (numbered("stage", &stages), self.layers.len());
+        format!("{held} of {all}, reduction and update")
+    }
+
     /// Hash of all of it, for ranks to compare.
     #[must_use]
     pub fn signature(&self) -> String {
@@ -286,20 +312,23 @@ fn check_single(config: &Pipeline) -> Result<(), PlanError> {
     }
 }
 
+/// What a schedule is made for.
+fn shape_of(config: &Pipeline, micro_batches: usize) -> PipelineShape {
+    let chunks = config.chunks.unwrap_or_else(|| usual_chunks(config.schedule));
+    PipelineShape {
+        ranks: config.stages,
+        chunks: if config.stages == 1 { 1 } else { chunks },
+        micro_batches,
+    }
+}
+
 /// F, B, I and W of a step.
 fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanError> {
     let kind = match config.stages {
         1 => PipelineSchedule::OneFOneB,
         _ => config.schedule,
     };
-    let shape = PipelineShape {
-        ranks: config.stages,
-        chunks: match config.stages {
-            1 => 1,
-            _ => config.chunks.unwrap_or_else(|| usual_chunks(kind)),
-        },
-        micro_batches,
-    };
+    let shape = shape_of(config, micro_batches);
     let cells = [shape.ranks, shape.chunks, micro_batches];
     if cells.into_iter().fold(1, usize::saturating_mul) > MAX_CELLS {
         return Err(refused(

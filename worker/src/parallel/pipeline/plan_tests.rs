@@ -173,6 +173,32 @@ fn what_is_no_pipeline_is_refused_in_words() {
 }
 
 #[test]
+fn sizes_beyond_all_pipelines_are_refused_before_anything_is_made_of_them() {
+    let refused = |sizes, micro_batches| {
+        let plan = PipelinePlan::named("interleaved", sizes, micro_batches);
+        plan.unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(refused((1 << 40, Some(usize::MAX)), 8), @r"
+    a schedule of 1099511627776 ranks × 18446744073709551615 chunks × 8 micro-batches has more than 65536 forward passes
+      hint: take fewer micro-batches, or larger ones
+    ");
+    refused((1 << 12, Some(1 << 12)), 1);
+}
+
+#[test]
+fn a_rank_says_which_stages_it_has_also_where_it_is_behind_its_row() {
+    let words = |kind| plan(&of(kind, 2), 4, 8).unwrap().behind_row_in_words(0);
+    assert_eq!(
+        words(PipelineSchedule::OneFOneB),
+        "stage 0 of 2, reduction and update"
+    );
+    assert_eq!(
+        words(PipelineSchedule::Zbv),
+        "stages 0, 3 of 4, reduction and update"
+    );
+}
+
+#[test]
 fn a_file_that_is_no_schedule_is_refused_with_rank_action_and_reason() {
     let config = of(PipelineSchedule::OneFOneB, 2);
     let good = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1";

@@ -121,55 +121,86 @@ pub fn divide_layers(costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usiz
         before[range.end] - before[range.start] + u128::from(embedding) + u128::from(head)
     };
     let sizes = Sizes { layers, stages };
-    let (dearest, _) = sizes
-        .least(|stage, range, later| Some(cost(stage, range).max(later)))
-        .expect("there are at least as many layers as stages");
-    let squares = |stage: usize, range: &Range<usize>, later: u128| {
-        let cost = cost(stage, range);
-        (cost <= dearest).then(|| later.saturating_add(cost.saturating_mul(cost)))
-    };
-    let (_, ranges) = sizes.least(squares).expect("one division has this dearest stage");
-    Ok(ranges)
+    let dearest = sizes.least_dearest(&cost);
+    Ok(sizes.least_squares(dearest, &cost))
 }
 
 /// How many layers are divided on how many stages.
+#[derive(Clone, Copy)]
 struct Sizes {
     layers: usize,
     stages: usize,
 }
 
 impl Sizes {
-    /// The division of the least value, and that value. `value` is given a stage, its layers and the least value of
-    /// all later stages (0 for none), and makes the value of them all; none refuses the range.
-    fn least(
-        &self,
-        value: impl Fn(usize, &Range<usize>, u128) -> Option<u128>,
-    ) -> Option<(u128, Vec<Range<usize>>)> {
-        // By stage, from the last one, and by first layer: the least value from there on, and where the stage ends.
-        let mut best = vec![vec![None; self.layers + 1]];
-        best[0][self.layers] = Some((0, self.layers));
-        for stage in (0..self.stages).rev() {
-            let later = &best[best.len() - 1];
-            let of_first = |first: usize| {
-                let ends = (first + 1..=self.layers).rev();
-                let values = ends.filter_map(|end| {
-                    let (later, _) = later[end]?;
-                    Some((value(stage, &(first..end), later)?, end))
-                });
-                // The first of equal ones: the one that ends last.
-                values.min_by_key(|&(value, _)| value)
-            };
-            let of_stage = (0..=self.layers).map(of_first).collect();
-            best.push(of_stage);
+    /// Where a stage ends at the latest: a layer is left for each later one.
+    fn latest_end(self, stage: usize) -> usize {
+        self.layers - (self.stages - 1 - stage)
+    }
+
+    /// The least that the dearest stage can cost. A larger range of a stage costs no less.
+    fn least_dearest(self, cost: &impl Fn(usize, &Range<usize>) -> u128) -> u128 {
+        // Each stage takes what it can.
+        let suffices = |most: u128| {
+            let mut first = 0;
+            let mut stages = 0..self.stages;
+            stages.all(|stage| {
+                let ends = (first + 1)..=self.latest_end(stage);
+                let fitting = ends.take_while(|&end| cost(stage, &(first..end)) <= most);
+                let Some(end) = fitting.last() else { return false };
+                first = end;
+                true
+            }) && first == self.layers
+        };
+        let (mut too_little, mut enough) = (0, 1);
+        while !suffices(enough) {
+            (too_little, enough) = (enough, enough * 2);
         }
-        let (least, _) = best[self.stages][0]?;
-        let mut first = 0;
-        let ranges = best[1..].iter().rev().map(|of_stage| {
-            let range = first..of_stage[first]?.1;
-            first = range.end;
-            Some(range)
+        while enough - too_little > 1 {
+            let middle = too_little.midpoint(enough);
+            if suffices(middle) {
+                enough = middle;
+            } else {
+                too_little = middle;
+            }
+        }
+        enough
+    }
+
+    /// The division of the least sum of squares, no stage of which costs more than `dearest`.
+    fn least_squares(self, dearest: u128, cost: &impl Fn(usize, &Range<usize>) -> u128) -> Vec<Range<usize>> {
+        // A stage begins at one of so many layers, counted from its own number: each earlier one has a layer.
+        let begins = self.layers - self.stages + 1;
+        // Of all later stages, by where the next one begins; and where a stage ends, by where it begins.
+        let mut later = vec![None; begins];
+        later[begins - 1] = Some(0_u128);
+        let mut ends = vec![Vec::new(); self.stages];
+        for stage in (0..self.stages).rev() {
+            let best = (0..begins).map(|begin| {
+                let first = stage + begin;
+                let affordable = (begin..begins)
+                    .map(|next| (next, cost(stage, &(first..stage + 1 + next))))
+                    .take_while(|(_, cost)| *cost <= dearest);
+                let sums = affordable.filter_map(|(next, cost)| {
+                    Some((later[next]?.saturating_add(cost.saturating_mul(cost)), next))
+                });
+                // Of equal ones the one that ends last.
+                sums.min_by_key(|&(sum, next)| (sum, std::cmp::Reverse(next)))
+            });
+            let best: Vec<Option<(u128, usize)>> = best.collect();
+            ends[stage] = best
+                .iter()
+                .map(|best| best.map_or(0, |(_, next)| next as u32))
+                .collect();
+            later = best.into_iter().map(|best| Some(best?.0)).collect();
+        }
+        let mut begin = 0;
+        let ranges = ends.iter().enumerate().map(|(stage, ends)| {
+            let first = stage + begin;
+            begin = ends[begin] as usize;
+            first..stage + 1 + begin
         });
-        Some((least, ranges.collect::<Option<_>>()?))
+        ranges.collect()
     }
 }
 
@@ -220,17 +251,21 @@ mod tests {
             head: 4,
         };
         for stages in 1..=8 {
-            let cost = |ranges: &[Range<usize>]| {
+            // The dearest stage, the sum of squares, and the stages' layers, the most first.
+            let order = |ranges: &Vec<Range<usize>>| {
                 let of = |(stage, range): (usize, &Range<usize>)| {
                     let own: u64 = costs.layers[range.clone()].iter().sum();
                     own + u64::from(stage == 0) * costs.embedding
                         + u64::from(stage + 1 == stages) * costs.head
                 };
-                ranges.iter().enumerate().map(of).max()
+                let all: Vec<u64> = ranges.iter().enumerate().map(of).collect();
+                let squares: u64 = all.iter().map(|cost| cost * cost).sum();
+                let lengths = ranges.iter().map(|range| std::cmp::Reverse(range.len()));
+                (all.into_iter().max(), squares, lengths.collect::<Vec<_>>())
             };
             let all = divisions(0, costs.layers.len(), stages);
-            let least = all.iter().map(|ranges| cost(ranges)).min().expect("one");
-            assert_eq!(cost(&divide_layers(&costs, stages).expect("enough")), least);
+            let best = all.into_iter().min_by_key(order).expect("one");
+            assert_eq!(divide_layers(&costs, stages).expect("enough"), best);
         }
     }
 
@@ -245,6 +280,15 @@ mod tests {
             rest.map(move |rest| std::iter::once(first..cut).chain(rest).collect())
         });
         with_rest.collect()
+    }
+
+    /// More than anybody's, and less than a second.
+    #[test]
+    fn many_stages_take_neither_memory_nor_time() {
+        let ones = lengths(&LayerCosts::equal(1 << 16), 1 << 16);
+        assert!(ones.iter().all(|&length| length == 1));
+        let halves = lengths(&LayerCosts::equal(1 << 12), 1 << 11);
+        assert!(halves.iter().all(|&length| length == 2));
     }
 
     #[test]

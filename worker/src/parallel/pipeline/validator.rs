@@ -1,5 +1,6 @@
-//! Validator: refuses a schedule that computes something wrong, needs too much memory or cannot come to its end, before
-//! anything starts.
+//! Validator: refuses a schedule that computes something wrong or cannot come to its end, before anything starts; and one
+//! that keeps more than a budget, if it is given one. A run gives none: what its schedule keeps is laid out, and allocated
+//! before the first step, and plans hold it against the machine's memory.
 //!
 //! | rule | why |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! | a stage that gathers its weights computes only while they are | |
 //! | each message is sent once and received once | |
 //! | no rank waits for itself or in a circle with others | messages arrive in order, and queues hold few |
-//! | what is kept for backward is within the budget | |
+//! | what is kept for backward is within the budget | if there is one |
 
 use std::collections::{HashMap, HashSet};
 
@@ -34,7 +35,7 @@ pub struct Rules<'a> {
     pub purpose: Purpose,
     /// Messages that the queue of an edge holds, as [`Links::capacity`].
     pub capacity: Option<usize>,
-    /// How much may be kept, if that is known.
+    /// How much may be kept; none: as much as it takes.
     pub memory: Option<MemoryBudget<'a>>,
 }
 

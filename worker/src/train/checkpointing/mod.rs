@@ -16,6 +16,6 @@ mod save_thread;
 
 pub(super) use checkpoints::{Checkpoints, Position, document, failed_saves, identity};
 pub(super) use owned_state::RankState;
-pub(super) use rescale::{BatchBefore, ranks_divide, rescale};
+pub(super) use rescale::{BatchBefore, allowed_sizes, rescale};
 pub use resume::check_initial_weights;
 pub(super) use resume::{Origin, open_checkpoint};

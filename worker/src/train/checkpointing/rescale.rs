@@ -1,17 +1,21 @@
 //! The global batch of a run that goes on: `train.rescale`.
 //!
-//! Samples of a step = ranks × `train.micro_batch` × accumulation. What it was is in the checkpoint, so that a run can
-//! shrink and grow any number of times and still be the same run: with `keep_global_batch` every step reads the
-//! samples that it would have read on the first number of ranks, and averages their gradients with the same weights.
-//! Only the order of the additions differs.
+//! Samples of a step = ranks × `train.micro_batch` × accumulation, where the ranks are the data-parallel ones: those of
+//! the job, unless a model is divided over several. What it was is in the checkpoint, so that a run can shrink and grow
+//! any number of times and still be the same run: with `keep_global_batch` every step reads the samples that it would
+//! have read on the first number of ranks, and averages their gradients with the same weights. Only the order of the
+//! additions differs.
 //!
 //! Who changes `train.grad_accumulation` wants another global batch, and so does who changes `train.micro_batch`
 //! without changing the number of ranks: then the configuration counts.
 
+use ddp_proto::control::Sizes;
 use ddp_proto::words::counted;
 
 use crate::checkpoint::{Batch, State};
-use crate::config::{LrScaling, Rescale, Train};
+use crate::config::{LrScaling, Parallel, Rescale, Train, TrainConfig};
+use crate::mesh::{DATA, MeshShape};
+use crate::parallel::pipeline::PipelinePlan;
 use crate::train::TrainError;
 
 /// So many numbers of ranks are looked at to name one that would fit.
@@ -42,45 +46,92 @@ impl BatchBefore {
     }
 }
 
-/// Sets the accumulation with which `train` goes on on so many ranks. A pure function: every rank decides the same.
-/// Returns what is different from before, in words, where the number of ranks is.
+/// Sets the accumulation with which a run goes on on so many data-parallel ranks. A pure function: every rank decides
+/// the same. Returns what is different from before, in words, where their number is.
 ///
 /// Fails where no accumulation keeps the global batch that is to be kept.
 pub(crate) fn rescale(
-    train: &mut Train,
+    config: &mut TrainConfig,
     ranks: u64,
     before: &BatchBefore,
 ) -> Result<Option<String>, TrainError> {
+    let (train, noun) = (&mut config.train, noun(&config.parallel));
     if train.rescale == Rescale::KeepGlobalBatch && !before.is_overruled(train, ranks) {
-        train.grad_accumulation = kept(train.micro_batch as u64, ranks, before.batch.samples)?;
+        train.grad_accumulation = kept(train.micro_batch as u64, (ranks, noun), before.batch.samples)?;
     }
     if ranks == before.batch.ranks {
         return Ok(None);
     }
-    Ok(Some(words(train, ranks, before.batch)))
+    Ok(Some(words(train, (ranks, noun), before.batch)))
 }
 
-/// What a number of ranks has to divide to go on with the global batch of `train` on `ranks` ranks: the micro-batches of
-/// a step. None: the global batch may change.
-pub(crate) fn ranks_divide(train: &Train, ranks: u64) -> Option<u64> {
-    (train.rescale == Rescale::KeepGlobalBatch).then_some(ranks * train.grad_accumulation as u64)
+/// What is counted here: where a model is divided, several ranks of the job are one.
+fn noun(parallel: &Parallel) -> &'static str {
+    match parallel.pipeline.stages * parallel.tensor {
+        1 => "rank",
+        _ => "data-parallel rank",
+    }
+}
+
+/// The numbers of ranks of the job with which a run can go on that is on `mesh` now: such as make a mesh, and keep the
+/// global batch if it is to be kept, with a schedule for the micro-batches that a rank then has. Not all such, where a
+/// schedule needs many: but the size at which a rank has as many micro-batches as are `configured` stays one of them.
+pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape, configured: usize) -> Sizes {
+    let (train, parallel, ranks) = (&config.train, &config.parallel, mesh.ranks() as u64);
+    let multiple_of = MeshShape::ranks_multiple_of(parallel);
+    if MeshShape::depends_on_nodes(parallel) {
+        return Sizes {
+            ranks_divide: Some(ranks),
+            ranks_multiple_of: Some(ranks),
+        };
+    }
+    if train.rescale == Rescale::KeepMicroBatch {
+        return Sizes {
+            ranks_divide: None,
+            ranks_multiple_of: multiple_of,
+        };
+    }
+    let (data, micro_batches) = (mesh.size(&DATA) as u64, train.grad_accumulation as u64);
+    let (of_each, of_step) = (ranks / data, data * micro_batches);
+    let (least, most) = PipelinePlan::micro_batches_for(&parallel.pipeline, train.grad_accumulation);
+    // What is a multiple of enough micro-batches is enough, and what is shared by multiples of enough ranks not too much.
+    let suffices = |count: &u64| *count >= least as u64;
+    let enough = divisors(micro_batches)
+        .filter(|count| (configured as u64).is_multiple_of(*count))
+        .find(suffices)
+        .or_else(|| divisors(micro_batches).find(suffices));
+    let is_enough = |count: &u64| {
+        multiple_of.is_none_or(|unit| (of_each * count).is_multiple_of(unit))
+            && of_step / count <= most as u64
+    };
+    let fewest = of_each * divisors(data).find(is_enough).unwrap_or(data);
+    Sizes {
+        ranks_divide: Some(of_each * of_step / enough.unwrap_or(micro_batches)),
+        ranks_multiple_of: (fewest > 1).then_some(fewest),
+    }
+}
+
+/// The smallest first.
+fn divisors(number: u64) -> impl Iterator<Item = u64> {
+    (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
 }
 
 /// The accumulation that makes a step of so many samples.
-fn kept(micro_batch: u64, ranks: u64, samples: u64) -> Result<usize, TrainError> {
+fn kept(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> Result<usize, TrainError> {
     let of_a_pass = ranks * micro_batch;
     let accumulation = samples.is_multiple_of(of_a_pass).then(|| samples / of_a_pass);
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
     accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
-            "the run was trained with a global batch of {samples} samples, but {ranks} ranks with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` allows a different global batch",
-            fits(micro_batch, ranks, samples)
+            "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` allows a different global batch",
+            counted(ranks, noun),
+            fits(micro_batch, (ranks, noun), samples)
         ))
     })
 }
 
 /// What would make steps of so many samples: the nearest numbers of ranks, the next smaller micro-batch.
-fn fits(micro_batch: u64, ranks: u64, samples: u64) -> String {
+fn fits(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> String {
     let is_kept = |ranks: &u64| samples.is_multiple_of(ranks * micro_batch);
     let fewer = (1..ranks).rev().take(MAX_CANDIDATES as usize).find(is_kept);
     let more = (ranks + 1..=ranks + MAX_CANDIDATES).find(is_kept);
@@ -90,16 +141,16 @@ fn fits(micro_batch: u64, ranks: u64, samples: u64) -> String {
         .find(|micro_batch| samples.is_multiple_of(ranks * micro_batch));
     let others = match numbers.last().map(String::as_str) {
         None => String::new(),
-        Some("1") => "1 rank can; ".to_owned(),
-        Some(_) => format!("{} ranks can; ", numbers.join(" or ")),
+        Some("1") => format!("1 {noun} can; "),
+        Some(_) => format!("{} {noun}s can; ", numbers.join(" or ")),
     };
     let these = smaller.map(|smaller| format!("{ranks} can with `train.micro_batch: {smaller}`; "));
     others + &these.unwrap_or_default()
 }
 
-fn words(train: &Train, ranks: u64, before: Batch) -> String {
+fn words(train: &Train, (ranks, noun): (u64, &str), before: Batch) -> String {
     let samples = ranks * (train.micro_batch * train.grad_accumulation) as u64;
-    let ranks = counted(ranks, "rank");
+    let ranks = counted(ranks, noun);
     let passes = counted(train.grad_accumulation, "micro-batch");
     let batch = if samples == before.samples {
         format!("the global batch stays {samples} samples")
@@ -121,7 +172,17 @@ fn words(train: &Train, ranks: u64, before: Batch) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::path::PathBuf;
+
+    use ddp_proto::env::WorkerEnv;
+    use ddp_proto::ids::WorldSize;
+
     use super::*;
+    use crate::config::{self, PipelineSchedule, ShardGroup, Strategy};
+    use crate::mesh::MeshError;
+    use crate::parallel::pipeline::csv::{self, CsvFormat};
+    use crate::parallel::pipeline::{LayerCosts, PipelineShape, gpipe};
 
     /// A run of 12 samples a step: 3 ranks × 2 micro-batches × 2 samples.
     fn before() -> BatchBefore {
@@ -144,10 +205,46 @@ mod tests {
         }
     }
 
+    fn config(train: Train) -> TrainConfig {
+        TrainConfig {
+            run: config::Run::default(),
+            model: config::Model::default(),
+            data: config::Data {
+                train: PathBuf::from("text").into(),
+                val: None,
+                tokenizer: config::Tokenizer::Bytes,
+                order: config::Order::Shuffled,
+                last_batch: config::LastBatch::Wrap,
+            },
+            train,
+            parallel: Parallel::default(),
+            launch: BTreeMap::default(),
+        }
+    }
+
     /// The accumulation on so many ranks, and the words.
-    fn on(ranks: u64, mut train: Train) -> (usize, Option<String>) {
-        let words = rescale(&mut train, ranks, &before()).unwrap();
-        (train.grad_accumulation, words)
+    fn on(ranks: u64, train: Train) -> (usize, Option<String>) {
+        let mut config = config(train);
+        let words = rescale(&mut config, ranks, &before()).unwrap();
+        (config.train.grad_accumulation, words)
+    }
+
+    fn mesh_of(parallel: &Parallel, ranks: u64) -> Result<MeshShape, MeshError> {
+        let env = WorkerEnv {
+            world_size: WorldSize(ranks as u32),
+            local_world_size: ranks as u32,
+            ..WorkerEnv::single()
+        };
+        MeshShape::new(parallel, &env)
+    }
+
+    fn allows(sizes: Sizes, ranks: u64) -> bool {
+        sizes
+            .ranks_divide
+            .is_none_or(|divide| divide.is_multiple_of(ranks))
+            && sizes
+                .ranks_multiple_of
+                .is_none_or(|unit| ranks.is_multiple_of(unit))
     }
 
     #[test]
@@ -163,13 +260,132 @@ mod tests {
 
     #[test]
     fn the_numbers_of_ranks_that_are_said_to_do_are_those_that_are_not_refused() {
-        let keeps = train(Rescale::KeepGlobalBatch);
-        let divided = ranks_divide(&keeps, 3).unwrap();
+        let keeps = config(train(Rescale::KeepGlobalBatch));
+        let sizes = allowed_sizes(&keeps, &mesh_of(&keeps.parallel, 3).unwrap(), 2);
         for ranks in 1..=13 {
             let is_kept = rescale(&mut keeps.clone(), ranks, &before()).is_ok();
-            assert_eq!(is_kept, divided.is_multiple_of(ranks), "{ranks} ranks");
+            assert_eq!(is_kept, allows(sizes, ranks), "{ranks} ranks");
         }
-        assert_eq!(ranks_divide(&train(Rescale::KeepMicroBatch), 3), None);
+        let follows = config(train(Rescale::KeepMicroBatch));
+        let sizes = allowed_sizes(&follows, &mesh_of(&follows.parallel, 3).unwrap(), 2);
+        assert_eq!(sizes, Sizes::default());
+    }
+
+    /// A run of so many micro-batches on 2 pipelines of a schedule, whose stages are 2 ranks each.
+    fn piped(stages: usize, schedule: PipelineSchedule, micro_batches: usize) -> TrainConfig {
+        let mut config = config(train(Rescale::KeepGlobalBatch));
+        config.train.grad_accumulation = micro_batches;
+        config.parallel.tensor = 2;
+        config.parallel.pipeline.stages = stages;
+        config.parallel.pipeline.schedule = schedule;
+        config
+    }
+
+    fn sizes_on(config: &TrainConfig, ranks: u64, configured: usize) -> Sizes {
+        allowed_sizes(config, &mesh_of(&config.parallel, ranks).unwrap(), configured)
+    }
+
+    /// Whether a run that is on 2 data-parallel ranks can go on on so many ranks of the job.
+    fn goes_on(config: &TrainConfig, csv: Option<&str>, ranks: u64) -> bool {
+        let mut config = config.clone();
+        let batch = Batch {
+            samples: (2 * config.train.micro_batch * config.train.grad_accumulation) as u64,
+            ranks: 2,
+            since: None,
+        };
+        let configured = (
+            config.train.micro_batch as u64,
+            config.train.grad_accumulation as u64,
+        );
+        let Ok(mesh) = mesh_of(&config.parallel, ranks) else {
+            return false;
+        };
+        let data = mesh.size(&DATA) as u64;
+        let is_kept = rescale(&mut config, data, &BatchBefore { batch, configured }).is_ok();
+        let (pipeline, costs) = (&config.parallel.pipeline, LayerCosts::equal(16));
+        is_kept && PipelinePlan::new(pipeline, config.train.grad_accumulation, csv, &costs).is_ok()
+    }
+
+    #[test]
+    fn data_parallel_ranks_share_the_micro_batches_however_many_ranks_each_consists_of() {
+        // 4 ranks hold a model: a number that 2 × 3 micro-batches are no multiple of, nor 2 × 5.
+        for micro_batches in [3, 4, 5, 6] {
+            let config = piped(2, PipelineSchedule::OneFOneB, micro_batches);
+            let sizes = sizes_on(&config, 8, config.train.grad_accumulation);
+            assert_eq!(sizes.ranks_multiple_of, Some(4));
+            for ranks in 1..=64 {
+                let expected = goes_on(&config, None, ranks);
+                assert_eq!(allows(sizes, ranks), expected, "{ranks} ranks, {micro_batches}");
+            }
+            assert!(allows(sizes, 4 * 2 * micro_batches as u64), "one each");
+        }
+    }
+
+    #[test]
+    fn no_number_of_ranks_is_said_to_do_for_which_there_is_no_schedule() {
+        let none = || None::<String>;
+        let file = |micro_batches| {
+            let shape = PipelineShape {
+                ranks: 2,
+                chunks: 1,
+                micro_batches,
+            };
+            Some(csv::write(&gpipe(shape).unwrap(), CsvFormat::ComputeOnly))
+        };
+        let interleaved = piped(2, PipelineSchedule::Interleaved, 6);
+        let mut from_file = piped(2, PipelineSchedule::OneFOneB, 6);
+        from_file.parallel.pipeline.file = Some("schedule.csv".into());
+        let mut long = piped(2, PipelineSchedule::GPipe, 20_000);
+        long.parallel.pipeline.chunks = Some(1);
+        let mut sharded = piped(2, PipelineSchedule::DualPipeV, 16);
+        sharded.parallel.strategy = Strategy::Zero1;
+        sharded.parallel.shard_group = Some(ShardGroup::Ranks(2));
+        let mut per_node = piped(2, PipelineSchedule::OneFOneB, 4);
+        per_node.parallel.strategy = Strategy::Zero1;
+        per_node.parallel.shard_group = Some(ShardGroup::Node);
+        for (config, text, allowed) in [
+            // At least 4 micro-batches: 12 on 1, 6 on 2; and 4 on 3, which 2 × 6 micro-batches would do too.
+            (piped(2, PipelineSchedule::DualPipeV, 6), none(), &[4, 8][..]),
+            (piped(2, PipelineSchedule::DualPipeV, 8), none(), &[4, 8, 16]),
+            (interleaved, none(), &[4, 8, 12, 16, 24, 48]),
+            (from_file, file(6), &[8]),
+            // 40,000 of one rank would be too many.
+            (long, none(), &[8, 16, 32, 40, 64]),
+            (sharded, none(), &[8, 16, 32]),
+            (per_node, none(), &[8]),
+        ] {
+            let sizes = sizes_on(&config, 8, config.train.grad_accumulation);
+            let found: Vec<u64> = (1..=64).filter(|&ranks| allows(sizes, ranks)).collect();
+            assert_eq!(found, allowed, "{:?}", config.parallel.pipeline);
+            // Large schedules take long to check.
+            for ranks in found.into_iter().filter(|_| config.train.grad_accumulation < 100) {
+                assert!(goes_on(&config, text.as_deref(), ranks), "{ranks}: {config:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_run_that_has_shrunk_can_grow_to_what_it_was() {
+        let whole = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 6), 8, 6);
+        let half = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 12), 4, 6);
+        assert_eq!(half, whole);
+        // Configured anew, a size counts that does.
+        let other = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 12), 4, 5);
+        assert_eq!(other.ranks_divide, Some(12));
+    }
+
+    #[test]
+    fn ranks_that_hold_a_model_together_are_counted_once() {
+        let mut config = piped(2, PipelineSchedule::OneFOneB, 2);
+        let before = before();
+        let words = rescale(&mut config.clone(), 6, &before).unwrap();
+        insta::assert_snapshot!(words.unwrap(), @"continuing with 6 data-parallel ranks instead of 3: 1 micro-batch per step on each, the global batch stays 12 samples");
+        let refused = rescale(&mut config, 4, &before).unwrap_err().to_string();
+        assert!(refused.contains(" and 4 data-parallel ranks with "), "{refused}");
+        assert!(
+            refused.contains("hint: 3 or 6 data-parallel ranks can; "),
+            "{refused}"
+        );
     }
 
     #[test]
@@ -183,12 +399,12 @@ mod tests {
             },
             configured: (2, 2),
         };
-        let mut again = train(Rescale::KeepGlobalBatch);
+        let mut again = config(train(Rescale::KeepGlobalBatch));
         assert_eq!(rescale(&mut again, 1, &before).unwrap(), None);
-        assert_eq!(again.grad_accumulation, 6, "a restart at the same size");
-        let mut grown = train(Rescale::KeepGlobalBatch);
+        assert_eq!(again.train.grad_accumulation, 6, "a restart at the same size");
+        let mut grown = config(train(Rescale::KeepGlobalBatch));
         rescale(&mut grown, 3, &before).unwrap();
-        assert_eq!(grown, train(Rescale::KeepGlobalBatch));
+        assert_eq!(grown.train, train(Rescale::KeepGlobalBatch));
     }
 
     #[test]
@@ -218,9 +434,9 @@ mod tests {
     #[test]
     fn what_does_not_divide_is_refused_with_what_would() {
         let refusal = |ranks, micro_batch| {
-            let mut train = train(Rescale::KeepGlobalBatch);
-            train.micro_batch = micro_batch;
-            rescale(&mut train, ranks, &before()).unwrap_err().to_string()
+            let mut config = config(train(Rescale::KeepGlobalBatch));
+            config.train.micro_batch = micro_batch;
+            rescale(&mut config, ranks, &before()).unwrap_err().to_string()
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2

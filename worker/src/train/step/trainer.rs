@@ -16,7 +16,7 @@ use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
-use crate::mesh::DATA;
+use crate::mesh::{Axis, DATA};
 use crate::model::{ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
@@ -111,6 +111,10 @@ impl TrainerParts<'_> {
             if run.stages == 1 && run.losses == micro_batches && sharing.is_none() {
                 sharing = Some(self.share(run.positions, times));
             }
+        }
+        if run.stages > 1 {
+            let rank = self.world.mesh.index(&[Axis::Pipeline]);
+            (self.session).set_activity(|| self.replica.plan.behind_row_in_words(rank));
         }
         let sharing = sharing.unwrap_or_else(|| self.share(run.positions, times));
         self.replica.finish()?;
