@@ -1,6 +1,6 @@
 //! Writes what packages contain beside the programs: manual pages, and completions of shells.
 //!
-//!     cargo run --example manuals -- target/packages
+//!     cargo run --release --example manuals -- target/packages
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};

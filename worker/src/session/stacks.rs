@@ -25,10 +25,12 @@ const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;
 /// Functions below the first one that matters to anybody.
-const BEGINNINGS: [&str; 4] = [
+const BEGINNINGS: [&str; 6] = [
     "__rust_begin_short_backtrace",
     "__libc_start",
+    "lang_start",
     "start_thread",
+    "thread_start",
     "clone3",
 ];
 /// No answer yet.
