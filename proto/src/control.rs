@@ -309,7 +309,7 @@ mod tests {
         let line = format!("[0] step 100000/600000 {progress}");
         assert_eq!(
             line,
-            "[0] step 100000/600000 loss 3.281  val 3.290  lr 6.0e-4  45.7k tok/s  5h13m left"
+            "[0] step 100000/600000 loss 3.281  val 3.290  lr 6.0e-4  45.7k tok/s  5h12m left"
         );
         assert_eq!(line.len(), 80);
         (progress.val_loss, progress.lr) = (None, None);

@@ -115,12 +115,15 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
 
 #[test]
 fn a_user_meets_no_names_of_modules() {
-    let finished = Daemon::start().stop();
-    let words = finished.expect_exit(0).stderr();
-    assert!(
-        words.contains(" INFO stopping") && !words.contains("::"),
-        "{words}"
-    );
+    let daemon = Daemon::start();
+    launch()
+        .node_of(1, &daemon.endpoint, "job")
+        .shell("true")
+        .run()
+        .expect_exit(0)
+        .expect_silence();
+    let words = daemon.stop().expect_exit(0).stderr();
+    assert!(words.contains(" INFO ") && !words.contains("::"), "{words}");
 }
 
 #[test]

@@ -163,7 +163,7 @@ fn unknown_keys() {
     ");
     insta::assert_snapshot!(with("  name: tiny", "  colour: red"), @r"
     train.yaml:2: unknown key `run.colour`
-      hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`, `timeline`
+      hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`, `timeline`, `tensorboard`
     ");
     insta::assert_snapshot!(set("train.optimiser.lr=1"), @r"
     `--set train.optimiser.lr=1`: unknown key `train.optimiser`

@@ -52,8 +52,9 @@ impl RunCurves {
                 break;
             }
             number += 1;
-            let is_whole = bytes.ends_with(b"\n");
-            let parsed = if !is_whole && bytes.len() as u64 == MAX_LINE_BYTES {
+            let is_long = !bytes.ends_with(b"\n") && bytes.len() as u64 == MAX_LINE_BYTES;
+            let is_whole = bytes.ends_with(b"\n") || is_long;
+            let parsed = if is_long {
                 reader.skip_until(b'\n').map_err(failed)?;
                 Err("too long".to_owned())
             } else {

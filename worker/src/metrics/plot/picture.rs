@@ -27,6 +27,10 @@ const CHARACTER: f64 = 6.6;
 const MAX_NAME: usize = 120;
 /// Part of a panel that is free above and below its curves.
 const MARGIN: f64 = 0.06;
+/// The first part of a run does not set the scale of its losses: all that follows would be flat.
+const BEGIN: f64 = 0.05;
+/// Rows for what is said of restarts.
+const ROWS: usize = 4;
 
 /// One panel: its title, its height, and the curves of a run in it. The second one is drawn with its points.
 struct Panel {
@@ -114,30 +118,10 @@ impl Panel {
     fn draw(&self, svg: &mut Svg, runs: &[RunCurves], x: &Axis, top: f64) {
         let bottom = top + self.height;
         svg.text([LEFT, top - 10.0], "title", self.title);
-        let curves = runs
-            .iter()
-            .flat_map(|run| (self.curves)(run).into_iter().flatten());
-        let points = curves.flat_map(Curve::points);
-        let low = points
-            .clone()
-            .map(|point| point.min)
-            .fold(f64::INFINITY, f64::min);
-        let high = points.map(|point| point.max).fold(f64::NEG_INFINITY, f64::max);
-        let low = if self.from_zero { low.min(0.0) } else { low };
-        if low > high {
+        let Some(y) = self.scale(runs, [bottom, top]) else {
             svg.text([LEFT, top + self.height / 2.0], "quiet", "no numbers");
             return;
-        }
-        let margin = match (high - low) * MARGIN {
-            none if none <= 0.0 => high.abs().max(1e-12) * MARGIN,
-            margin => margin,
         };
-        let low = if self.from_zero && low >= 0.0 {
-            low
-        } else {
-            low - margin
-        };
-        let y = Axis::new([low, high + margin], [bottom, top], (self.height / 36.0).max(3.0));
         for tick in y.ticks() {
             svg.line([LEFT, y.place(tick), RIGHT, y.place(tick)]);
             svg.text([LEFT - 8.0, y.place(tick) + 4.0], "tick", &y.label(tick));
@@ -147,8 +131,10 @@ impl Panel {
             svg.line([x.place(tick), top, x.place(tick), bottom]);
             svg.text([x.place(tick), bottom + 17.0], "step", &x.label(tick));
         }
+        // What is said of restarts has its place in the tallest panel.
+        let mut free = [if self.from_zero { WIDTH } else { LEFT }; ROWS];
         for (index, run) in runs.iter().enumerate() {
-            restarts(svg, run, index, x, [top, bottom]);
+            restarts(svg, (run, index), x, [top, bottom], &mut free);
             let [curve, dots] = (self.curves)(run);
             if let Some(curve) = curve {
                 draw(svg, curve, index, x, &y);
@@ -159,6 +145,27 @@ impl Panel {
                 svg.path([place, place], &format!("dot c{index}"), Some(&tip));
             }
         }
+    }
+
+    /// From the numbers to places; none if there is no number.
+    fn scale(&self, runs: &[RunCurves], places: [f64; 2]) -> Option<Axis> {
+        let begin = if self.from_zero { 0.0 } else { BEGIN };
+        let points = runs.iter().flat_map(|run| {
+            let points = (self.curves)(run).into_iter().flatten().flat_map(Curve::points);
+            points.filter(move |point| point.step() >= run.steps as f64 * begin)
+        });
+        let low = (points.clone().map(|point| point.min)).fold(f64::INFINITY, f64::min);
+        let high = points.map(|point| point.max).fold(f64::NEG_INFINITY, f64::max);
+        if low > high {
+            return None;
+        }
+        // A number that never changes has room too.
+        let margin = MARGIN * (high - low).max(high.abs() * 1e-3).max(1e-12);
+        let low = match self.from_zero {
+            true if low >= 0.0 => 0.0,
+            _ => low - margin,
+        };
+        Some(Axis::new([low, high + margin], places, self.height / 26.0))
     }
 }
 
@@ -182,19 +189,26 @@ fn draw(svg: &mut Svg, curve: &Curve, run: usize, x: &Axis, y: &Axis) {
     svg.path(line, &format!("curve c{run}"), None);
 }
 
-/// Marks the first steps of generations; their words as far as there is room.
-fn restarts(svg: &mut Svg, run: &RunCurves, index: usize, x: &Axis, [top, bottom]: [f64; 2]) {
-    let mut free = LEFT;
+/// Marks the first steps of generations, with words where there is room: rows are `free` from these places on.
+fn restarts(
+    svg: &mut Svg,
+    (run, index): (&RunCurves, usize),
+    x: &Axis,
+    [top, bottom]: [f64; 2],
+    free: &mut [f64; ROWS],
+) {
     for (step, words) in &run.restarts {
         let place = x.place(*step as f64);
-        svg.path(
-            [[place, top], [place, bottom]],
-            &format!("restart c{index}"),
-            None,
-        );
-        if place >= free && place + words.len() as f64 * CHARACTER < WIDTH {
-            svg.text([place + 4.0, top + 11.0 + 13.0 * index as f64], "quiet", words);
-            free = place + words.len() as f64 * CHARACTER;
+        let mark = [[place, top], [place, bottom]];
+        svg.path(mark, &format!("restart c{index}"), Some(words));
+        let end = place + words.chars().count() as f64 * CHARACTER;
+        if let Some(row) = free
+            .iter()
+            .position(|free| *free <= place)
+            .filter(|_| end < WIDTH)
+        {
+            svg.text([place + 4.0, top + 12.0 + 13.0 * row as f64], "quiet", words);
+            free[row] = end;
         }
     }
 }
@@ -216,9 +230,10 @@ impl Axis {
         }
     }
 
+    /// At the edge, if it is beyond it.
     fn place(&self, number: f64) -> f64 {
         let ([low, high], [from, to]) = (self.numbers, self.places);
-        from + (number - low) / (high - low) * (to - from)
+        from + ((number - low) / (high - low)).clamp(0.0, 1.0) * (to - from)
     }
 
     fn ticks(&self) -> impl Iterator<Item = f64> {
