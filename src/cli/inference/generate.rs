@@ -29,9 +29,13 @@ pub(in crate::cli) struct GenerateArgs {
     /// The text to go on from; `-`: standard input
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: String,
-    /// Most tokens to make; the tokenizer's `<|endoftext|>` ends the text before
+    /// Most tokens to make
     #[arg(long, value_name = "N", default_value = "200")]
     max_tokens: NonZeroUsize,
+    /// The token that ends the text before [default: `<|endoftext|>`, `<|end_of_text|>` or `</s>`, whichever of them the
+    /// vocabulary has]
+    #[arg(long, value_name = "TOKEN")]
+    end_of_text: Option<String>,
     /// Logits are divided by it: below 1 the text is more probable, above 1 more varied; 0 takes the most probable token
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
     temperature: f32,
@@ -90,7 +94,7 @@ pub(in crate::cli) fn run(args: &GenerateArgs) -> ExitCode {
 fn generate(args: &GenerateArgs, write: &mut dyn FnMut(&str) -> bool) -> Result<String, InferenceError> {
     let prompt = prompt(&args.prompt)?;
     let Opened { tokenizer, model, .. } = args.model.open(Some(args.precision))?;
-    let encoder = Encoder::new(&tokenizer, None)?;
+    let encoder = Encoder::new(&tokenizer, args.end_of_text.as_deref())?;
     let seed = args.seed.unwrap_or_else(any_seed);
     let options = CompletionOptions {
         tokens: args.max_tokens.get(),
@@ -101,7 +105,7 @@ fn generate(args: &GenerateArgs, write: &mut dyn FnMut(&str) -> bool) -> Result<
             seed,
         },
         vocabulary: encoder.vocabulary.size,
-        end_of_text: encoder.end_of_text,
+        end_of_text: encoder.ends_text(),
     };
     let mut text = String::new();
     let mut is_read = true;

@@ -1,7 +1,13 @@
 //! From tokens to text, while they come: a character is given when all of its bytes are there.
 
+use tokenizers::Tokenizer;
+
 use super::TokenizeError;
 use super::encoder::{Encoder, TokenizerLibrary};
+
+/// Tokens of a file's tokenizer that are held back at most, because their text ends with U+FFFD, which may become a
+/// character, or because they have none. Longer ones are given as they are.
+const MOST_HELD_BACK: usize = 32;
 
 /// The text of tokens that come one by one. Bytes that are no UTF-8 are shown as U+FFFD.
 pub struct Decoder<'a> {
@@ -18,18 +24,17 @@ pub struct Decoder<'a> {
 impl<'a> Decoder<'a> {
     /// For tokens that follow `context`, whose text is not given again.
     pub fn new(encoder: &'a Encoder, context: &[u32]) -> Result<Self, TokenizeError> {
-        let library = &encoder.library;
-        let prefix = match library {
-            TokenizerLibrary::File(tokenizer) => tokenizer.decode(context, true).map_err(refused)?,
-            _ => String::new(),
-        };
-        Ok(Self {
-            library,
+        let mut decoder = Self {
+            library: &encoder.library,
             bytes: Vec::new(),
-            tokens: context.to_vec(),
-            prefix,
-            given: context.len(),
-        })
+            tokens: context[context.len().saturating_sub(MOST_HELD_BACK)..].to_vec(),
+            prefix: String::new(),
+            given: 0,
+        };
+        if let TokenizerLibrary::File(tokenizer) = decoder.library {
+            decoder.mark_as_given(tokenizer)?;
+        }
+        Ok(decoder)
     }
 
     /// The text that is whole with this token; it may be empty.
@@ -37,30 +42,58 @@ impl<'a> Decoder<'a> {
         match self.library {
             TokenizerLibrary::Bytes => self.bytes.extend(u8::try_from(token)),
             TokenizerLibrary::Gpt2(gpt2) => self.bytes.extend(gpt2.decode(&[token])),
-            TokenizerLibrary::File(tokenizer) => {
-                let (tokens, prefix, given) = (&mut self.tokens, &mut self.prefix, &mut self.given);
-                let step =
-                    tokenizers::step_decode_stream(tokenizer, vec![token], true, tokens, prefix, given);
-                return Ok(step.map_err(refused)?.unwrap_or_default());
-            }
+            TokenizerLibrary::File(tokenizer) => return self.push_to(tokenizer, token),
         }
         Ok(whole_characters(&mut self.bytes))
     }
 
+    fn push_to(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, TokenizeError> {
+        let special = tokenizer.get_added_vocabulary();
+        let has_text = |name: String| !special.is_special_token(&name);
+        if !tokenizer.id_to_token(token).is_some_and(has_text) {
+            return Ok(String::new());
+        }
+        self.tokens.push(token);
+        let text = self.new_text(tokenizer)?;
+        let is_whole = !text.is_empty() && !text.ends_with(char::REPLACEMENT_CHARACTER);
+        if !is_whole && self.tokens.len() - self.given < MOST_HELD_BACK {
+            return Ok(String::new());
+        }
+        self.tokens.drain(..self.given);
+        self.mark_as_given(tokenizer)?;
+        Ok(text)
+    }
+
+    /// Of the tokens that were not given.
+    fn new_text(&self, tokenizer: &Tokenizer) -> Result<String, TokenizeError> {
+        let text = decode(tokenizer, &self.tokens)?;
+        match text.strip_prefix(&self.prefix) {
+            Some(new) => Ok(new.to_owned()),
+            // What was given would be another text now: a byte that can never be part of a character turns all bytes beside
+            // it into U+FFFD (`ByteFallback`, as in the tokenizer of Llama 2).
+            None => decode(tokenizer, &self.tokens[self.given..]),
+        }
+    }
+
+    fn mark_as_given(&mut self, tokenizer: &Tokenizer) -> Result<(), TokenizeError> {
+        self.prefix = decode(tokenizer, &self.tokens)?;
+        self.given = self.tokens.len();
+        Ok(())
+    }
+
     /// What is left at the end: a character that never became whole.
     pub fn finish(self) -> Result<String, TokenizeError> {
-        let TokenizerLibrary::File(tokenizer) = self.library else {
-            return Ok(String::from_utf8_lossy(&self.bytes).into_owned());
-        };
-        let text = tokenizer.decode(&self.tokens, true).map_err(refused)?;
-        let rest = text.strip_prefix(&self.prefix);
-        Ok(rest.unwrap_or_default().to_owned())
+        match self.library {
+            TokenizerLibrary::File(tokenizer) => self.new_text(tokenizer),
+            _ => Ok(String::from_utf8_lossy(&self.bytes).into_owned()),
+        }
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "given to `map_err`")]
-fn refused(cause: tokenizers::Error) -> TokenizeError {
-    TokenizeError::Refused(format!("the tokenizer has no text for its tokens: {cause}"))
+fn decode(tokenizer: &Tokenizer, tokens: &[u32]) -> Result<String, TokenizeError> {
+    let refused =
+        |cause| TokenizeError::Refused(format!("the tokenizer has no text for its tokens: {cause}"));
+    tokenizer.decode(tokens, true).map_err(refused)
 }
 
 /// Takes whole characters from the front, and U+FFFD for what can never be one. The start of a character stays.
@@ -86,7 +119,7 @@ fn whole_characters(bytes: &mut Vec<u8>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Tokenizer;
+    use crate::config;
 
     /// What is given with each token, and at the end.
     fn stream(encoder: &Encoder, context: &[u32], tokens: &[u32]) -> Vec<String> {
@@ -97,7 +130,7 @@ mod tests {
     }
 
     fn of_bytes(bytes: &[u8]) -> Vec<String> {
-        let encoder = Encoder::new(&Tokenizer::Bytes, None).unwrap();
+        let encoder = Encoder::new(&config::Tokenizer::Bytes, None).unwrap();
         stream(
             &encoder,
             &[],
@@ -147,7 +180,7 @@ mod tests {
 
     #[test]
     fn tokens_of_gpt2_come_back_as_text() {
-        let encoder = Encoder::new(&Tokenizer::Gpt2, None).unwrap();
+        let encoder = Encoder::new(&config::Tokenizer::Gpt2, None).unwrap();
         let text = "🦀 crab's naïve café, 日本語";
         let mut tokens = Vec::new();
         encoder.encode(text, &mut tokens).unwrap();
@@ -165,12 +198,16 @@ mod tests {
         "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
         "model": {"type": "BPE", "vocab": {"Ã": 0, "©": 1, "Ġ": 2, "a": 3}, "merges": []}}"#;
 
-    #[test]
-    fn tokens_of_a_file_come_back_as_text() {
+    fn of_file(json: &str) -> Encoder {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
-        std::fs::write(&path, BYTE_LEVEL).unwrap();
-        let encoder = Encoder::new(&Tokenizer::File(path), None).unwrap();
+        std::fs::write(&path, json).unwrap();
+        Encoder::new(&config::Tokenizer::File(path), None).unwrap()
+    }
+
+    #[test]
+    fn tokens_of_a_file_come_back_as_text() {
+        let encoder = of_file(BYTE_LEVEL);
         let mut tokens = Vec::new();
         encoder.encode("aé a", &mut tokens).unwrap();
         assert_eq!(tokens, [3, 0, 1, 2, 3]);
@@ -181,5 +218,43 @@ mod tests {
             "a",
             "special tokens are no text"
         );
+    }
+
+    /// As Llama 2's: a run of bytes is text if all of it is, and else U+FFFD for each byte.
+    const BYTE_FALLBACK: &str = r#"{"version": "1.0", "added_tokens": [{"id": 0, "content": "</s>", "single_word": false,
+        "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
+        "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "byte_fallback": true, "merges": [], "vocab": {"</s>": 0, "▁a": 1, "b": 2,
+            "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5, "<0xFF>": 6}}}"#;
+
+    #[test]
+    fn bytes_that_are_no_text_do_not_end_the_text_of_byte_fallback() {
+        let encoder = of_file(BYTE_FALLBACK);
+        let of = |tokens: &[u32]| stream(&encoder, &[1], tokens);
+        assert_eq!(of(&[2, 1, 2]), ["b", " a", "b", ""]);
+        assert_eq!(of(&[3, 4, 5, 2]), ["", "", "€", "b", ""]);
+        // Together with the next byte the tokenizer would take the euro sign back.
+        assert_eq!(of(&[3, 4, 5, 6, 2, 1]), ["", "", "€", "", "\u{fffd}b", " a", ""]);
+        assert_eq!(of(&[3, 4, 5, 6]), ["", "", "€", "", "\u{fffd}"], "nor at the end");
+        assert_eq!(of(&[6; 40]).concat(), "\u{fffd}".repeat(40));
+        assert_eq!(
+            of(&[0, 0, 1, 60_000, 2]),
+            ["", "", " a", "", "b", ""],
+            "no text at all"
+        );
+        // No documents were separated by it here, but Llama's were.
+        assert_eq!((encoder.end_of_text, encoder.ends_text()), (None, Some(0)));
+    }
+
+    /// Whatever the tokens: what is given is bounded by what is held back.
+    #[test]
+    fn tokens_without_text_are_not_kept() {
+        let encoder = of_file(BYTE_FALLBACK);
+        let mut decoder = Decoder::new(&encoder, &[1; 1000]).unwrap();
+        for token in [[0; 1000], [6; 1000], [2; 1000]].concat() {
+            decoder.push(token).unwrap();
+            assert!(decoder.tokens.len() < 2 * MOST_HELD_BACK);
+        }
     }
 }

@@ -8,6 +8,8 @@ use crate::data::{DataError, Vocabulary, read_tokenizer};
 
 /// What most vocabularies call the token between documents.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// What Llama's vocabularies call it, and SentencePiece's.
+const OTHER_ENDS_OF_TEXT: [&str; 2] = ["<|end_of_text|>", "</s>"];
 /// Its number in GPT-2's.
 const GPT2_END_OF_TEXT: u32 = 50_256;
 /// What the library calls GPT-2's vocabulary.
@@ -59,6 +61,18 @@ impl Encoder {
             vocabulary,
             end_of_text: separator,
         })
+    }
+
+    /// The token by which a model ends a text: the one that separates documents. Where the vocabulary has none of that name
+    /// and the tokens were made elsewhere, what Llama's call it.
+    #[must_use]
+    pub fn ends_text(&self) -> Option<u32> {
+        let TokenizerLibrary::File(tokenizer) = &self.library else {
+            return self.end_of_text;
+        };
+        let mut others = OTHER_ENDS_OF_TEXT.iter();
+        let other = || others.find_map(|token| tokenizer.token_to_id(token));
+        self.end_of_text.or_else(other)
     }
 
     /// True if a text may be cut at a [border](super::source::last_border). Of a file's tokenizer nothing is known: it
