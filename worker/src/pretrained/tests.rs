@@ -416,6 +416,10 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     expect(b"");
     expect(b"PK\x03\x04 is how a pickle begins, in a zip");
     expect(&[&3_u64.to_le_bytes()[..], b"{]}"].concat());
+    // As many bytes as there are numbers for.
+    let most = u64::MAX;
+    let header = format!(r#"{{"w": {{"dtype": "U8", "shape": [{most}], "data_offsets": [0, {most}]}}}}"#);
+    expect(&[&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat());
     expect(b"version https://git-lfs.github.com/spec/v1\noid sha256:248dfc\nsize 548105171\n");
     insta::assert_snapshot!(said, @r"
     `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it has 17871 bytes, expected 17872
@@ -427,6 +431,8 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     `gpt2/model.safetensors` is not a safetensors file, or it is damaged: its header claims 2338328217762614096 bytes
       hint: download or create it again
     `gpt2/model.safetensors` is not a safetensors file, or it is damaged: its header: key must be a string at line 1 column 2
+      hint: download or create it again
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it has 106 bytes, expected 18446744073709551615
       hint: download or create it again
     `gpt2/model.safetensors` is a Git LFS pointer, not the file itself
       hint: download it with `git lfs pull` in its directory

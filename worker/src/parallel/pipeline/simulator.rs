@@ -149,11 +149,15 @@ impl Simulation {
 
 /// The part of all ranks' time in which they did not compute, over several steps.
 pub fn bubble_fraction<'a>(steps: impl IntoIterator<Item = &'a Simulation>) -> f64 {
-    let [idle, all] = steps.into_iter().fold([0, 0], |[idle, all], step| {
-        let bubbles: u64 = (0..step.ranks.len()).map(|rank| step.bubble(rank)).sum();
-        [idle + bubbles, all + step.end * step.ranks.len() as u64]
+    // In floating point: ticks of a slow device come near the largest number.
+    let [idle, all] = steps.into_iter().fold([0.0, 0.0], |[idle, all], step| {
+        let bubbles = (0..step.ranks.len()).map(|rank| step.bubble(rank) as f64);
+        [
+            idle + bubbles.sum::<f64>(),
+            all + step.end as f64 * step.ranks.len() as f64,
+        ]
     });
-    idle as f64 / all.max(1) as f64
+    idle / f64::max(all, 1.0)
 }
 
 /// A rank that cannot go on.
