@@ -25,20 +25,21 @@ pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> Str
     };
     for FoundLayout { candidate, .. } in search.too_large.iter().take(MAX_NAMED) {
         let (layout, held) = (candidate.layout(), bytes(candidate.held));
-        let strategy = strategy(candidate);
+        let with = format!("`{}`{}", strategy(candidate), and_schedule(candidate));
         let _ = writeln!(
             text,
-            "`{layout}` does not fit: with `{strategy}` it needs {held} of {memory}."
+            "`{layout}` does not fit: with {with} it needs {held} of {memory}."
         );
     }
     let rest = search.too_large.len().saturating_sub(MAX_NAMED);
-    for (number, what) in [(rest, "do not fit either"), (search.slower, "can only be slower")] {
+    for (number, what) in [
+        (rest, "do not fit either"),
+        (search.slower, "can only be slower"),
+        (search.not_looked_at, "were not looked at: there are too many"),
+    ] {
         if number > 0 {
             let _ = writeln!(text, "{number} more {what}.");
         }
-    }
-    if search.is_cut {
-        text.push_str("Not all of these were looked at: there are too many.\n");
     }
     text
 }
@@ -55,7 +56,7 @@ fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
         "Take `{}` with `{}`{}: of what fits it has the shortest step{}.\n {}\n",
         taken.layout(),
         strategy(taken),
-        schedule(taken).map_or_else(String::new, |schedule| format!(" and {schedule}")),
+        and_schedule(taken),
         ahead.unwrap_or_default(),
         flags.collect::<String>()
     )
@@ -68,6 +69,10 @@ fn strategy(candidate: &Candidate) -> String {
         shard if shard == 1 || shard == candidate.batch.ranks => name.to_owned(),
         shard => format!("{name} over {shard}"),
     }
+}
+
+fn and_schedule(candidate: &Candidate) -> String {
+    schedule(candidate).map_or_else(String::new, |schedule| format!(" and {schedule}"))
 }
 
 /// Of a pipeline.
@@ -116,6 +121,6 @@ pub(super) fn json(search: &LayoutSearch) -> Value {
         "best": all(&search.best),
         "too_large": all(&search.too_large),
         "slower": search.slower,
-        "is_cut": search.is_cut,
+        "not_looked_at": search.not_looked_at,
     })
 }

@@ -38,9 +38,13 @@ pub(super) fn bytes_a_second(text: &str) -> Result<f64, String> {
         .ok_or_else(|| EXPECTED.to_owned())
 }
 
+/// Fewer operations a second than any device makes: a unit is missing.
+const MIN_OPERATIONS: f64 = 1e9;
+
 /// Floating-point operations a second: `989T`, `989TFLOP/s`, `1.2e12`.
 pub(super) fn operations_a_second(text: &str) -> Result<f64, String> {
-    const EXPECTED: &str = "expected floating-point operations a second, for example `989T` or `175GFLOP/s`";
+    const EXPECTED: &str =
+        "expected floating-point operations a second, 1G or more, for example `989T` or `175GFLOP/s`";
     let parse = || {
         let (number, unit) = split(text)?;
         let endings = ["FLOP/s", "FLOPS", "FLOPs", "flop/s", "flops"];
@@ -48,7 +52,7 @@ pub(super) fn operations_a_second(text: &str) -> Result<f64, String> {
         Some(number * 1000_f64.powi(exponent(prefix.unwrap_or(unit))?))
     };
     parse()
-        .filter(|rate| *rate > 0.0)
+        .filter(|rate| *rate >= MIN_OPERATIONS)
         .ok_or_else(|| EXPECTED.to_owned())
 }
 
@@ -129,7 +133,7 @@ mod tests {
             assert_eq!(operations_a_second(text), Ok(989e12), "{text}");
         }
         assert_eq!(operations_a_second("175 GFLOP/s"), Ok(175e9));
-        for bad in ["", "T", "0T", "989X"] {
+        for bad in ["", "T", "0T", "989X", "989", "1e-300T"] {
             assert!(operations_a_second(bad).is_err(), "{bad}");
         }
     }

@@ -215,26 +215,29 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
         return "Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.\n"
             .to_owned();
     };
+    let [take, nothing] = if is_best {
+        ["Take", "Nothing"]
+    } else {
+        [
+            "With data parallelism alone, take",
+            "With data parallelism alone nothing",
+        ]
+    };
     match advice {
         Advice::Take(strategy, why) => {
             let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
-            let take = if is_best {
-                "Take"
-            } else {
-                "With data parallelism alone, take"
-            };
             format!(
                 "{take} `parallel.strategy: {}`: {why}.\n",
                 taken.map_or("ddp", name)
             )
         }
         Advice::Change(adjustments) if adjustments.is_empty() => format!(
-            "Nothing fits into {}, not even with the smallest batches and everything recomputed on more nodes.\n",
+            "{nothing} fits into {}, not even with the smallest batches and everything recomputed on more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(adjustments) => {
             let mut text = format!(
-                "Nothing fits into {}. `zero3` would with one of these:\n",
+                "{nothing} fits into {}. `zero3` would with one of these:\n",
                 bytes(memory)
             );
             for adjustment in adjustments {

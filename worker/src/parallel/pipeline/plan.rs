@@ -93,6 +93,14 @@ impl PipelinePlan {
         })
     }
 
+    /// Refuses a generated schedule for steps of so many micro-batches that would be too large, without making it.
+    pub fn check_size(config: &Pipeline, micro_batches: usize) -> Result<(), PlanError> {
+        match (&config.file, config.stages) {
+            (Some(_), _) | (_, 1) => Ok(()),
+            (None, _) => sized(config, micro_batches).map(drop),
+        }
+    }
+
     /// The schedule of this name for a model with layers enough, to look at. Chunks: as many as it works with.
     pub fn named(
         schedule: &str,
@@ -286,18 +294,15 @@ fn check_single(config: &Pipeline) -> Result<(), PlanError> {
     }
 }
 
-/// F, B, I and W of a step.
-fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanError> {
-    let kind = match config.stages {
-        1 => PipelineSchedule::OneFOneB,
-        _ => config.schedule,
+/// Its schedule, and the sizes that it is made for, if these are not too large.
+fn sized(config: &Pipeline, micro_batches: usize) -> Result<(PipelineSchedule, PipelineShape), PlanError> {
+    let (kind, chunks) = match config.stages {
+        1 => (PipelineSchedule::OneFOneB, None),
+        _ => (config.schedule, config.chunks),
     };
     let shape = PipelineShape {
         ranks: config.stages,
-        chunks: match config.stages {
-            1 => 1,
-            _ => config.chunks.unwrap_or_else(|| usual_chunks(kind)),
-        },
+        chunks: chunks.unwrap_or_else(|| usual_chunks(kind)),
         micro_batches,
     };
     let cells = [shape.ranks, shape.chunks, micro_batches];
@@ -311,6 +316,12 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
             "take fewer micro-batches, or larger ones",
         ));
     }
+    Ok((kind, shape))
+}
+
+/// F, B, I and W of a step.
+fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanError> {
+    let (kind, shape) = sized(config, micro_batches)?;
     let made: Result<Schedule, ShapeError> = match kind {
         PipelineSchedule::GPipe => gpipe(shape),
         PipelineSchedule::OneFOneB => one_f_one_b(shape),

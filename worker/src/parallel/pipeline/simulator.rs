@@ -136,8 +136,8 @@ impl Simulation {
     /// The part of all ranks' time in which they did not compute.
     #[must_use]
     pub fn bubble_fraction(&self) -> f64 {
-        let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
-        bubbles as f64 / (self.end * self.ranks.len() as u64).max(1) as f64
+        let bubbles = (0..self.ranks.len()).map(|rank| self.bubble(rank) as f64);
+        bubbles.sum::<f64>() / (self.end as f64 * self.ranks.len() as f64).max(1.0)
     }
 
     /// The most that any rank kept.

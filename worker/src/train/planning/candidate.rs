@@ -7,7 +7,7 @@ use ddp_proto::ids::WorldSize;
 
 use super::estimate::{Estimate, StepTraffic};
 use super::step_times::{BusyTimes, StepTimes};
-use crate::config::{OptimizerOffload, Pipeline, ShardGroup, Strategy, Sync, TrainConfig};
+use crate::config::{OptimizerOffload, Pipeline, PipelineSchedule, ShardGroup, Strategy, Sync, TrainConfig};
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::plan::{Cluster, GlobalBatch};
@@ -72,7 +72,8 @@ impl Candidate {
     ) -> Result<Self, TrainError> {
         let busy = BusyTimes::of(config, (&cluster, machines.flops), exchanged(config)?)?;
         let planned = PlannedMesh::new(config.clone(), machines, cluster, busy)?;
-        planned.candidate(&planned.activations()?)
+        let activations = planned.activations(u64::MAX)?;
+        planned.candidate(&activations.expect("there are no more bytes"))
     }
 
     /// The least time of a step, in seconds, if those of its parts are known.
@@ -134,7 +135,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     Ok(found.sent.activations)
 }
 
-/// Rounds of as many micro-batches as a pipeline has ranks.
+/// Rounds of as many micro-batches as a pipeline has ranks, at least.
 const REHEARSED_ROUNDS: usize = 4;
 
 /// Bytes that any activations fit in, where their number is of no interest.
@@ -175,6 +176,8 @@ impl<'a> PlannedMesh<'a> {
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
         let mesh = mesh(&config, &env(&cluster))?;
+        // A run refuses what has more, however few are rehearsed.
+        PipelinePlan::check_size(&config.parallel.pipeline, config.train.grad_accumulation)?;
         let mut rehearsed = config.clone();
         rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
@@ -201,14 +204,20 @@ impl<'a> PlannedMesh<'a> {
         })
     }
 
-    /// Bytes of the activations of each rank of the pipeline. They do not depend on what data-parallel ranks share.
-    pub(super) fn activations(&self) -> Result<Vec<usize>, TrainError> {
+    /// Bytes of the activations of each rank of the pipeline; none if a rank has more than `most`. They do not depend on what
+    /// data-parallel ranks share.
+    pub(super) fn activations(&self, most: u64) -> Result<Option<Vec<usize>>, TrainError> {
         let (config, mesh) = (&self.config, self.mesh);
-        let of_rank = |rank| {
+        let mut found = Vec::new();
+        for rank in self.first_ranks() {
             let (model, _) = held(config, &mesh, &part_of(config, &mesh, &self.plan, rank))?;
-            activations(config, &model, &self.plan, (mesh, rank))
-        };
-        self.first_ranks().into_iter().map(of_rank).collect()
+            let bytes = activations(config, &model, &self.plan, (mesh, rank))?;
+            if bytes as u64 > most {
+                return Ok(None);
+            }
+            found.push(bytes);
+        }
+        Ok(Some(found))
     }
 
     /// What its ranks hold and send, whose activations take so much.
@@ -300,14 +309,22 @@ impl<'a> PlannedMesh<'a> {
 }
 
 /// Of the micro-batches of a step so many are rehearsed: what is in the air at once is there in the first rounds of a
-/// pipeline, and later ones only repeat it. As many are left over from whole rounds as of all.
+/// pipeline, and later ones only repeat it. But GPipe has all of them in the air, and of a file nothing is known.
 fn rehearsed_micro_batches(config: &TrainConfig) -> usize {
-    let (all, stages) = (config.train.grad_accumulation, config.parallel.pipeline.stages);
-    let enough = REHEARSED_ROUNDS * stages;
-    match config.parallel.pipeline.file {
-        None if all > enough + stages => enough + all % stages,
-        _ => all,
+    let Pipeline {
+        stages,
+        schedule,
+        file,
+        ..
+    } = &config.parallel.pipeline;
+    let all = config.train.grad_accumulation;
+    // As many are left over from whole rounds as of all, and interleaved 1F1B spreads them over as many rounds.
+    let left_over = all % stages;
+    let enough = REHEARSED_ROUNDS.max(left_over) * stages + left_over;
+    if *schedule == PipelineSchedule::GPipe || file.is_some() {
+        return all;
     }
+    all.min(enough)
 }
 
 fn env(cluster: &Cluster) -> WorkerEnv {

@@ -2,8 +2,9 @@
 //! strategy. The global batch stays that of the configuration: with fewer data-parallel ranks each has more micro-batches.
 //!
 //! What ranks compute and exchange within tensor groups, and the least that any schedule lets them wait, is a bound from below
-//! that costs nothing. Meshes are looked at in its order, until none that is left can be among the best. Of the schedules 1F1B
-//! holds least: where it does not fit, none does.
+//! that costs nothing. Meshes are looked at in its order, until none that is left can be among the best. A mesh is too large if
+//! it fits with no schedule. 1F1B does not always hold least: a tied embedding is on two of its ranks, and on one of a V; and
+//! more chunks share layers out more evenly.
 
 use std::collections::BTreeMap;
 
@@ -29,12 +30,12 @@ const LEAST_WAITING: f64 = 0.5;
 pub struct LayoutSearch {
     /// Those that fit with the shortest steps, the shortest first: the best one of each mesh.
     pub best: Vec<FoundLayout>,
-    /// The smallest layout of each mesh that might have as short a step, but of which none fits.
+    /// The smallest layout of each mesh that might have as short a step, but of which none fits; of those that were laid out.
     pub too_large: Vec<FoundLayout>,
     /// Meshes of which every layout takes longer.
     pub slower: usize,
-    /// There were so many layouts that some were not looked at.
-    pub is_cut: bool,
+    /// Meshes that were not looked at, because there were so many layouts: one of them may be the best.
+    pub not_looked_at: usize,
 }
 
 /// A layout, and how to choose it.
@@ -76,7 +77,10 @@ impl LayoutSearch {
             looked_at += 1;
             search.look_at(mesh)?;
         }
-        Ok(Some(search.result(meshes.len() - looked_at)))
+        let limit = search.limit();
+        let rest = meshes[looked_at..].iter();
+        let slower = rest.filter(|mesh| mesh.floor(LEAST_WAITING) >= limit).count();
+        Ok(Some(search.result(slower, meshes.len() - looked_at - slower)))
     }
 }
 
@@ -119,8 +123,9 @@ impl UnscheduledMesh {
         self.busy.sum().unwrap_or(f64::INFINITY) + waiting * (stages - 1) as f64 * forward
     }
 
-    /// The schedules of its pipeline, 1F1B first, and for how many forwards of a micro-batch a rank waits at least for each
-    /// other rank, if F, I and W last as long. GPipe takes as long as 1F1B and holds more, DualPipeV as long as ZBV.
+    /// The schedules of its pipeline, and for how many forwards of a micro-batch a rank waits at least for each other rank, if
+    /// F, I and W last as long. GPipe takes as long as 1F1B and never holds less. DualPipeV takes as long as ZBV: only where
+    /// no other schedule fits it may be the one.
     fn schedules(&self) -> Vec<(f64, Schedule)> {
         let (stages, _) = self.key();
         let mut schedules = vec![(3.0, (PipelineSchedule::OneFOneB, None))];
@@ -132,6 +137,7 @@ impl UnscheduledMesh {
             schedules.push((1.0, (PipelineSchedule::ZbH1, None)));
             let interleaved = |chunks| (3.0 / chunks as f64, (PipelineSchedule::Interleaved, Some(chunks)));
             schedules.extend(INTERLEAVED.map(interleaved));
+            schedules.push((f64::INFINITY, (PipelineSchedule::DualPipeV, None)));
         }
         schedules
     }
@@ -205,7 +211,7 @@ impl Search<'_> {
         steps.get(self.wanted - 1).copied().unwrap_or(f64::INFINITY)
     }
 
-    /// Lays out what of a mesh may be its best layout, if one fits with 1F1B.
+    /// Lays out what of a mesh may be its best layout, and as long as none fits every schedule.
     fn look_at(&mut self, mesh: &UnscheduledMesh) -> Result<(), TrainError> {
         let key = mesh.key();
         for (waiting, (schedule, chunks)) in mesh.schedules() {
@@ -222,9 +228,6 @@ impl Search<'_> {
             if !self.is_better_known(key, planned.times.pipeline.unwrap_or(f64::INFINITY)) {
                 self.lay_out(key, &planned)?;
             }
-            if !self.fit.contains_key(&key) {
-                break;
-            }
         }
         Ok(())
     }
@@ -235,10 +238,14 @@ impl Search<'_> {
         known.is_some_and(|known| seconds >= known.seconds() * (1.0 - SAME))
     }
 
-    /// Lays it out with every strategy.
+    /// Lays it out with every strategy. Of the layouts of a mesh whose activations alone do not fit one is enough.
     fn lay_out(&mut self, key: MeshKey, planned: &PlannedMesh<'_>) -> Result<(), TrainError> {
+        let is_known = self.fit.contains_key(&key) || self.too_large.contains_key(&key);
+        let most = self.machines.memory.filter(|_| is_known).unwrap_or(u64::MAX);
+        let Some(activations) = planned.activations(most)? else {
+            return Ok(());
+        };
         self.laid_out += 1;
-        let activations = planned.activations()?;
         for (strategy, group) in self.strategies(key) {
             if let Some(shared) = possible(planned.sharing(strategy, group))? {
                 let found = FoundLayout {
@@ -286,18 +293,18 @@ impl Search<'_> {
         }
     }
 
-    /// So many meshes were not looked at.
-    fn result(mut self, rest: usize) -> LayoutSearch {
+    /// Of meshes that were not looked at so many are slower than what was found, and others may be faster.
+    fn result(mut self, slower: usize, not_looked_at: usize) -> LayoutSearch {
         self.too_large.retain(|key, _| !self.fit.contains_key(key));
         let mut best: Vec<FoundLayout> = self.fit.into_values().collect();
         best.sort_by(|a, b| a.seconds().total_cmp(&b.seconds()));
-        let slower = rest + best.len().saturating_sub(self.wanted);
+        let slower = slower + best.len().saturating_sub(self.wanted);
         best.truncate(self.wanted);
         LayoutSearch {
             best,
             too_large: self.too_large.into_values().collect(),
             slower,
-            is_cut: rest > 0 && self.laid_out >= MAX_LAID_OUT,
+            not_looked_at,
         }
     }
 }

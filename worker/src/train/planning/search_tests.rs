@@ -8,6 +8,7 @@ use crate::config;
 use crate::mesh::Axis;
 use crate::plan::{Accelerator, Cluster};
 use crate::train::planning::Estimate;
+use crate::train::strategy::pipeline_plan;
 
 const GB: f64 = 1e9;
 
@@ -86,26 +87,37 @@ fn seventy_billion_parameters_on_64_gpus_have_tp_8_pp_4_dp_2_among_the_best() {
         .find(|found| found.candidate.layout() == expected);
     let thumb = thumb.unwrap_or_else(|| panic!("{layouts:?}"));
     assert_eq!(thumb.candidate.layers, [20; 4]);
+    assert_eq!(thumb.candidate.batch.accumulation, 32);
 }
 
 /// 16 bytes a parameter (Rajbhandari et al. 2020): 2 of it, 2 of its gradient, 12 of the optimizer, and of the latter a half
 /// with ZeRO-1 over two ranks. 70 · 10⁹ · 16 / 32 is 35.0 GB, 70 · 10⁹ · 10 / 32 is 21.9. The model has 69.0 · 10⁹.
+///
+/// That is one micro-batch a step. The layout that is listed has 32, and adds their gradients up in f32: 4 bytes instead of 2,
+/// which makes 39.4 GB, and 26.2.
 #[test]
 fn the_state_of_its_ranks_is_35_0_gb_and_with_zero1_21_9() {
-    for (strategy, published) in [("ddp", 35.0), ("zero1", 21.9)] {
+    for (strategy, micro_batches, published) in [
+        ("ddp", 1, 35.0),
+        ("zero1", 1, 21.9),
+        ("ddp", 32, 39.4),
+        ("zero1", 32, 26.2),
+    ] {
         let strategy = format!("parallel.strategy={strategy}");
+        let micro_batches = format!("train.grad_accumulation={micro_batches}");
         let layout = [
             "parallel.tensor=8",
             "parallel.sequence=true",
             "parallel.pipeline.stages=4",
             &strategy,
+            &micro_batches,
         ];
         let config = with(LLAMA_70B, &layout);
         let machines = h100s(8);
         let candidate = Candidate::of(&config, &machines, machines.cluster).unwrap();
         assert_eq!(candidate.layers, [20; 4]);
         let state = (candidate.state() - candidate.estimate.held.in_flight) as f64 / GB;
-        assert!((state / published - 1.0).abs() < 0.02, "{strategy}: {state}");
+        assert!((state / published - 1.0).abs() < 0.02, "{layout:?}: {state}");
     }
 }
 
@@ -133,6 +145,63 @@ fn what_is_listed_fits_and_what_is_not_does_not() {
     assert!(some.too_large.iter().all(|found| found.candidate.held > limit));
     let none = search(&config, &small_machines(1000), 100);
     assert_eq!((none.best.len(), none.too_large.len()), (0, all.best.len()));
+}
+
+/// With 1F1B a tied embedding is on the first and on the last rank, with ZBV on one; and with several chunks a rank of which
+/// one has the head has layers, too. With a large vocabulary that counts.
+#[test]
+fn a_mesh_is_too_large_if_it_fits_with_no_schedule() {
+    let text = SMALL
+        .replace(
+            "block_size: 32, vocab_size: 256",
+            "block_size: 8, vocab_size: 8192",
+        )
+        .replace("micro_batch: 2", "micro_batch: 1");
+    let mesh = [
+        "parallel.tensor=4",
+        "parallel.sequence=true",
+        "parallel.pipeline.stages=2",
+        "train.grad_accumulation=32",
+    ];
+    let [one_f_one_b, zbv] = ["1f1b", "zbv"].map(|schedule| {
+        let schedule = format!("parallel.pipeline.schedule={schedule}");
+        let config = with(&text, &[&mesh[..], &[&schedule]].concat());
+        let machines = small_machines(1 << 40);
+        Candidate::of(&config, &machines, machines.cluster).unwrap().held
+    });
+    assert!(zbv < one_f_one_b, "{zbv} and {one_f_one_b}");
+    let fitting = search(&with(&text, &[]), &small_machines(zbv), 100);
+    let layouts: Vec<String> = fitting
+        .best
+        .iter()
+        .map(|found| found.candidate.layout())
+        .collect();
+    assert!(layouts.contains(&"pp 2 × tp 4".to_owned()), "{layouts:?}");
+    for limit in [zbv, zbv * 3 / 4] {
+        let machines = small_machines(limit);
+        let too_large = search(&with(&text, &[]), &machines, 100).too_large;
+        assert!(!too_large.is_empty());
+        for FoundLayout { settings, .. } in too_large {
+            for schedule in PipelineSchedule::WORDS {
+                for strategy in ["ddp", "zero1", "zero2", "zero3"] {
+                    let is_of_mesh = |key: &&String| {
+                        !["pipeline.schedule", "chunks", "strategy"]
+                            .iter()
+                            .any(|other| key.contains(other))
+                    };
+                    let mut given: Vec<String> = settings.iter().filter(is_of_mesh).cloned().collect();
+                    given.push(format!("parallel.pipeline.schedule={schedule}"));
+                    given.push(format!("parallel.strategy={strategy}"));
+                    if strategy == "ddp" {
+                        given.retain(|setting| !setting.contains("shard_group"));
+                    }
+                    let candidate = Candidate::of(&load(&text, &given), &machines, machines.cluster);
+                    let fits = possible(candidate).unwrap().and_then(|candidate| candidate.fits);
+                    assert_ne!(fits, Some(true), "{given:?}");
+                }
+            }
+        }
+    }
 }
 
 #[test]
@@ -169,6 +238,59 @@ fn settings_make_the_layout() {
     }
 }
 
+/// Few micro-batches are rehearsed of a step, whose schedule a run may refuse for its size.
+#[test]
+fn a_run_takes_what_is_listed() {
+    let text = SMALL.replace("grad_accumulation: 4", "grad_accumulation: 4096");
+    let found = search(&with(&text, &[]), &small_machines(1 << 40), 100).best;
+    let largest = found.iter().map(|found| {
+        let given = load(&text, &found.settings);
+        let plan = pipeline_plan(&given).unwrap_or_else(|error| panic!("{:?}: {error}", found.settings));
+        if given.parallel.pipeline.stages == 1 {
+            0
+        } else {
+            plan.micro_batches() * plan.layers().len()
+        }
+    });
+    assert!(largest.max() > Some(1 << 15), "near the bound");
+    let refused = with(
+        &text,
+        &[
+            "parallel.pipeline.stages=4",
+            "parallel.tensor=2",
+            "train.grad_accumulation=32768",
+        ],
+    );
+    let machines = small_machines(1 << 40);
+    let error = Candidate::of(&refused, &machines, machines.cluster).unwrap_err();
+    assert!(
+        error.to_string().contains("more than 65536 forward passes"),
+        "{error}"
+    );
+}
+
+#[test]
+fn no_rate_is_too_low_or_too_high_for_the_simulator() {
+    let config = with(
+        SMALL,
+        &["parallel.pipeline.stages=4", "train.grad_accumulation=8"],
+    );
+    let bubble = |flops: Option<f64>| {
+        let machines = Machines {
+            flops,
+            ..small_machines(1 << 40)
+        };
+        let candidate = Candidate::of(&config, &machines, machines.cluster);
+        candidate.unwrap().bubble
+    };
+    // Beside the arithmetic no message counts; then there is nothing beside the messages.
+    let alone = bubble(None);
+    for rate in [989.0, 1e-200] {
+        assert!((bubble(Some(rate)) - alone).abs() < 1e-6, "{rate}");
+    }
+    assert!(bubble(Some(1e30)) > 0.99);
+}
+
 #[test]
 fn a_layout_that_is_given_is_not_searched() {
     let machines = small_machines(1 << 40);
@@ -195,6 +317,8 @@ fn uneven_stages_are_planned_by_the_largest() {
         ("zbv", 21),
         ("interleaved", 24),
         ("greedy", 2),
+        ("gpipe", 21),
+        ("dualpipev", 21),
     ] {
         for more in [
             &["parallel.pipeline.stages=2", "parallel.strategy=zero1"][..],
@@ -213,6 +337,22 @@ fn uneven_stages_are_planned_by_the_largest() {
     let layers = "parallel.pipeline.layers=[1,5]";
     is_planned_by_the_largest(&["parallel.pipeline.stages=2", layers]);
     is_planned_by_the_largest(&["parallel.pipeline.stages=4", "parallel.strategy=zero3"]);
+    for schedule in PipelineSchedule::WORDS {
+        let schedule = format!("parallel.pipeline.schedule={schedule}");
+        let many = [
+            "parallel.pipeline.stages=4",
+            "model.n_layer=8",
+            "train.grad_accumulation=23",
+        ];
+        is_planned_by_the_largest(&[&many[..], &[&schedule]].concat());
+    }
+    // Interleaved 1F1B spreads 7 micro-batches that are left over on as many rounds.
+    is_planned_by_the_largest(&[
+        "parallel.pipeline.stages=8",
+        "parallel.pipeline.schedule=interleaved",
+        "model.n_layer=16",
+        "train.grad_accumulation=71",
+    ]);
 }
 
 fn is_planned_by_the_largest(overrides: &[&str]) {

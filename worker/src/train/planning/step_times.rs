@@ -17,8 +17,8 @@ use crate::train::TrainError;
 use crate::train::planning::estimate::StepTraffic;
 use crate::train::strategy::layer_work;
 
-/// Ticks of the simulator in a second.
-const TICKS: f64 = 1e12;
+/// Ticks of the simulator in the longest action or message: so a step has never too many to count, and no action none.
+const LONGEST_TICKS: f64 = 1e9;
 /// Operations a second where the rate is not known: bubbles do not depend on it.
 const ANY_RATE: f64 = 1e12;
 
@@ -100,27 +100,31 @@ impl StepTimes {
             seconds_an_operation: tokens(config) / tensor as f64 / flops.unwrap_or(ANY_RATE),
             exchange: busy.exchange,
         };
-        let costs: Vec<StageCosts> = (plan.layers().iter().enumerate())
-            .map(|(stage, layers)| costs.of_stage(layers.len(), stage + 1 == plan.layers().len()))
-            .collect();
+        let last = plan.layers().len() - 1;
+        let stages = plan.layers().iter().enumerate();
+        let seconds = stages.map(|(stage, layers)| costs.of_stage(layers.len(), stage == last));
+        let seconds: Vec<[f64; 3]> = seconds.collect();
         let message = match mesh.size(&[Axis::Pipeline]) {
             1 => Some(0.0),
             _ => cluster.message_seconds(message_bytes(config, tensor), mesh.stride(Axis::Pipeline) as u64),
         };
+        let transit = message.filter(|_| flops.is_some()).unwrap_or(0.0);
+        let tick = seconds.iter().flatten().copied().fold(transit, f64::max) / LONGEST_TICKS;
+        let costs: Vec<StageCosts> = seconds.iter().map(|seconds| in_ticks(*seconds, tick)).collect();
         let links = Links {
-            transit: ticks(message.filter(|_| flops.is_some()).unwrap_or(0.0)),
+            transit: (transit / tick) as u64,
             ..Links::IDEAL
         };
         let simulation = plan.simulated(&costs, links);
         let simulation = simulation.expect("a plan's schedule was checked to run to its end");
-        let simulated = simulation.end as f64 / TICKS;
+        let simulated = simulation.end as f64 * tick;
         let waiting = simulation.bubble_fraction() * simulated;
         let all = plan.micro_batches() as f64 / config.train.grad_accumulation as f64;
         let computing = (simulated - waiting) / all;
         Ok(Self {
             bubble: waiting / (computing + waiting),
             pipeline: busy.sum().zip(message).map(|(busy, _)| busy + waiting),
-            hides: hidden(&simulation, &costs, plan),
+            hides: hidden(&simulation, &costs, plan) as f64 * tick,
             busy,
         })
     }
@@ -172,7 +176,8 @@ struct Costs {
 }
 
 impl Costs {
-    fn of_stage(&self, layers: usize, is_last: bool) -> StageCosts {
+    /// Seconds of F, I and W.
+    fn of_stage(&self, layers: usize, is_last: bool) -> [f64; 3] {
         let head = if is_last { self.head.model } else { 0 };
         let [product, again] = [
             layers as u64 * self.layer.model + head,
@@ -180,20 +185,19 @@ impl Costs {
         ]
         .map(|operations| operations as f64 * self.seconds_an_operation);
         let (third, exchange) = (product / 3.0, self.exchange * layers as f64 / 2.0);
-        let (forward, weight_gradient) = (ticks(third + exchange), ticks(third));
-        let input_gradient = ticks(third + again + exchange);
-        StageCosts {
-            forward,
-            input_gradient,
-            weight_gradient,
-            backward: input_gradient + weight_gradient,
-            ..StageCosts::default()
-        }
+        [third + exchange, third + again + exchange, third]
     }
 }
 
-fn ticks(seconds: f64) -> u64 {
-    (seconds * TICKS) as u64
+fn in_ticks(seconds: [f64; 3], tick: f64) -> StageCosts {
+    let [forward, input_gradient, weight_gradient] = seconds.map(|seconds| (seconds / tick) as u64);
+    StageCosts {
+        forward,
+        input_gradient,
+        weight_gradient,
+        backward: input_gradient + weight_gradient,
+        ..StageCosts::default()
+    }
 }
 
 /// Bytes of what a rank hands to the next stage.
@@ -203,9 +207,9 @@ fn message_bytes(config: &TrainConfig, tensor: u64) -> u64 {
     (elements * Dtypes::of(config).params.bytes()) as u64 / parts
 }
 
-/// Seconds that are left, on the rank where they are fewest, when the last backward of one of its stages begins: gradients
+/// Ticks that are left, on the rank where they are fewest, when the last backward of one of its stages begins: gradients
 /// are complete from then on. Parameters that are gathered for the next step hide behind its first forward.
-fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) -> f64 {
+fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) -> u64 {
     let of_rank = |(rank, timeline): (usize, &RankTimeline)| {
         let last_backward = |stage: usize| {
             let mut starts = timeline.intervals.iter().rev().filter(|interval| {
@@ -220,5 +224,5 @@ fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) ->
         simulation.end - complete + forward
     };
     let least = simulation.ranks.iter().enumerate().map(of_rank).min();
-    least.unwrap_or(0) as f64 / TICKS
+    least.unwrap_or(0)
 }
