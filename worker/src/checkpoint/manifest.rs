@@ -53,6 +53,9 @@ pub struct State {
     /// The training text: its length, and a hash. None in checkpoints of builds that did not record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
+    /// The same of `data.val`; none if that was not set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub val_data: Option<String>,
 }
 
 impl State {

@@ -56,13 +56,19 @@ impl LoadedModel {
         let mut total = 0.0;
         for first in (0..blocks).step_by(rows) {
             let batch = first..blocks.min(first + rows as u64);
+            let read = (batch.end - first) as usize * block_size;
             fill_eval_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
+            self.check_known(&inputs[..read])?;
+            self.check_known(&targets[..read])?;
             self.device
                 .upload(self.stream, &inputs_there, bytemuck::cast_slice(&inputs));
             self.device
                 .upload(self.stream, &targets_there, bytemuck::cast_slice(&targets));
             let losses = passes.evaluate(0..model.blocks.len(), &inp, &mut NoHooks)?;
             total += self.sum_of(&losses)?;
+        }
+        if !total.is_finite() {
+            return Err(InferenceError::not_finite("losses"));
         }
         let positions = blocks * block_size as u64;
         Ok(Evaluated {

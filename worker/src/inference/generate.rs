@@ -101,18 +101,14 @@ impl<'a> Generator<'a> {
 
     /// Appends tokens to the text. Returns the logits `[V]` of the one that follows.
     pub fn advance(&mut self, tokens: &[u32]) -> Result<&[f32], InferenceError> {
-        let (count, room, vocabulary) = (tokens.len(), self.room(), self.loaded.vocabulary());
+        let (count, room) = (tokens.len(), self.room());
         if count == 0 || count > room {
             let has = self.loaded.config.block_size;
             return Err(InferenceError::Refused(format!(
                 "{count} tokens do not fit: the model has {has} positions, of which {room} are left"
             )));
         }
-        if let Some(token) = tokens.iter().find(|token| **token as usize >= vocabulary) {
-            return Err(InferenceError::Refused(format!(
-                "token {token} is outside of the model's vocabulary of {vocabulary}\n  hint: take the tokenizer that the model was trained with"
-            )));
-        }
+        self.loaded.check_known(bytemuck::cast_slice(tokens))?;
         let LoadedModel {
             device,
             stream,
@@ -154,14 +150,13 @@ impl<'a> Generator<'a> {
             is_ended: false,
         };
         self.advance(prompt)?;
-        let mut text = prompt.to_vec();
+        let mut text = Vec::with_capacity(self.loaded.config.block_size + 1);
+        text.extend_from_slice(prompt);
         while completion.tokens < options.tokens {
             let known = &self.logits[..options.vocabulary.min(self.logits.len())];
             let (number, memory) = (completion.tokens as u64, &mut self.candidates);
             let Some(token) = options.sampling.choose(known, number, memory) else {
-                return Err(InferenceError::Refused(
-                    "the model's logits are not finite\n  hint: the training that made the checkpoint has diverged; take an earlier step: `--step N`".into(),
-                ));
+                return Err(InferenceError::not_finite("logits"));
             };
             completion.last_token = started.elapsed();
             if completion.tokens == 0 {
@@ -177,17 +172,18 @@ impl<'a> Generator<'a> {
             }
             text.push(token);
             if completion.tokens < options.tokens {
-                self.go_on(&text)?;
+                self.go_on(&mut text)?;
             }
         }
         Ok(completion)
     }
 
-    /// Takes the last token of `text` in, which the others were taken in before.
-    fn go_on(&mut self, text: &[u32]) -> Result<(), InferenceError> {
+    /// Takes the last token of `text` in, which the others were taken in before. Forgets what is never read again.
+    fn go_on(&mut self, text: &mut Vec<u32>) -> Result<(), InferenceError> {
         let mut new = 1;
         if self.room() == 0 {
             new = (self.loaded.config.block_size / 2).max(1);
+            text.drain(..text.len() - new);
             self.positions = 0;
             self.caches.iter_mut().for_each(|cache| cache.positions = 0);
         }

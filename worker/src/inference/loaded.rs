@@ -34,6 +34,15 @@ pub enum InferenceError {
     Refused(String),
 }
 
+impl InferenceError {
+    /// What a model computes is no number.
+    pub(super) fn not_finite(what: &str) -> Self {
+        Self::Refused(format!(
+            "the model's {what} are not finite\n  hint: the training that made the checkpoint has diverged; take an earlier step: `--step N`"
+        ))
+    }
+}
+
 /// Opens the first GPU, or a processor with so many threads. `is_gpu`: which of them; none: a GPU if the driver shows one.
 pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
     let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
@@ -111,6 +120,18 @@ impl LoadedModel {
     #[must_use]
     pub fn vocabulary(&self) -> usize {
         self.config.vocab_size.unwrap_or_default()
+    }
+
+    /// Refuses tokens that it does not know, and would read beyond its embedding.
+    pub(super) fn check_known(&self, tokens: &[i32]) -> Result<(), InferenceError> {
+        let vocabulary = self.vocabulary();
+        let is_known = |token: &i32| usize::try_from(*token).is_ok_and(|token| token < vocabulary);
+        match tokens.iter().find(|token| !is_known(token)) {
+            None => Ok(()),
+            Some(token) => Err(InferenceError::Refused(format!(
+                "token {token} is outside of the model's vocabulary of {vocabulary}\n  hint: take the tokenizer that the model was trained with"
+            ))),
+        }
     }
 
     /// Where it computes, as in `cpu (2 threads, avx512)`.

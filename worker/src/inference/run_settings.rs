@@ -89,21 +89,29 @@ impl<'a> RunSettings<'a> {
             ))
         })?;
         if let Some(val) = &data.val {
-            return open_tokens(val, tokenizer).map_err(|error| refused(error.to_string()));
+            let tokens = open_tokens(val, tokenizer).map_err(|error| refused(error.to_string()))?;
+            check_unchanged(&tokens, self.0.val_data.as_ref(), "validated")?;
+            return Ok(tokens);
         }
         let dataset = Dataset::open(&data, block_size).map_err(|error| refused(error.to_string()))?;
-        let found = dataset.train.fingerprint()?;
-        match &self.0.data {
-            Some(recorded) if *recorded != found => Err(refused(format!(
-                "`{}` is not what the run was trained on: {found}, and it was {recorded}",
-                dataset.train.path().display()
-            ))),
-            _ => Ok(dataset.val),
-        }
+        check_unchanged(&dataset.train, self.0.data.as_ref(), "was trained")?;
+        Ok(dataset.val)
     }
 
     fn value(self, pointer: &str) -> Option<&'a Value> {
         self.0.config.pointer(pointer).filter(|value| !value.is_null())
+    }
+}
+
+/// Refuses data that are not what the checkpoint recorded, if it did.
+fn check_unchanged(tokens: &Tokens, recorded: Option<&String>, what: &str) -> Result<(), InferenceError> {
+    let found = tokens.fingerprint()?;
+    match recorded {
+        Some(recorded) if *recorded != found => Err(InferenceError::Refused(format!(
+            "`{}` is not what the run {what} on: {found}, and it was {recorded}{NO_DATA}",
+            tokens.path().display()
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -172,6 +172,7 @@ fn save(folder: &Path, step: u64) {
         },
         config: serde_json::Value::Null,
         data: None,
+        val_data: None,
     };
     let writer = checkpoint::Writer::begin(folder, step, 1).unwrap();
     writer.write("a", &[]).unwrap();

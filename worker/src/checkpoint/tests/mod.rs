@@ -77,6 +77,7 @@ fn state(step: u64) -> State {
         // As the configuration gives it: an `f32`, which has a long decimal form.
         config: serde_json::json!({ "train": { "steps": 100, "lr": 3e-4_f32 } }),
         data: None,
+        val_data: None,
     }
 }
 

@@ -434,6 +434,7 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
             .to_string_lossy()
             .into();
     }
+    let val = config.data.val.as_ref();
     Ok(State {
         step: 0,
         consumed_samples: 0,
@@ -445,6 +446,7 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
         },
         config: document,
         data: Some(dataset.train.fingerprint()?),
+        val_data: val.map(|_| dataset.val.fingerprint()).transpose()?,
     })
 }
 

@@ -136,6 +136,7 @@ fn save(model: &Model, owners: Owners, ranks: usize) -> TempDir {
         },
         config: serde_json::Value::Null,
         data: None,
+        val_data: None,
     };
     writers[0].commit(&state, &stems).unwrap();
     folder

@@ -248,6 +248,7 @@ mod tests {
                 data_order: String::new(),
             },
             data: None,
+            val_data: None,
             config: serde_json::json!({ "train": { "micro_batch": 2, "grad_accumulation": 2 } }),
         };
         assert_eq!(BatchBefore::of(&state), None);
