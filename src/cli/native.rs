@@ -10,7 +10,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
-pub use ddp_worker::checkpoint::ignore_file_size_signal;
+pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
 use ddp_worker::config::{self, Located, Resume};
 pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;

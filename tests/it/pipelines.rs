@@ -215,6 +215,30 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
         .expect_stderr("hint: take one of gpipe, 1f1b");
 }
 
+#[test]
+fn a_picture_takes_the_place_of_another_and_files_that_are_too_large_are_not_read() {
+    let job = untied();
+    let [picture, other] = ["a.svg", "b.svg"].map(|name| job.dir().join(name));
+    std::fs::write(&picture, "as it was").expect("writable");
+    // Another name of the old file: whoever reads that still has all of it.
+    std::fs::hard_link(&picture, &other).expect("of the same file system");
+    train(&job, &["schedule", "--schedule", "1f1b", "-o", "a.svg"]).expect_exit(0);
+    let [drawn, old] = [&picture, &other].map(|path| std::fs::read_to_string(path).expect("readable"));
+    assert!(drawn.starts_with("<svg") && old == "as it was", "{old}");
+    let entries = std::fs::read_dir(job.dir()).expect("readable");
+    let names = entries.map(|entry| entry.expect("readable").file_name().into_string().expect("UTF-8"));
+    assert_eq!(
+        names.filter(|name| name.contains("svg")).count(),
+        2,
+        "nothing is left over"
+    );
+    let large = std::fs::File::create(job.dir().join("large")).expect("writable");
+    large.set_len((1 << 24) + 1).expect("without blocks");
+    train(&job, &["schedule", "--file", "large"])
+        .expect_exit(2)
+        .expect_stderr("cannot read `large`: it is longer than 16777216 bytes");
+}
+
 /// Stage, action and micro-batch.
 #[track_caller]
 pub(crate) fn expect_place(line: &str, stage: u32) {

@@ -28,6 +28,8 @@ use device::Planned;
 
 /// More of them is a slipped digit.
 const MAX_COUNT: i64 = 1 << 14;
+/// Ranks of all nodes, at most.
+const MAX_RANKS: u64 = 1 << 17;
 /// More of them fit on no screen.
 const MAX_LAYOUTS: i64 = 100;
 /// Ranks of a node where no setting says how many: as most machines with GPUs have.
@@ -112,7 +114,16 @@ fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
             });
         }
     }
-    Ok(sizes.map(|(_, flag, size)| flag.unwrap_or(size)))
+    let [nodes, ranks] = sizes.map(|(_, flag, size)| flag.unwrap_or(size));
+    if u64::from(nodes) * u64::from(ranks) > MAX_RANKS {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "{nodes} nodes of {ranks} ranks have more than {MAX_RANKS}, for which plans are made"
+            ),
+            hint: "give other numbers: `--nnodes`, `--nproc-per-node`".to_owned(),
+        });
+    }
+    Ok([nodes, ranks])
 }
 
 fn plan(args: &PlanArgs) -> Result<String, CliError> {

@@ -1,9 +1,9 @@
 //! `ddp-train schedule`: what the ranks of a pipeline do in a step, as a picture, as text, or as a table for PyTorch; of a
 //! configuration, of a schedule by its name, of a table, or as a run has measured it.
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
+use std::{fs, io};
 
 use clap::ArgGroup;
 use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
@@ -12,11 +12,13 @@ use ddp_worker::parallel::pipeline::{
 };
 
 use super::error::{CliError, print_error};
-use super::native::Draft;
+use super::native::{Draft, read_bounded};
 use super::{answer, values};
 
 /// More ranks, chunks or micro-batches are a slipped digit.
 const MAX_COUNT: u64 = 1 << 12;
+/// Longest timeline that is read.
+const MAX_TRACE_BYTES: u64 = 1 << 30;
 /// Where a run's folder has its timeline.
 const TIMELINE: &str = "timeline/timeline.json";
 
@@ -75,8 +77,9 @@ pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, CliError> {
-    fs::read(path).map_err(|error| CliError::Config(format!("cannot read `{}`: {error}", path.display())))
+fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
+    read_bounded(path, most)
+        .map_err(|error| CliError::Config(format!("cannot read `{}`: {error}", path.display())))
 }
 
 fn refused(error: impl std::fmt::Display) -> CliError {
@@ -88,7 +91,7 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let plan = match (&args.config, &args.file, &args.schedule) {
         (Some(config), ..) => Draft::read(config, &args.overrides)?.pipeline()?,
         (None, Some(file), _) => {
-            let text = read(file)?;
+            let text = read(file, csv::MAX_BYTES)?;
             PipelinePlan::of_csv(&String::from_utf8_lossy(&text)).map_err(refused)?
         }
         (None, None, name) => {
@@ -123,7 +126,8 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
 /// Of a run, beside the simulator with the same durations.
 fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
     let in_run = path.join(TIMELINE);
-    let run = MeasuredRun::of_trace(&read(if path.is_dir() { &in_run } else { path })?).map_err(refused)?;
+    let trace = read(if path.is_dir() { &in_run } else { path }, MAX_TRACE_BYTES)?;
+    let run = MeasuredRun::of_trace(&trace).map_err(refused)?;
     if args.csv {
         return Ok(csv::write(run.schedule(), CsvFormat::ComputeOnly));
     }
@@ -180,7 +184,22 @@ fn show(
     let Some(output) = &args.output else {
         return Ok(format!("{title}\n{table}{words}"));
     };
-    fs::write(output, picture(title, panels))
+    replace(output, picture(title, panels).as_bytes())
         .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
     Ok(format!("{title}\n{words}picture: {}\n", output.display()))
+}
+
+/// Writes a file beside the one that it takes the place of, which is there until then. A device, such as `/dev/stdout`, is
+/// written to.
+fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    if path.metadata().is_ok_and(|there| !there.is_file()) {
+        return fs::write(path, content);
+    }
+    let temporary = path.with_added_extension(format!("{}.tmp", process::id()));
+    let written = fs::write(&temporary, content).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        // The error that counts is on its way.
+        let _ = fs::remove_file(&temporary);
+    }
+    written
 }

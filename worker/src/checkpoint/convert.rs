@@ -3,8 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{File, TryLockError};
+use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,22 +36,43 @@ pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Res
     }
     source.check_model()?;
     let temporary = beside(target)?;
-    // Of an export that crashed.
-    storage.run(DiskStep::RemoveFolder(&temporary))?;
+    storage.run(DiskStep::CreateFolder(&temporary))?;
+    let _held = hold(&temporary)?;
     let written = export_to(storage.as_ref(), source, &temporary).and_then(|()| {
         storage.run(DiskStep::SyncFolder(&temporary))?;
         storage.run(DiskStep::Rename(&temporary, target))?;
         storage.run(DiskStep::SyncFolder(parent(target)))
     });
     if written.is_err() {
-        // The error that counts is on its way; a left-over is deleted by the next export.
+        // The error that counts is on its way; a left-over is used by the next export.
         let _ = storage.run(DiskStep::RemoveFolder(&temporary));
     }
     written
 }
 
+/// Keeps other exports out of a folder, perhaps the left-over of one that crashed, until what is returned is dropped.
+fn hold(folder: &Path) -> Result<File, CheckpointError> {
+    let failed = |e: io::Error| CheckpointError::io("lock", folder, &e);
+    let file = File::open(folder).map_err(failed)?;
+    let is_ours = match file.try_lock() {
+        // Whoever had it locked may have renamed or deleted it in between.
+        Ok(()) => {
+            let ours = file.metadata().map_err(failed)?;
+            folder
+                .metadata()
+                .is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()))
+        }
+        Err(TryLockError::WouldBlock) => false,
+        Err(TryLockError::Error(e)) => return Err(failed(e)),
+    };
+    if is_ours {
+        return Ok(file);
+    }
+    let message = format!("`{}` is being written by another export", folder.display());
+    Err(CheckpointError::NotSaved(message))
+}
+
 fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
-    storage.run(DiskStep::CreateFolder(folder))?;
     let model = source.model_config()?;
     let (published, decoder) = (Published::of(model.kind), Decoder::of(&model));
     let (mut files, mut sources) = (Vec::new(), Vec::new());

@@ -41,6 +41,6 @@ pub use manifest::{
 pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, read_header};
 pub use reader::{Reader, Which};
-pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal};
-pub(crate) use storage::{open_to_read, read_bounded};
+pub(crate) use storage::open_to_read;
+pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
 pub use writer::Writer;

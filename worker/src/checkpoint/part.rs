@@ -242,6 +242,13 @@ pub(crate) struct Header {
     pub(crate) data: u64,
 }
 
+impl Header {
+    /// Bytes of the file that it describes. A header can name more than there are numbers for: no file is as long.
+    pub(crate) fn file_len(&self) -> u64 {
+        self.data.saturating_add(self.metadata.data_len() as u64)
+    }
+}
+
 /// Reads the header of a safetensors file from its start; one that says nothing is [`ErrorKind::InvalidData`]. Whether
 /// the data is there is left to the caller.
 pub(crate) fn read_header(file: &mut File) -> io::Result<Header> {

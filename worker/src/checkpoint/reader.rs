@@ -70,7 +70,7 @@ impl DataFile {
             ErrorKind::InvalidData => CheckpointError::damaged(&path, e.to_string()),
             _ => failed(e),
         })?;
-        let described = header.data + header.metadata.data_len() as u64;
+        let described = header.file_len();
         if described != found {
             let what = format!(" has {found} bytes, and its header describes {described}");
             return Err(CheckpointError::of_file(&path, what));

@@ -106,7 +106,7 @@ pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
 }
 
 /// Reads a file of at most so many bytes. A longer one is [`ErrorKind::FileTooLarge`].
-pub(crate) fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_to_read(path)?.take(most + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most {

@@ -266,7 +266,7 @@ fn header(WeightFile { path, file, len }: &mut WeightFile) -> Result<Header, Pre
         ErrorKind::InvalidData => PretrainedError::damaged(path, error),
         _ => PretrainedError::io(path, &error),
     })?;
-    let expected = header.data + header.metadata.data_len() as u64;
+    let expected = header.file_len();
     if *len != expected {
         let what = format!("it has {len} bytes, expected {expected}");
         return Err(PretrainedError::damaged(path, what));

@@ -416,6 +416,17 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     expect(b"");
     expect(b"PK\x03\x04 is how a pickle begins, in a zip");
     expect(&[&3_u64.to_le_bytes()[..], b"{]}"].concat());
+    // Eight tensors, each as long as one may be: together more bytes than there are numbers for.
+    let most = u64::MAX / 8;
+    let entry = |i| {
+        format!(
+            r#""w{i}": {{"dtype": "U8", "shape": [{most}], "data_offsets": [{}, {}]}}"#,
+            i * most,
+            (i + 1) * most
+        )
+    };
+    let header = format!("{{{}}}", (0..8).map(entry).collect::<Vec<_>>().join(", "));
+    expect(&[&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat());
     expect(b"version https://git-lfs.github.com/spec/v1\noid sha256:248dfc\nsize 548105171\n");
     insta::assert_snapshot!(said, @r"
     `gpt2/model.safetensors` is no safetensors file, or a damaged one: it has 17871 bytes, expected 17872
@@ -427,6 +438,8 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     `gpt2/model.safetensors` is no safetensors file, or a damaged one: its header claims 2338328217762614096 bytes
       hint: fetch it, or write it, once more
     `gpt2/model.safetensors` is no safetensors file, or a damaged one: its header: key must be a string at line 1 column 2
+      hint: fetch it, or write it, once more
+    `gpt2/model.safetensors` is no safetensors file, or a damaged one: it has 917 bytes, expected 18446744073709551615
       hint: fetch it, or write it, once more
     `gpt2/model.safetensors` is a pointer of Git LFS, not the file itself
       hint: `git lfs pull` in its folder fetches it

@@ -13,8 +13,6 @@
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
 use std::collections::BTreeSet;
-use std::io::Read as _;
-use std::path::Path;
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
@@ -23,7 +21,7 @@ use super::TrainError;
 use super::idle_world::idle_world;
 use super::schedule::{MicroBatchShape, rehearse};
 use super::world::World;
-use crate::checkpoint::open_to_read;
+use crate::checkpoint::read_bounded;
 use crate::config::{
     self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
 };
@@ -31,7 +29,7 @@ use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
-use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
+use crate::parallel::pipeline::{LayerCosts, PipelinePlan, csv};
 use crate::parallel::{
     Dtypes, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig,
     ReplicaSet, ReshardPolicy, Sharding, is_counted,
@@ -230,19 +228,6 @@ fn check_whole_matrices(config: &OptimizerConfig, mesh: &MeshShape) -> Result<()
     )))
 }
 
-/// Text of a file, if it is no larger than a schedule can be.
-fn read_schedule(path: &Path) -> std::io::Result<String> {
-    const LARGEST: u64 = 1 << 24;
-    let mut text = String::new();
-    let read = open_to_read(path)?.take(LARGEST + 1).read_to_string(&mut text)? as u64;
-    if read > LARGEST {
-        return Err(std::io::Error::other(format!(
-            "it is larger than {LARGEST} bytes"
-        )));
-    }
-    Ok(text)
-}
-
 /// Arithmetic of a token in a layer, and in the head.
 pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> {
     let vocabulary = match config.model.vocab_size {
@@ -270,7 +255,8 @@ pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
         head: head.total(),
     };
     let csv = pipeline.file.as_deref().map(|path| {
-        read_schedule(path).map_err(|error| {
+        let read = read_bounded(path, csv::MAX_BYTES).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        read.map_err(|error| {
             TrainError::Refused(format!(
                 "`parallel.pipeline.file`: `{}`: {error}\n  hint: it is a schedule as PyTorch's pipelining writes it, a row a rank",
                 path.display()

@@ -11,6 +11,8 @@ use std::fmt::Write as _;
 use super::action::{Action, ActionKind, Cell, Schedule};
 use super::stages::Placement;
 
+/// Bytes of a file, at most.
+pub const MAX_BYTES: u64 = 1 << 24;
 /// Stages, and micro-batches of a step, are fewer.
 const MAX_NUMBER: usize = 1 << 20;
 
