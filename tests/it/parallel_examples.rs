@@ -74,57 +74,108 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
 
 const DOCUMENT: &str = "docs/PARALLELISM.md";
 
-/// A number as the document writes it.
-fn grouped(bytes: u64) -> String {
-    let digits = bytes.to_string();
-    let groups = digits.as_bytes().rchunks(3).rev();
-    let groups: Vec<_> = groups.map(|group| String::from_utf8_lossy(group)).collect();
-    groups.join(",")
+/// Bytes in a sentence, behind its last `=` if there is one, as the document writes them: in groups of three digits.
+fn numbers(text: &str) -> Vec<u64> {
+    let sentence = text.split_inclusive(". ").next().unwrap_or_default();
+    let sentence = sentence.split_inclusive(".\n").next().unwrap_or_default();
+    let result = sentence.rsplit('=').next().unwrap_or_default();
+    let words = result.split_whitespace();
+    let words = words.map(|word| word.trim_matches(|c: char| !c.is_ascii_digit()));
+    let grouped = words.filter(|word| word.contains(','));
+    grouped
+        .filter_map(|word| word.replace(',', "").parse().ok())
+        .collect()
 }
 
-/// All of them train on the samples of its first command, and what they send is in the text.
+/// `wire_bytes.X` and `memory.X` of a section, each with the numbers right behind it, if there are any.
+fn figures(section: &str) -> Vec<(&str, Vec<u64>)> {
+    let paragraphs = section.split("\n\n").flat_map(|text| text.split("\n- "));
+    let figures = paragraphs.flat_map(|paragraph| {
+        let code_and_words: Vec<&str> = paragraph.split('`').skip(1).collect();
+        let pairs = code_and_words
+            .chunks_exact(2)
+            .map(|pair| (pair[0], numbers(pair[1])));
+        pairs.collect::<Vec<_>>()
+    });
+    let is_figure = |(key, numbers): &(&str, Vec<u64>)| {
+        (key.starts_with("wire_bytes.") || key.starts_with("memory.")) && !numbers.is_empty()
+    };
+    figures.filter(is_figure).collect()
+}
+
 #[test]
-fn every_command_of_the_document_on_parallelism_has_the_losses_of_one_rank() {
+fn figures_are_found_in_sentences() {
+    let section = "half of it (`wire_bytes.grads` 1,835,008), `memory.params` is\n3 · 4,096 = 12,288. And `memory.grads`.\n- 1,000";
+    let expected = [
+        ("wire_bytes.grads", vec![1_835_008]),
+        ("memory.params", vec![12_288]),
+    ];
+    assert_eq!(figures(section), expected);
+}
+
+/// The losses of the steps of a command of the document, and its numbers of the last one.
+fn tried(command: &str, steps: u32, dir: &Path) -> (Vec<f64>, serde_json::Value) {
+    let words: Vec<&str> = command.split_whitespace().collect();
+    let ranks = words[0].parse().expect("a number of ranks");
+    let launch = launch().nproc(ranks).words(&words[1..]).dir(dir);
+    launch
+        .set(&format!("train.steps={steps}"))
+        .set("run.out_dir=try")
+        .set("run.overwrite=true")
+        .set("data.val=val.txt")
+        .target(repository("examples/single-node/train.yaml"))
+        .run()
+        .expect_exit(0);
+    let out = dir.join("try");
+    (losses(&out), metrics(&out).pop().expect("a line"))
+}
+
+/// All of them train on the samples of its first command, and what its sections say of them is what they send and hold.
+#[test]
+fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_it_says() {
     let text = std::fs::read_to_string(repository(DOCUMENT)).expect("readable");
-    let commands = text.lines().filter_map(|line| line.strip_prefix("    try "));
     let dir = temp_dir();
-    let held_out = dir.path().join("val.txt");
-    std::fs::write(&held_out, "The body of a compound statement.\n".repeat(20)).expect("writable");
+    std::fs::write(
+        dir.path().join("val.txt"),
+        "The body of a compound statement.\n".repeat(20),
+    )
+    .expect("writable");
     let mut expected: Vec<f64> = Vec::new();
-    let mut seen = 0;
-    for command in commands {
-        let words: Vec<&str> = command.split_whitespace().collect();
-        let ranks = words[0].parse().expect("a number of ranks");
-        let launch = launch().nproc(ranks).words(&words[1..]).dir(dir.path());
-        let launch = launch
-            .set("train.steps=2")
-            .set("run.out_dir=try")
-            .set("run.overwrite=true");
-        let launch = launch.set(&format!("data.val={}", held_out.display()));
-        launch
-            .target(repository("examples/single-node/train.yaml"))
-            .run()
-            .expect_exit(0);
-        let found = losses(&dir.path().join("try"));
+    let (mut commands, mut compared) = (0, 0);
+    for section in text.split("\n## ").flat_map(|text| text.split("\n### ")) {
+        let figures = figures(section);
+        let mut tries = section.lines().filter_map(|line| line.strip_prefix("    try "));
+        let Some(command) = tries.next() else {
+            assert!(figures.is_empty(), "of which command? {figures:?}");
+            continue;
+        };
+        assert_eq!(tries.next(), None, "one command a section: {section}");
+        let (found, line) = tried(command, 3, dir.path());
         if expected.is_empty() {
+            let said: Vec<String> = found.iter().map(|loss| format!("{loss:.4}")).collect();
+            assert!(text.contains(&said.join(", ")), "{said:?} is not in {DOCUMENT}");
             expected.clone_from(&found);
         }
         for (found, expected) in found.iter().zip(&expected) {
+            let error = (found - expected).abs();
+            assert!(error < 1e-5 * expected, "{command}: {found} and {expected}");
+        }
+        for (key, said) in &figures {
+            let pointer = format!("/{}", key.replace('.', "/"));
+            let measured = line.pointer(&pointer).and_then(serde_json::Value::as_u64);
+            let is_said = measured.is_some_and(|measured| said.contains(&measured));
             assert!(
-                (found - expected).abs() < 1e-5 * expected,
-                "{command}: {found} and {expected}"
+                is_said,
+                "{command}: {key} is {measured:?}, and {DOCUMENT} says {said:?}"
             );
         }
-        let sent = &metrics(&dir.path().join("try"))[1]["wire_bytes"];
-        // Of the layouts on eight ranks the document has the formulas only.
-        for kind in ["grads", "activations"] {
-            let bytes = grouped(sent[kind].as_u64().expect("a number"));
-            let is_said = ranks > 2 || text.contains(&bytes);
-            assert!(is_said, "{command}: {kind} {bytes} is not in {DOCUMENT}");
-        }
-        seen += 1;
+        commands += 1;
+        compared += figures.len();
     }
-    assert!(seen >= 14, "{seen} commands");
+    assert!(
+        commands >= 14 && compared >= 18,
+        "{commands} commands, {compared} numbers"
+    );
 }
 
 /// Nats per byte at the end of a whole run: of the text's pairs of bytes, and of the model.
