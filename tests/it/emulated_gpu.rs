@@ -7,6 +7,7 @@
 //! Not shown by this: that NVIDIA's libraries do the same, and anything about speed. `tests/gpu/run.sh` is for that.
 
 mod cards;
+mod inference;
 mod libraries;
 mod script;
 

@@ -224,6 +224,28 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
         &["eval", "out", "--data", "none.txt"],
         "`none.txt` cannot be read",
     );
+    // Tokens that the model does not know are met in a file, too.
+    std::fs::write(job.dir().join("words.txt"), "Hello world ".repeat(50)).expect("writable");
+    let made = [
+        "tokenize",
+        "--tokenizer",
+        "gpt2",
+        "-o",
+        "words.safetensors",
+        "words.txt",
+    ];
+    ddp_train(job.dir(), &made).expect_exit(0);
+    refused(
+        &[
+            "eval",
+            "out",
+            "--tokenizer",
+            "gpt2",
+            "--data",
+            "words.safetensors",
+        ],
+        "error: token 50256 is outside of the model's vocabulary of 256",
+    );
     // The run's own data, changed and gone.
     let text = job.dir().join("text.txt");
     let changed = std::fs::read_to_string(&text)
@@ -236,6 +258,53 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
         &["eval", "out"],
         "hint: name the text or the token files with `--data`",
     );
+}
+
+#[test]
+fn validation_data_that_has_changed_is_refused() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1"));
+    let val = job.dir().join("val.txt");
+    std::fs::write(&val, "0123456789".repeat(20)).expect("writable");
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .set("data.val=val.txt")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    assert_eq!(
+        json(&ddp_train(job.dir(), &["eval", "out", "--json"]))["tokens"],
+        192
+    );
+    std::fs::write(&val, "0123456788".repeat(20)).expect("writable");
+    ddp_train(job.dir(), &["eval", "out"])
+        .expect_exit(2)
+        .expect_stderr("val.txt` is not what the run validated on: 200 tokens, hash ");
+    let named = ["eval", "out", "--data", "val.txt"];
+    ddp_train(job.dir(), &named).expect_exit(0);
+}
+
+#[test]
+fn a_model_that_has_diverged_is_refused() {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("steps: 40", "steps: 1")
+            .replace("lr: 1.0e-3", "lr: 1.0e+38")
+    });
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    for (words, what) in [
+        (&["eval", "out"][..], "losses"),
+        (&["generate", "out", "--prompt", "0"], "logits"),
+    ] {
+        ddp_train(job.dir(), words)
+            .expect_exit(2)
+            .expect_stderr(&format!("error: the model's {what} are not finite"))
+            .expect_stderr("hint: the training that made the checkpoint has diverged");
+    }
 }
 
 #[test]
@@ -286,6 +355,22 @@ fn a_tokenizer_of_a_file_is_found_again() {
             .all(|word| ["[UNK]", "red", "green", "blue"].contains(&word)),
         "{text}"
     );
+    // A word of it ends the text.
+    let ended = |word: &str| {
+        ddp_train(
+            elsewhere.path(),
+            &[&words[..], &["--seed", "1", "--end-of-text", word]].concat(),
+        )
+    };
+    let shown = json(&ended("blue"));
+    assert_eq!(shown["ended_by"], "end_of_text", "{shown}");
+    assert!(
+        !shown["text"].as_str().expect("a text").contains("blue"),
+        "{shown}"
+    );
+    ended("grey")
+        .expect_exit(2)
+        .expect_stderr("error: `--end-of-text grey`: `");
     // Gone, it has to be named.
     let moved = job.dir().join("moved.json");
     std::fs::rename(&file, &moved).expect("ours");
