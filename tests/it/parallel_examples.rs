@@ -122,7 +122,7 @@ fn tried(command: &str, steps: u32, dir: &Path) -> (Vec<f64>, serde_json::Value)
         .set(&format!("train.steps={steps}"))
         .set("run.out_dir=try")
         .set("run.overwrite=true")
-        .set("data.val=val.txt")
+        .set(&format!("data.val={}", dir.join("val.txt").display()))
         .target(repository("examples/single-node/train.yaml"))
         .run()
         .expect_exit(0);
