@@ -60,7 +60,7 @@ fn a_web_server_is_named_as_no_rendezvous() {
         "{}",
         end.stderr
     );
-    assert!(!end.stderr.contains("is back"), "{}", end.stderr);
+    assert!(!end.stderr.contains("reconnected"), "{}", end.stderr);
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn answers_that_are_no_daemons_count_against_the_time_out() {
         "{}",
         end.stderr
     );
-    assert!(!end.stderr.contains("is back"), "{}", end.stderr);
+    assert!(!end.stderr.contains("reconnected"), "{}", end.stderr);
 }
 
 #[test]
