@@ -380,7 +380,7 @@ mod tests {
         assert!(attempts > 1, "it tries again until the deadline");
         let words = error.to_string();
         assert!(
-            words.contains(&format!("`{endpoint}` cannot be reached")),
+            words.contains(&format!("cannot reach the rendezvous daemon at `{endpoint}`")),
             "{words}"
         );
         assert!(

@@ -304,7 +304,7 @@ mod tests {
         assert_eq!(two.workers(ProcCount::Gpu, Path::new("python3")).ok(), Some(2));
         assert_eq!(two.workers(ProcCount::Auto, Path::new("python3")).ok(), Some(2));
         for (answer, why) in [
-            ("{\"Ok\":[]}", "sees none"),
+            ("{\"Ok\":[]}", "finds none"),
             (
                 "{\"Err\":\"a stub\"}",
                 "no GPU is visible: a stub\n  hint: `ddp-train doctor`",

@@ -490,7 +490,7 @@ mod tests {
     #[test]
     fn nodes_that_cannot_meet_are_refused() {
         insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"
-        2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+        2 nodes need a rendezvous, but `--rdzv-endpoint` is not set
           hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"

@@ -69,7 +69,7 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Number of nodes, or a range [default: 1]
+    /// Number of nodes or range [default: 1]
     ///
     /// With MIN:MAX, nodes may join and leave while the job runs, within this range.
     #[arg(value_name = "N|MIN:MAX", help_heading = NODES, allow_negative_numbers = true)]
@@ -88,7 +88,7 @@ settings! {
     #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
     rdzv_endpoint: Endpoint = values::endpoint,
 
-    /// Name of the job, the same on all its nodes
+    /// Name of the job, the same on all nodes
     ///
     /// [default: `none-` and 8 digits of a hash of the job; for one node, the time and a random part]
     #[arg(value_name = "ID", help_heading = NODES)]
@@ -102,15 +102,15 @@ settings! {
     #[arg(value_name = "NAME", help_heading = NODES, hide_short_help = true)]
     rdzv_backend: Backend = values::backend,
 
-    /// Rank of this node [default: by host name]
+    /// Node rank [default: by host name]
     ///
     /// Without it, node ranks follow the order of the host names.
     #[arg(value_name = "N", help_heading = NODES, allow_negative_numbers = true)]
     node_rank: u32 = values::whole,
 
-    /// Run on one node, with a private rendezvous
+    /// Run on this node only
     ///
-    /// Overrides node settings from `PET_*` variables, the YAML and Slurm.
+    /// The node hosts its own rendezvous. Overrides node settings from `PET_*` variables, the YAML and Slurm.
     #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES)]
     standalone: bool = values::boolean,
 

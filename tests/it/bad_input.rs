@@ -96,7 +96,7 @@ fn a_temporary_directory_that_cannot_be_written_is_named() {
 #[test]
 fn several_nodes_without_an_endpoint() {
     insta::assert_snapshot!(message(launch().flag("--nnodes", "2").target("true"), 2), @r"
-        [ddp-run] error: 2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+        [ddp-run] error: 2 nodes need a rendezvous, but `--rdzv-endpoint` is not set
         [ddp-run]   hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
 }

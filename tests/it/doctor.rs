@@ -11,7 +11,7 @@ fn it_reports_without_a_gpu_and_with_one() {
     let finished = ddp_train(&["doctor"]).run();
     finished.expect_exit(0);
     for section in [
-        "processor",
+        "CPU",
         "memory",
         "processes",
         "GPU",

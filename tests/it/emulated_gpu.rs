@@ -27,14 +27,16 @@ const LATE: &str = "300";
 
 /// Heads of 32 channels, which tensor cores take; whole chunks for two ranks. Four samples a step.
 fn job() -> TinyJob {
-    TinyJob::with(|yaml| {
-        yaml.replace("n_embd: 32", "n_embd: 64")
-            .replace("steps: 40", "steps: 4")
-            .replace(
-                "checkpoint_every: 5",
-                "checkpoint_every: 2\n  grad_accumulation: 2\n  grad_clip: 1.0\n  schedule: { kind: constant }",
-            )
-    })
+    TinyJob::with(yaml_of_job)
+}
+
+fn yaml_of_job(yaml: &str) -> String {
+    yaml.replace("n_embd: 32", "n_embd: 64")
+        .replace("steps: 40", "steps: 4")
+        .replace(
+            "checkpoint_every: 5",
+            "checkpoint_every: 2\n  grad_accumulation: 2\n  grad_clip: 1.0\n  schedule: { kind: constant }",
+        )
 }
 
 /// The emulator, with all kernels in its cache: one short run in each precision, which no test's patience must cover.
@@ -157,6 +159,28 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
     let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
     let found = train(late, &job, &["parallel.strategy=zero2", "train.precision=bf16"]);
     expect_close("two ranks in bf16", &found, 2e-3);
+}
+
+/// Matrices over ranks, and layers: exchanges and messages have streams of their own, which are late.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn tensor_ranks_and_stages_on_nccl_train_as_one_rank_on_the_processor() {
+    let emulator = emulator();
+    let deeper = || TinyJob::with(|yaml| yaml_of_job(yaml).replace("n_layer: 2", "n_layer: 4"));
+    let (one, passes) = (deeper(), "train.micro_batch=1 train.grad_accumulation=4");
+    let passes: Vec<_> = passes.split(' ').collect();
+    let alone = launch().nproc(1).dir(one.dir()).set("parallel.backend=cpu");
+    let expected = train(alone, &one, &passes);
+    for layout in [
+        "parallel.tensor=2",
+        "parallel.tensor=2 parallel.sequence=true",
+        "parallel.pipeline.stages=2 parallel.pipeline.schedule=zbv",
+    ] {
+        let job = deeper();
+        let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
+        let settings: Vec<_> = layout.split(' ').chain(passes.iter().copied()).collect();
+        expect_same_losses(layout, &train(late, &job, &settings), &expected);
+    }
 }
 
 /// Each with a GPU of its own, as two machines have.

@@ -307,8 +307,8 @@ fn a_model_that_has_diverged_is_refused() {
     }
 }
 
-#[test]
-fn a_tokenizer_of_a_file_is_found_again() {
+/// A run of two steps with a tokenizer of four words, whose file is beside it.
+fn trained_on_words() -> TinyJob {
     let job = TinyJob::with(|yaml| {
         yaml.replace("n_embd: 32, block_size: 32", "n_embd: 8, block_size: 8")
             .replace(
@@ -319,8 +319,7 @@ fn a_tokenizer_of_a_file_is_found_again() {
     });
     let words = r#"{"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}, "unk_token": "[UNK]"}}"#;
-    let file = job.dir().join("words.json");
-    std::fs::write(&file, words).expect("writable");
+    std::fs::write(job.dir().join("words.json"), words).expect("writable");
     std::fs::write(job.dir().join("words.txt"), "red green blue ".repeat(100)).expect("writable");
     let made = [
         "tokenize",
@@ -337,6 +336,41 @@ fn a_tokenizer_of_a_file_is_found_again() {
         .target("tiny.yaml")
         .run()
         .expect_exit(0);
+    job
+}
+
+#[test]
+fn a_word_that_is_named_ends_the_text() {
+    let job = trained_on_words();
+    let ended = |word: &str| {
+        let words = [
+            "generate",
+            "out",
+            "--prompt",
+            "red",
+            "--json",
+            "--seed",
+            "1",
+            "--end-of-text",
+            word,
+        ];
+        ddp_train(job.dir(), &words)
+    };
+    let shown = json(&ended("blue"));
+    assert_eq!(shown["ended_by"], "end_of_text", "{shown}");
+    assert!(
+        !shown["text"].as_str().expect("a text").contains("blue"),
+        "{shown}"
+    );
+    ended("grey")
+        .expect_exit(2)
+        .expect_stderr("error: `--end-of-text grey`: `");
+}
+
+#[test]
+fn a_tokenizer_of_a_file_is_found_again() {
+    let job = trained_on_words();
+    let file = job.dir().join("words.json");
     let elsewhere = temp_dir();
     let out = job.out().display().to_string();
     let words = [
@@ -355,22 +389,6 @@ fn a_tokenizer_of_a_file_is_found_again() {
             .all(|word| ["[UNK]", "red", "green", "blue"].contains(&word)),
         "{text}"
     );
-    // A word of it ends the text.
-    let ended = |word: &str| {
-        ddp_train(
-            elsewhere.path(),
-            &[&words[..], &["--seed", "1", "--end-of-text", word]].concat(),
-        )
-    };
-    let shown = json(&ended("blue"));
-    assert_eq!(shown["ended_by"], "end_of_text", "{shown}");
-    assert!(
-        !shown["text"].as_str().expect("a text").contains("blue"),
-        "{shown}"
-    );
-    ended("grey")
-        .expect_exit(2)
-        .expect_stderr("error: `--end-of-text grey`: `");
     // Gone, it has to be named.
     let moved = job.dir().join("moved.json");
     std::fs::rename(&file, &moved).expect("ours");

@@ -91,7 +91,7 @@ fn resuming_a_run_that_is_done_says_so_and_leaves_its_summary() {
     assert!(told.contains("\"steps\": 10"), "{told}");
     train("train.steps=8")
         .expect_exit(0)
-        .expect_stdout("nothing left to train: 10 of 8 are done");
+        .expect_stdout("nothing left to train: 10 of 8 steps are done");
     assert_eq!(summary(), told);
     // As if that life had been killed between its last checkpoint and its summary.
     std::fs::remove_file(job.out().join("summary.json")).expect("ours");

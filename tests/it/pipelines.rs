@@ -276,7 +276,7 @@ fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
     let lost = finished.stderr();
     let lost = lost
         .lines()
-        .find(|line| line.contains("rank 1 is lost"))
+        .find(|line| line.contains("rank 1 hung: "))
         .unwrap_or_default();
     expect_place(lost, 1);
     let state_of = |rank: &str| {

@@ -107,7 +107,7 @@ fn a_signal_cannot_stop_the_job_and_leave_it_running() {
         .target("true")
         .run()
         .expect_exit(2)
-        .expect_stderr("SIGUSR1 is in `--signals-to-handle` and in `--forward-signals`");
+        .expect_stderr("SIGUSR1 is in both `--signals-to-handle` and `--forward-signals`");
 }
 
 /// As Slurm's `proctrack/linuxproc` and systemd's `KillMode=control-group` do it.

@@ -10,7 +10,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::harness::{
-    Running, TinyJob, eventually, launch, metrics, parameters, repository, wait_for_step, worker,
+    Daemon, Running, TinyJob, environment_of, eventually, launch, metrics, parameters, repository,
+    wait_for_step, worker,
 };
 use crate::pipelines::{expect_place, names_action};
 
@@ -101,12 +102,71 @@ fn the_report_and_the_other_ranks_say_in_which_action_they_were() {
             survivor.contains("): the launcher ended this generation: rank 5 (node"),
             "{survivor}"
         );
+        let is_action = [" of micro-batch ", "reduction and update"].map(|action| survivor.contains(action));
         assert!(
-            survivor.contains("stage ") && survivor.contains(" of micro-batch "),
+            survivor.contains("stage ") && is_action.contains(&true),
             "{survivor}"
         );
     }
     assert!(survivors.count() > 0, "{words}");
+}
+
+/// Each of two nodes has a stage, of two tensor ranks.
+fn on_two_nodes() -> TinyJob {
+    TinyJob::with(|yaml| {
+        let yaml = yaml.replace("steps: 40", "steps: 24\n  grad_accumulation: 4");
+        yaml.replace("checkpoint_every: 5", "checkpoint_every: 8")
+            + "parallel:\n  tensor: 2\n  pipeline: { stages: 2, schedule: zb-h1 }\n"
+    })
+}
+
+fn start_node(job: &TinyJob, daemon: &Daemon, rank: u32) -> Running {
+    let node = launch().node_of(2, &daemon.endpoint, "nodes").nproc(2);
+    let node = node.flag("--node-rank", &rank.to_string()).dir(job.dir());
+    node.target("tiny.yaml").start()
+}
+
+/// Launcher and workers of a node are gone at once, and another one comes in its place.
+#[test]
+fn a_node_that_is_killed_in_mid_schedule_is_named_and_changes_no_bit() {
+    let daemon = Daemon::start();
+    let undisturbed = on_two_nodes();
+    for node in [0, 1].map(|rank| start_node(&undisturbed, &daemon, rank)) {
+        node.finish().expect_exit(0);
+    }
+    let expected = parameters(&undisturbed.out());
+    daemon.stop().expect_exit(0);
+    for lost_rank in [1, 0] {
+        let (daemon, job) = (Daemon::start(), on_two_nodes());
+        let [mut left, lost] = [1 - lost_rank, lost_rank].map(|rank| start_node(&job, &daemon, rank));
+        wait_for_step(&job.out(), 10);
+        // Held, so that the others stand in the middle of a step until the node is gone.
+        let held = Pid::from_raw(worker(left.pid(), &(2 * (1 - lost_rank)).to_string()));
+        kill(held, Signal::SIGSTOP).expect("a living worker");
+        let workers = [0, 1].map(|local| worker(lost.pid(), &(2 * lost_rank + local).to_string()));
+        lost.signal(Signal::SIGKILL);
+        eventually("the workers to go with their launcher", || {
+            let is_gone = |pid: &i32| !environment_of(*pid).contains_key("DDP_JOB_MARKER");
+            workers.iter().all(is_gone).then_some(())
+        });
+        kill(held, Signal::SIGCONT).expect("a living worker");
+        left.wait_for(&format!("(node rank {lost_rank}) was lost"));
+        let again = start_node(&job, &daemon, lost_rank);
+        again.finish().expect_exit(0);
+        let words = left.finish().expect_exit(0).stderr();
+        // Whom the ranks that were left waited for, in their own words.
+        let mut survivors = words.lines().filter(|line| line.contains("error: rank "));
+        let names_lost = |line: &str| {
+            [" lost rank ", " was lost"]
+                .iter()
+                .any(|words| line.contains(words))
+        };
+        assert!(survivors.any(names_lost), "{words}");
+        lost.finish().expect_killed_by(Signal::SIGKILL);
+        assert_eq!(parameters(&job.out()), expected, "node {lost_rank}");
+        assert_eq!(metrics(&job.out()).len(), 24, "each step once");
+        daemon.stop().expect_exit(0);
+    }
 }
 
 #[test]
@@ -130,29 +190,32 @@ fn a_hundred_kills_of_the_examples_three_d_layout_change_no_bit() {
     let expected = undisturbed(steps, 3);
     let job = three_d(steps, 3);
     let mut running = start(&job, "1000");
-    let mut killed = None;
+    let mut last = 0;
     for (step, rank, moment_ms) in kills {
         if step > 0 {
             wait_for_step(&job.out(), step);
         }
-        // The one that was killed last is gone, so that each kill is one.
-        let victim = eventually("the next generation", || {
+        // Not one of those that are on their way out because of the last kill, so that each kill ends a generation.
+        let (victim, generation) = eventually("the next generation", || {
             let victim = worker(running.pid(), &rank.to_string());
-            (Some(victim) != killed).then_some(victim)
+            let generation = environment_of(victim)
+                .get("DDP_GENERATION")?
+                .parse::<u64>()
+                .ok()?;
+            (generation > last).then_some((victim, generation))
         });
         assert!(
             !running.ended_within(Duration::from_millis(moment_ms)),
             "step {step}"
         );
-        // It may have ended with its generation.
-        let _ = kill(Pid::from_raw(victim), Signal::SIGKILL);
-        killed = Some(victim);
+        kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+        last = generation;
     }
-    let finished = running.finish();
-    let words = finished.expect_exit(0).stderr();
-    let restarts = words.matches("SIGKILL").count();
-    eprintln!("{restarts} restarts in {:.0?}", began.elapsed());
-    assert!(restarts as u64 >= KILLS / 2, "{words}");
+    running.finish().expect_exit(0);
+    let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("a summary of JSON");
+    eprintln!("{KILLS} restarts in {:.0?}", began.elapsed());
+    assert_eq!(summary["generation"], KILLS + 1, "each kill ended one");
     assert_eq!(parameters(&job.out()), expected, "DDP_CHAOS_SEED={seed}");
     assert_eq!(metrics(&job.out()).len() as u64, steps, "each step once");
 }

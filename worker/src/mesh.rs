@@ -196,14 +196,6 @@ impl MeshShape {
         (multiple > 1).then_some(multiple as u64)
     }
 
-    /// Whether another number of nodes can make a mesh cannot be told from the number of ranks: stages are whole nodes, or
-    /// nodes whole stages.
-    #[must_use]
-    pub fn depends_on_nodes(parallel: &Parallel) -> bool {
-        let is_per_node = parallel.shard_group == Some(ShardGroup::Node);
-        is_per_node && parallel.strategy != Strategy::Ddp && parallel.pipeline.stages > 1
-    }
-
     fn coordinate(&self, rank: usize, axis: Axis) -> usize {
         rank / self.stride(axis) % self.sizes[axis as usize]
     }

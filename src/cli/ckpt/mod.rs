@@ -125,7 +125,7 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
         Command::Export { which, to } => {
             let reader = open(which)?;
             export(&disk(), &reader, to).map_err(|e| vec![e])?;
-            Ok(format!("{} written to `{}`\n", Named(&reader), to.display()))
+            Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
         }
         Command::Reshard { which, ranks, to } => {
             if ranks.get() > MAX_RANKS {
@@ -135,7 +135,7 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
             let reader = open(which)?;
             let folder = reshard(&disk(), &reader, to, ranks.get()).map_err(|e| vec![e])?;
             Ok(format!(
-                "{} written for {ranks} ranks to `{}`\n",
+                "{} is written for {ranks} ranks to `{}`\n",
                 Named(&reader),
                 folder.display()
             ))

@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn a_machine_without_a_gpu() {
         insta::assert_snapshot!(render(&machine()), @r"
-        processor
+        CPU
           model                A Processor
           instruction sets     avx2 fma
           cores                2 usable of 8 (cgroup quota 2.0)

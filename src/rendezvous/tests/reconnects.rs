@@ -234,7 +234,7 @@ fn a_late_node_learns_that_the_job_is_over() {
     s.join("a", 1, 2).pass(11 * SECOND, &["a"]).succeed("a", 1);
     s.join("b", 1, 2);
     insta::assert_snapshot!(s.words("b"), @r"
-    refused JobOver: job `job1` ended: node `a` succeeded
+    refused JobOver: job `job1` has ended: node `a` succeeded
       hint: to run it again, start its nodes after all previous launchers have exited
     closed
     ");

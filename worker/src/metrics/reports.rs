@@ -99,7 +99,9 @@ impl MetricsLog {
             };
             if found.step <= step {
                 kept.extend(line);
-                found.val_loss.inspect(|loss| validations.add(found.step, *loss));
+                if let Some(loss) = found.val_loss {
+                    validations.add(found.step, loss);
+                }
             }
         }
         if kept != old {

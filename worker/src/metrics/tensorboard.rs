@@ -65,7 +65,7 @@ impl EventFile {
         let scalars = scalars.into_iter().filter_map(|(tag, value)| {
             Some(Scalar {
                 tag: tag.to_owned(),
-                simple_value: value? as f32,
+                simple_value: Some(value? as f32),
             })
         });
         let value = scalars.collect();
@@ -158,8 +158,9 @@ struct Summary {
 struct Scalar {
     #[prost(string, tag = "1")]
     tag: String,
-    #[prost(float, tag = "2")]
-    simple_value: f32,
+    /// One of several kinds of values: 0 has to be written too.
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -240,6 +241,8 @@ mod tests {
                 .filter(|tag| step == 2 || *tag != "val_loss")
                 .collect();
             assert_eq!((scalars.step, tags), (step, expected));
+            let lr = summary.value.iter().find(|value| value.tag == "lr").unwrap();
+            assert_eq!(lr.simple_value, Some(0.0), "as at the end of a schedule");
         }
         fs::write(run.path().join("tensorboard/mine"), "").unwrap();
         EventFile::delete_all(run.path()).unwrap();

@@ -330,12 +330,11 @@ impl Context<'_> {
         };
         let exchange = self.tensor.map(|group| group.start(kind, &partial, name));
         let exchange = exchange.transpose()?;
-        Ok(RowSum { partial, exchange })
+        Ok((partial, exchange))
     }
 
     /// The sum.
-    pub(super) fn finish_sum(&self, sum: RowSum) -> Result<Activation, DeviceError> {
-        let RowSum { partial, exchange } = sum;
+    pub(super) fn finish_sum(&self, (partial, exchange): RowSum) -> Result<Activation, DeviceError> {
         if let (Some(group), Some(exchange)) = (self.tensor, exchange) {
             group.finish(exchange)?;
         }
@@ -357,10 +356,7 @@ impl Context<'_> {
 }
 
 /// Partial sums that the ranks of a tensor group are adding up.
-pub(super) struct RowSum {
-    partial: Activation,
-    exchange: Option<Exchange>,
-}
+type RowSum = (Activation, Option<Exchange>);
 
 /// What one block's forward keeps for its backward, by name. Belongs to the caller.
 #[derive(Debug, Default)]

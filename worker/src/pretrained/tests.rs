@@ -416,9 +416,16 @@ fn files_that_are_cut_short_or_something_else_are_named() {
     expect(b"");
     expect(b"PK\x03\x04 is how a pickle begins, in a zip");
     expect(&[&3_u64.to_le_bytes()[..], b"{]}"].concat());
-    // As many bytes as there are numbers for.
-    let most = u64::MAX;
-    let header = format!(r#"{{"w": {{"dtype": "U8", "shape": [{most}], "data_offsets": [0, {most}]}}}}"#);
+    // Eight tensors, each as long as one may be: together more bytes than there are numbers for.
+    let most = u64::MAX / 8;
+    let entry = |i| {
+        format!(
+            r#""w{i}": {{"dtype": "U8", "shape": [{most}], "data_offsets": [{}, {}]}}"#,
+            i * most,
+            (i + 1) * most
+        )
+    };
+    let header = format!("{{{}}}", (0..8).map(entry).collect::<Vec<_>>().join(", "));
     expect(&[&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat());
     expect(b"version https://git-lfs.github.com/spec/v1\noid sha256:248dfc\nsize 548105171\n");
     insta::assert_snapshot!(said, @r"
@@ -432,7 +439,7 @@ fn files_that_are_cut_short_or_something_else_are_named() {
       hint: download or create it again
     `gpt2/model.safetensors` is not a safetensors file, or it is damaged: its header: key must be a string at line 1 column 2
       hint: download or create it again
-    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it has 106 bytes, expected 18446744073709551615
+    `gpt2/model.safetensors` is not a safetensors file, or it is damaged: it has 917 bytes, expected 18446744073709551615
       hint: download or create it again
     `gpt2/model.safetensors` is a Git LFS pointer, not the file itself
       hint: download it with `git lfs pull` in its directory

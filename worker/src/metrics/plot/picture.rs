@@ -161,9 +161,10 @@ impl Panel {
         }
         // A number that never changes has room too.
         let margin = MARGIN * (high - low).max(high.abs() * 1e-3).max(1e-12);
-        let low = match self.from_zero {
-            true if low >= 0.0 => 0.0,
-            _ => low - margin,
+        let low = if self.from_zero && low >= 0.0 {
+            0.0
+        } else {
+            low - margin
         };
         Some(Axis::new([low, high + margin], places, self.height / 26.0))
     }

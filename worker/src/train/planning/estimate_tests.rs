@@ -192,8 +192,93 @@ fn muon_is_refused_where_no_rank_has_a_whole_matrix() {
     ");
 }
 
-/// Korthikanti et al. 2022: of A bytes of activations a rank sends 8 (t − 1)/t · A a layer and micro-batch, with shared rows,
-/// whose gathered inputs are kept, as much.
+/// What a layer makes of an estimate, by how much a model of one layer more comes to more.
+fn of_a_layer(channels: usize, overrides: &[&str], number: fn(&Estimate) -> u64) -> u64 {
+    let across = ["parallel.tensor_across_nodes=true", "model.block_size=2048"];
+    let overrides = [&across[..], overrides].concat();
+    let of = |layers| number(&estimate([layers, channels], 8, "ddp", &overrides));
+    of(4) - of(3)
+}
+
+/// Korthikanti et al. 2022: of A bytes of activations a rank sends 8 (t − 1)/t · A a layer and micro-batch; with shared rows as
+/// much if gathered inputs are kept, and 10 (t − 1)/t · A if they are gathered again for the gradients of weights, as here.
+#[test]
+fn a_layer_of_32_mib_of_activations_sends_235_mb_over_8_tensor_ranks_and_294_mb_with_shared_rows() {
+    let sent = |overrides: &[&str]| {
+        let overrides = [
+            &["parallel.tensor=8", "model.n_head=32", "train.micro_batch=1"][..],
+            overrides,
+        ]
+        .concat();
+        of_a_layer(4096, &overrides, |estimate| estimate.sent.activations)
+    };
+    assert_eq!(2048 * 4096 * 4, 32 << 20);
+    assert_eq!(sent(&[]), 234_881_024);
+    assert_eq!(sent(&["parallel.sequence=true"]), 293_601_280);
+}
+
+/// Of the layer of Korthikanti et al. 2022, table 2: with 16 bits, attention's matrices and the masks of dropout kept.
+#[test]
+fn a_layer_of_gpt_3_keeps_less_than_the_published_2869_579_and_359_mb() {
+    let [s, b, h, a, t] = [2048, 1, 12_288, 96, 8_u64];
+    let published = |t| s * b * h * 10 + s * b * h * 24 / t + 5 * a * s * s * b / t;
+    let published_with_sequence = (s * b * h * 34 + 5 * a * s * s * b) / t;
+    assert_eq!(
+        [published(1), published(t), published_with_sequence],
+        [2_868_903_936, 578_813_952, 358_612_992]
+    );
+    // Here 16 bits are kept of the inputs of attention and feed-forward, of q, k, v, of what attention mixed, and of the four
+    // widths before the GELU; and 32 bits of a statistic a head and position. Norms, the GELU, attention's matrices and masks
+    // are made again.
+    let kept = |rows: u64, t: u64| s * b * h * 2 * 2 / rows + s * b * h * 2 * (3 + 1 + 4) / t;
+    let statistics = |t: u64| 4 * a * s * b / t;
+    let held = |layers, overrides: &[&str]| {
+        let across = ["parallel.tensor_across_nodes=true", "model.block_size=2048"];
+        let sizes = ["train.precision=bf16", "model.n_head=96", "train.micro_batch=1"];
+        let overrides = [&across[..], &sizes, overrides].concat();
+        estimate([layers, 12_288], 8, "ddp", &overrides).held.activations
+    };
+    let tensor = "parallel.tensor=8";
+    for (kept, statistics, overrides) in [
+        (kept(1, 1), statistics(1), &[][..]),
+        (kept(1, t), statistics(t), &[tensor]),
+        (kept(t, t), statistics(t), &[tensor, "parallel.sequence=true"]),
+    ] {
+        let found = held(11, overrides) - held(3, overrides);
+        // Statistics find a place in holes that there are between places of different sizes.
+        let most = 8 * (kept + statistics) + 2 * s * b * h;
+        assert!(
+            (8 * kept..=most).contains(&found),
+            "{overrides:?}: {found}, kept {kept}"
+        );
+    }
+    assert_eq!(
+        [kept(1, 1), kept(1, t), kept(t, t)],
+        [503_316_480, 150_994_944, 62_914_560]
+    );
+}
+
+/// Each boundary and direction: b · s · h in 16 bits; divided by t where rows are shared.
+#[test]
+fn a_boundary_between_stages_of_2_samples_of_2048_positions_of_4096_channels_is_crossed_by_34_mb() {
+    let sent = |overrides: &[&str]| {
+        let common = [
+            "train.precision=bf16",
+            "model.block_size=2048",
+            "model.n_head=32",
+            "train.micro_batch=2",
+            "train.grad_accumulation=3",
+            "parallel.pipeline.stages=2",
+        ];
+        let overrides = [&common[..], overrides].concat();
+        estimate([2, 4096], 4, "ddp", &overrides).sent.pipeline
+    };
+    assert_eq!(sent(&[]), 3 * 33_554_432);
+    let shared = ["parallel.tensor=2", "parallel.sequence=true"];
+    assert_eq!(sent(&shared), 3 * 33_554_432 / 2);
+}
+
+/// Pipeline × data × tensor.
 #[test]
 fn what_goes_along_each_axis_is_counted_apart() {
     let sizes = [4, 64];
