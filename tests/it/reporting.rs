@@ -71,6 +71,7 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
         .dir(job.dir())
         .set("run.tensorboard=true")
         .set("train.eval_every=10")
+        .set("train.checkpoint_async=false")
         .set("train.steps=60")
         .target("tiny.yaml")
         .start();
@@ -80,7 +81,7 @@ fn a_restart_repeats_only_what_has_changed_and_is_marked_in_the_plot() {
     let finished = running.finish();
     finished
         .expect_exit(0)
-        .expect_stdout("[0] restarted; what has changed:")
+        .expect_stdout("[0] restarted after step ")
         .expect_stdout("60, resumed after ");
     let count = |row: &str| {
         let row = format!("[0] {row}");

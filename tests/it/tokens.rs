@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use crate::harness::{Finished, Program, TinyJob, launch, losses, metrics, parameters, repository, temp_dir};
+use crate::harness::{
+    Finished, Launch, Program, TinyJob, launch, losses, metrics, parameters, repository, temp_dir,
+};
 
 /// Enough of a text for a few steps.
 const TEXT_BYTES: usize = 24 << 10;
@@ -142,7 +144,7 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
     ];
     let steps = ["train.steps=3", "train.micro_batch=2", "run.out_dir=out"];
     let launch = launch().nproc(2).dir(dir.path());
-    let launch = (sizes.into_iter().chain(steps)).fold(launch, |launch, set| launch.set(set));
+    let launch = (sizes.into_iter().chain(steps)).fold(launch, Launch::set);
     let launch = launch.set(&pattern("train")).set(&pattern("val"));
     launch
         .target(&yaml)

@@ -183,7 +183,7 @@ mod tests {
     }
 
     /// The first record of a file, made by another implementation.
-    const RECORD: &str = "1800000000000000a37f4b2209000000c00b5ad6411a0d627261696e2e4576656e743a324ca9a464";
+    const RECORD: &[u8] = b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK\x22\x09\x00\x00\x00\xc0\x0bZ\xd6A\x1a\x0dbrain.Event:2L\xa9\xa4d";
 
     #[test]
     fn a_record_has_the_bytes_of_tensorflows() {
@@ -192,9 +192,7 @@ mod tests {
             step: 0,
             what: Some(What::FileVersion(FILE_VERSION.to_owned())),
         };
-        let record = record(&event.encode_to_vec());
-        let hex: String = record.iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(hex, RECORD);
+        assert_eq!(record(&event.encode_to_vec()), RECORD);
     }
 
     /// Lengths and payloads of the records of a file, whose checksums are not looked at.

@@ -20,12 +20,16 @@ use crate::parallel::pipeline::PipelinePlan;
 /// What is to be said of this life of the run. The file of the folder has what was said of the one before.
 pub(super) fn introduction(prepared: &Prepared<'_>) -> String {
     let rows = rows(prepared).0;
-    let is_restarted = is_restarted(prepared.trainer.parts().session.env());
+    let trainer = prepared.trainer.parts();
+    let (is_restarted, step) = (is_restarted(trainer.session.env()), trainer.first_step);
     let news = prepared.run_dir.exchange_startup(&rows);
     match news.filter(|_| is_restarted) {
         None => rows.join("\n"),
-        Some(news) if news.is_empty() => "restarted; everything is as before".to_owned(),
-        Some(news) => format!("restarted; what has changed:\n{}", news.join("\n")),
+        Some(news) if news.is_empty() => format!("restarted after step {step}; all else is as before"),
+        Some(news) => format!(
+            "restarted after step {step}; what has changed:\n{}",
+            news.join("\n")
+        ),
     }
 }
 
