@@ -191,7 +191,7 @@ fn whatever_the_daemon_says_of_restarts_is_shown() {
         let text = text(&job_over(why, failure(0, Ending::Code(3)), "a"), &[], None);
         assert!(
             text.starts_with(&format!(
-                "error: `train.yaml` failed, and {why}\n  first failure: "
+                "error: `train.yaml` failed; {why}\n  first failure: "
             )),
             "{text}"
         );
@@ -385,7 +385,7 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
       rank 1: terminated by ddp-run (SIGTERM) after 0.2 s
       rank 6 (node `c`): died of SIGKILL (0.1 s earlier)
       rank 4 (node `b`): exited with code 1 as a consequence (0.3 s later)
-      node `d` (node rank 3) was lost: no heartbeat for 9.0 s, 8.0 s later
+      node `d` (node rank 3) was lost: no heartbeat for 9.0 s (8.0 s later)
     ");
 }
 

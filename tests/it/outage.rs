@@ -240,7 +240,7 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
     daemon.kill();
     running.wait_for("exit code 69 then");
     send(Signal::SIGCONT);
-    running.wait_for("exit code 0 then");
+    running.wait_for("then exiting with code 0");
     running
         .finish()
         .expect_exit(0)

@@ -139,7 +139,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      schedule                      –    interleaved 1F1B    interleaved 1F1B  interleaved 1F1B
      micro-batches                 8                  16                  32                64
      layers a rank                80                  40                  20                10
-     on the device          62.1 GiB            71.2 GiB            62.7 GiB          64.5 GiB
+     on the device          62.4 GiB            71.5 GiB            62.9 GiB          64.7 GiB
        state                32.4 GiB            36.4 GiB            24.5 GiB          18.7 GiB
      along tensor            1.4 TiB             1.4 TiB             1.4 TiB           1.4 TiB
      along pipeline              0 B             3.5 GiB             8.0 GiB          16.0 GiB
@@ -152,7 +152,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
       --set parallel.sequence=true --set parallel.strategy=zero2 --set parallel.tensor=8 --set train.grad_accumulation=8
     `dp 64` does not fit: with `zero3` it needs 249.5 GiB of 72.6 GiB.
     `dp 32 × tp 2` does not fit: with `zero3` it needs 137.8 GiB of 72.6 GiB.
-    `dp 16 × tp 4` does not fit: with `zero3` it needs 77.0 GiB of 72.6 GiB.
+    `dp 16 × tp 4` does not fit: with `zero3` it needs 77.3 GiB of 72.6 GiB.
     `pp 2 × dp 32` does not fit: with `zero3` and 1F1B it needs 376.0 GiB of 72.6 GiB.
     `pp 2 × dp 16 × tp 2` does not fit: with `zero3` and 1F1B it needs 198.8 GiB of 72.6 GiB.
     13 more do not fit either.

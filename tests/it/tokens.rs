@@ -150,7 +150,7 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
         .target(&yaml)
         .run()
         .expect_exit(0)
-        .expect_stdout("8,000 tokens in 2 files to train on, 4,000 for validation")
+        .expect_stdout("8,000 tokens in 2 files for training, 4,000 for validation")
         .expect_stdout("val loss ");
     assert_eq!(losses(&dir.path().join("out")).len(), 3);
 

@@ -458,7 +458,7 @@ fn a_signal_tells_whether_native_workers_have_saved() {
     let [unsaved] = &last_words(true, [KILLED, KILLED])[..] else {
         panic!("one line")
     };
-    assert!(unsaved.starts_with("the workers were stopped before they had saved: "));
+    assert!(unsaved.starts_with("the workers were stopped before they had saved; "));
     assert!(last_words(false, [done, done]).is_empty());
 }
 

@@ -491,7 +491,7 @@ fn role_ends_in_a_phase() {
 fn work_that_is_done_is_a_success_though_the_daemon_is_gone_at_the_end() {
     let end = without_a_verdict(|launch| launch);
     assert_eq!(end.code, 0, "{}", end.stderr);
-    assert!(end.stderr.contains("exit code 0 then"), "{}", end.stderr);
+    assert!(end.stderr.contains("then exiting with code 0"), "{}", end.stderr);
     let said = "the workers of this node succeeded; assuming that the job succeeded too: cannot reach the rendezvous daemon at `";
     assert!(end.stderr.contains(said), "{}", end.stderr);
     assert!(!end.stderr.contains("error: "), "{}", end.stderr);
