@@ -152,7 +152,7 @@ fn four_of_five_agents_run_and_the_fifth_waits_for_its_turn() {
 fn sigterm_while_the_nodes_gather_ends_at_once() {
     let daemon = Daemon::start();
     let mut waiting = node(&daemon, 2, "0").target("true").start();
-    waiting.wait_for("waiting for 1 node");
+    waiting.wait_for("waiting for 1 more");
     waiting.signal(Signal::SIGTERM);
     waiting.finish().expect_exit(143);
 }
@@ -165,7 +165,7 @@ fn a_job_that_is_stopped_before_it_begins_leaves_no_empty_folders() {
         .flag("--log-dir", logs.to_str().expect("unicode"))
         .target("true")
         .start();
-    waiting.wait_for("waiting for 1 node");
+    waiting.wait_for("waiting for 1 more");
     assert!(logs.is_dir());
     waiting.signal(Signal::SIGTERM);
     waiting.finish().expect_exit(143);

@@ -238,7 +238,7 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
     let send = |signal| kill(Pid::from_raw(held), signal).expect("a living worker");
     send(Signal::SIGSTOP);
     daemon.kill();
-    running.wait_for("exit code 69 then");
+    running.wait_for("then exiting with code 69");
     send(Signal::SIGCONT);
     running.wait_for("then exiting with code 0");
     running

@@ -100,9 +100,9 @@ fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
             .shell(&format!("echo {job} has $RANK of $WORLD_SIZE"))
     };
     let mut first = node("one").start();
-    first.wait_for("waiting for 1 node");
+    first.wait_for("waiting for 1 more");
     let mut second = node("two").start();
-    second.wait_for("waiting for 1 node");
+    second.wait_for("waiting for 1 more");
     // Each gets a message about the other, in case they were meant as one.
     first.wait_for("another job without `--rdzv-id` is waiting here too");
     let (third, fourth) = (node("two").start(), node("one").start());
@@ -247,7 +247,7 @@ fn runs_that_looked_for_a_log_folder_at_the_same_time_get_one_each() {
     };
     // It has looked, and writes only when the other node is there.
     let mut first = node("0", shared.path()).start();
-    first.wait_for("waiting for 1 node");
+    first.wait_for("waiting for 1 more");
     launch()
         .flag("--log-dir", shared.path().to_str().expect("unicode"))
         .shell("echo quick")
