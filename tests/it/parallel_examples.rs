@@ -57,7 +57,7 @@ fn the_llama_example_trains_and_is_exported_as_a_llama() {
         .set("run.out_dir=out")
         .run()
         .expect_exit(0)
-        .expect_stdout("llama, 4 layers, 4 heads, width 128");
+        .expect_stdout("llama, 4 layers, 8 heads, width 128");
     let losses = losses(&dir.path().join("out"));
     let uniform = 256_f64.ln();
     assert!(

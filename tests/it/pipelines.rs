@@ -254,7 +254,7 @@ pub(crate) fn names_action(line: &str, stage: u32) -> bool {
         "reduction and update",
     ];
     let is_action = actions.iter().any(|kind| action.starts_with(kind));
-    line.contains("phase training, step ") && is_action
+    (line.contains("phase training, step ") || line.contains(" at step ")) && is_action
 }
 
 /// The rank that waits says for which action of which stage and micro-batch, and for whom.
