@@ -108,7 +108,7 @@ class UnderDdpRun(unittest.TestCase):
 
     def test_a_script_that_hangs_says_where(self):
         logs = self.folder / "logs"
-        launched = self.launch(HANGS, "--hang-timeout", 1, "--log-dir", logs)
+        launched = self.launch(HANGS, "--hang-timeout", 3, "--log-dir", logs)
         self.expect(launched, 128 + signal.SIGABRT)
         self.assertTrue(launched.matches("hung.*phase training, step 4"), launched.transcript())
         # Whichever rank was found first: all of them are asked.
