@@ -190,9 +190,7 @@ fn whatever_the_daemon_says_of_restarts_is_shown() {
     ] {
         let text = text(&job_over(why, failure(0, Ending::Code(3)), "a"), &[], None);
         assert!(
-            text.starts_with(&format!(
-                "error: `train.yaml` failed; {why}\n  first failure: "
-            )),
+            text.starts_with(&format!("error: `train.yaml` failed; {why}\n  first failure: ")),
             "{text}"
         );
     }
