@@ -10,7 +10,7 @@ as `text` for output. The blocks of a page run in order, in one bash session, wh
 tracked files and ends with the first error. Comments above a block, which readers do not see, say the rest:
 
     <!-- not run: needs Slurm -->              the block is not run; the reason is concrete
-    <!-- run by: tests/it/a.rs::name -->       this test runs it; it must exist
+    <!-- run by: tests/it/a.rs::name -->       this test runs the like; it must exist
     <!-- needs: torch -->                      the block is run if `python3` can import this module
     <!-- first: cp a.txt b.txt -->             a command that is run before the block; may be repeated
     <!-- file: train.yaml -->                  above a fence of any language: it is saved in this file
