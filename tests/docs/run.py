@@ -16,8 +16,9 @@ tracked files and ends with the first error. Comments above a block, which reade
     <!-- file: train.yaml -->                  above a fence of any language: it is saved in this file
 
 `target/release` in the copy is the directory given with --programs. `cargo build` does nothing there, and `cargo run
---release --` is `ddp-run`. `python3` is $PYTHON. Flags of the three programs must be in their `--help`, and keys after
-`--set` in docs/configuration.md. This is checked for all blocks, and for code within paragraphs.
+--release --` is `ddp-run`. `python3` is $PYTHON. After `few 20`, native training has 20 steps and little to validate
+on. Flags of the three programs must be in their `--help`, keys after `--set` in docs/configuration.md. This is checked
+for all blocks, and for code within paragraphs.
 """
 import argparse
 import collections
@@ -41,9 +42,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = re.compile(r"README\.md|docs/[^/]+\.md|(examples|deploy)/(.+/)?README\.md")
 COMMENT = re.compile(r"\s*<!-- (not run|run by|needs|first|file): (.+) -->")
-PROGRAMS = ("ddp-run", "ddp-train", "ddp-rendezvous")
 PYTHON = os.environ.get("PYTHON", "python3")
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+FEW = """few() { STEPS=$1 VAL=$PWD/val.txt; head -c 4000 examples/data/python-reference.txt >val.txt; }
+ddp-run() { command ddp-run "$@" ${STEPS:+--set train.steps=$STEPS --set data.val=$VAL}; }"""
 DEADLINE = 120  # seconds for a block
 CARGO = """#!/bin/bash
 [[ "$*" != "run --release -- "* ]] || exec ddp-run "${@:4}"
@@ -123,7 +125,7 @@ def wrong_flags(line, directory):
         words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
     for start, word in enumerate(words):
         command = [pathlib.Path(word).name]
-        if command[0] not in PROGRAMS or words[start - 1] in ("-p", "--binary"):
+        if command[0] not in ("ddp-run", "ddp-train", "ddp-rendezvous") or words[start - 1] in ("-p", "--binary"):
             continue
         for at in range(start + 1, len(words)):
             word, text = words[at], help_of(directory, *command)
@@ -188,21 +190,19 @@ def run_page(blocks, directory):
         scratch = pathlib.Path(folder)
         place = {"env": prepare(scratch, directory), "cwd": scratch / "copy", "stdin": subprocess.DEVNULL}
         reader, writer = os.pipe()
-        script = ["set -Eeuo pipefail", """trap 'echo "failed: $BASH_COMMAND"' ERR"""]
+        script = ["set -Eeuo pipefail", FEW, """trap 'echo "failed: $BASH_COMMAND"' ERR"""]
         for number, block in enumerate(blocks):
             (scratch / f"{number}.sh").write_text(block.commands())
-            # At the end of a block the session writes a byte. Programs that go on do not hold the pipe open.
+            # After a block the session writes a byte. Programs that go on do not hold the pipe open.
             script.append(f". {scratch}/{number}.sh </dev/null >{scratch}/{number}.out 2>&1 {writer}>&-")
             script.append(f"echo >&{writer}")
-        command = ["bash", "-c", "\n".join(script)]
-        session = subprocess.Popen(command, pass_fds=[writer], start_new_session=True, **place)
+        session = subprocess.Popen(["bash", "-c", "\n".join(script)], pass_fds=[writer], start_new_session=True, **place)
         os.close(writer)
         for number, block in enumerate(blocks):
             start = time.monotonic()
-            has_ended = select.select([reader], [], [], DEADLINE)[0]
-            is_done = has_ended and os.read(reader, 1)
-            if not is_done:
-                cause = f"exit code {session.wait()}" if has_ended else f"not done after {DEADLINE} s"
+            byte = select.select([reader], [], [], DEADLINE)[0] and os.read(reader, 1)
+            if not byte:
+                cause = f"exit code {session.wait()}" if byte == b"" else f"not done after {DEADLINE} s"
                 print(f"{block.page}:{block.line}: FAILED, {cause}\n{block.commands()}  its last output:")
                 lines = (scratch / f"{number}.out").read_text(errors="replace").splitlines()
                 print(textwrap.indent("\n".join(lines[-15:]), "    "), flush=True)
@@ -212,7 +212,7 @@ def run_page(blocks, directory):
             os.killpg(session.pid, signal.SIGKILL)
         session.wait()
         os.close(reader)
-    return not is_done
+    return not byte
 
 
 def main():
