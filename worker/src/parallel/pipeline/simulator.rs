@@ -204,9 +204,21 @@ pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Resu
     Run::new(schedule, costs, links).finish()
 }
 
-/// Runs a schedule whose actions take the ticks that were measured of each of them. Messages take no time, a micro-batch
-/// keeps a byte of each stage.
-pub(super) fn replay(schedule: &Schedule, ticks: &HashMap<Action, u64>) -> Result<Simulation, Deadlock> {
+/// What was measured of an action.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct MeasuredTicks {
+    /// Ticks in which its rank sent, posted receives and read data between the action before and this one.
+    pub before: u64,
+    /// Ticks of the action.
+    pub took: u64,
+}
+
+/// Runs a schedule with the ticks that were measured of each action. Only what a rank waits for is simulated: messages
+/// arrive at once. A micro-batch keeps a byte of each stage.
+pub(super) fn replay(
+    schedule: &Schedule,
+    ticks: &HashMap<Action, MeasuredTicks>,
+) -> Result<Simulation, Deadlock> {
     let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
     let mut run = Run::new(schedule, &costs, Links::IDEAL);
     run.measured = Some(ticks);
@@ -243,7 +255,7 @@ struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a [StageCosts],
     /// Ticks of each action, in place of those of its stage.
-    measured: Option<&'a HashMap<Action, u64>>,
+    measured: Option<&'a HashMap<Action, MeasuredTicks>>,
     links: Links,
     has_transfers: bool,
     /// By rank, the cell that comes next, and when the one before ends.
@@ -298,7 +310,8 @@ impl<'a> Run<'a> {
     /// Runs the next cell of a rank, if there is one and what it needs is there. Otherwise says what is not.
     fn advance(&mut self, rank: usize) -> Option<Result<(), Waiting>> {
         let cell = self.cell(rank)?;
-        let mut start = self.next[rank].1;
+        let before = cell.actions().map(|action| self.measured(action).before);
+        let mut start = self.next[rank].1 + before.sum::<u64>();
         for action in cell.actions() {
             let ready = match action.kind {
                 kind if kind.is_send() => self.may_send(action),
@@ -322,11 +335,17 @@ impl<'a> Run<'a> {
     fn ticks(&self, action: Action) -> u64 {
         if action.kind.is_send() || action.kind.is_receive() {
             self.links.occupied
-        } else if let Some(measured) = self.measured {
-            measured.get(&action).copied().unwrap_or(0)
+        } else if self.measured.is_some() {
+            self.measured(action).took
         } else {
             self.costs[action.stage].ticks(action.kind)
         }
+    }
+
+    /// Zero if nothing was measured.
+    fn measured(&self, action: Action) -> MeasuredTicks {
+        let measured = self.measured.and_then(|ticks| ticks.get(&action));
+        measured.copied().unwrap_or_default()
     }
 
     /// When all that F, B, I or W needs is there.
