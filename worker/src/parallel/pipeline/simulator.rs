@@ -286,7 +286,9 @@ impl<'a> Run<'a> {
         let mut has_moved = true;
         while has_moved {
             has_moved = false;
-            for rank in 0..self.ranks.len() {
+            // There and back again, as activations and their gradients go.
+            let ranks = 0..self.ranks.len();
+            for rank in ranks.clone().chain(ranks.rev()) {
                 while let Some(Ok(())) = self.advance(rank) {
                     has_moved = true;
                 }
