@@ -51,18 +51,19 @@ pub(super) struct PlanArgs {
     /// Ranks per node, one per GPU [default: `launch.nproc_per_node` if it is a number, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
     nproc_per_node: Option<u32>,
-    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU of
-    /// this machine]
+    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
+    /// of this machine]
     #[arg(long, value_name = "NAME", value_parser = device::named)]
     gpu: Option<super::native::plan::Accelerator>,
-    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that one
-    /// rank may use
+    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
+    /// one rank may use
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
     memory: Option<u64>,
     /// Part of this memory that driver and libraries use
     #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = quantity::size)]
     reserve: u64,
-    /// Peak floating-point operations per second of a device in `train.precision`, for example `989T`
+    /// Peak floating-point operations per second of a device in `train.precision`, for example
+    /// `989T`
     #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
     flops: Option<f64>,
     /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
@@ -71,7 +72,8 @@ pub(super) struct PlanArgs {
     /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
     link: Option<f64>,
-    /// Bandwidth from a node to the other nodes, all network adapters together, for example `3200Gb/s`
+    /// Bandwidth from a node to the other nodes, all network adapters together, for example
+    /// `3200Gb/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
     network: Option<f64>,
     /// Number of layouts to show, the best first
@@ -93,8 +95,8 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     }
 }
 
-/// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node` such
-/// as `gpu` is ignored, because it counts the devices of this machine.
+/// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
+/// such as `gpu` is ignored, because it counts the devices of this machine.
 fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
     let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
         what: "cannot read the configuration",

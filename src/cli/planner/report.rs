@@ -25,7 +25,8 @@ pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
     }
 }
 
-/// For people. `is_best` is false if the layout search found a better one than data parallelism alone.
+/// For people. `is_best` is false if the layout search found a better one than data parallelism
+/// alone.
 pub(super) fn text(
     comparison: &Comparison,
     machines: &Machines,
@@ -52,12 +53,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
     let cluster = machines.cluster;
     let mut of_device = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
-        let _ = write!(
-            of_device,
-            "; {} of {} available for training",
-            bytes(memory),
-            bytes(all)
-        );
+        let _ = write!(of_device, "; {} of {} for training", bytes(memory), bytes(all));
     }
     if let Some(flops) = device.flops {
         let _ = write!(of_device, "; {} TFLOP/s", shortened(flops / 1e12));
@@ -162,8 +158,8 @@ fn bandwidth(cluster: &Cluster) -> String {
     rates.join(", ")
 }
 
-/// The table of strategies, one per column. `least` and `most` are appended to the titles of times and
-/// rates.
+/// The table of strategies, one per column. `least` and `most` are appended to the titles of times
+/// and rates.
 fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     let candidates = &comparison.candidates;
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
@@ -322,7 +318,8 @@ fn shortened(number: f64) -> String {
     format!("{number:.digits$}")
 }
 
-/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means unknown.
+/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means
+/// unknown.
 pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
     let advice = match &comparison.advice {
         None => Value::Null,
@@ -448,7 +445,7 @@ mod tests {
         insta::assert_snapshot!(plan(more, "h100", [2, 8], 1.0), @r"
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           16 = 2 nodes × 8
-        device          h100; 74.5 GiB of 74.5 GiB available for training; 989 TFLOP/s
+        device          h100; 74.5 GiB of 74.5 GiB for training; 989 TFLOP/s
         bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
         global batch    64 samples = 131,072 tokens (16 ranks × 1 micro-batch × 4 samples of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 340 TFLOP per rank and step
@@ -482,7 +479,7 @@ mod tests {
         insta::assert_snapshot!(plan("train: {micro_batch: 8}", "a100-40gb", [1, 8], 0.4), @r"
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           8 = 1 node × 8
-        device          a100-40gb; 37.3 GiB of 37.3 GiB available for training; 19.5 TFLOP/s, of which training reaches 0.4
+        device          a100-40gb; 37.3 GiB of 37.3 GiB for training; 19.5 TFLOP/s, of which training reaches 0.4
         bandwidth       300 GB/s per rank within a node
         global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 680 TFLOP per rank and step

@@ -43,8 +43,8 @@ impl InferenceError {
     }
 }
 
-/// Opens the first GPU, or the CPU with so many threads. `is_gpu` selects one of them; without it, a
-/// GPU is used if the driver reports one.
+/// Opens the first GPU, or the CPU with so many threads. `is_gpu` selects one of them; without it,
+/// a GPU is used if the driver reports one.
 pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
     let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
     if !is_gpu {
@@ -72,8 +72,8 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Reads a checkpoint of any layout, and checks the hash of everything it reads. The parameters are
-    /// the master weights: in f32, or rounded to bf16.
+    /// Reads a checkpoint of any layout, and checks the hash of everything it reads. The parameters
+    /// are the master weights: in f32, or rounded to bf16.
     pub fn open(
         reader: &Reader,
         device: &Arc<dyn Device>,
@@ -123,7 +123,8 @@ impl LoadedModel {
         self.config.vocab_size.unwrap_or_default()
     }
 
-    /// Refuses tokens outside of the vocabulary, which would be read beyond the end of the embedding.
+    /// Refuses tokens outside of the vocabulary, which would be read beyond the end of the
+    /// embedding.
     pub(super) fn check_known(&self, tokens: &[i32]) -> Result<(), InferenceError> {
         let vocabulary = self.vocabulary();
         let is_known = |token: &i32| usize::try_from(*token).is_ok_and(|token| token < vocabulary);

@@ -48,7 +48,8 @@ impl<'a> RunSettings<'a> {
         samples.map_or(1, |samples| samples.max(1) as usize)
     }
 
-    /// The tokenizer that is given. Otherwise the run's, if it is available and has not changed since.
+    /// The tokenizer that is given. Otherwise the run's, if it is available and has not changed
+    /// since.
     pub fn tokenizer(self, given: Option<&Tokenizer>) -> Result<Tokenizer, InferenceError> {
         if let Some(given) = given {
             return Ok(given.clone());
