@@ -86,7 +86,7 @@ struct CommunicatorInfo {
     members: Vec<usize>,
     /// Of an operation.
     timeout: Duration,
-    /// Of whoever needs its result.
+    /// How long a caller waits for the result of an operation.
     patience: Duration,
     cancel: Cancel,
     timeline: Timeline,

@@ -1,5 +1,5 @@
-//! A pipeline as it ran, from the timeline of a run (`run.timeline`), in the form of the simulator's steps. And the same
-//! steps simulated, with the durations that were measured of their actions.
+//! A pipeline as it ran, from the timeline of a run (`run.timeline`), in the form of the
+//! simulator's steps; and the same steps simulated with the measured durations of their actions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +18,14 @@ pub enum MeasuredError {
     File(#[from] TraceFileError),
     /// No rank of it computes on stages.
     #[error(
-        "the timeline has no step of a pipeline\n  hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1"
+        "the timeline contains no step of a pipeline\n  hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1"
     )]
     NoStep,
-    /// Its actions are no schedule: ranks are missing.
-    #[error("the actions of step {0} are no schedule: {1}")]
+    /// Its actions do not form a schedule: ranks are missing.
+    #[error("the actions of step {0} do not form a schedule: {1}")]
     NoSchedule(u64, CsvError),
     /// Actions are missing.
-    #[error("the actions of step {0} are no schedule: {1}")]
+    #[error("the actions of step {0} do not form a schedule: {1}")]
     Refused(u64, Refusal),
 }
 
@@ -49,8 +49,8 @@ struct Ran {
 }
 
 impl MeasuredRun {
-    /// From the text of a `timeline.json`. Of ranks that hold the same stages the first one counts; of the steps, those
-    /// that do what the last one does.
+    /// Reads the text of a `timeline.json`. Of several ranks with the same stages, only the first
+    /// one is used. Steps whose actions differ from those of the last step are left out.
     pub fn of_trace(json: &[u8]) -> Result<Self, MeasuredError> {
         let trace = TraceFile::parse(json)?;
         let mut lanes: Vec<BTreeMap<u64, Vec<Ran>>> = Vec::new();
@@ -101,7 +101,7 @@ impl MeasuredRun {
         &self.schedule
     }
 
-    /// The steps as they ran, by number; one at least.
+    /// The steps as they ran, by number; at least one.
     #[must_use]
     pub fn steps(&self) -> &BTreeMap<u64, Simulation> {
         &self.steps
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeline_is_a_step_beside_the_simulators() {
+    fn a_timeline_gives_measured_and_simulated_steps() {
         let run = MeasuredRun::of_trace(&two_ranks().to_json()).unwrap();
         assert_eq!(
             run.schedule().placement().ranks(),
@@ -291,14 +291,14 @@ mod tests {
         let refused = |file: &TraceFile| MeasuredRun::of_trace(&file.to_json()).unwrap_err().to_string();
         let mut file = two_ranks();
         file.ranks.drain(..2);
-        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: stage 0 is in no row, but stage 1 is");
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: no row has stage 0, but a row has stage 1");
         let mut file = two_ranks();
         file.ranks[2].1.retain(|span| !span.name.starts_with("1B0"));
         file.ranks.truncate(3);
-        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: rank 1 is refused at `1I0`: the action is missing");
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: rank 1 is refused at `1I0`: the action is missing");
         file.ranks.clear();
         insta::assert_snapshot!(refused(&file), @r"
-        the timeline has no step of a pipeline
+        the timeline contains no step of a pipeline
           hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1
         ");
         assert!(MeasuredRun::of_trace(b"{}").is_err());

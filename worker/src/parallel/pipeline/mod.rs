@@ -14,7 +14,7 @@
 //! | [`merge_backward`], [`without_overlap`], [`forward_only`] | passes that change what it computes |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
-//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the durations measured |
+//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the measured durations |
 //! | [`picture`], [`grid`] | either as an SVG; a simulated one as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 //! | [`csv`] | schedules as text, as PyTorch's `torch.distributed.pipelining` has them |
