@@ -45,7 +45,6 @@ enum Command {
 }
 
 /// The command line, for its manual page.
-#[must_use]
 pub fn command() -> clap::Command {
     Args::command()
 }

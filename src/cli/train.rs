@@ -51,7 +51,6 @@ enum Command {
 }
 
 /// The command line, for its manual pages.
-#[must_use]
 pub fn command() -> clap::Command {
     Args::command()
 }

@@ -44,7 +44,6 @@ impl Axis {
     pub const ALL: [Self; 4] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Tensor];
 
     /// Name in configurations, errors and traces.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Pipeline => "pipeline",
@@ -150,25 +149,21 @@ impl MeshShape {
     }
 
     /// Ranks along all of `axes`.
-    #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {
         axes.iter().map(|&axis| self.sizes[axis as usize]).product()
     }
 
     /// All ranks.
-    #[must_use]
     pub fn ranks(&self) -> usize {
         self.size(&Axis::ALL)
     }
 
     /// The difference between the numbers of two ranks that are neighbours along an axis.
-    #[must_use]
     pub fn stride(&self, axis: Axis) -> usize {
         self.size(&Axis::ALL[axis as usize + 1..])
     }
 
     /// Index of `rank` among the ranks that differ from it along `axes` only.
-    #[must_use]
     pub fn index(&self, rank: usize, axes: &[Axis]) -> usize {
         let along = Axis::ALL.iter().filter(|axis| axes.contains(axis));
         along.fold(0, |index, &axis| {
@@ -177,7 +172,6 @@ impl MeshShape {
     }
 
     /// The ranks that differ from `rank` along `axes` only, itself included, in ascending order.
-    #[must_use]
     pub fn members(&self, rank: usize, axes: &[Axis]) -> Vec<usize> {
         let is_member = |other: &usize| {
             let mut fixed = Axis::ALL.iter().filter(|axis| !axes.contains(axis));
@@ -188,7 +182,6 @@ impl MeshShape {
 
     /// A job can continue with a different number of ranks only if that is a multiple of this
     /// number. `None` means any number.
-    #[must_use]
     pub fn ranks_multiple_of(parallel: &Parallel) -> Option<u64> {
         let shard = match (parallel.strategy, parallel.shard_group) {
             (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node)) => 1,
@@ -281,7 +274,6 @@ impl Mesh {
     ///
     /// # Panics
     /// If `world` has a different number of ranks than the mesh.
-    #[must_use]
     pub fn new(shape: MeshShape, world: Communicator, executor: Executor) -> Self {
         assert_eq!(shape.ranks(), world.size(), "the mesh has all ranks of the world");
         Self {
@@ -293,13 +285,11 @@ impl Mesh {
     }
 
     /// Ranks along all of `axes`.
-    #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {
         self.shape.size(axes)
     }
 
     /// Index of this rank in the group along `axes`.
-    #[must_use]
     pub fn index(&self, axes: &[Axis]) -> usize {
         self.shape.index(self.world.rank(), axes)
     }
@@ -370,13 +360,11 @@ impl Mesh {
     }
 
     /// The timeline of the world and of all groups.
-    #[must_use]
     pub fn timeline(&self) -> &Timeline {
         self.world.timeline()
     }
 
     /// Bytes that this rank has sent in all groups.
-    #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
         let groups = self.groups();
         let of_groups = groups.iter().map(|group| group.comm.wire_bytes());
@@ -384,7 +372,6 @@ impl Mesh {
     }
 
     /// The same by axis, in the order of [`Axis::ALL`]: what a group along several axes sent is counted as the slowest one's.
-    #[must_use]
     pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
         let mut bytes = [WireBytes::default(); Axis::ALL.len()];
         let groups = self.groups();

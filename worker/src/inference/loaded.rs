@@ -118,7 +118,6 @@ impl LoadedModel {
     }
 
     /// Number of tokens in the model's vocabulary.
-    #[must_use]
     pub fn vocabulary(&self) -> usize {
         self.config.vocab_size.unwrap_or_default()
     }
@@ -137,13 +136,11 @@ impl LoadedModel {
     }
 
     /// Where it computes, as in `cpu (2 threads, avx512)`.
-    #[must_use]
     pub fn device_name(&self) -> String {
         self.device.name()
     }
 
     /// Bytes of memory for activations, which does not shrink.
-    #[must_use]
     pub fn activation_bytes(&self) -> usize {
         self.pool.allocated_bytes()
     }

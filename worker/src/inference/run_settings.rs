@@ -20,19 +20,16 @@ const NO_DATA: &str = "\n  hint: pass the text or the token files with `--data`;
 
 impl<'a> RunSettings<'a> {
     /// Of this checkpoint.
-    #[must_use]
     pub fn of(reader: &'a Reader) -> Self {
         Self(&reader.manifest().state)
     }
 
     /// Steps before the checkpoint.
-    #[must_use]
     pub fn step(self) -> u64 {
         self.0.step
     }
 
     /// In which it was trained.
-    #[must_use]
     pub fn precision(self) -> Precision {
         let precision = self
             .value("/train/precision")
@@ -42,7 +39,6 @@ impl<'a> RunSettings<'a> {
     }
 
     /// Samples of a micro-batch.
-    #[must_use]
     pub fn micro_batch(self) -> usize {
         let samples = self.value("/train/micro_batch").and_then(Value::as_u64);
         samples.map_or(1, |samples| samples.max(1) as usize)

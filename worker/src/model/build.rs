@@ -20,7 +20,6 @@ use crate::ops::WeightLayout;
 const STD: f32 = 0.02;
 
 /// Blocks of a model: the embedding, a block a layer, the head.
-#[must_use]
 pub fn block_count(config: &config::Model) -> usize {
     config.n_layer + 2
 }

@@ -89,7 +89,6 @@ impl Exchange {
     }
 
     /// Reached when it is done, or has failed.
-    #[must_use]
     pub fn done(&self) -> &Event {
         &self.done
     }

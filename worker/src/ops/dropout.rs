@@ -28,7 +28,6 @@ pub struct DropoutMask {
 impl DropoutMask {
     /// The mask of place `site` in layer `layer`. `first_sample` is the number in the run of the micro-batch's first
     /// sample, `rate` the share of numbers that are dropped, from 0 to below 1.
-    #[must_use]
     pub fn new(seed: u64, [layer, site]: [u32; 2], first_sample: u64, rate: f32) -> Self {
         let seed = [seed as u32, (seed >> 32) as u32];
         let [first, second, ..] = philox([layer, site, 0, DOMAIN], seed);
@@ -219,7 +218,6 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Four random words for a counter under a key.
-#[must_use]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let [high0, low0] = wide_product(MULTIPLIERS[0], counter[0]);

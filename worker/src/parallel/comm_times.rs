@@ -34,7 +34,6 @@ pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
 
 impl DeviceTimes {
     /// The times so far.
-    #[must_use]
     pub fn times(&self) -> CommTimes {
         *self.lock()
     }

@@ -23,25 +23,21 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// Channels of all heads of queries, and of the output: `H·D`. Their number may differ from the
     /// model's channels.
-    #[must_use]
     pub const fn channels(&self) -> usize {
         self.heads * self.head_size
     }
 
     /// Channels of all heads of keys: `KV·D`.
-    #[must_use]
     pub const fn kv_channels(&self) -> usize {
         self.kv_heads * self.head_size
     }
 
     /// Channels of queries, keys and values together: `(H + 2·KV)·D`.
-    #[must_use]
     pub const fn qkv_channels(&self) -> usize {
         self.channels() + 2 * self.kv_channels()
     }
 
     /// Rows of samples and positions: `B·T`.
-    #[must_use]
     pub const fn rows(&self) -> usize {
         self.batch * self.positions
     }

@@ -88,7 +88,6 @@ pub enum CellError {
 }
 
 /// Writes a schedule.
-#[must_use]
 pub fn write(schedule: &Schedule, format: CsvFormat) -> String {
     let is_written = |cell: &&Cell| {
         cell.actions().all(|action| match format {

@@ -96,20 +96,17 @@ impl MeasuredRun {
     }
 
     /// What ranks computed in a step.
-    #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
     /// The steps as they ran, by number; at least one.
-    #[must_use]
     pub fn steps(&self) -> &BTreeMap<u64, Simulation> {
         &self.steps
     }
 
     /// The same steps, if each action, and what its rank does between two actions, takes as long as was measured, and
     /// messages arrive at once: only waiting is simulated.
-    #[must_use]
     pub fn simulated(&self) -> &BTreeMap<u64, Simulation> {
         &self.simulated
     }

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, HashMap};
 use super::action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
 
 /// Without backward: for evaluation and generation.
-#[must_use]
 pub fn forward_only(schedule: &Schedule) -> Schedule {
     let is_forward = |action: &Action| action.kind == ActionKind::Forward;
     schedule.map_rows(|_, row| {
@@ -15,13 +14,11 @@ pub fn forward_only(schedule: &Schedule) -> Schedule {
 }
 
 /// With F and B one after the other where they overlap: the next rank gets the result of F before B is done.
-#[must_use]
 pub fn without_overlap(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|_, row| row.iter().flat_map(Cell::actions).map(Cell::One).collect())
 }
 
 /// With B for an I that its W follows at once.
-#[must_use]
 pub fn merge_backward(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|_, row| {
         let mut merged: Vec<Cell> = Vec::with_capacity(row.len());
@@ -45,7 +42,6 @@ fn is_w_of(before: Action, action: Action) -> bool {
 ///
 /// A send follows what makes its message. A receive is as late as can be: before what needs the message or, since the
 /// messages of an edge arrive in the order in which they are sent, before a later one of them that is needed earlier.
-#[must_use]
 pub fn with_transfers(schedule: &Schedule) -> Schedule {
     assert!(!schedule.has_transfers(), "sends and receives are added once");
     let sends = sends(schedule);
@@ -107,7 +103,6 @@ fn receives(schedule: &Schedule, sends: &HashMap<Action, Transfer>) -> HashMap<(
 ///
 /// Gathered are the next `stages` different ones that a rank's row computes on, so that one is gathered while another
 /// one computes. One that is not among them is released.
-#[must_use]
 pub fn with_gathering(schedule: &Schedule, stages: usize) -> Schedule {
     assert!(stages > 0, "a stage computes on gathered weights");
     schedule.map_rows(|rank, row| {
@@ -147,7 +142,6 @@ fn next_stages(cells: &[Cell], most: usize) -> Vec<usize> {
 }
 
 /// With the reduction of a stage's gradients after its last W or B.
-#[must_use]
 pub fn with_reduction(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|rank, row| {
         let mut last: HashMap<usize, usize> = HashMap::new();
@@ -172,7 +166,6 @@ pub fn with_reduction(schedule: &Schedule) -> Schedule {
 }
 
 /// With the update of each stage at the end: the global norm needs the gradients of all stages first.
-#[must_use]
 pub fn with_steps(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|rank, row| {
         let stages = schedule.placement().stages_of(rank);

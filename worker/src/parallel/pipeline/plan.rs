@@ -148,7 +148,6 @@ impl PipelinePlan {
 
     /// The smallest and the largest number of micro-batches that the schedule of a configuration
     /// supports. It must support `given`.
-    #[must_use]
     pub fn micro_batches_for(config: &Pipeline, given: usize) -> (usize, usize) {
         let PipelineShape { ranks, chunks, .. } = shape_of(config, given);
         let most = MAX_CELLS / ranks.saturating_mul(chunks).max(1);
@@ -161,37 +160,31 @@ impl PipelinePlan {
     }
 
     /// Name of the schedule, for people.
-    #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
     /// What ranks do in a step: computing, messages and reductions.
-    #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.training
     }
 
     /// Which rank holds which stage.
-    #[must_use]
     pub fn placement(&self) -> &Placement {
         self.training.placement()
     }
 
     /// Layers of each stage.
-    #[must_use]
     pub fn layers(&self) -> &[Range<usize>] {
         &self.layers
     }
 
     /// Micro-batches of a step, at most.
-    #[must_use]
     pub fn micro_batches(&self) -> usize {
         self.micro_batches
     }
 
     /// Most actions of a rank in a step.
-    #[must_use]
     pub fn actions(&self) -> usize {
         let ranks = 0..self.placement().ranks();
         ranks
@@ -201,25 +194,21 @@ impl PipelinePlan {
     }
 
     /// Messages that the queue of an edge must hold.
-    #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
     /// What a rank does in a step of so many micro-batches, which are no more than [`PipelinePlan::micro_batches`].
-    #[must_use]
     pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.training, rank, micro_batches)
     }
 
     /// What a rank does to compute the losses of so many micro-batches, as for [`PipelinePlan::row`].
-    #[must_use]
     pub fn evaluation_row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.evaluation, rank, micro_batches)
     }
 
     /// The blocks of each chunk of a rank, counted from the embedding, which the first stage has. The last one has the head.
-    #[must_use]
     pub fn chunks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let last = self.layers.len() - 1;
         let blocks = |stage: usize| {
@@ -232,7 +221,6 @@ impl PipelinePlan {
 
     /// The part of all ranks' time in which they do not compute, if F, I and W of every stage take equally long and messages
     /// no time.
-    #[must_use]
     pub fn bubble(&self) -> f64 {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
         let simulated = self.simulated(&costs, Links::IDEAL);
@@ -245,7 +233,6 @@ impl PipelinePlan {
     }
 
     /// An action for people: `stage 5 of 8, chunk 1, forward of micro-batch 3`.
-    #[must_use]
     pub fn in_words(&self, action: Action) -> String {
         let mut words = format!("stage {} of {}", action.stage, self.layers.len());
         let mut chunks = self.placement().stages_of(action.rank);
@@ -263,7 +250,6 @@ impl PipelinePlan {
     }
 
     /// What a rank does after the last action of its row, in words.
-    #[must_use]
     pub fn behind_row_in_words(&self, rank: usize) -> String {
         let stages: Vec<u64> = (self.placement().stages_of(rank))
             .map(|stage| stage as u64)
@@ -273,7 +259,6 @@ impl PipelinePlan {
     }
 
     /// Hash of the whole plan. Ranks compare it.
-    #[must_use]
     pub fn signature(&self) -> String {
         let schedule = csv::write(&self.training, CsvFormat::ComputeComms);
         let text = format!(

@@ -128,19 +128,16 @@ pub struct Simulation {
 
 impl Simulation {
     /// Ticks in which a rank did not compute.
-    #[must_use]
     pub fn bubble(&self, rank: usize) -> u64 {
         self.end - self.ranks[rank].busy
     }
 
     /// The part of all ranks' time in which they did not compute.
-    #[must_use]
     pub fn bubble_fraction(&self) -> f64 {
         bubble_fraction([self])
     }
 
     /// The most that any rank kept.
-    #[must_use]
     pub fn peak_bytes(&self) -> u64 {
         let peaks = self.ranks.iter().map(|rank| rank.peak_bytes);
         peaks.max().unwrap_or(0)

@@ -11,13 +11,11 @@ pub struct Placement {
 
 impl Placement {
     /// Stage `s` on rank `s mod ranks`, as interleaved schedules have it.
-    #[must_use]
     pub fn looped(ranks: usize, chunks: usize) -> Self {
         Self::new(ranks, (0..ranks * chunks).map(|stage| stage % ranks).collect())
     }
 
     /// There and back again: with two chunks rank 0 holds the first and the last stage.
-    #[must_use]
     pub fn v_shaped(ranks: usize, chunks: usize) -> Self {
         let rank_of = |stage: usize| {
             let way = stage % ranks;
@@ -31,7 +29,6 @@ impl Placement {
     }
 
     /// Any placement, by the ranks of the stages.
-    #[must_use]
     pub fn new(ranks: usize, rank_of_stage: Vec<usize>) -> Self {
         let mut stages_of_rank = vec![Vec::new(); ranks];
         for (stage, &rank) in rank_of_stage.iter().enumerate() {
@@ -45,19 +42,16 @@ impl Placement {
     }
 
     /// Number of ranks.
-    #[must_use]
     pub fn ranks(&self) -> usize {
         self.stages_of_rank.len()
     }
 
     /// Number of stages.
-    #[must_use]
     pub fn stages(&self) -> usize {
         self.rank_of_stage.len()
     }
 
     /// The rank that holds a stage.
-    #[must_use]
     pub fn rank_of(&self, stage: usize) -> usize {
         self.rank_of_stage[stage]
     }
@@ -81,7 +75,6 @@ pub struct LayerCosts {
 
 impl LayerCosts {
     /// Layers that cost 1, with an embedding and a head that cost nothing.
-    #[must_use]
     pub fn equal(layers: usize) -> Self {
         Self {
             embedding: 0,

@@ -143,7 +143,6 @@ pub fn validate(schedule: &Schedule, rules: Rules<'_>) -> Result<(), Refusal> {
 }
 
 /// The least number of messages that each queue must hold for a schedule not to deadlock. None if it always does.
-#[must_use]
 pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
     let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
     let runs = |capacity| {

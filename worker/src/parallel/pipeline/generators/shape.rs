@@ -35,7 +35,6 @@ pub struct ShapeError {
 
 impl PipelineShape {
     /// Number of stages.
-    #[must_use]
     pub fn stages(self) -> usize {
         self.ranks * self.chunks
     }
