@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::parallel::pipeline::generators::{PipelineShape, dual_pipe_v, interleaved_1f1b, zbv};
-use crate::parallel::pipeline::passes::{with_gathering, with_reduction, with_steps, with_transfers};
+use crate::parallel::pipeline::passes::{with_reduction, with_transfers};
 
 fn refused(text: &str) -> String {
     read(text).expect_err("no schedule").to_string()
@@ -21,12 +21,19 @@ fn what_is_written_is_read() {
             read(&write(&compute, CsvFormat::ComputeOnly)).as_ref(),
             Ok(&compute)
         );
-        let complete = with_transfers(&with_gathering(&with_reduction(&compute), 2));
+        let complete = with_transfers(&with_reduction(&compute)).map_rows(|rank, row| {
+            let [unshard, reshard] = [ActionKind::Unshard, ActionKind::Reshard]
+                .map(|kind| Cell::One(Action::of_stage(rank, rank, kind)));
+            [&[unshard][..], row, &[reshard]].concat()
+        });
         assert_eq!(
             read(&write(&complete, CsvFormat::ComputeComms)).as_ref(),
             Ok(&complete)
         );
-        let with_steps = with_steps(&complete);
+        let with_steps = complete.map_rows(|rank, row| {
+            let step = Cell::One(Action::of_stage(rank, rank, ActionKind::Step));
+            [row, &[step]].concat()
+        });
         assert_eq!(
             read(&write(&with_steps, CsvFormat::ComputeComms)).as_ref(),
             Ok(&complete)

@@ -76,7 +76,6 @@ impl MeasuredRun {
         let rules = Rules {
             purpose: Purpose::Training,
             capacity: None,
-            memory: None,
         };
         let refused = |error| MeasuredError::Refused(last, error);
         validate(&schedule, rules).map_err(refused)?;

@@ -423,7 +423,6 @@ fn check(key: &'static str, schedule: &Schedule, purpose: Purpose) -> Result<(),
     let rules = Rules {
         purpose,
         capacity: None,
-        memory: None,
     };
     validate(schedule, rules).map_err(|refusal| {
         let hint = match key {

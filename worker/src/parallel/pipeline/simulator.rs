@@ -20,12 +20,6 @@ pub struct StageCosts {
     pub input_gradient: u64,
     /// Ticks of W.
     pub weight_gradient: u64,
-    /// Ticks of gathering that nothing hides.
-    pub unshard: u64,
-    /// Ticks of the reduction of gradients that nothing hides.
-    pub reduce_gradient: u64,
-    /// Ticks of the update.
-    pub step: u64,
     /// Bytes that are kept of a micro-batch from its F to its W or B. 0 for evaluation.
     pub kept_bytes: u64,
 }
@@ -37,9 +31,6 @@ impl StageCosts {
         backward: 2,
         input_gradient: 1,
         weight_gradient: 1,
-        unshard: 0,
-        reduce_gradient: 0,
-        step: 0,
         kept_bytes: 1,
     };
 
@@ -49,9 +40,6 @@ impl StageCosts {
             ActionKind::Backward => self.backward,
             ActionKind::InputGradient => self.input_gradient,
             ActionKind::WeightGradient => self.weight_gradient,
-            ActionKind::Unshard => self.unshard,
-            ActionKind::ReduceGradient => self.reduce_gradient,
-            ActionKind::Step => self.step,
             _ => 0,
         }
     }

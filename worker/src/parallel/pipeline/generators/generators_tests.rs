@@ -26,11 +26,7 @@ fn hash(text: &str) -> u64 {
 }
 
 fn assert_runs(schedule: &Schedule, shape: PipelineShape) {
-    let rules = |purpose, capacity| Rules {
-        purpose,
-        capacity,
-        memory: None,
-    };
+    let rules = |purpose, capacity| Rules { purpose, capacity };
     let complete = with_transfers(schedule);
     let capacity = least_capacity(&complete);
     assert!(capacity.is_some(), "{shape:?} deadlocks");
