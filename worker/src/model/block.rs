@@ -403,14 +403,6 @@ impl ModelPart {
         chunks: None,
     };
 
-    /// Of `chunks` of blocks.
-    pub fn of_chunks(chunks: Vec<Range<usize>>) -> Self {
-        Self {
-            chunks: Some(chunks),
-            ..Self::WHOLE
-        }
-    }
-
     /// True of the blocks of its chunks.
     pub(super) fn holds(&self, block: usize) -> bool {
         let holds = |chunks: &Vec<Range<usize>>| chunks.iter().any(|chunk| chunk.contains(&block));

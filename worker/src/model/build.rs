@@ -608,7 +608,10 @@ mod tests {
         let config = config(ModelKind::Gpt2);
         let last = block_count(&config);
         let role = |blocks: &[Range<usize>]| {
-            let part = ModelPart::of_chunks(blocks.to_vec());
+            let part = ModelPart {
+                chunks: Some(blocks.to_vec()),
+                ..ModelPart::WHOLE
+            };
             let model = build_part(&config, 256, &part).unwrap();
             let tied = model.params.iter().find(|spec| spec.key == "wte.weight")?;
             Some(tied.roles[Axis::Pipeline as usize])
