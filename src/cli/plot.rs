@@ -9,7 +9,7 @@ use ddp_worker::metrics::RunFilesError;
 use ddp_worker::metrics::plot::{self, RunCurves};
 
 use super::answer;
-use super::error::{CliError, print_error};
+use super::error::CliError;
 
 /// Draw the metrics of one or several runs into one HTML or SVG file, which any browser can show.
 ///
@@ -36,14 +36,7 @@ fn output(text: &str) -> Result<PathBuf, String> {
 
 /// Main of `ddp-train plot`.
 pub(super) fn run(args: &PlotArgs) -> ExitCode {
-    match draw(args) {
-        Ok(words) => answer::give(words),
-        Err(error) => {
-            let error = CliError::Config(words_of(&error));
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    answer::give_or_fail(draw(args).map_err(|error| CliError::Config(words_of(&error))))
 }
 
 fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {

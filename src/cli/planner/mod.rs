@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::Value;
 
-use super::error::{CliError, print_error};
+use super::error::CliError;
 use super::native::plan::Cluster;
 use super::native::{Draft, Machines};
 use super::settings::Settings;
@@ -86,13 +86,7 @@ pub(super) struct PlanArgs {
 
 /// Main of `ddp-train plan`.
 pub(super) fn run(args: &PlanArgs) -> ExitCode {
-    match plan(args) {
-        Ok(text) => answer::give(text),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    answer::give_or_fail(plan(args))
 }
 
 /// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`

@@ -13,7 +13,7 @@ use ddp_worker::parallel::pipeline::{
     simulate,
 };
 
-use super::error::{CliError, print_error};
+use super::error::CliError;
 use super::native::{Draft, read_bounded};
 use super::{answer, values};
 
@@ -69,17 +69,10 @@ pub(super) struct ScheduleArgs {
 
 /// Main of `ddp-train schedule`.
 pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
-    let shown = match &args.measured {
+    answer::give_or_fail(match &args.measured {
         Some(path) => measured(args, path),
         None => planned(args),
-    };
-    match shown {
-        Ok(text) => answer::give(text),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    })
 }
 
 fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
