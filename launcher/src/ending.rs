@@ -21,13 +21,11 @@ pub enum Ending {
 
 impl Ending {
     /// True for exit code 0.
-    #[must_use]
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
     }
 
     /// The code with which a shell would report this end.
-    #[must_use]
     pub fn exit_code(self) -> u8 {
         match self {
             Self::Code(code) => (code & 0xff) as u8,
@@ -36,7 +34,6 @@ impl Ending {
     }
 
     /// The end that a message of the protocol speaks of; a message without either is an unknown failure.
-    #[must_use]
     pub fn of_message(exit: &rendezvous::WorkerExit) -> Self {
         match exit.signal {
             Some(signal) => Self::Signal {
@@ -64,7 +61,6 @@ impl fmt::Display for Ending {
 }
 
 /// `SIGKILL` for 9; real-time signals have no name.
-#[must_use]
 pub fn signal_name(signal: i32) -> String {
     Signal::try_from(signal).map_or_else(
         |_| format!("signal {signal}"),

@@ -89,7 +89,6 @@ impl OutputPlan {
     }
 
     /// True if something goes to log files that the console does not show.
-    #[must_use]
     pub fn needs_files(&self) -> bool {
         let none = StreamsByRank::default();
         self.redirects != none
@@ -141,7 +140,6 @@ impl Default for PrefixTemplate {
 impl PrefixTemplate {
     /// Reads `[${role_name}${local_rank}]: ` as torchrun does: `$rank` is `${rank}`, `$$` is a dollar sign, and what is
     /// no known variable is text.
-    #[must_use]
     pub fn parse(template: &str) -> Self {
         let mut parts = Vec::new();
         let mut rest = template;

@@ -10,7 +10,6 @@ use crate::plan::LaunchPlan;
 use crate::spawn::{SpawnError, check_program};
 
 /// Why the workers could not be started; none if their program is there.
-#[must_use]
 pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {
     check_program(&plan.command, std::env::var_os("PATH").as_ref()).err()
 }
@@ -28,7 +27,6 @@ pub struct Variable {
 
 /// The variables of rank 0 that the launcher has a say in, if this node were the only one. `get_env` tells what the
 /// launcher's own environment has.
-#[must_use]
 pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String>) -> Vec<Variable> {
     let mut contract = WorkerEnv::single();
     contract.local_world_size = plan.workers;

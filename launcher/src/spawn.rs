@@ -137,7 +137,6 @@ pub enum SpawnError {
 
 impl SpawnError {
     /// Exit code of the launcher, as shells do it.
-    #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::NotFound { .. } => NOT_FOUND,

@@ -107,7 +107,6 @@ impl Client {
     }
 
     /// The address that this client speaks to, as it was given.
-    #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
@@ -119,7 +118,6 @@ impl Client {
     }
 
     /// Attempts to open a stream, for so long from now on.
-    #[must_use]
     pub fn attempts(&self, patience: Duration) -> Attempts {
         Attempts::new(&self.endpoint, Instant::now() + patience)
     }
@@ -279,7 +277,6 @@ pub struct AgentStream {
 
 impl AgentStream {
     /// The sending half; cheap to clone.
-    #[must_use]
     pub const fn sender(&self) -> &AgentSender {
         &self.sender
     }

@@ -287,7 +287,6 @@ pub enum KvRefusal {
 }
 
 /// A time that is to be waited for, in milliseconds: rounded up, so that who has waited for it has waited long enough.
-#[must_use]
 pub const fn whole_ms(time: Duration) -> u64 {
     time.as_nanos().div_ceil(1_000_000) as u64
 }

@@ -109,7 +109,6 @@ pub enum EnvError {
 
 impl WorkerEnv {
     /// The place of a program that was started alone, without a launcher.
-    #[must_use]
     pub fn single() -> Self {
         Self {
             rank: GlobalRank(0),
@@ -134,7 +133,6 @@ impl WorkerEnv {
     }
 
     /// The variables as the agent sets them.
-    #[must_use]
     pub fn to_vars(&self) -> BTreeMap<String, String> {
         let mut vars = BTreeMap::new();
         let mut set = |name: &str, value: String| {

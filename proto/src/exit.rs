@@ -31,7 +31,6 @@ pub const INTERRUPTED: u8 = 130;
 pub const TERMINATED: u8 = 143;
 
 /// Exit code of a process that was killed by `signal`, as shells count it.
-#[must_use]
 pub const fn of_signal(signal: i32) -> u8 {
     (128 + (signal & 0x7f)) as u8
 }

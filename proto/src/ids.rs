@@ -13,7 +13,6 @@ macro_rules! id {
 
         impl $name {
             /// The plain number.
-            #[must_use]
             pub const fn get(self) -> $inner {
                 self.0
             }

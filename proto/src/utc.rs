@@ -3,27 +3,23 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Seconds since the epoch, 0 before it.
-#[must_use]
 pub fn seconds_of(moment: SystemTime) -> u64 {
     moment.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Seconds since the epoch for the name of a file: `20261120-104516`, which sorts by time.
-#[must_use]
 pub fn stamp(seconds: u64) -> String {
     let ([year, month, day], [hour, minute, second]) = parts(seconds);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
 }
 
 /// `20261120-104516-3f9a1c`: sorts by time, unique on one machine.
-#[must_use]
 pub fn unique_id(now: SystemTime) -> String {
     let random = rand::random_range(0..1_u32 << 24);
     format!("{}-{random:06x}", stamp(seconds_of(now)))
 }
 
 /// Seconds since the epoch for people: `2026-11-20 10:45:16 UTC`.
-#[must_use]
 pub fn written(seconds: u64) -> String {
     let ([year, month, day], [hour, minute, second]) = parts(seconds);
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")

@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::ops::Add;
 
 /// How many there are: `1 rank`, `2 ranks`, `3 micro-batches`.
-#[must_use]
 pub fn counted(number: impl Copy + Display + PartialEq + From<u8>, noun: &str) -> String {
     let plural = match noun.ends_with("ch") {
         _ if number == 1.into() => "",
@@ -15,7 +14,6 @@ pub fn counted(number: impl Copy + Display + PartialEq + From<u8>, noun: &str) -
 }
 
 /// Which ones, of `numbers` in ascending order: `no rank`, `rank 1`, `ranks 1, 2`, `ranks 0 to 40, 42`.
-#[must_use]
 pub fn numbered<N>(noun: &str, numbers: &[N]) -> String
 where
     N: Copy + Display + PartialEq + Add<Output = N> + From<u8>,
@@ -35,7 +33,6 @@ where
 }
 
 /// A whole number in groups of three: `1,234,567`.
-#[must_use]
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -49,7 +46,6 @@ pub fn grouped(number: u64) -> String {
 }
 
 /// A size in binary units: `12.3 MiB`.
-#[must_use]
 pub fn bytes(number: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = number as f64;
@@ -65,7 +61,6 @@ pub fn bytes(number: u64) -> String {
 }
 
 /// A word of a command, as a shell takes it.
-#[must_use]
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -76,7 +71,6 @@ pub fn quoted(word: &str) -> String {
 }
 
 /// A rate in three digits: `987`, `45.7k`, `432k`, `1.23M`.
-#[must_use]
 pub fn rate(number: f64) -> String {
     const UNITS: [&str; 5] = ["", "k", "M", "G", "T"];
     let (mut value, mut unit) = (number, 0);
@@ -95,7 +89,6 @@ pub fn rate(number: f64) -> String {
 }
 
 /// A length of time, as exact as it is short: `0:42`, `12:34`, `1h02m`, `3d04h`.
-#[must_use]
 pub fn duration(seconds: f64) -> String {
     let seconds = seconds.round().max(0.0) as u64;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);

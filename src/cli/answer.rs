@@ -6,12 +6,17 @@ use std::process::ExitCode;
 use clap_complete::Shell;
 use ddp_proto::exit;
 
-use super::error::{CliError, print_error};
+use super::error::{CliError, fail};
 
 /// Writes the whole of it. A reader that goes away has seen enough; every other failure is reported.
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
     let mut out = io::stdout().lock();
     given(out.write_all(text.as_ref()).and_then(|()| out.flush()))
+}
+
+/// The answer, or why there is none.
+pub(super) fn give_or_fail(text: Result<String, CliError>) -> ExitCode {
+    text.map_or_else(|error| fail(&error, error.exit_code()), give)
 }
 
 /// The script by which a shell completes the words of a program.
@@ -45,8 +50,7 @@ pub(super) fn given(written: io::Result<()>) -> ExitCode {
                 what: "cannot write the answer to standard output",
                 source,
             };
-            print_error(&error);
-            ExitCode::from(error.exit_code())
+            fail(&error, error.exit_code())
         }
         _ => ExitCode::SUCCESS,
     }

@@ -100,7 +100,6 @@ pub struct ParsedArgs {
 }
 
 /// The shell of `ddp-run --completions SHELL`, which needs no target.
-#[must_use]
 pub fn completions(argv: &[OsString]) -> Option<Shell> {
     let first = argv.get(1)?.to_str()?;
     let (flag, shell) = match first.split_once('=') {
@@ -146,7 +145,6 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
 }
 
 /// The flags, with both spellings.
-#[must_use]
 pub fn command() -> clap::Command {
     Args::command().mut_args(|arg| {
         let long = arg.get_long().unwrap_or_default();

@@ -67,7 +67,6 @@ const SETTING_OF: [(&str, &str); 9] = [
 ];
 
 /// The whole answer, several lines.
-#[must_use]
 pub fn describe(launch: &Launch) -> String {
     let Launch {
         plan,

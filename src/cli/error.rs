@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_proto::exit;
@@ -234,6 +235,12 @@ pub fn print_own_error(error: &dyn std::fmt::Display) {
 /// Writes `error: …` to stderr.
 pub fn print_error(error: &dyn std::fmt::Display) {
     write_whole(&format!("error: {error}\n"));
+}
+
+/// The same, and the exit code of a program that ends with it.
+pub(super) fn fail(error: &dyn std::fmt::Display, exit_code: u8) -> ExitCode {
+    print_error(error);
+    ExitCode::from(exit_code)
 }
 
 /// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.

@@ -26,7 +26,7 @@ use ddp_worker::session::{MemoryStore, Session, SessionError};
 pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
 
-use super::error::{CliError, print_error};
+use super::error::{CliError, fail};
 use super::interrupts::Interrupts;
 use super::{init_tracing, limits};
 
@@ -206,37 +206,25 @@ pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     limits::raise_open_files_fully();
     match load(file, overrides) {
         Ok(located) => train(&located.config),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
+        Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 fn train(config: &TrainConfig) -> ExitCode {
     let session = match Session::from_env() {
         Ok(session) => session,
-        Err(error) => {
-            print_error(&error);
-            return ExitCode::from(session_exit_code(&error));
-        }
+        Err(error) => return fail(&error, session_exit_code(&error)),
     };
     let interrupts = match listen(&session) {
         Ok(interrupts) => interrupts,
-        Err(error) => {
-            print_error(&error);
-            return ExitCode::from(error.exit_code());
-        }
+        Err(error) => return fail(&error, error.exit_code()),
     };
     let code = match run_worker(config, &session) {
         Ok(summary) => match interrupts.filter(|_| summary.stopped.is_some()) {
             Some(interrupts) => ExitCode::from(interrupts.exit_code()),
             None => ExitCode::SUCCESS,
         },
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(exit_code(&error))
-        }
+        Err(error) => fail(&error, exit_code(&error)),
     };
     session.shutdown();
     code

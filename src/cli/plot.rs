@@ -1,4 +1,4 @@
-//! `ddp-train plot`: loss, validation loss, learning rate, speed and gradient norm of runs, to look at.
+//! `ddp-train plot`: draws loss, validation loss, learning rate, speed and gradient norm of runs.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -9,18 +9,19 @@ use ddp_worker::metrics::RunFilesError;
 use ddp_worker::metrics::plot::{self, RunCurves};
 
 use super::answer;
-use super::error::{CliError, print_error};
+use super::error::CliError;
 
-/// Draw the metrics of one or several runs: one file, HTML or SVG, that any browser shows.
+/// Draw the metrics of one or several runs into one HTML or SVG file, which any browser can show.
 ///
-/// Of runs with many steps, neighbouring steps are merged: a line through their mean, in a band from the lowest to the
-/// highest value. Restarts are marked.
+/// If a run has many steps, neighbouring steps are merged: the line shows their mean, and the band
+/// reaches from their lowest to their highest value. Restarts are marked.
 #[derive(Debug, Args)]
 pub(super) struct PlotArgs {
     /// Directories of runs, or their `metrics.jsonl`
     #[arg(value_name = "RUN", required = true, num_args = 1..=plot::MAX_RUNS)]
     runs: Vec<PathBuf>,
-    /// Where to write; `.svg` is the picture alone [default: `plot.html` in the first run's directory]
+    /// Output file; `.svg` contains only the picture [default: `plot.html` in the first run's
+    /// directory]
     #[arg(short, long, value_name = "FILE.html|FILE.svg", value_parser = output)]
     output: Option<PathBuf>,
 }
@@ -35,23 +36,16 @@ fn output(text: &str) -> Result<PathBuf, String> {
 
 /// Main of `ddp-train plot`.
 pub(super) fn run(args: &PlotArgs) -> ExitCode {
-    match draw(args) {
-        Ok(words) => answer::give(words),
-        Err(error) => {
-            let error = CliError::Config(words_of(&error));
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    answer::give_or_fail(draw(args).map_err(|error| CliError::Config(words_of(&error))))
 }
 
 fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
     let runs = args.runs.iter().map(|path| RunCurves::read(path));
     let runs: Vec<RunCurves> = runs.collect::<Result<_, _>>()?;
     for line in runs.iter().flat_map(|run| &run.bad_lines) {
-        eprintln!("warning: a line is left out: {line}");
+        eprintln!("warning: skipped an invalid line: {line}");
     }
-    let output = args.output.clone().unwrap_or_else(|| beside(&args.runs[0]));
+    let output = args.output.clone().unwrap_or_else(|| plot_of(&args.runs[0]));
     let picture = match output.extension() {
         Some(ending) if ending == "svg" => plot::svg(&runs),
         _ => plot::html(&runs),
@@ -62,7 +56,7 @@ fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
     Ok(format!("{}: {of}, {} steps\n", output.display(), grouped(steps)))
 }
 
-/// Not with the hints of a run that trains.
+/// Without the hint, which is for a run that trains.
 fn words_of(error: &RunFilesError) -> String {
     match error {
         RunFilesError::Io {
@@ -72,8 +66,8 @@ fn words_of(error: &RunFilesError) -> String {
     }
 }
 
-/// In the folder of a run, which may be named by its file.
-fn beside(run: &Path) -> PathBuf {
-    let folder = if run.is_dir() { Some(run) } else { run.parent() };
-    folder.unwrap_or(Path::new("")).join("plot.html")
+/// `plot.html` in the directory of a run. The path may also be that of a file in it.
+fn plot_of(run: &Path) -> PathBuf {
+    let directory = if run.is_dir() { Some(run) } else { run.parent() };
+    directory.unwrap_or(Path::new("")).join("plot.html")
 }

@@ -15,7 +15,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
 use super::answer;
-use super::error::{CliError, print_error};
+use super::error::{CliError, fail};
 use super::host::RESOLVE_TIMEOUT;
 use super::limits;
 use super::values::{self, Endpoint};
@@ -45,7 +45,6 @@ enum Command {
 }
 
 /// The command line, for its manual page.
-#[must_use]
 pub fn command() -> clap::Command {
     Args::command()
 }
@@ -63,10 +62,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     limits::raise_open_files_fully();
     match serve(&listen) {
         Ok(code) => ExitCode::from(code),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
+        Err(error) => fail(&error, error.exit_code()),
     }
 }
 

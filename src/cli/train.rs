@@ -19,6 +19,7 @@ struct Args {
     command: Command,
 }
 
+// A variant without words has those of its arguments, which `--help` prints in full.
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Train one configuration as one rank, alone or as a worker of `ddp-run`
@@ -32,18 +33,13 @@ enum Command {
     },
     /// Estimate memory, traffic and the shortest step time of a run, on hardware that this machine need not have
     Plan(planner::PlanArgs),
-    /// Show a pipeline schedule, simulated or measured, as text or as a picture
     Schedule(schedule::ScheduleArgs),
-    /// Draw loss, validation loss, learning rate, speed and gradient norm of runs
     Plot(plot::PlotArgs),
-    /// Turn texts into a token file for `data.train` and `data.val`
     Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
     #[command(subcommand)]
     Ckpt(ckpt::Command),
-    /// Generate text with a trained model
     Generate(inference::GenerateArgs),
-    /// Evaluate a trained model on a text: loss, perplexity, bits per byte
     Eval(inference::EvalArgs),
     /// Check this machine: CPU, memory, GPUs, libraries, and what is missing
     Doctor,
@@ -55,7 +51,6 @@ enum Command {
 }
 
 /// The command line, for its manual pages.
-#[must_use]
 pub fn command() -> clap::Command {
     Args::command()
 }

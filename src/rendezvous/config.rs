@@ -133,7 +133,6 @@ impl Default for KvLimits {
 impl Config {
     /// What a job is called here. A daemon that serves one job only, which has no name, takes any other without a name
     /// for the same: its nodes may have been given other arguments, and where they meet says that they are one.
-    #[must_use]
     pub(super) fn name_of(&self, job: String) -> String {
         match &self.only_job {
             Some(owner) if is_unnamed(owner) && is_unnamed(&job) => owner.clone(),
@@ -142,7 +141,6 @@ impl Config {
     }
 
     /// Why `job` is not served here; none if it is.
-    #[must_use]
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
         let owner = super::kv::clip(owner, 128);
@@ -153,19 +151,16 @@ impl Config {
     }
 
     /// How often an agent should send a heartbeat.
-    #[must_use]
     pub fn heartbeat_interval(&self) -> Duration {
         self.lease / 3
     }
 
     /// How long a node that has reported should wait for the last word, the way to it included.
-    #[must_use]
     pub fn last_word_bound(&self) -> Duration {
         self.last_word_wait * 3 / 2
     }
 
     /// The lease as it goes over the wire.
-    #[must_use]
     pub fn lease_ms(&self) -> u32 {
         u32::try_from(self.lease.as_millis()).unwrap_or(u32::MAX)
     }
@@ -174,7 +169,6 @@ impl Config {
     ///
     /// None before the first: most failures do not come again, and every rank would wait for nothing. After that
     /// between half and all of `base * 2^(restart - 2)`, never above the cap.
-    #[must_use]
     pub fn backoff(&self, restart: u32, dice: f64) -> Duration {
         let Some(doublings) = restart.checked_sub(2).map(|further| further.min(31)) else {
             return Duration::ZERO;

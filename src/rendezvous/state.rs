@@ -48,7 +48,6 @@ struct Finished {
 
 impl State {
     /// A daemon that knows no job.
-    #[must_use]
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -60,26 +59,22 @@ impl State {
     }
 
     /// When [`Event::Tick`] is due; earlier is harmless.
-    #[must_use]
     pub fn next_wake(&self) -> Option<Duration> {
         self.jobs.values().filter_map(|job| job.next_wake).min()
     }
 
     /// What people and tools may know of a job.
-    #[must_use]
     pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
         self.jobs.get(job_id).map(|job| job.status(now))
     }
 
     /// True if no agent is at this daemon, connected or expected back.
-    #[must_use]
     pub fn is_idle(&self) -> bool {
         self.jobs.values().all(|job| job.nodes.is_empty())
     }
 
     /// How long nodes are expected back that fell silent: a launcher that was suspended comes for the verdict on its
     /// job. None if there are none; it may be in the past.
-    #[must_use]
     pub fn expects_until(&self) -> Option<Duration> {
         let jobs = self.jobs.values().map(|job| &job.silent);
         let all = jobs.chain(self.finished.iter().map(|finished| &finished.silent));

@@ -21,7 +21,6 @@ const DIGITS: usize = 8;
 
 /// Name of a job of several nodes without one, from a hash of what it runs: the same on all nodes that were started
 /// alike, without their having spoken.
-#[must_use]
 pub fn unnamed_job_id(hash: &str) -> String {
     format!("{DEFAULT_JOB_ID}-{}", super::kv::clip(hash, DIGITS))
 }

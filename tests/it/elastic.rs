@@ -187,7 +187,8 @@ fn growing_job(layout: &str) -> TinyJob {
     })
 }
 
-/// A node of so many ranks, which read the same samples, gets another beside it, and loses it again.
+/// A node of `ranks` ranks, which read the same samples, is joined by a second node, and loses it
+/// again.
 fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
     let undisturbed = growing_job(layout);
     let alone = launch().nproc(ranks).dir(undisturbed.dir()).target("tiny.yaml");

@@ -47,7 +47,7 @@ fn sequence(first: u8, count: usize) -> String {
 }
 
 #[test]
-fn a_trained_model_goes_on_with_its_text() {
+fn a_trained_model_continues_its_text() {
     let job = trained();
     let words = ["generate", "out", "--prompt", "012345", "--temperature", "0"];
     let made = ddp_train(job.dir(), &[&words[..], &["--max-tokens", "120"]].concat());
@@ -174,7 +174,7 @@ fn what_cannot_be_done_is_refused_in_words() {
         "error: the prompt has 33 tokens, and the model takes 1 to 32",
     );
     let share = "expected a number above 0 and at most 1, such as 0.9";
-    let temperature = "expected a number that is not negative, such as 0.8";
+    let temperature = "expected a number of at least 0, such as 0.8";
     for (flag, value, said) in [
         ("--top-p", "0", share),
         ("--top-p", "1.5", share),
@@ -252,11 +252,14 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
         .expect("readable")
         .replace('7', "8");
     std::fs::write(&text, changed).expect("writable");
-    refused(&["eval", "out"], "text.txt` is not what the run was trained on");
+    refused(
+        &["eval", "out"],
+        "text.txt` has changed since the run was trained on it",
+    );
     std::fs::remove_file(&text).expect("ours");
     refused(
         &["eval", "out"],
-        "hint: name the text or the token files with `--data`",
+        "hint: pass the text or the token files with `--data`",
     );
 }
 
@@ -279,7 +282,7 @@ fn validation_data_that_has_changed_is_refused() {
     std::fs::write(&val, "0123456788".repeat(20)).expect("writable");
     ddp_train(job.dir(), &["eval", "out"])
         .expect_exit(2)
-        .expect_stderr("val.txt` is not what the run validated on: 200 tokens, hash ");
+        .expect_stderr("val.txt` has changed since the run validated on it: it has 200 tokens, hash ");
     let named = ["eval", "out", "--data", "val.txt"];
     ddp_train(job.dir(), &named).expect_exit(0);
 }
@@ -303,11 +306,11 @@ fn a_model_that_has_diverged_is_refused() {
         ddp_train(job.dir(), words)
             .expect_exit(2)
             .expect_stderr(&format!("error: the model's {what} are not finite"))
-            .expect_stderr("hint: the training that made the checkpoint has diverged");
+            .expect_stderr("hint: training had diverged before this checkpoint");
     }
 }
 
-/// A run of two steps with a tokenizer of four words, whose file is beside it.
+/// A run of two steps with a tokenizer of four words, whose file is in the job's directory.
 fn trained_on_words() -> TinyJob {
     let job = TinyJob::with(|yaml| {
         yaml.replace("n_embd: 32, block_size: 32", "n_embd: 8, block_size: 8")
@@ -394,8 +397,8 @@ fn a_tokenizer_of_a_file_is_found_again() {
     std::fs::rename(&file, &moved).expect("ours");
     ddp_train(elsewhere.path(), &words)
         .expect_exit(2)
-        .expect_stderr("error: the run's tokenizer is not there")
-        .expect_stderr("hint: name it: `--tokenizer bytes`");
+        .expect_stderr("error: the run's tokenizer is not available")
+        .expect_stderr("hint: set it with `--tokenizer bytes`");
     let moved = moved.display().to_string();
     let shown = ddp_train(elsewhere.path(), &[&words[..], &["--tokenizer", &moved]].concat());
     json(&shown);
@@ -406,7 +409,7 @@ fn a_tokenizer_of_a_file_is_found_again() {
     std::fs::write(&file, other).expect("writable");
     ddp_train(elsewhere.path(), &words)
         .expect_exit(2)
-        .expect_stderr("words.json` is not what it was in the run, a file with hash ");
+        .expect_stderr("words.json` has changed since the run, which used a file with hash ");
 }
 
 /// A text without an end.

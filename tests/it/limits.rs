@@ -131,12 +131,12 @@ fn a_host_name_that_no_thread_can_look_up_is_an_error() {
             said.push(finished.stderr());
         }
     }
-    let nobody_looks = "cannot start a thread to look up the host name `localhost`: ";
-    let with = said.iter().filter(|text| text.contains(nobody_looks)).count();
+    let no_lookup_thread = "cannot start a thread to look up the host name `localhost`: ";
+    let with = said.iter().filter(|text| text.contains(no_lookup_thread)).count();
     assert!(with >= 2, "{}", said.join("\n"));
     let daemon = env!("CARGO_BIN_EXE_ddp-rendezvous");
     let serve = user.start_program(1, daemon, "serve --listen localhost:0");
-    user.finish(serve).expect_exit(70).expect_stderr(nobody_looks);
+    user.finish(serve).expect_exit(70).expect_stderr(no_lookup_thread);
 }
 
 #[test]

@@ -91,7 +91,7 @@ fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_
         (
             3,
             &[three, "parallel.pipeline.layers=[1, 1]"],
-            "2 numbers with 2 layers in all",
+            "2 numbers that add up to 2 layers",
         ),
         (
             3,
@@ -106,7 +106,7 @@ fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_
                 "parallel.pipeline.schedule=dualpipev",
                 "train.grad_accumulation=5",
             ],
-            "does not exist for 3 ranks, 2 chunks a rank and 5 micro-batches",
+            "does not support 3 ranks, 2 chunks per rank and 5 micro-batches",
         ),
     ];
     for (ranks, settings, words) in refusals {
@@ -116,7 +116,7 @@ fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_
     }
 }
 
-/// Also by whoever only looks at it.
+/// Commands that only show a schedule refuse it too.
 #[test]
 fn a_schedule_that_would_deadlock_is_refused_by_dry_runs_plans_and_pictures_too() {
     let job = untied();
@@ -150,7 +150,7 @@ fn a_schedule_that_would_deadlock_is_refused_by_dry_runs_plans_and_pictures_too(
     }
 }
 
-/// Runs `ddp-train` beside the configuration.
+/// Runs `ddp-train` in the directory of the configuration.
 fn train(job: &TinyJob, words: &[&str]) -> Finished {
     let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
     program.args(words.iter().map(Into::into)).run()
@@ -166,7 +166,7 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
     rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- .   .
     simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
-    a unit is F, I or W of a micro-batch over all that a rank holds
+    one unit is the time of F, I or W for one micro-batch in all stages of a rank
     ");
     let words = "schedule --schedule zbv --stages 2 --micro-batches 4 --csv";
     let table = train(&job, &words.split(' ').collect::<Vec<_>>());
@@ -212,7 +212,7 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     train(&job, &["schedule", "--schedule", "1f1b", "--stages", "0"]).expect_exit(2);
     train(&job, &["schedule", "--schedule", "2f2b"])
         .expect_exit(2)
-        .expect_stderr("hint: take one of gpipe, 1f1b");
+        .expect_stderr("hint: use one of gpipe, 1f1b");
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn a_picture_takes_the_place_of_another_and_files_that_are_too_large_are_not_rea
     let job = untied();
     let [picture, other] = ["a.svg", "b.svg"].map(|name| job.dir().join(name));
     std::fs::write(&picture, "as it was").expect("writable");
-    // Another name of the old file: whoever reads that still has all of it.
+    // Another name of the old file: a reader that has it open still has all of it.
     std::fs::hard_link(&picture, &other).expect("of the same file system");
     train(&job, &["schedule", "--schedule", "1f1b", "-o", "a.svg"]).expect_exit(0);
     let [drawn, old] = [&picture, &other].map(|path| std::fs::read_to_string(path).expect("readable"));

@@ -111,10 +111,10 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
     insta::assert_snapshot!(planned.expect_exit(0).stdout().join("\n"), @r"
     model           llama 80 × 8192, 68,976,648,192 parameters
     ranks           64 = 8 nodes × 8
-    device          h100, by its data sheet; 72.6 GiB of its 74.5 GiB to train in; 989 TFLOP/s, of which 0.4 are reached
-    wires           450 GB/s from a rank to those of its node, 50.0 GB/s from a node to the others
+    device          h100, by its data sheet; 72.6 GiB of 74.5 GiB for training; 989 TFLOP/s, of which training reaches 0.4
+    bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
     global batch    128 samples = 1,048,576 tokens (64 ranks × 1 micro-batch × 2 samples of 8,192 tokens)
-    arithmetic      444 GFLOP a token, 7283 TFLOP a rank and step
+    arithmetic      444 GFLOP per token, 7283 TFLOP per rank and step
 
                           ddp      zero1      zero2      zero3
      parameters     128.8 GiB  128.8 GiB  128.8 GiB    2.0 GiB
@@ -124,38 +124,38 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      activations    227.0 GiB  227.0 GiB  227.0 GiB  227.0 GiB
      on the device    1.2 TiB  496.7 GiB  371.7 GiB  249.5 GiB
      fits                  no         no         no         no
-     a rank moves   253.6 GiB  253.6 GiB  253.6 GiB  379.4 GiB
+     sent per rank  253.6 GiB  253.6 GiB  253.6 GiB  379.4 GiB
      arithmetic        18.4 s     18.4 s     18.4 s     18.4 s
      communication    4840 ms    4840 ms    4840 ms    7242 ms
-     a step            18.4 s     18.4 s     18.4 s     18.4 s
+     step time         18.4 s     18.4 s     18.4 s     18.4 s
      tokens/s          56,982     56,982     56,982     56,982
 
-    With data parallelism alone nothing fits into 72.6 GiB. `zero3` would with one of these:
+    With data parallelism alone, no strategy fits into 72.6 GiB. `zero3` would fit with one of these changes:
       train.recompute: full: 46.4 GiB
 
-    The best layouts for 128 samples a step:
-                         dp 8 × tp 8  pp 2 × dp 4 × tp 8  pp 4 × dp 2 × tp 8       pp 8 × tp 8
-     strategy                  zero2               zero1               zero1               ddp
-     schedule                      –    interleaved 1F1B    interleaved 1F1B  interleaved 1F1B
-     micro-batches                 8                  16                  32                64
-     layers a rank                80                  40                  20                10
-     on the device          62.4 GiB            71.5 GiB            62.9 GiB          64.7 GiB
-       state                32.4 GiB            36.4 GiB            24.5 GiB          18.7 GiB
-     along tensor            1.4 TiB             1.4 TiB             1.4 TiB           1.4 TiB
-     along pipeline              0 B             3.5 GiB             8.0 GiB          16.0 GiB
-     along shard           126.6 GiB            12.1 GiB             4.0 GiB               0 B
-     waiting for stages        0.0 %               2.0 %               3.4 %             5.8 %
-     a step                   21.8 s              22.2 s              22.5 s            23.1 s
-     tokens/s                 48,181              47,147              46,540            45,368
+    The best layouts for 128 samples per step:
+                          dp 8 × tp 8  pp 2 × dp 4 × tp 8  pp 4 × dp 2 × tp 8       pp 8 × tp 8
+     strategy                   zero2               zero1               zero1               ddp
+     schedule                       –    interleaved 1F1B    interleaved 1F1B  interleaved 1F1B
+     micro-batches                  8                  16                  32                64
+     layers per rank               80                  40                  20                10
+     on the device           62.4 GiB            71.5 GiB            62.9 GiB          64.7 GiB
+       state                 32.4 GiB            36.4 GiB            24.5 GiB          18.7 GiB
+     sent along tensor        1.4 TiB             1.4 TiB             1.4 TiB           1.4 TiB
+     sent along pipeline          0 B             3.5 GiB             8.0 GiB          16.0 GiB
+     sent along shard       126.6 GiB            12.1 GiB             4.0 GiB               0 B
+     pipeline bubble            0.0 %               2.0 %               3.4 %             5.8 %
+     step time                 21.8 s              22.2 s              22.5 s            23.1 s
+     tokens/s                  48,181              47,147              46,540            45,368
 
-    Take `dp 8 × tp 8` with `zero2`: of what fits it has the shortest step; `pp 2 × dp 4 × tp 8` takes 2.2 % longer.
+    Use `dp 8 × tp 8` with `zero2`: it has the shortest step of all layouts that fit; a step with `pp 2 × dp 4 × tp 8` takes 2.2 % longer.
       --set parallel.sequence=true --set parallel.strategy=zero2 --set parallel.tensor=8 --set train.grad_accumulation=8
-    `dp 64` does not fit: with `zero3` it needs 249.5 GiB of 72.6 GiB.
-    `dp 32 × tp 2` does not fit: with `zero3` it needs 137.8 GiB of 72.6 GiB.
-    `dp 16 × tp 4` does not fit: with `zero3` it needs 77.3 GiB of 72.6 GiB.
-    `pp 2 × dp 32` does not fit: with `zero3` and 1F1B it needs 376.0 GiB of 72.6 GiB.
-    `pp 2 × dp 16 × tp 2` does not fit: with `zero3` and 1F1B it needs 198.8 GiB of 72.6 GiB.
-    13 more do not fit either.
+    `dp 64` does not fit: with `zero3` it needs 249.5 GiB, and a device has 72.6 GiB.
+    `dp 32 × tp 2` does not fit: with `zero3` it needs 137.8 GiB, and a device has 72.6 GiB.
+    `dp 16 × tp 4` does not fit: with `zero3` it needs 77.3 GiB, and a device has 72.6 GiB.
+    `pp 2 × dp 32` does not fit: with `zero3` and 1F1B it needs 376.0 GiB, and a device has 72.6 GiB.
+    `pp 2 × dp 16 × tp 2` does not fit: with `zero3` and 1F1B it needs 198.8 GiB, and a device has 72.6 GiB.
+    13 more layouts cannot fit either.
     ");
 }
 
@@ -178,14 +178,14 @@ fn machines_and_data_need_not_be_here() {
     plan(dir.path(), &words)
         .expect_exit(0)
         .expect_stdout("ranks           1024 = 128 nodes × 8")
-        .expect_stdout("400 GB/s from a node to the others")
-        .expect_stdout("ake `parallel.strategy: zero2`");
+        .expect_stdout("400 GB/s per node to other nodes")
+        .expect_stdout("se `parallel.strategy: zero2`");
     plan(
         dir.path(),
         &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],
     )
     .expect_exit(0)
-    .expect_stdout("Nothing fits into 20.5 GiB. `zero3` would with one of these:")
+    .expect_stdout("No strategy fits into 20.5 GiB. `zero3` would fit with one of these changes:")
     .expect_stdout("  8 nodes: 16 ranks: 15.7 GiB");
 }
 
@@ -206,7 +206,7 @@ fn the_launch_section_says_how_many_ranks() {
         &["tiny.yaml", "--nproc-per-node", "1024", "--nnodes", "1024"],
     )
     .expect_exit(2)
-    .expect_stderr("1024 nodes of 1024 ranks have more than 131072");
+    .expect_stderr("1024 nodes × 1024 ranks are too many: a plan supports at most 131072 ranks");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_nod: 2}}\n"));
     plan(job.dir(), &["tiny.yaml"])
         .expect_exit(2)

@@ -142,7 +142,7 @@ fn training_goes_on_without_event_files() {
         .target("tiny.yaml")
         .run()
         .expect_exit(0)
-        .expect_stderr("there are no more events for TensorBoard, training continues: ");
+        .expect_stderr("TensorBoard events are no longer written, training continues: ");
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn what_cannot_be_drawn_is_named() {
     std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\nx\n").expect("writable");
     ddp_train(dir.path(), &["plot", "."])
         .expect_exit(0)
-        .expect_stderr("warning: a line is left out: ./metrics.jsonl:2: not a line of metrics");
+        .expect_stderr("warning: skipped an invalid line: ./metrics.jsonl:2: not a line of metrics");
     ddp_train(dir.path(), &["plot", "none"])
         .expect_exit(2)
         .expect_stderr("error: cannot read `none`: No such file or directory");

@@ -164,7 +164,7 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
         )
         .run();
     plan.expect_exit(0);
-    let rows = [" on the device ", " a step  ", " tokens/s  "];
+    let rows = [" on the device ", " step time  ", " tokens/s  "];
     for row in rows {
         let line = plan
             .stdout()

@@ -44,7 +44,6 @@ impl Axis {
     pub const ALL: [Self; 4] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Tensor];
 
     /// Name in configurations, errors and traces.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Pipeline => "pipeline",
@@ -59,7 +58,7 @@ impl Axis {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what}\n  hint: {hint}")]
 pub struct MeshError {
-    /// The key that is to blame.
+    /// The key whose value is wrong.
     pub key: &'static str,
     what: String,
     hint: String,
@@ -128,7 +127,8 @@ impl MeshShape {
         })
     }
 
-    /// Refuses micro-batches, of so many samples and positions, whose rows the ranks of a tensor group cannot share evenly, where they are to.
+    /// With `parallel.sequence`, refuses micro-batches whose rows the ranks of a tensor group
+    /// cannot share evenly. `rows` are the samples of a micro-batch and the positions of a sample.
     pub fn check_rows(&self, parallel: &Parallel, rows: [usize; 2]) -> Result<(), MeshError> {
         let tensor = self.size(&[Axis::Tensor]);
         let [samples, positions] = rows;
@@ -149,25 +149,21 @@ impl MeshShape {
     }
 
     /// Ranks along all of `axes`.
-    #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {
         axes.iter().map(|&axis| self.sizes[axis as usize]).product()
     }
 
     /// All ranks.
-    #[must_use]
     pub fn ranks(&self) -> usize {
         self.size(&Axis::ALL)
     }
 
-    /// Between the numbers of ranks that are neighbours along an axis.
-    #[must_use]
+    /// The difference between the numbers of two ranks that are neighbours along an axis.
     pub fn stride(&self, axis: Axis) -> usize {
         self.size(&Axis::ALL[axis as usize + 1..])
     }
 
-    /// Where `rank` stands among the ranks that differ from it along `axes` only.
-    #[must_use]
+    /// Index of `rank` among the ranks that differ from it along `axes` only.
     pub fn index(&self, rank: usize, axes: &[Axis]) -> usize {
         let along = Axis::ALL.iter().filter(|axis| axes.contains(axis));
         along.fold(0, |index, &axis| {
@@ -176,7 +172,6 @@ impl MeshShape {
     }
 
     /// The ranks that differ from `rank` along `axes` only, itself included, in ascending order.
-    #[must_use]
     pub fn members(&self, rank: usize, axes: &[Axis]) -> Vec<usize> {
         let is_member = |other: &usize| {
             let mut fixed = Axis::ALL.iter().filter(|axis| !axes.contains(axis));
@@ -185,8 +180,8 @@ impl MeshShape {
         (0..self.ranks()).filter(is_member).collect()
     }
 
-    /// A job can go on with another number of ranks only if it is a multiple of this one; none: with any.
-    #[must_use]
+    /// A job can continue with a different number of ranks only if that is a multiple of this
+    /// number. `None` means any number.
     pub fn ranks_multiple_of(parallel: &Parallel) -> Option<u64> {
         let shard = match (parallel.strategy, parallel.shard_group) {
             (Strategy::Ddp, _) | (_, None | Some(ShardGroup::Node)) => 1,
@@ -238,7 +233,8 @@ fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), MeshE
     })
 }
 
-/// Shard groups of a node's ranks lie within nodes: where a stage is neither whole nodes nor a part of one, they would not.
+/// Refuses `shard_group: node` if a stage neither fills whole nodes nor divides one: shard groups
+/// would then span nodes.
 fn check_node_groups(
     parallel: &Parallel,
     env: &WorkerEnv,
@@ -251,10 +247,10 @@ fn check_node_groups(
     Err(MeshError {
         key: "parallel.shard_group",
         what: format!(
-            "`parallel.shard_group` is node, but a stage has {} and a node {local}: a group of {group} would span nodes",
+            "`parallel.shard_group` is node, but a stage has {} and a node has {local}: a shard group of {group} would span nodes",
             counted((data * parallel.tensor) as u64, "rank")
         ),
-        hint: "start nodes enough for a stage to be whole nodes, or few enough for a node to be whole stages; or leave `parallel.shard_group` out".into(),
+        hint: "change the number of nodes so that a stage fills whole nodes or a node holds whole stages, or leave out `parallel.shard_group`".into(),
     })
 }
 
@@ -263,7 +259,7 @@ pub struct Mesh {
     shape: MeshShape,
     world: Communicator,
     executor: Executor,
-    /// Groups made so far, but for the world.
+    /// Groups made so far, except the world.
     groups: Mutex<Vec<Group>>,
 }
 
@@ -277,8 +273,7 @@ impl Mesh {
     /// `world` has all ranks of the mesh. Groups get executors of their own.
     ///
     /// # Panics
-    /// If `world` has another number of ranks than the mesh.
-    #[must_use]
+    /// If `world` has a different number of ranks than the mesh.
     pub fn new(shape: MeshShape, world: Communicator, executor: Executor) -> Self {
         assert_eq!(shape.ranks(), world.size(), "the mesh has all ranks of the world");
         Self {
@@ -290,20 +285,18 @@ impl Mesh {
     }
 
     /// Ranks along all of `axes`.
-    #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {
         self.shape.size(axes)
     }
 
-    /// Where this rank stands in the group along `axes`.
-    #[must_use]
+    /// Index of this rank in the group along `axes`.
     pub fn index(&self, axes: &[Axis]) -> usize {
         self.shape.index(self.world.rank(), axes)
     }
 
-    /// The communicator of this rank's group along `axes`: the world's where the group is the world, else one that is
-    /// made at the first call and kept. Every rank must make the same calls in the same order, with no operation of
-    /// the world in flight.
+    /// The communicator of this rank's group along `axes`. If the group is the world, it is the
+    /// world's communicator. Otherwise it is made at the first call and kept. Every rank must make
+    /// the same calls in the same order, with no operation of the world in flight.
     pub fn group(&self, axes: &[Axis]) -> Result<Communicator, CollectiveError> {
         let members = self.members(axes);
         if members.len() == self.world.size() {
@@ -313,18 +306,20 @@ impl Mesh {
         self.split(members, &names.join(" × "), self.executor)
     }
 
-    /// Another communicator of the same group, whose operations do not queue behind those of [`Mesh::group`].
+    /// A separate communicator of the same group. Its operations do not wait for those of
+    /// [`Mesh::group`].
     pub fn group_for(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
         self.split(self.members(axes), name, self.executor)
     }
 
-    /// The same, whose operations run on the calling thread: for what nothing can hide.
+    /// The same, but operations run on the calling thread: for communication that overlaps with
+    /// nothing.
     pub fn group_inline(&self, axes: &[Axis], name: &str) -> Result<Communicator, CollectiveError> {
         self.split(self.members(axes), name, Executor::Inline)
     }
 
-    /// A communicator of the first and the last of the ranks that differ along `axis` only; any other rank gets one of
-    /// itself alone. Every rank must call it, as [`Mesh::group`].
+    /// A communicator of the first and the last of the ranks that differ along `axis` only. Any
+    /// other rank gets a communicator of itself alone. Every rank must call it, as [`Mesh::group`].
     pub fn ends(&self, axis: Axis, name: &str) -> Result<Communicator, CollectiveError> {
         let (line, rank) = (self.members(&[axis]), self.world.rank());
         let ends = vec![line[0], line[line.len() - 1]];
@@ -364,14 +359,12 @@ impl Mesh {
         Ok(made)
     }
 
-    /// Of the world and of all groups.
-    #[must_use]
+    /// The timeline of the world and of all groups.
     pub fn timeline(&self) -> &Timeline {
         self.world.timeline()
     }
 
     /// Bytes that this rank has sent in all groups.
-    #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
         let groups = self.groups();
         let of_groups = groups.iter().map(|group| group.comm.wire_bytes());
@@ -379,7 +372,6 @@ impl Mesh {
     }
 
     /// The same by axis, in the order of [`Axis::ALL`]: what a group along several axes sent is counted as the slowest one's.
-    #[must_use]
     pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
         let mut bytes = [WireBytes::default(); Axis::ALL.len()];
         let groups = self.groups();
@@ -423,7 +415,8 @@ impl Mesh {
     }
 }
 
-/// The numbers of `pairs` in rounds: in none of them is anybody in two pairs, so that one split makes a round.
+/// The numbers of `pairs` in rounds. In a round no rank is in two pairs, so one split makes the
+/// whole round.
 fn rounds(pairs: &[[usize; 2]]) -> Vec<Vec<usize>> {
     let mut rounds: Vec<Vec<usize>> = Vec::new();
     for (number, pair) in pairs.iter().enumerate() {
@@ -543,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_in_two_pairs_of_a_round() {
+    fn no_rank_is_in_two_pairs_of_a_round() {
         // Activations and gradients of four stages.
         let pairs = [[0, 1], [1, 2], [2, 3], [1, 0], [2, 1], [3, 2]];
         assert_eq!(
@@ -599,8 +592,8 @@ mod tests {
         assert_eq!(sharded(3, 2).unwrap().members(3, &[Axis::Shard]), [2, 3]);
         assert_eq!(sharded(1, 6).unwrap().members(3, &[Axis::Shard]), [2, 3]);
         insta::assert_snapshot!(sharded(2, 6).unwrap_err().to_string(), @r"
-        `parallel.shard_group` is node, but a stage has 4 ranks and a node 6: a group of 4 would span nodes
-          hint: start nodes enough for a stage to be whole nodes, or few enough for a node to be whole stages; or leave `parallel.shard_group` out
+        `parallel.shard_group` is node, but a stage has 4 ranks and a node has 6: a shard group of 4 would span nodes
+          hint: change the number of nodes so that a stage fills whole nodes or a node holds whole stages, or leave out `parallel.shard_group`
         ");
         insta::assert_snapshot!(refused(4, 1), @r"
         `parallel.tensor` is 2, but a node has 1 rank: a tensor group would span nodes

@@ -30,7 +30,6 @@ pub struct Work {
 
 impl Work {
     /// Of a model with a vocabulary of so many tokens.
-    #[must_use]
     pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
         let decoder = Decoder::of(model);
         let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
@@ -55,7 +54,6 @@ impl Work {
     }
 
     /// All that the device does.
-    #[must_use]
     pub const fn total(&self) -> u64 {
         self.model + self.repeated
     }
@@ -76,13 +74,11 @@ pub struct GlobalBatch {
 
 impl GlobalBatch {
     /// Samples of one step, over all ranks.
-    #[must_use]
     pub const fn samples(&self) -> u64 {
         self.ranks * self.accumulation * self.micro_batch
     }
 
     /// Tokens of one step, over all ranks.
-    #[must_use]
     pub const fn tokens(&self) -> u64 {
         self.samples() * self.block_size
     }
@@ -125,14 +121,12 @@ impl Accelerator {
     }
 
     /// The one of that name, in capitals or not.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         let known = |accelerator: &Self| accelerator.name.eq_ignore_ascii_case(name);
         Self::ALL.into_iter().find(known)
     }
 
     /// Operations a second of matrix products in a precision.
-    #[must_use]
     pub const fn flops(&self, precision: Precision) -> f64 {
         let [f32, tf32, bf16] = self.flops;
         match precision {
@@ -178,7 +172,6 @@ struct Spread {
 
 impl Cluster {
     /// All ranks.
-    #[must_use]
     pub const fn ranks(&self) -> u64 {
         self.nodes * self.ranks_a_node
     }
@@ -199,7 +192,6 @@ impl Cluster {
     /// are reduce-scattered or gathered by g ranks on each of m nodes, where each rank sends (gm − 1)/gm · S, a rank sends
     /// (g − 1)/g · S to its node, and a node (m − 1)/m · S to the others, once for all its ranks: within one node the bound of
     /// a ring (Patarasuk & Yuan 2009). An all-reduce is both, one after the other.
-    #[must_use]
     pub fn least_seconds(&self, sent: &[Sent]) -> Option<f64> {
         let (mut inside, mut between) = (0.0, 0.0);
         for sent in sent.iter().filter(|sent| sent.bytes > 0) {
@@ -217,7 +209,6 @@ impl Cluster {
 
     /// The least time of a message to the rank whose number is so much higher, in seconds; none if the rate is not known. The
     /// ranks of a node send at the same time.
-    #[must_use]
     pub fn message_seconds(&self, bytes: u64, stride: u64) -> Option<f64> {
         if stride < self.ranks_a_node {
             return Some(bytes as f64 / self.link?);

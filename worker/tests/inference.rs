@@ -262,7 +262,7 @@ fn what_cannot_go_on_is_refused() {
     let message = |error: Result<&[f32], InferenceError>| error.unwrap_err().to_string();
     insta::assert_snapshot!(message(generator.advance(&[1, 256])), @r"
     token 256 is outside of the model's vocabulary of 256
-      hint: take the tokenizer that the model was trained with
+      hint: use the tokenizer that the model was trained with
     ");
     assert_eq!(generator.room(), 16, "nothing of it was taken in");
     assert!(message(generator.advance(&[])).contains("0 tokens do not fit"));

@@ -108,8 +108,8 @@ impl Layout {
     }
 }
 
-/// Options that are dealt one by one in an order that only its own seed decides: each as often as every other, and
-/// beside those of another deck as it comes.
+/// Options that are dealt one by one, in an order that depends only on the seed of the deck. Each
+/// option is dealt equally often, independently of other decks.
 struct Deck<T: 'static> {
     options: &'static [T],
     left: Vec<T>,

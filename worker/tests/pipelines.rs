@@ -288,7 +288,7 @@ fn a_file_is_run_as_it_is_and_a_broken_one_is_refused_before_anything_begins() {
     assert_eq!(refused[0], refused[1]);
     insta::assert_snapshot!(refused[0], @r"
     `parallel.pipeline.file`: rank 0 is refused at `0B1`: the action is there twice, whole or in part
-      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
     ");
     assert!(!broken.out_dir().exists(), "nothing was begun");
 }

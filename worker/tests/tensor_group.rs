@@ -67,6 +67,14 @@ impl Member {
         collective_world::read(buffer)
     }
 
+    /// This rank's rows of the sum, in the memory of the whole.
+    fn reduce_scatter_rows(&self, whole: &Activation) -> Activation {
+        let kind = ExchangeKind::ReduceScatterRows;
+        let exchange = self.group.start(kind, whole, "partial sums").unwrap();
+        self.group.finish(exchange).unwrap();
+        self.group.own_rows(whole).unwrap()
+    }
+
     fn all_reduce(&self, buffer: &Buffer) {
         let shape = vec![buffer.len()];
         let x = Activation::borrowed(buffer.clone(), shape);
@@ -118,7 +126,7 @@ fn rows_are_summed_scattered_and_gathered_in_rank_order() {
             assert_eq!(bits(&member.read(&sum)), bits(&expected), "{nodes:?}");
 
             let whole = activation(&member.with(&values));
-            let rows = group.reduce_scatter_rows(&whole, "sum").unwrap();
+            let rows = member.reduce_scatter_rows(&whole);
             assert_eq!(rows.shape(), [own, CHANNELS]);
             let elements = index * own * CHANNELS..(index + 1) * own * CHANNELS;
             assert_eq!(bits(&member.read(rows.buffer())), bits(&expected[elements]));
@@ -162,7 +170,7 @@ fn a_ranks_bytes_are_those_of_the_formulas() {
             let reduced = member.group.wire_bytes();
             for _ in 0..4 {
                 member.group.gather_rows(&x, "rows").unwrap();
-                member.group.reduce_scatter_rows(&x, "sum").unwrap();
+                member.reduce_scatter_rows(&x);
             }
             member.read(x.buffer());
             [reduced, member.group.wire_bytes() - reduced]
@@ -329,7 +337,7 @@ impl<'a> TwoProducts<'a> {
     /// The sum of the ranks' partial products, of all rows or of its own.
     fn sum(&self, partial: &Activation) -> Activation {
         if self.sequence {
-            return self.member.group.reduce_scatter_rows(partial, "output").unwrap();
+            return self.member.reduce_scatter_rows(partial);
         }
         self.member.group.all_reduce(partial, "output").unwrap();
         partial.clone()

@@ -131,7 +131,6 @@ impl ExitReason {
     }
 
     /// Exit code of the launcher.
-    #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Succeeded => exit::SUCCESS,

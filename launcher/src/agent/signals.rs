@@ -61,7 +61,6 @@ impl Signals {
 }
 
 /// True if our parent process had the signal ignored.
-#[must_use]
 pub fn is_ignored(signal: Signal) -> bool {
     // Bit n−1 of the mask is signal n.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -10,7 +10,6 @@ use super::Standing;
 
 /// Cores that this process may use: those of its affinity mask, within the quota of its control groups rounded up, at
 /// least one.
-#[must_use]
 pub fn usable_cores() -> usize {
     let affinity = sched_getaffinity(Pid::from_raw(0)).map_or(1, |set| count(&set));
     cpu_quota().map_or(affinity, |quota| affinity.min(quota.ceil().max(1.0) as usize))
@@ -18,7 +17,6 @@ pub fn usable_cores() -> usize {
 
 /// The tightest quota of processor time in cores, of this process's control group and of all above it; none without
 /// one.
-#[must_use]
 pub fn cpu_quota() -> Option<f64> {
     tightest_quota(&Standing::of_this_process())
 }

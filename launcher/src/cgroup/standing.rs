@@ -98,7 +98,6 @@ fn in_folder(mount: &Path, below: &Path) -> PathBuf {
 }
 
 /// The least memory in bytes that a control group of this process, or one above it, leaves it; none without a limit.
-#[must_use]
 pub fn memory_limit() -> Option<u64> {
     least_memory(&Standing::of_this_process())
 }

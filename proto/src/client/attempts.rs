@@ -44,7 +44,6 @@ impl Attempts {
     }
 
     /// When they end.
-    #[must_use]
     pub const fn deadline(&self) -> Instant {
         self.deadline
     }

@@ -116,7 +116,6 @@ pub enum ClientError {
 
 impl ClientError {
     /// Exit code of a launcher that ends because of this error.
-    #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::BadEndpoint { .. } => exit::USAGE,
@@ -138,7 +137,6 @@ impl ClientError {
     }
 
     /// True if a new stream may help ([`agent_stream`](super::Client::agent_stream) with a deadline).
-    #[must_use]
     pub const fn is_broken(&self) -> bool {
         matches!(self, Self::Broken { .. } | Self::Stalled { .. })
     }

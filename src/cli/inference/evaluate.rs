@@ -12,14 +12,16 @@ use serde_json::json;
 use super::{ModelArgs, Opened, precision, refuse};
 use crate::cli::answer;
 
-/// Say how well a trained model predicts a text: loss, perplexity, bits per byte.
+/// Evaluate a trained model on a text: loss, perplexity, bits per byte.
 ///
-/// Without `--data` it is what the run validates on: the loss is the run's validation loss at that step.
+/// Without `--data`, the text is the run's validation data, and the loss is the run's validation
+/// loss at that step.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Texts (tokenizer `bytes`), or token files, one behind the other; `*` stands for any characters of a name
+    /// Texts (tokenizer `bytes`) or token files, read one after the other; `*` in a name matches
+    /// any characters
     #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Vec<PathBuf>,
     /// Evaluate the first N tokens only, rounded up to whole samples

@@ -1,4 +1,4 @@
-//! `ddp-train generate`: text that goes on from a prompt, as it comes.
+//! `ddp-train generate`: continues a prompt, and prints the text while it is generated.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::{self, Read as _, Write as _};
@@ -13,45 +13,48 @@ use serde_json::json;
 use super::{ModelArgs, Opened, precision, refuse};
 use crate::cli::answer;
 
-/// Longest prompt that is read from standard input: more than any model has positions for.
+/// Longest prompt that is read from standard input: no model has positions for more.
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
-/// The prompt is on standard input.
+/// This value of `--prompt` means standard input.
 const STDIN: &str = "-";
 
-/// Let a trained model go on from a text.
+/// Continue a text with a trained model.
 ///
-/// Prints the prompt and what follows, as it comes, and at the end its speed on standard error. A text longer than the
-/// model's positions (`model.block_size`) goes on too: the older half of what the model sees is dropped each time.
+/// Prints the prompt, then each piece of new text as soon as it is generated, and at the end the
+/// speed on standard error. The text may become longer than the model's positions
+/// (`model.block_size`): when all positions are used, the older half of them is dropped.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text to go on from; `-`: standard input
+    /// Text to continue; `-` reads it from standard input
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: String,
-    /// Most tokens to make
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value = "200")]
     max_tokens: NonZeroUsize,
-    /// The token that ends the text before [default: `<|endoftext|>`, `<|end_of_text|>` or `</s>`, whichever of them the
-    /// vocabulary has]
+    /// Token at which generation stops early [default: `<|endoftext|>`, `<|end_of_text|>` or
+    /// `</s>`, if the vocabulary has it]
     #[arg(long, value_name = "TOKEN")]
     end_of_text: Option<String>,
-    /// Logits are divided by it: below 1 the text is more probable, above 1 more varied; 0 takes the most probable token
+    /// Divide the logits by T: below 1 favours probable tokens, above 1 makes the text more varied,
+    /// 0 always selects the most probable token
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
     temperature: f32,
-    /// Choose among the K most probable tokens only
+    /// Sample from the K most probable tokens only
     #[arg(long, value_name = "K")]
     top_k: Option<NonZeroUsize>,
-    /// Choose among the fewest most probable tokens whose probabilities add up to P
+    /// Sample from the smallest set of most probable tokens whose probabilities add up to P
     #[arg(long, value_name = "P", value_parser = share)]
     top_p: Option<f32>,
-    /// The same seed makes the same text [default: another one each time, which is shown]
+    /// Seed of the sampling: the same seed gives the same text [default: a random seed, printed at
+    /// the end]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Type of parameters: `f32`, or `bf16`, which takes half of the memory
+    /// Data type of the parameters: `f32`, or `bf16`, which needs half of the memory
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = precision)]
     precision: Precision,
-    /// Print JSON at the end, for programs, and no text before
+    /// Print one JSON document at the end, for programs, and no text before it
     #[arg(long)]
     json: bool,
 }
@@ -59,7 +62,7 @@ pub(in crate::cli) struct GenerateArgs {
 fn temperature(text: &str) -> Result<f32, String> {
     let number = text.parse::<f32>().ok();
     let number = number.filter(|number| number.is_finite() && *number >= 0.0);
-    number.ok_or_else(|| "expected a number that is not negative, such as 0.8".into())
+    number.ok_or_else(|| "expected a number of at least 0, such as 0.8".into())
 }
 
 fn share(text: &str) -> Result<f32, String> {
@@ -72,7 +75,7 @@ fn share(text: &str) -> Result<f32, String> {
 
 /// Main of `ddp-train generate`.
 pub(in crate::cli) fn run(args: &GenerateArgs) -> ExitCode {
-    // A reader that goes away has seen enough: nothing is said then.
+    // If the reader of standard output has gone, nothing more is printed.
     let mut written = Ok(());
     match generate(args, &mut |text| {
         let mut out = io::stdout().lock();
@@ -81,7 +84,7 @@ pub(in crate::cli) fn run(args: &GenerateArgs) -> ExitCode {
     }) {
         Ok(report) => {
             if written.is_ok() {
-                // Nothing is left to do where that cannot be printed.
+                // If the report cannot be printed, there is nothing left to do.
                 let _ = io::stderr().write_all(report.as_bytes());
             }
             answer::given(written)
@@ -90,7 +93,8 @@ pub(in crate::cli) fn run(args: &GenerateArgs) -> ExitCode {
     }
 }
 
-/// Writes the text by `write`, which is false when nobody reads it. Returns what is to be said beside it at the end.
+/// Passes the text to `write`, which returns false if the reader has gone. Returns the report to
+/// print at the end.
 fn generate(args: &GenerateArgs, write: &mut dyn FnMut(&str) -> bool) -> Result<String, InferenceError> {
     let prompt = prompt(&args.prompt)?;
     let Opened { tokenizer, model, .. } = args.model.open(Some(args.precision))?;
@@ -154,7 +158,7 @@ fn prompt(word: &str) -> Result<String, InferenceError> {
     Ok(prompt)
 }
 
-/// Another one each time, short enough to be typed.
+/// A random seed, short enough to be typed.
 fn any_seed() -> u64 {
     RandomState::new().build_hasher().finish() % 1_000_000
 }

@@ -1,8 +1,8 @@
-//! `ddp-train generate` and `ddp-train eval`: a trained model at work.
+//! `ddp-train generate` and `ddp-train eval`: use a trained model.
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `generate.rs` | text that goes on from a prompt, as it comes |
+//! | `generate.rs` | continues a prompt, and prints the text while it is generated |
 //! | `evaluate.rs` | loss, perplexity and bits per byte of a text |
 
 mod evaluate;
@@ -23,10 +23,10 @@ use super::error::print_error;
 pub(super) use evaluate::{EvalArgs, run as evaluate};
 pub(super) use generate::{GenerateArgs, run as generate};
 
-/// Exit code where the machine is at fault, and not what was asked for.
+/// Exit code if the machine failed, and not the request.
 const FAILED: u8 = 1;
 
-/// Which model, and where it computes.
+/// Which model to use, and on which device.
 #[derive(Debug, Args)]
 pub(super) struct ModelArgs {
     #[command(flatten)]
@@ -37,7 +37,7 @@ pub(super) struct ModelArgs {
     /// Where to compute: `cpu` or `gpu` [default: the first GPU, if there is one]
     #[arg(long, value_name = "DEVICE", value_parser = ["cpu", "gpu"])]
     device: Option<String>,
-    /// Threads of the processor [default: one a core]
+    /// Number of CPU threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
 }
@@ -50,7 +50,7 @@ struct Opened {
 }
 
 impl ModelArgs {
-    /// Reads the checkpoint. Without a precision it is the run's.
+    /// Reads the checkpoint. Without `precision`, the run's precision is used.
     fn open(&self, precision: Option<Precision>) -> Result<Opened, InferenceError> {
         let reader = self.which.open()?;
         let run = RunSettings::of(&reader);

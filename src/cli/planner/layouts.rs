@@ -1,23 +1,23 @@
-//! The best layouts of the planned machines, as a table and as JSON, and which one to take.
+//! The best layouts for the planned machines, as a table and as JSON, and which one to use.
 
 use std::fmt::Write as _;
 
-use ddp_proto::words::{bytes, grouped};
+use ddp_proto::words::{bytes, counted, grouped};
 use serde_json::{Value, json};
 
 use super::report;
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 
-/// Layouts that do not fit and are named, at most.
+/// Most layouts that are listed as too large.
 const MAX_NAMED: usize = 5;
 
-/// For people: a layout a column. `memory` is that of a device.
+/// For people: one layout per column. `memory` is the memory of a device.
 pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> String {
     let memory = bytes(memory);
     let mut text = match &search.best[..] {
         [] => format!("No layout fits into {memory}.\n"),
         [first, others @ ..] => format!(
-            "The best layouts for {} samples a step:\n{}\n{}",
+            "The best layouts for {} samples per step:\n{}\n{}",
             grouped(first.candidate.batch.samples()),
             table(search, bounds),
             recommendation(first, others.first())
@@ -28,32 +28,35 @@ pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> Str
         let with = format!("`{}`{}", strategy(candidate), and_schedule(candidate));
         let _ = writeln!(
             text,
-            "`{layout}` does not fit: with {with} it needs {held} of {memory}."
+            "`{layout}` does not fit: with {with} it needs {held}, and a device has {memory}."
         );
     }
     let rest = search.too_large.len().saturating_sub(MAX_NAMED);
     for (number, what) in [
-        (rest, "do not fit either"),
+        (rest, "cannot fit either"),
         (search.slower, "can only be slower"),
-        (search.not_looked_at, "were not looked at: there are too many"),
+        (search.not_looked_at, "could not be searched: there are too many"),
     ] {
         if number > 0 {
-            let _ = writeln!(text, "{number} more {what}.");
+            let _ = writeln!(text, "{} {what}.", counted(number, "more layout"));
         }
     }
     text
 }
 
-/// How far the first one is ahead, and how to choose it.
+/// Which layout to use, how much faster it is than the next one, and the flags that select it.
 fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
     let taken = &first.candidate;
     let ahead = next.and_then(|FoundLayout { candidate, .. }| {
         let later = report::share(candidate.seconds()? / taken.seconds()? - 1.0);
-        Some(format!("; `{}` takes {later} longer", candidate.layout()))
+        Some(format!(
+            "; a step with `{}` takes {later} longer",
+            candidate.layout()
+        ))
     });
     let flags = first.settings.iter().map(|setting| format!(" --set {setting}"));
     format!(
-        "Take `{}` with `{}`{}: of what fits it has the shortest step{}.\n {}\n",
+        "Use `{}` with `{}`{}: it has the shortest step of all layouts that fit{}.\n {}\n",
         taken.layout(),
         strategy(taken),
         and_schedule(taken),
@@ -62,7 +65,7 @@ fn recommendation(first: &FoundLayout, next: Option<&FoundLayout>) -> String {
     )
 }
 
-/// `zero3`, or `zero3 over 8` of more data-parallel ranks.
+/// `zero3`, or `zero3 over 8` if it shards over 8 of the data-parallel ranks.
 fn strategy(candidate: &Candidate) -> String {
     let name = report::name(candidate);
     match candidate.mesh.size(&[Axis::Shard]) as u64 {
@@ -75,7 +78,7 @@ fn and_schedule(candidate: &Candidate) -> String {
     schedule(candidate).map_or_else(String::new, |schedule| format!(" and {schedule}"))
 }
 
-/// Of a pipeline.
+/// The schedule, if the layout has a pipeline.
 fn schedule(candidate: &Candidate) -> Option<&str> {
     (candidate.layers.len() > 1).then_some(candidate.schedule)
 }
@@ -92,15 +95,15 @@ fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
         row("strategy", &strategy),
         row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
         row("micro-batches", &|c| c.batch.accumulation.to_string()),
-        row("layers a rank", &report::layers),
+        row("layers per rank", &report::layers),
         row("on the device", &|c| bytes(c.held)),
         row("  state", &|c| bytes(c.state())),
-        along("along tensor", Axis::Tensor),
-        along("along pipeline", Axis::Pipeline),
-        along("along shard", Axis::Shard),
-        along("along replicate", Axis::Replicate),
-        row("waiting for stages", &|c| report::share(c.bubble)),
-        row(&format!("a step{least}"), &|c| report::duration(seconds(c))),
+        along("sent along tensor", Axis::Tensor),
+        along("sent along pipeline", Axis::Pipeline),
+        along("sent along shard", Axis::Shard),
+        along("sent along replicate", Axis::Replicate),
+        row("pipeline bubble", &|c| report::share(c.bubble)),
+        row(&format!("step time{least}"), &|c| report::duration(seconds(c))),
         row(&format!("tokens/s{most}"), &|c| {
             grouped((c.batch.tokens() as f64 / seconds(c)) as u64)
         }),

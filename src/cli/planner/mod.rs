@@ -1,11 +1,12 @@
-//! `ddp-train plan`: what a run needs before it runs, on machines that need not be here.
+//! `ddp-train plan`: estimates memory, traffic and step time of a run. Neither the machines nor the
+//! data need to exist.
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `quantity.rs` | sizes and rates as people write them |
-//! | `device.rs` | the device that is planned for: named, described, or found on this machine |
+//! | `quantity.rs` | sizes and rates, parsed from text |
+//! | `device.rs` | the device of the plan: named, described, or found on this machine |
 //! | `report.rs` | the strategies as tables or as JSON |
-//! | `layouts.rs` | the best layouts of the machines |
+//! | `layouts.rs` | the best layouts for the machines |
 
 mod device;
 mod layouts;
@@ -18,7 +19,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::Value;
 
-use super::error::{CliError, print_error};
+use super::error::CliError;
 use super::native::plan::Cluster;
 use super::native::{Draft, Machines};
 use super::settings::Settings;
@@ -26,52 +27,56 @@ use super::values::ProcCount;
 use super::{answer, values};
 use device::Planned;
 
-/// More of them is a slipped digit.
+/// Most nodes, and most ranks per node: a larger number is a typing error.
 const MAX_COUNT: i64 = 1 << 14;
-/// Ranks of all nodes, at most.
+/// Most ranks of all nodes together.
 const MAX_RANKS: u64 = 1 << 17;
-/// More of them fit on no screen.
+/// Most layouts to show: more do not fit on a screen.
 const MAX_LAYOUTS: i64 = 100;
-/// Ranks of a node where no setting says how many: as most machines with GPUs have.
+/// Ranks per node if no setting gives them: most GPU machines have 8 GPUs.
 const RANKS_A_NODE: u32 = 8;
 
-/// What is planned, and for which machines.
+/// What to plan, and for which machines.
 #[derive(Debug, Args)]
 pub(super) struct PlanArgs {
-    /// The configuration; its data need not be there
+    /// The configuration; its data need not exist
     #[arg(value_name = "FILE.yaml")]
     config: PathBuf,
     /// Override one value, for example `--set train.micro_batch=4`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
-    /// Nodes [default: the most that the `launch` section allows, else 1]
+    /// Number of nodes [default: the maximum of `launch.nnodes`, else 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
     nnodes: Option<u32>,
-    /// Ranks on each, one a GPU [default: that of the `launch` section, else 8]
+    /// Ranks per node, one per GPU [default: `launch.nproc_per_node` if it is a number, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
     nproc_per_node: Option<u32>,
-    /// A device by its data sheet: a100-40gb, a100, h100, h200 or b200; without it, the first GPU of this machine
+    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
+    /// of this machine]
     #[arg(long, value_name = "NAME", value_parser = device::named)]
     gpu: Option<super::native::plan::Accelerator>,
-    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu` a rank's part of it
+    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
+    /// one rank may use
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
     memory: Option<u64>,
-    /// What driver and libraries take of it
+    /// Part of this memory that driver and libraries use
     #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = quantity::size)]
     reserve: u64,
-    /// Floating-point operations a second of a device in `train.precision`, for example `989T`
+    /// Peak floating-point operations per second of a device in `train.precision`, for example
+    /// `989T`
     #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
     flops: Option<f64>,
-    /// Share of them that training reaches; 1 gives bounds, which nothing exceeds
+    /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
     mfu: f64,
-    /// What a rank sends to the ranks of its node, for example `450GB/s`
+    /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
     link: Option<f64>,
-    /// What a node sends to the others, all its adapters together, for example `3200Gb/s`
+    /// Bandwidth from a node to the other nodes, all network adapters together, for example
+    /// `3200Gb/s`
     #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
     network: Option<f64>,
-    /// Show so many layouts, the best first
+    /// Number of layouts to show, the best first
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=MAX_LAYOUTS))]
     layouts: u32,
     /// Print JSON, for programs
@@ -81,17 +86,11 @@ pub(super) struct PlanArgs {
 
 /// Main of `ddp-train plan`.
 pub(super) fn run(args: &PlanArgs) -> ExitCode {
-    match plan(args) {
-        Ok(text) => answer::give(text),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    answer::give_or_fail(plan(args))
 }
 
-/// Nodes, and ranks on each: flags first, then the `launch` section. What that says of this machine's devices is not
-/// said of those that are planned for.
+/// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
+/// such as `gpu` is ignored, because it counts the devices of this machine.
 fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
     let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
         what: "cannot read the configuration",
@@ -109,8 +108,8 @@ fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
     for (key, flag, size) in sizes {
         if flag.is_none() && i64::from(size) > MAX_COUNT {
             return Err(CliError::Conflict {
-                problem: format!("`launch.{key}` is {size}, and plans are made for {MAX_COUNT} at most"),
-                hint: format!("give another number: `--{}`", key.replace('_', "-")),
+                problem: format!("`launch.{key}` is {size}, but a plan supports at most {MAX_COUNT}"),
+                hint: format!("set a smaller number with `--{}`", key.replace('_', "-")),
             });
         }
     }
@@ -118,9 +117,9 @@ fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
     if u64::from(nodes) * u64::from(ranks) > MAX_RANKS {
         return Err(CliError::Conflict {
             problem: format!(
-                "{nodes} nodes of {ranks} ranks have more than {MAX_RANKS}, for which plans are made"
+                "{nodes} nodes × {ranks} ranks are too many: a plan supports at most {MAX_RANKS} ranks"
             ),
-            hint: "give other numbers: `--nnodes`, `--nproc-per-node`".to_owned(),
+            hint: "set smaller numbers with `--nnodes` or `--nproc-per-node`".to_owned(),
         });
     }
     Ok([nodes, ranks])

@@ -1,4 +1,4 @@
-//! A comparison for people, as tables, and for programs, as JSON.
+//! The report of a plan: tables for people, JSON for programs.
 
 use std::fmt::Write as _;
 
@@ -10,12 +10,13 @@ use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
 
-/// What a cell says of a number that is not known.
+/// The cell of an unknown number.
 const UNKNOWN: &str = "–";
-/// Rows of such cells only are left out.
+/// Rows that have only such cells are left out.
 const NOTHING: [&str; 3] = ["0 B", "0.000 ms", "0.0 %"];
 
-/// What is said of times and of rates: reckoned with less than the whole rate of a device they are no bounds any more.
+/// What is appended to the titles of times and of rates. With less than the peak rate of a device,
+/// they are estimates and not bounds.
 pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
     if mfu < 1.0 {
         ["", ""]
@@ -24,7 +25,8 @@ pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
     }
 }
 
-/// For people. `is_best` is false if a layout is known that is better than data parallelism alone.
+/// For people. `is_best` is false if the layout search found a better one than data parallelism
+/// alone.
 pub(super) fn text(
     comparison: &Comparison,
     machines: &Machines,
@@ -51,12 +53,12 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
     let cluster = machines.cluster;
     let mut of_device = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
-        let _ = write!(of_device, "; {} of its {} to train in", bytes(memory), bytes(all));
+        let _ = write!(of_device, "; {} of {} for training", bytes(memory), bytes(all));
     }
     if let Some(flops) = device.flops {
         let _ = write!(of_device, "; {} TFLOP/s", shortened(flops / 1e12));
         if mfu < 1.0 {
-            let _ = write!(of_device, ", of which {mfu} are reached");
+            let _ = write!(of_device, ", of which training reaches {mfu}");
         }
     }
     let ranks = format!(
@@ -76,11 +78,11 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
     );
     let again = match work.repeated {
         0 => String::new(),
-        repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
+        repeated => format!(", {} of it recomputed", shortened(repeated as f64 / 1e9)),
     };
     let of_rank = work.total() as f64 * batch.tokens() as f64 / cluster.ranks() as f64;
     let arithmetic = format!(
-        "{} GFLOP a token{again}, {} TFLOP a rank and step",
+        "{} GFLOP per token{again}, {} TFLOP per rank and step",
         shortened(work.total() as f64 / 1e9),
         shortened(of_rank / 1e12),
     );
@@ -92,7 +94,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
         ),
         ("ranks", ranks + &layout(comparison)),
         ("device", of_device),
-        ("wires", wires(&cluster)),
+        ("bandwidth", bandwidth(&cluster)),
         ("global batch", global_batch),
         ("arithmetic", arithmetic),
     ] {
@@ -135,28 +137,29 @@ pub(super) fn layers(candidate: &Candidate) -> String {
     numbers.join(", ")
 }
 
-fn wires(cluster: &Cluster) -> String {
+fn bandwidth(cluster: &Cluster) -> String {
     let rate = |rate: f64| format!("{} GB/s", shortened(rate / 1e9));
-    let mut wires = Vec::new();
+    let mut rates = Vec::new();
     if cluster.ranks_a_node > 1 {
-        wires.push(match cluster.link {
-            Some(link) => format!("{} from a rank to those of its node", rate(link)),
-            None => "not known within a node: `--link`".to_owned(),
+        rates.push(match cluster.link {
+            Some(link) => format!("{} per rank within a node", rate(link)),
+            None => "not known within a node: set `--link`".to_owned(),
         });
     }
     if cluster.nodes > 1 {
-        wires.push(match cluster.network {
-            Some(network) => format!("{} from a node to the others", rate(network)),
-            None => "not known between nodes: `--network`".to_owned(),
+        rates.push(match cluster.network {
+            Some(network) => format!("{} per node to other nodes", rate(network)),
+            None => "not known between nodes: set `--network`".to_owned(),
         });
     }
-    if wires.is_empty() {
-        return "none: one rank".to_owned();
+    if rates.is_empty() {
+        return "not needed: one rank".to_owned();
     }
-    wires.join(", ")
+    rates.join(", ")
 }
 
-/// A strategy a column. `bounds` is said of times and of rates.
+/// The table of strategies, one per column. `least` and `most` are appended to the titles of times
+/// and rates.
 fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     let candidates = &comparison.candidates;
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
@@ -164,7 +167,7 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
         std::iter::once(title.to_owned()).chain(cells).collect()
     };
     let size = |title: &str, bytes_of: fn(&Candidate) -> u64| row(title, &|c| bytes(bytes_of(c)));
-    // Left out where no strategy has it.
+    // Left out if no strategy has the number.
     let known = |title: &str, value: &dyn Fn(&Candidate) -> Option<String>| {
         let is_known = candidates.iter().any(|c| value(c).is_some());
         is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
@@ -182,14 +185,16 @@ fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     rows.extend(known("fits", &|c| {
         Some(if c.fits? { "yes" } else { "no" }.to_owned())
     }));
-    rows.push(size("a rank moves", |c| c.sent.total()));
+    rows.push(size("sent per rank", |c| c.sent.total()));
     rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
     rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
     rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
-    rows.extend(known("tensor groups", &|c| c.tensor.map(duration)));
-    rows.push(row("waiting for stages", &|c| share(c.bubble)));
+    rows.extend(known("tensor exchanges", &|c| c.tensor.map(duration)));
+    rows.push(row("pipeline bubble", &|c| share(c.bubble)));
     rows.extend(known("communication", &|c| c.communication.map(duration)));
-    rows.extend(known(&format!("a step{least}"), &|c| c.seconds().map(duration)));
+    rows.extend(known(&format!("step time{least}"), &|c| {
+        c.seconds().map(duration)
+    }));
     rows.extend(known(&format!("tokens/s{most}"), &|c| {
         Some(grouped((tokens / c.seconds()?) as u64))
     }));
@@ -212,15 +217,15 @@ pub(super) fn name(candidate: &Candidate) -> &'static str {
 
 fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String {
     let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
-        return "Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.\n"
+        return "The best strategy depends on the memory of a device: set `--gpu` or `--memory`.\n"
             .to_owned();
     };
-    let [take, nothing] = if is_best {
-        ["Take", "Nothing"]
+    let [take, none] = if is_best {
+        ["Use", "No strategy"]
     } else {
         [
-            "With data parallelism alone, take",
-            "With data parallelism alone nothing",
+            "With data parallelism alone, use",
+            "With data parallelism alone, no strategy",
         ]
     };
     match advice {
@@ -232,12 +237,12 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
             )
         }
         Advice::Change(adjustments) if adjustments.is_empty() => format!(
-            "{nothing} fits into {}, not even with the smallest batches and everything recomputed on more nodes.\n",
+            "{none} fits into {}, not even with the smallest micro-batch, full recomputation and more nodes.\n",
             bytes(memory)
         ),
         Advice::Change(adjustments) => {
             let mut text = format!(
-                "{nothing} fits into {}. `zero3` would with one of these:\n",
+                "{none} fits into {}. `zero3` would fit with one of these changes:\n",
                 bytes(memory)
             );
             for adjustment in adjustments {
@@ -248,9 +253,9 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
     }
 }
 
-/// More ranks, each with as much to do.
+/// The table of more and more ranks with the same work per rank.
 fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
-    let [step, rate] = [format!("a step{least}"), format!("tokens/s{most}")];
+    let [step, rate] = [format!("step time{least}"), format!("tokens/s{most}")];
     let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
     let mut table = vec![title.map(str::to_owned).to_vec()];
     for point in &comparison.scaling {
@@ -269,18 +274,18 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     }
     let strategy = comparison.scaling.first().map_or("", name);
     format!(
-        "With `{strategy}` and as much work for each rank:\n{}",
+        "Scaling of `{strategy}` with the same work per rank:\n{}",
         columns(table)
     )
 }
 
-/// Without rows that say nothing.
+/// Removes rows without information.
 pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
     rows.retain(|row| !row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str())));
     rows
 }
 
-/// Numbers to the right, under their titles.
+/// A table with the numbers aligned right.
 pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
@@ -302,7 +307,7 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Three digits that count: `0.123`, `12.3`, `1234`.
+/// Three significant digits: `0.123`, `12.3`, `1234`.
 fn shortened(number: f64) -> String {
     let digits = match number.abs() {
         n if n >= 99.95 => 0,
@@ -313,7 +318,8 @@ fn shortened(number: f64) -> String {
     format!("{number:.digits$}")
 }
 
-/// For programs: names of keys are stable. Bytes and seconds; `null` is not known.
+/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means
+/// unknown.
 pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
     let advice = match &comparison.advice {
         None => Value::Null,
@@ -439,32 +445,32 @@ mod tests {
         insta::assert_snapshot!(plan(more, "h100", [2, 8], 1.0), @r"
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           16 = 2 nodes × 8
-        device          h100; 74.5 GiB of its 74.5 GiB to train in; 989 TFLOP/s
-        wires           450 GB/s from a rank to those of its node, 50.0 GB/s from a node to the others
+        device          h100; 74.5 GiB of 74.5 GiB for training; 989 TFLOP/s
+        bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
         global batch    64 samples = 131,072 tokens (16 ranks × 1 micro-batch × 4 samples of 2,048 tokens)
-        arithmetic      41.5 GFLOP a token, 340 TFLOP a rank and step
+        arithmetic      41.5 GFLOP per token, 340 TFLOP per rank and step
 
-                                  ddp     zero1     zero2      zero3
-         parameters          12.5 GiB  12.5 GiB  12.5 GiB  797.6 MiB
-         gathered                 0 B       0 B       0 B    1.2 GiB
-         gradients           24.9 GiB  24.9 GiB   2.8 GiB    3.8 GiB
-         optimizer           74.8 GiB   4.7 GiB   4.7 GiB    4.7 GiB
-         activations         21.0 GiB  21.0 GiB  21.0 GiB   21.0 GiB
-         on the device      133.1 GiB  63.0 GiB  41.0 GiB   31.4 GiB
-         fits                      no       yes       yes        yes
-         a rank moves        46.7 GiB  35.1 GiB  35.1 GiB   46.4 GiB
-         arithmetic            344 ms    344 ms    344 ms     344 ms
-         communication         535 ms    401 ms    402 ms     531 ms
-         a step, at least      879 ms    745 ms    746 ms     875 ms
-         tokens/s, at most    149,134   175,918   175,799    149,866
+                                    ddp     zero1     zero2      zero3
+         parameters            12.5 GiB  12.5 GiB  12.5 GiB  797.6 MiB
+         gathered                   0 B       0 B       0 B    1.2 GiB
+         gradients             24.9 GiB  24.9 GiB   2.8 GiB    3.8 GiB
+         optimizer             74.8 GiB   4.7 GiB   4.7 GiB    4.7 GiB
+         activations           21.0 GiB  21.0 GiB  21.0 GiB   21.0 GiB
+         on the device        133.1 GiB  63.0 GiB  41.0 GiB   31.4 GiB
+         fits                        no       yes       yes        yes
+         sent per rank         46.7 GiB  35.1 GiB  35.1 GiB   46.4 GiB
+         arithmetic              344 ms    344 ms    344 ms     344 ms
+         communication           535 ms    401 ms    402 ms     531 ms
+         step time, at least     879 ms    745 ms    746 ms     875 ms
+         tokens/s, at most      149,134   175,918   175,799    149,866
 
-        Take `parallel.strategy: zero2`: the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less.
+        Use `parallel.strategy: zero2`: the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less.
 
-        With `zero2` and as much work for each rank:
-         ranks  nodes  global batch  a step, at least  tokens/s, at most  computing
-         4          1            16            410 ms             79,862       84 %
-         8          1            32            422 ms            155,468       82 %
-         16         2            64            746 ms            175,799       46 %
+        Scaling of `zero2` with the same work per rank:
+         ranks  nodes  global batch  step time, at least  tokens/s, at most  computing
+         4          1            16               410 ms             79,862       84 %
+         8          1            32               422 ms            155,468       82 %
+         16         2            64               746 ms            175,799       46 %
         ");
     }
 
@@ -473,10 +479,10 @@ mod tests {
         insta::assert_snapshot!(plan("train: {micro_batch: 8}", "a100-40gb", [1, 8], 0.4), @r"
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           8 = 1 node × 8
-        device          a100-40gb; 37.3 GiB of its 37.3 GiB to train in; 19.5 TFLOP/s, of which 0.4 are reached
-        wires           300 GB/s from a rank to those of its node
+        device          a100-40gb; 37.3 GiB of 37.3 GiB for training; 19.5 TFLOP/s, of which training reaches 0.4
+        bandwidth       300 GB/s per rank within a node
         global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
-        arithmetic      41.5 GFLOP a token, 680 TFLOP a rank and step
+        arithmetic      41.5 GFLOP per token, 680 TFLOP per rank and step
 
                               ddp      zero1      zero2      zero3
          parameters      24.9 GiB   24.9 GiB   24.9 GiB    3.1 GiB
@@ -486,13 +492,13 @@ mod tests {
          activations     83.9 GiB   83.9 GiB   83.9 GiB   83.9 GiB
          on the device  183.3 GiB  139.8 GiB  119.4 GiB  100.9 GiB
          fits                  no         no         no         no
-         a rank moves    43.5 GiB   43.5 GiB   43.5 GiB   64.6 GiB
+         sent per rank   43.5 GiB   43.5 GiB   43.5 GiB   64.6 GiB
          arithmetic        87.2 s     87.2 s     87.2 s     87.2 s
          communication     156 ms     156 ms     156 ms     231 ms
-         a step            87.2 s     87.2 s     87.2 s     87.2 s
+         step time         87.2 s     87.2 s     87.2 s     87.2 s
          tokens/s           1,503      1,503      1,503      1,503
 
-        Nothing fits into 37.3 GiB. `zero3` would with one of these:
+        No strategy fits into 37.3 GiB. `zero3` would fit with one of these changes:
           train.recompute: full: 29.6 GiB
           train.micro_batch: 1 with train.grad_accumulation: 8: 27.5 GiB
         ");
@@ -504,9 +510,9 @@ mod tests {
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           2 = 1 node × 2
         device          not known
-        wires           not known within a node: `--link`
+        bandwidth       not known within a node: set `--link`
         global batch    2 samples = 4,096 tokens (2 ranks × 1 micro-batch × 1 sample of 2,048 tokens)
-        arithmetic      41.5 GFLOP a token, 85.0 TFLOP a rank and step
+        arithmetic      41.5 GFLOP per token, 85.0 TFLOP per rank and step
 
                               ddp     zero1     zero2     zero3
          parameters      24.8 GiB  24.8 GiB  24.8 GiB  12.4 GiB
@@ -515,9 +521,9 @@ mod tests {
          optimizer       49.6 GiB  24.8 GiB  24.8 GiB  24.8 GiB
          activations     10.5 GiB  10.5 GiB  10.5 GiB  10.5 GiB
          on the device  109.7 GiB  84.9 GiB  73.8 GiB  64.7 GiB
-         a rank moves    24.8 GiB  24.8 GiB  24.8 GiB  36.8 GiB
+         sent per rank   24.8 GiB  24.8 GiB  24.8 GiB  36.8 GiB
 
-        Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.
+        The best strategy depends on the memory of a device: set `--gpu` or `--memory`.
         ");
     }
 

@@ -1,5 +1,6 @@
-//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as a picture, as text, or as a table for PyTorch; of a
-//! configuration, of a schedule by its name, of a table, or as a run has measured it.
+//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text, as a picture, or as a
+//! table for PyTorch. The schedule comes from a configuration, a name, a table, or the timeline of
+//! a run.
 
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
@@ -12,70 +13,66 @@ use ddp_worker::parallel::pipeline::{
     simulate,
 };
 
-use super::error::{CliError, print_error};
+use super::error::CliError;
 use super::native::{Draft, read_bounded};
 use super::{answer, values};
 
-/// More ranks, chunks or micro-batches are a slipped digit.
+/// Most ranks, chunks and micro-batches: a larger number is a typing error.
 const MAX_COUNT: u64 = 1 << 12;
 /// Longest timeline that is read.
 const MAX_TRACE_BYTES: u64 = 1 << 30;
-/// Where a run's folder has its timeline.
+/// The timeline in the directory of a run.
 const TIMELINE: &str = "timeline/timeline.json";
 
-/// Show the schedule of a pipeline: who computes what when, who waits, and what is kept for backward.
+/// Show the schedule of a pipeline: what each rank computes when, where it waits, and what it keeps
+/// for backward.
 ///
-/// In text a row is a rank and a column a unit of time, in which it computes F (forward), I (the gradient of the input)
-/// or W (those of the weights) of a stage for a micro-batch: `2F1`; B is I and W at once and takes two.
+/// In the text, each row is a rank and each column is one unit of time. `2F1` is the forward pass
+/// (F) of stage 2 for micro-batch 1. I is the gradient of the input, W the gradient of the weights.
+/// B is I and W together and takes two units.
 #[derive(Debug, clap::Args)]
 #[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "file", "measured"])))]
 pub(super) struct ScheduleArgs {
-    /// A configuration, whose pipeline is shown; its data need not be there
+    /// Show the pipeline of this configuration; its data need not exist
     #[arg(value_name = "FILE.yaml")]
     config: Option<PathBuf>,
     /// Override one value, for example `--set parallel.pipeline.schedule=zbv`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment, requires = "config")]
     overrides: Vec<String>,
-    /// A schedule by its name: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev or greedy
+    /// Show the schedule of this name: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev or greedy
     #[arg(long, value_name = "NAME")]
     schedule: Option<String>,
-    /// Ranks of the pipeline
+    /// Number of pipeline ranks
     #[arg(long, value_name = "P", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     stages: u64,
-    /// Parts of the model on each rank [default: as few as the schedule works with]
+    /// Chunks of the model (virtual stages) per rank [default: the fewest that the schedule
+    /// supports]
     #[arg(long, value_name = "V", value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     chunks: Option<u64>,
-    /// Micro-batches of a step
+    /// Micro-batches per step
     #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     micro_batches: u64,
-    /// A schedule as a table, as PyTorch's pipelining and `--csv` write it
+    /// Show the schedule in this CSV table, which `--csv` or PyTorch's pipelining wrote
     #[arg(long, value_name = "FILE.csv")]
     file: Option<PathBuf>,
-    /// The timeline of a run (`run.timeline`), or the run's folder: as measured, beside what the simulator makes of the
-    /// durations
+    /// Show the measured schedule of a run next to a simulation with the same durations; RUN is the
+    /// run's directory, or its timeline (`run.timeline`)
     #[arg(long, value_name = "RUN")]
     measured: Option<PathBuf>,
-    /// Draw it, as SVG
+    /// Draw the schedule into this SVG file
     #[arg(short, long, value_name = "FILE.svg")]
     output: Option<PathBuf>,
-    /// Print it as a table that `parallel.pipeline.file` and PyTorch's pipelining take
+    /// Print the schedule as a CSV table, for `parallel.pipeline.file` or PyTorch's pipelining
     #[arg(long, conflicts_with = "output")]
     csv: bool,
 }
 
 /// Main of `ddp-train schedule`.
 pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
-    let shown = match &args.measured {
+    answer::give_or_fail(match &args.measured {
         Some(path) => measured(args, path),
         None => planned(args),
-    };
-    match shown {
-        Ok(text) => answer::give(text),
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    })
 }
 
 fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
@@ -87,7 +84,7 @@ fn refused(error: impl std::fmt::Display) -> CliError {
     CliError::Config(error.to_string())
 }
 
-/// Of a configuration, a name or a table, with unit times.
+/// Shows a schedule from a configuration, a name or a table, with unit times.
 fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let plan = match (&args.config, &args.file, &args.schedule) {
         (Some(config), ..) => Draft::read(config, &args.overrides)?.pipeline()?,
@@ -118,13 +115,13 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     };
     let title = format!("{}: {}", plan.name(), sizes(schedule));
     let words = format!(
-        "simulated: {}\na unit is F, I or W of a micro-batch over all that a rank holds\n",
+        "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
         panel.in_words()
     );
     show(args, &title, &[panel], &words, &grid(&simulation))
 }
 
-/// Of a run, beside the simulator with the same durations.
+/// Shows the schedule of a run next to a simulation with the same durations.
 fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
     let in_run = path.join(TIMELINE);
     let trace = read(if path.is_dir() { &in_run } else { path }, MAX_TRACE_BYTES)?;
@@ -154,7 +151,7 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
         panel("simulated", &run.simulated()[last]),
     ];
     let words = format!(
-        "step {last} measured: {}\nsimulated with the durations measured: {}\n\
+        "step {last} measured: {}\nsimulated with the measured durations: {}\n\
          bubble of steps {}: measured {:.2} %, simulated {:.2} %\n",
         panels[0].in_words(),
         panels[1].in_words(),
@@ -163,7 +160,7 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
         simulated * 100.0
     );
     let title = format!(
-        "Step {last}: {}; simulated with the durations measured",
+        "Step {last}: {}; simulated with the measured durations",
         sizes(run.schedule())
     );
     show(args, &title, &panels, &words, "")
@@ -180,7 +177,7 @@ fn sizes(schedule: &Schedule) -> String {
     format!("{stages}{ranks} ranks, {micro_batches} micro-batches")
 }
 
-/// Draws it if it is asked for; else the text has the table too.
+/// Draws the picture if `--output` is set. Otherwise the text includes the table.
 fn show(
     args: &ScheduleArgs,
     title: &str,
@@ -196,8 +193,8 @@ fn show(
     Ok(format!("{title}\n{words}picture: {}\n", output.display()))
 }
 
-/// Writes a file beside the one that it takes the place of, which is there until then. A device, such as `/dev/stdout`, is
-/// written to.
+/// Replaces a file at once: the new content is written to a temporary file next to it, which is
+/// then renamed. A device, such as `/dev/stdout`, is written directly.
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     if path.metadata().is_ok_and(|there| !there.is_file()) {
         return fs::write(path, content);
@@ -205,7 +202,7 @@ fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = path.with_added_extension(format!("{}.tmp", process::id()));
     let written = fs::write(&temporary, content).and_then(|()| fs::rename(&temporary, path));
     if written.is_err() {
-        // The error that counts is on its way.
+        // The error of writing is reported; an error of this clean-up adds nothing.
         let _ = fs::remove_file(&temporary);
     }
     written

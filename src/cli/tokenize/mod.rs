@@ -17,7 +17,7 @@ use std::time::Instant;
 use ddp_proto::exit;
 use ddp_worker::tokenize::{Request, TokenizeError, Tokenizer, tokenize};
 
-use super::error::print_error;
+use super::error::fail;
 
 /// Exit code where the machine is at fault, and not what was asked for.
 const FAILED: u8 = 1;
@@ -82,10 +82,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
             }
             super::answer::give(answer::words(&request, &report, started.elapsed()))
         }
-        Err(error) => {
-            print_error(&error);
-            ExitCode::from(exit_code(&error))
-        }
+        Err(error) => fail(&error, exit_code(&error)),
     }
 }
 

@@ -55,7 +55,7 @@ fn hold(folder: &Path) -> Result<File, CheckpointError> {
     let failed = |e: io::Error| CheckpointError::io("lock", folder, &e);
     let file = File::open(folder).map_err(failed)?;
     let is_ours = match file.try_lock() {
-        // Whoever had it locked may have renamed or deleted it in between.
+        // The process that held the lock may have renamed or deleted the folder in between.
         Ok(()) => {
             let ours = file.metadata().map_err(failed)?;
             folder

@@ -22,7 +22,6 @@ const TOMBSTONE_PREFIX: &str = ".deleting_";
 const MAX_LATEST_BYTES: u64 = 1 << 20;
 
 /// Name of the file, without its ending, of one of several writers: `state-exp_avg-0-of-2`.
-#[must_use]
 pub fn file_stem(kind: &TensorKind, writer: usize, writers: usize) -> String {
     let stem = match kind {
         TensorKind::Parameter => "parameters".to_owned(),
@@ -56,7 +55,6 @@ pub(super) fn checkpoints(out_dir: &Path) -> PathBuf {
 }
 
 /// Name of the folder of a step: `step_00000120`.
-#[must_use]
 pub fn step_name(step: u64) -> String {
     format!("{STEP_PREFIX}{step:08}")
 }

@@ -60,7 +60,6 @@ pub struct State {
 
 impl State {
     /// Updates of the optimizer so far.
-    #[must_use]
     pub const fn updates(&self) -> u64 {
         self.step.saturating_sub(self.skipped)
     }
@@ -132,7 +131,6 @@ pub struct Since {
 
 impl Since {
     /// The life goes on from this state.
-    #[must_use]
     pub fn of(state: &State) -> Self {
         Self {
             step: state.step,
@@ -162,14 +160,12 @@ pub enum TensorKind {
 
 impl TensorKind {
     /// Parameters, and these slots of the optimizer.
-    #[must_use]
     pub fn with_slots(slots: &[&str]) -> Vec<Self> {
         let states = slots.iter().map(|slot| Self::State((*slot).to_owned()));
         std::iter::once(Self::Parameter).chain(states).collect()
     }
 
     /// The tensor of this kind of a parameter.
-    #[must_use]
     pub fn of(&self, key: &str) -> TensorName {
         TensorName {
             kind: self.clone(),
@@ -286,7 +282,6 @@ pub struct RangeRecord {
 
 impl TensorRecord {
     /// Number of elements; `None` where it does not fit.
-    #[must_use]
     pub fn elements(&self) -> Option<u64> {
         Region::whole(&self.shape).elements()
     }
@@ -376,7 +371,6 @@ impl From<TensorVersion1> for TensorRecord {
 
 impl Manifest {
     /// The tensor of this name.
-    #[must_use]
     pub fn tensor(&self, name: &TensorName) -> Option<&TensorRecord> {
         let at = self.tensors.binary_search_by(|t| t.name.cmp(name)).ok()?;
         Some(&self.tensors[at])

@@ -419,7 +419,6 @@ pub struct Extent {
 impl Extent {
     /// All elements of a parameter's tensor of some kind. Parameters are the f32 masters, so that a run may go on in
     /// another precision.
-    #[must_use]
     pub fn whole(kind: &TensorKind, spec: &ParamSpec) -> Self {
         let shape = spec.shape_on_disk();
         let region = Region::whole(&shape);
@@ -444,14 +443,12 @@ impl Extent {
     }
 
     /// All tensors of these kinds of a model.
-    #[must_use]
     pub fn of_model(kinds: &[TensorKind], params: &[ParamSpec]) -> Vec<Self> {
         let of_kind = |kind| params.iter().map(move |spec| Self::whole(kind, spec));
         kinds.iter().flat_map(of_kind).collect()
     }
 
     /// Size of the range.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.range.end.saturating_sub(self.range.start) * self.dtype.bytes() as u64
     }
@@ -513,7 +510,6 @@ impl Extent {
 ///
 /// # Panics
 /// If there is no such share.
-#[must_use]
 pub fn share_of(extents: &[Range<u64>], index: usize, shares: usize) -> Vec<(usize, Range<u64>)> {
     assert!(index < shares, "share {index} of {shares}");
     let total: u64 = extents.iter().map(|range| range.end - range.start).sum();

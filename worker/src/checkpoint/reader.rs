@@ -171,7 +171,6 @@ impl Reader {
     }
 
     /// What the checkpoint holds.
-    #[must_use]
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -240,7 +239,6 @@ impl Reader {
     }
 
     /// Reads everything and compares every hash: all that is damaged, and whether something is missing.
-    #[must_use]
     pub fn damages(&self) -> Vec<CheckpointError> {
         let stored = self
             .manifest
@@ -286,7 +284,6 @@ impl Reader {
     }
 
     /// Folder of the checkpoint.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -35,7 +35,6 @@ pub enum DiskStep<'a> {
 
 impl<'a> DiskStep<'a> {
     /// What the file system is asked for, as in "cannot write", and on which path.
-    #[must_use]
     pub fn words(&self) -> (&'static str, &'a Path) {
         match *self {
             Self::CreateFolder(path) => ("create", path),

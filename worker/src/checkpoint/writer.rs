@@ -32,7 +32,6 @@ pub struct Writer {
 
 impl Writer {
     /// The checkpoint after `step` finished steps. Touches nothing: [`Writer::lead`] or [`Writer::follow`] comes next.
-    #[must_use]
     pub fn on(storage: Arc<dyn Storage>, out_dir: &Path, step: u64, generation: u64) -> Self {
         let root = folder::checkpoints(out_dir);
         let temporary = root.join(folder::temporary_name(step, generation));

@@ -86,7 +86,7 @@ struct CommunicatorInfo {
     members: Vec<usize>,
     /// Of an operation.
     timeout: Duration,
-    /// Of whoever needs its result.
+    /// How long a caller waits for the result of an operation.
     patience: Duration,
     cancel: Cancel,
     timeline: Timeline,
@@ -99,7 +99,6 @@ impl Communicator {
     /// A communicator over a transport. `timeout` bounds each operation, from the moment the operations before it have
     /// ended; on a stream it bounds the call, and the operation has the time-out of the transport. `executor` has no
     /// meaning there.
-    #[must_use]
     pub fn new(
         name: &str,
         transport: Box<dyn Transport>,
@@ -153,26 +152,22 @@ impl Communicator {
     }
 
     /// Rank of this process in the group.
-    #[must_use]
     pub fn rank(&self) -> usize {
         self.0.info.rank
     }
 
     /// Number of ranks in the group.
-    #[must_use]
     pub fn size(&self) -> usize {
         self.0.info.members.len()
     }
 
     /// Global rank of each member, in order of rank.
-    #[must_use]
     pub fn members(&self) -> &[usize] {
         &self.0.info.members
     }
 
     /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself. Of a
     /// group that is [split for operations ahead](Self::split_for_ahead) it is the time-out of one.
-    #[must_use]
     pub fn deadline(&self) -> Instant {
         Instant::now() + self.0.info.patience + GRACE
     }
@@ -254,14 +249,12 @@ impl Communicator {
 
     /// Of the operations of this group and of its subgroups; closed until it is opened. The operations of a group of one
     /// rank are not on it: they move nothing.
-    #[must_use]
     pub fn timeline(&self) -> &Timeline {
         &self.0.info.timeline
     }
 
     /// Bytes that this rank has put on the wire in this group, by the operations that are done. Does not wait for an
     /// operation that runs.
-    #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
         *self.0.info.wire()
     }

@@ -51,7 +51,6 @@ impl std::error::Error for CollectiveError {}
 
 impl CollectiveError {
     /// True if it failed only because another rank failed.
-    #[must_use]
     pub fn is_consequence(&self) -> bool {
         self.failure.is_consequence()
     }

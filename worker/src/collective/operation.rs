@@ -297,13 +297,11 @@ impl Work {
     }
 
     /// True once it is done or failed.
-    #[must_use]
     pub fn is_done(&self) -> bool {
         (self.outcome)().is_some() || self.event.poll().is_some()
     }
 
     /// Reached when the operation is done: for an operation that starts with its result.
-    #[must_use]
     pub fn event(&self) -> &Event {
         &self.event
     }

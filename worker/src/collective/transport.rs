@@ -155,7 +155,6 @@ pub struct SingleRank {
 
 impl SingleRank {
     /// For buffers in host memory.
-    #[must_use]
     pub fn new(global_rank: usize) -> Self {
         Self {
             members: [global_rank],
@@ -164,7 +163,6 @@ impl SingleRank {
     }
 
     /// For buffers of a device that runs asynchronously.
-    #[must_use]
     pub fn on_stream(global_rank: usize) -> Self {
         Self {
             members: [global_rank],

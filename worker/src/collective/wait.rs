@@ -39,7 +39,6 @@ pub struct Wait {
 
 impl Wait {
     /// A wait that begins now.
-    #[must_use]
     pub fn new(timeout: Duration, cancel: &Cancel) -> Self {
         let started = Instant::now();
         Self {

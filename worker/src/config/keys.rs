@@ -66,11 +66,11 @@ const BELOW_ONE: Allowed = Number("a number from 0 to below 1", |x| (0.0..1.0).c
 const MIB: Allowed = Number("a number above 0, at most 65536", |x| x > 0.0 && x <= 65_536.0);
 const SECONDS: Allowed = Number("a number above 0, at most 86400", |x| x > 0.0 && x <= 86_400.0);
 const NAME: Allowed = Form(
-    "a name for a folder: not empty, without `/`, not starting with a dot",
+    "a name for a directory: not empty, without `/`, not starting with a dot",
     |value| matches!(value, Value::Text(name) if !name.is_empty() && !name.contains(['/', '\0']) && !name.starts_with('.')),
 );
-const FOLDER: Allowed = Form("the path of a folder", is_path);
-const WEIGHTS: Allowed = Form("the path of a folder or of a `.safetensors` file", is_path);
+const DIRECTORY: Allowed = Form("the path of a directory", is_path);
+const WEIGHTS: Allowed = Form("the path of a directory or of a `.safetensors` file", is_path);
 const TOKENIZER: Allowed = Form(
     "`bytes`, `gpt2` or the path of a `tokenizer.json`",
     is_read_as::<Tokenizer>,
@@ -93,7 +93,7 @@ const fn key(path: &'static str, presence: Presence, allowed: Allowed) -> Key {
 #[rustfmt::skip]
 pub(super) const KEYS: &[Key] = &[
     key("run.name", Or("train"), NAME),
-    key("run.out_dir", NONE, FOLDER),
+    key("run.out_dir", NONE, DIRECTORY),
     key("run.seed", Or("1337"), FROM_ZERO),
     key("run.resume", Or("never"), Word(&["never", "auto", "require"])),
     key("run.overwrite", Or("false"), Flag),
@@ -138,7 +138,7 @@ pub(super) const KEYS: &[Key] = &[
     key("train.optimizer.nesterov", NONE, Flag),
     key("train.optimizer.groups", Or("[]"), GROUPS),
     key("train.offload.optimizer", Or("none"), Word(&["none", "file", "host"])),
-    key("train.offload.dir", NONE, FOLDER),
+    key("train.offload.dir", NONE, DIRECTORY),
     key("train.schedule.kind", Or("cosine"), Word(&["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
     key("train.schedule.warmup_steps", Or("0"), FROM_ZERO),
     key("train.schedule.decay_steps", NONE, STEPS),

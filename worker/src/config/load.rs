@@ -19,7 +19,8 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 /// A configuration that still knows where its values came from.
 #[derive(Clone, Debug)]
 pub struct Located {
-    /// The configuration; its paths of `data` and `model.init_from` can be opened from the current folder.
+    /// The configuration; its paths of `data` and `model.init_from` can be opened from the current
+    /// directory.
     pub config: TrainConfig,
     /// Where they came from.
     pub source: Source,
@@ -31,7 +32,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigErro
     load_located(path, overrides).map(|located| located.config)
 }
 
-/// As [`load`], for callers that report errors of their own at a key's place.
+/// As [`load`], for callers that report their own errors at the place of a key.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let located = load_without_data(path, overrides)?;
     check_data(&located.config, &located.source)?;
@@ -94,13 +95,13 @@ fn read(path: &Path) -> Result<String, ConfigError> {
     })
 }
 
-/// More steps than a person looks at side by side.
+/// Most steps of a timeline: a person does not compare more side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// A rule that a configuration breaks: the key to blame, the problem, the next step.
+/// A rule that a configuration breaks: the key, the problem, the next step.
 type Broken = (&'static str, String, String);
 
-/// Checks all that needs neither the data nor another rank.
+/// Checks everything that needs neither the data nor another rank.
 fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let vocabulary = vocabulary(config, source)?;
     let rules = rules(config, vocabulary.size);
@@ -325,7 +326,8 @@ fn strategy(config: &TrainConfig) -> [Rule; 8] {
     ]
 }
 
-/// A stage of a pipeline holds whole gradients. Only who has asked for less is told so.
+/// A rank of a pipeline accumulates full gradients. Only an explicit `sharded` is refused, not the
+/// default.
 fn accumulate(config: &TrainConfig, source: &Source) -> Option<Broken> {
     let (key, parallel) = ("parallel.accumulate", &config.parallel);
     let holds_shards = matches!(parallel.strategy, Strategy::Zero2 | Strategy::Zero3);
@@ -335,13 +337,14 @@ fn accumulate(config: &TrainConfig, source: &Source) -> Option<Broken> {
     (is_contradicted && is_given).then(|| {
         (
             key,
-            "`parallel.accumulate: sharded` is set, but with `parallel.pipeline.stages` above 1 a rank holds whole gradients of its stages, and reduces them once a step".into(),
+            "`parallel.accumulate: sharded` is not supported with `parallel.pipeline.stages` above 1: each rank accumulates full gradients of its stages and reduces them once per step".into(),
             "leave it out, or set `parallel.accumulate: full`".into(),
         )
     })
 }
 
-/// Heads divide the channels. The one of the two that an override gave is blamed.
+/// The number of heads must divide the number of channels. The error names the key of the two that
+/// an override has set.
 fn heads(model: &Model, source: &Source) -> Option<Broken> {
     let (channels, heads) = (model.n_embd, model.n_head);
     if model.kind == ModelKind::Mlp || channels.is_multiple_of(heads) {

@@ -95,14 +95,12 @@ pub struct Model {
 
 impl Model {
     /// [`Model::n_kv_head`], or its default.
-    #[must_use]
     pub fn kv_heads(&self) -> usize {
         self.n_kv_head.unwrap_or(self.n_head)
     }
 
     /// [`Model::n_inner`], or its default: 4 · channels; with SwiGLU 8/3 · channels, rounded up to a multiple of 256
     /// where that is less than the whole (Touvron et al. 2023).
-    #[must_use]
     pub fn inner(&self) -> usize {
         self.n_inner.unwrap_or_else(|| match self.kind {
             ModelKind::Gpt2 | ModelKind::Mlp => self.n_embd.saturating_mul(4),
@@ -116,7 +114,6 @@ impl Model {
     }
 
     /// [`Model::tied`], or its default.
-    #[must_use]
     pub fn is_tied(&self) -> bool {
         self.tied.unwrap_or(self.kind == ModelKind::Gpt2)
     }
@@ -138,7 +135,6 @@ pub struct RopeScaling {
 
 impl RopeScaling {
     /// True if all numbers are above 0, and the lower factor below the higher one.
-    #[must_use]
     pub fn is_valid(&self) -> bool {
         let numbers = [self.factor, self.low_freq_factor, self.high_freq_factor];
         numbers.iter().all(|x| x.is_finite() && *x > 0.0)
@@ -274,7 +270,6 @@ pub struct OptimizerConfig {
 
 impl OptimizerConfig {
     /// Decays of the moments.
-    #[must_use]
     pub fn betas(&self) -> [f32; 2] {
         self.betas.unwrap_or(match self.kind {
             OptimizerKind::Lion => [0.9, 0.99],
@@ -283,7 +278,6 @@ impl OptimizerConfig {
     }
 
     /// Decay of the momentum.
-    #[must_use]
     pub fn momentum(&self) -> f32 {
         self.momentum.unwrap_or(match self.kind {
             OptimizerKind::Muon => 0.95,
@@ -292,7 +286,6 @@ impl OptimizerConfig {
     }
 
     /// Nesterov's momentum.
-    #[must_use]
     pub fn nesterov(&self) -> bool {
         self.nesterov.unwrap_or(self.kind == OptimizerKind::Muon)
     }
@@ -355,7 +348,6 @@ impl OptimizerGroup {
     pub const MOST: usize = 15;
 
     /// True if the pattern matches the name of a parameter.
-    #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         star_matches(self.params.as_bytes(), name.as_bytes())
     }
@@ -777,13 +769,11 @@ pub struct StepRange {
 
 impl StepRange {
     /// As a range.
-    #[must_use]
     pub fn steps(self) -> RangeInclusive<u64> {
         self.first..=self.last
     }
 
     /// How many.
-    #[must_use]
     pub fn count(self) -> u64 {
         self.last - self.first + 1
     }

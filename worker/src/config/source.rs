@@ -71,13 +71,11 @@ impl Source {
 
     /// Where the value of a dotted key came from: `train.yaml:12`, or the `--set`. For a key that is not set, the
     /// section around it.
-    #[must_use]
     pub fn place(&self, key: &str) -> String {
         self.place_of(self.root.origin_of(key))
     }
 
     /// The dotted keys that file and overrides set, and their values as YAML would have them in one line.
-    #[must_use]
     pub fn entries(&self) -> Vec<(String, String)> {
         self.root.entries()
     }

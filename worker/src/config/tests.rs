@@ -177,7 +177,7 @@ fn wrong_types() {
     insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("name: tiny", "name: 7"), @r"
-    train.yaml:2: `run.name` is the number `7`, expected a name for a folder: not empty, without `/`, not starting with a dot
+    train.yaml:2: `run.name` is the number `7`, expected a name for a directory: not empty, without `/`, not starting with a dot
       hint: put the value in quotes to make it a string
     ");
     insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `llama` or `mlp`");
@@ -282,7 +282,7 @@ fn broken_yaml() {
 fn broken_overrides() {
     insta::assert_snapshot!(set("train.steps"), @"`--set train.steps`: expected `key=value`, for example `train.steps=20`");
     insta::assert_snapshot!(set("run.out_dir="), @"`--set run.out_dir=`: the value after `=` is missing; `run.out_dir=null` sets no value");
-    insta::assert_snapshot!(set("run.out_dir=''"), @"`--set run.out_dir=''`: `run.out_dir` is empty, expected the path of a folder");
+    insta::assert_snapshot!(set("run.out_dir=''"), @"`--set run.out_dir=''`: `run.out_dir` is empty, expected the path of a directory");
     insta::assert_snapshot!(set("train..steps=1"), @"`--set train..steps=1`: `train..steps` is not a key: expected names separated by dots, for example `train.steps`");
     insta::assert_snapshot!(set("train.steps.x=1"), @"`--set train.steps.x=1`: `train.steps` is not a section, so it has no key `x`");
     insta::assert_snapshot!(set("train.steps=[1"), @"`--set train.steps=[1`: the value is not valid YAML: unclosed bracket '['");
@@ -341,7 +341,7 @@ fn values_out_of_range() {
     `--set model.vocab_size=10`: `model.vocab_size` is 10, expected at least 256, the number of tokens of `data.tokenizer`
       hint: leave it out to use the tokenizer's
     ");
-    insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a folder: not empty, without `/`, not starting with a dot");
+    insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a directory: not empty, without `/`, not starting with a dot");
     let both = Case::new().error(GOOD, &["run.overwrite=true", "run.resume=auto"]);
     insta::assert_snapshot!(both, @r"
     `--set run.overwrite=true`: `run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued
@@ -355,7 +355,7 @@ fn data_that_cannot_be_used() {
     train.yaml:10: `data.train` is `gone.txt`, which cannot be read: No such file or directory (os error 2)
       hint: relative paths in `data` are resolved from the YAML's directory
     ");
-    insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a folder or of a `.safetensors` file");
+    insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a directory or of a `.safetensors` file");
     insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected a path (a string), or a list of them");
     insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"
@@ -447,7 +447,7 @@ fn stages_of_a_pipeline_are_not_told_to_hold_less_than_they_do() {
     };
     let sharded = "parallel.accumulate=sharded";
     insta::assert_snapshot!(with(&[sharded]).unwrap_err(), @r"
-    `--set parallel.accumulate=sharded`: `parallel.accumulate: sharded` is set, but with `parallel.pipeline.stages` above 1 a rank holds whole gradients of its stages, and reduces them once a step
+    `--set parallel.accumulate=sharded`: `parallel.accumulate: sharded` is not supported with `parallel.pipeline.stages` above 1: each rank accumulates full gradients of its stages and reduces them once per step
       hint: leave it out, or set `parallel.accumulate: full`
     ");
     assert_eq!(with(&[]), Ok(()), "the default");

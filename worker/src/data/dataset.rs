@@ -94,32 +94,27 @@ impl Tokens {
     }
 
     /// The file, or the first of several.
-    #[must_use]
     pub fn path(&self) -> &Path {
         self.files[0].path()
     }
 
     /// Number of files.
-    #[must_use]
     pub fn file_count(&self) -> usize {
         self.files.len()
     }
 
     /// Number of tokens.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
     /// True without any token.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
     /// Bytes of text per token. None if a file does not record them, or if these are only a part of the tokens of its
     /// files: files record their total, and a part may differ from it by a fifth.
-    #[must_use]
     pub fn bytes_per_token(&self) -> Option<f64> {
         let all = self.borders[self.files.len()];
         let is_text = || self.files.iter().all(|file| file.width() == Width::U8);
@@ -131,7 +126,6 @@ impl Tokens {
     }
 
     /// True if every file records which tokenizer made it.
-    #[must_use]
     pub fn knows_tokenizer(&self) -> bool {
         let mut files = self.files.iter();
         files.all(|file| file.facts().tokenizer_hash.is_some())
@@ -191,7 +185,6 @@ impl Tokens {
 
     /// Number of samples of `block_size` tokens: `floor((T − 1) / block_size)`, since each token's target
     /// is the next one.
-    #[must_use]
     pub fn blocks(&self, block_size: usize) -> u64 {
         (self.len().saturating_sub(1) / block_size.max(1)) as u64
     }

@@ -21,20 +21,17 @@ pub struct Sampler {
 
 impl Sampler {
     /// Over `blocks` blocks, of which there must be one.
-    #[must_use]
     pub fn new(order: Order, seed: u64, blocks: u64) -> Self {
         assert!(blocks > 0, "a sampler needs a block");
         Self { order, seed, blocks }
     }
 
     /// Blocks of one epoch.
-    #[must_use]
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
     /// Epoch and block of sample `n` of the global stream.
-    #[must_use]
     pub fn block(&self, n: u64) -> (u64, u64) {
         let (epoch, place) = (n / self.blocks, n % self.blocks);
         let block = match self.order {
@@ -120,14 +117,12 @@ pub struct BatchShape {
 
 impl BatchShape {
     /// Samples that one step consumes, over all ranks.
-    #[must_use]
     pub fn global_batch(&self) -> u64 {
         self.accumulation * self.world * self.micro_batch
     }
 
     /// Sample `i` of micro-batch `m` of the `s`-th step, as number in the global stream:
     /// `((s·A + m)·W + r)·b + i`.
-    #[must_use]
     pub fn sample(&self, s: u64, m: u64, i: u64) -> u64 {
         ((s * self.accumulation + m) * self.world + self.rank) * self.micro_batch + i
     }
@@ -156,7 +151,6 @@ pub struct Loader {
 
 impl Loader {
     /// Samples of `block_size` tokens from the start of the global stream.
-    #[must_use]
     pub fn new(tokens: Tokens, sampler: Sampler, shape: BatchShape, block_size: usize) -> Self {
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         assert_eq!(
@@ -190,13 +184,11 @@ impl Loader {
     }
 
     /// Samples consumed by all ranks before `step` (counted from 0) begins.
-    #[must_use]
     pub fn consumed_before(&self, step: u64) -> u64 {
         self.samples(step).first
     }
 
     /// Samples of `step` (counted from 0).
-    #[must_use]
     pub fn samples(&self, step: u64) -> StepSamples {
         let (first_step, consumed) = self.origin;
         let (batch, epoch) = (self.shape.global_batch(), self.sampler.blocks());
@@ -223,20 +215,17 @@ impl Loader {
     }
 
     /// Number in the run of the first sample of micro-batch `m` of `step` on this rank; the others follow it.
-    #[must_use]
     pub fn first_sample(&self, step: u64, m: u64) -> u64 {
         self.samples(step).first + self.shape.sample(0, m, 0)
     }
 
     /// Micro-batches of `step`: as many as have a sample on any rank.
-    #[must_use]
     pub fn passes(&self, step: u64) -> u64 {
         let of_all_ranks = self.shape.world * self.shape.micro_batch;
         self.samples(step).count.div_ceil(of_all_ranks)
     }
 
     /// Passes over the data before `step` begins, as a fraction.
-    #[must_use]
     pub fn epoch_before(&self, step: u64) -> f64 {
         self.consumed_before(step) as f64 / self.sampler.blocks() as f64
     }
@@ -280,7 +269,6 @@ impl Loader {
 
 /// The validation blocks of one rank: a range of `0..blocks`. The ranges of all ranks are disjoint, cover
 /// everything, and differ in length by one at most; they may be empty.
-#[must_use]
 pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     assert!(rank < world, "rank {rank} of {world}");
     let cut = |r: u64| (u128::from(blocks) * u128::from(r) / u128::from(world)) as u64;

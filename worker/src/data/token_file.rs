@@ -181,13 +181,11 @@ pub enum Width {
 
 impl Width {
     /// The smallest in which every token of a vocabulary has room.
-    #[must_use]
     pub fn of_vocabulary(size: usize) -> Self {
         if size <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
 
     /// How many.
-    #[must_use]
     pub const fn bytes(self) -> usize {
         self as usize
     }

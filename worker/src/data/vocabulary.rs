@@ -67,13 +67,11 @@ impl Vocabulary {
     }
 
     /// Where every byte is a token.
-    #[must_use]
     pub fn is_bytes(&self) -> bool {
         self.hash.is_none()
     }
 
     /// By what two runs know that they have the same tokens, wherever their files are.
-    #[must_use]
     pub fn identity(&self, tokenizer: &Tokenizer) -> String {
         match (tokenizer, &self.hash) {
             (Tokenizer::File(_), Some(hash)) => format!("a file with hash {}", &hash[..SHOWN_DIGITS]),

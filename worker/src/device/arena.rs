@@ -73,7 +73,6 @@ impl Arena {
     ///
     /// # Panics
     /// If the elements do not fit.
-    #[must_use]
     pub fn new(spec: &ArenaSpec, memory: impl Memory) -> Self {
         let ArenaSpec { name, dtype, len, .. } = spec.clone();
         let end = end_of(0, dtype, len);
@@ -120,50 +119,42 @@ impl Arena {
     }
 
     /// Name for errors.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
     /// Type of the elements.
-    #[must_use]
     pub fn dtype(&self) -> DType {
         self.0.dtype
     }
 
     /// Number of elements.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
     /// True if it has no elements.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
     /// Size in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.len * self.0.dtype.bytes()
     }
 
     /// The memory behind it, for the device that made it and for the transport that shares it. Where in it a buffer
     /// begins: [`Buffer::start`].
-    #[must_use]
     pub fn memory(&self) -> &dyn Memory {
         self.0.backing.memory.as_ref()
     }
 
     /// The memory behind it, if it is of this type.
-    #[must_use]
     pub fn memory_as<T: Memory>(&self) -> Option<&T> {
         (self.memory() as &dyn Any).downcast_ref()
     }
 
     /// The whole arena as a buffer.
-    #[must_use]
     pub fn whole(&self) -> Buffer {
         Buffer {
             arena: self.clone(),
@@ -175,13 +166,11 @@ impl Arena {
     ///
     /// # Panics
     /// If the range is not within the arena: layouts are computed, so that is a bug.
-    #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Buffer {
         self.whole().slice(range)
     }
 
     /// True if both are the same arena.
-    #[must_use]
     pub fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -219,43 +208,36 @@ pub struct Buffer {
 
 impl Buffer {
     /// The arena it is cut from.
-    #[must_use]
     pub fn arena(&self) -> &Arena {
         &self.arena
     }
 
     /// True if both are the same elements of the same memory.
-    #[must_use]
     pub fn same(&self, other: &Self) -> bool {
         self.arena.same(&other.arena) && self.range == other.range
     }
 
     /// Elements of the arena.
-    #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
     /// Number of elements.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
     /// True if it has no elements.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
     /// Type of the elements.
-    #[must_use]
     pub fn dtype(&self) -> DType {
         self.arena.dtype()
     }
 
     /// Size in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.len() * self.dtype().bytes()
     }
@@ -331,7 +313,6 @@ impl Buffer {
     }
 
     /// Byte of [`Arena::memory`] at which it begins.
-    #[must_use]
     pub fn start(&self) -> usize {
         self.arena.bytes_of(&self.range).start
     }
@@ -375,7 +356,6 @@ pub enum Sharing {
 
 impl ArenaSpec {
     /// `len` elements that this process alone reaches.
-    #[must_use]
     pub fn private(name: impl Into<String>, dtype: DType, len: usize) -> Self {
         Self {
             name: name.into(),
@@ -386,7 +366,6 @@ impl ArenaSpec {
     }
 
     /// `len` elements that other ranks of this node may map.
-    #[must_use]
     pub fn on_node(name: impl Into<String>, dtype: DType, len: usize) -> Self {
         Self {
             sharing: Sharing::Node,
@@ -395,7 +374,6 @@ impl ArenaSpec {
     }
 
     /// Size in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.len * self.dtype.bytes()
     }
@@ -434,7 +412,6 @@ impl Held {
     }
 
     /// The buffer held.
-    #[must_use]
     pub fn buffer(&self) -> &Buffer {
         &self.buffer
     }

@@ -25,7 +25,6 @@ impl CpuDevice {
     }
 
     /// A device with these threads and this instruction set.
-    #[must_use]
     pub fn with_cpu(cpu: Cpu) -> Self {
         Self {
             cpu,
@@ -35,7 +34,6 @@ impl CpuDevice {
     }
 
     /// The threads and instruction set that kernels use.
-    #[must_use]
     pub fn cpu(&self) -> &Cpu {
         &self.cpu
     }

@@ -26,7 +26,6 @@ pub enum DType {
 
 impl DType {
     /// Bytes of one element.
-    #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
             Self::F64 => 8,

@@ -37,13 +37,11 @@ impl Event {
     }
 
     /// An event that is reached already.
-    #[must_use]
     pub fn reached() -> Self {
         Self::over(Ok(()))
     }
 
     /// An event that has failed already.
-    #[must_use]
     pub fn failed(error: DeviceError) -> Self {
         Self::over(Err(error))
     }
@@ -66,7 +64,6 @@ impl Event {
     }
 
     /// The state, if it is of this type: for the device that made it.
-    #[must_use]
     pub fn state_as<T: EventState>(&self) -> Option<&T> {
         (self.0.as_ref() as &dyn Any).downcast_ref()
     }
@@ -157,7 +154,6 @@ impl Fetch {
     }
 
     /// Bytes that are there, or the reason why they are not.
-    #[must_use]
     pub fn arrived(bytes: Result<Vec<u8>, DeviceError>) -> Self {
         Self::new(Event::reached(), move || bytes)
     }

@@ -71,7 +71,6 @@ pub struct HostPass {
 
 impl HostPass {
     /// Bytes that it takes in a slot.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         let buffers = self.inputs.iter().chain(&self.outputs);
         buffers.map(|b| b.bytes().next_multiple_of(ALIGNMENT)).sum()
@@ -113,7 +112,6 @@ impl HostPipeline {
     }
 
     /// Page-locked memory of all slots.
-    #[must_use]
     pub const fn staging_bytes(&self) -> usize {
         SLOTS * self.slot_bytes
     }

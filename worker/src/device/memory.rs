@@ -124,13 +124,11 @@ impl HostMemory {
     }
 
     /// Descriptor of a shared segment.
-    #[must_use]
     pub fn fd(&self) -> Option<&OwnedFd> {
         self.fd.as_ref()
     }
 
     /// First byte of the mapping.
-    #[must_use]
     pub fn ptr(&self) -> NonNull<u8> {
         first_byte(&self.mapping)
     }

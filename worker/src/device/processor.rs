@@ -38,13 +38,11 @@ impl Cpu {
     }
 
     /// Threads of this rank.
-    #[must_use]
     pub fn threads(&self) -> usize {
         self.threads
     }
 
     /// Instruction set of the element-wise kernels.
-    #[must_use]
     pub fn isa(&self) -> Isa {
         self.isa
     }
@@ -77,19 +75,16 @@ pub struct Isa(Arch);
 
 impl Isa {
     /// The best of this machine.
-    #[must_use]
     pub fn detect() -> Self {
         Self(Arch::new())
     }
 
     /// What every machine of the architecture has.
-    #[must_use]
     pub const fn baseline() -> Self {
         Self(Arch::Scalar)
     }
 
     /// All that this machine has, the baseline first.
-    #[must_use]
     pub fn available() -> Vec<Self> {
         #[allow(unused_mut, reason = "other architectures have one or two")]
         let mut sets = vec![Self::baseline()];

@@ -18,7 +18,6 @@ pub struct Evaluated {
 
 impl Evaluated {
     /// By which models of different tokenizers are compared.
-    #[must_use]
     pub fn bits_per_byte(&self) -> Option<f64> {
         Some(self.loss / std::f64::consts::LN_2 / self.bytes_per_token?)
     }

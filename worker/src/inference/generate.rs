@@ -59,7 +59,6 @@ pub struct Completion {
 
 impl Completion {
     /// Tokens a second behind the first one; none if there are not two.
-    #[must_use]
     pub fn tokens_per_s(&self) -> Option<f64> {
         let seconds = self.last_token.saturating_sub(self.first_token).as_secs_f64();
         (self.tokens > 1 && seconds > 0.0).then(|| (self.tokens - 1) as f64 / seconds)
@@ -94,7 +93,6 @@ impl<'a> Generator<'a> {
     }
 
     /// Positions that are left.
-    #[must_use]
     pub fn room(&self) -> usize {
         self.loaded.config.block_size - self.positions
     }

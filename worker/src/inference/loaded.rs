@@ -29,21 +29,22 @@ pub enum InferenceError {
     /// The tokenizer cannot be used.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
-    /// What was asked for makes no sense with this model; the reason, and the next step.
+    /// The request does not fit this model: the reason, and the next step.
     #[error("{0}")]
     Refused(String),
 }
 
 impl InferenceError {
-    /// What a model computes is no number.
+    /// The model computes numbers that are not finite.
     pub(super) fn not_finite(what: &str) -> Self {
         Self::Refused(format!(
-            "the model's {what} are not finite\n  hint: the training that made the checkpoint has diverged; take an earlier step: `--step N`"
+            "the model's {what} are not finite\n  hint: training had diverged before this checkpoint; use an earlier one: `--step N`"
         ))
     }
 }
 
-/// Opens the first GPU, or a processor with so many threads. `is_gpu`: which of them; none: a GPU if the driver shows one.
+/// Opens the first GPU, or the CPU with so many threads. `is_gpu` selects one of them; without it,
+/// a GPU is used if the driver reports one.
 pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
     let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
     if !is_gpu {
@@ -71,8 +72,8 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Reads a checkpoint, whatever layout wrote it; the hash of all that is read is checked. Parameters are the masters:
-    /// in f32, or rounded to bf16.
+    /// Reads a checkpoint of any layout, and checks the hash of everything it reads. The parameters
+    /// are the master weights: in f32, or rounded to bf16.
     pub fn open(
         reader: &Reader,
         device: &Arc<dyn Device>,
@@ -116,32 +117,30 @@ impl LoadedModel {
         })
     }
 
-    /// Tokens that it knows.
-    #[must_use]
+    /// Number of tokens in the model's vocabulary.
     pub fn vocabulary(&self) -> usize {
         self.config.vocab_size.unwrap_or_default()
     }
 
-    /// Refuses tokens that it does not know, and would read beyond its embedding.
+    /// Refuses tokens outside of the vocabulary, which would be read beyond the end of the
+    /// embedding.
     pub(super) fn check_known(&self, tokens: &[i32]) -> Result<(), InferenceError> {
         let vocabulary = self.vocabulary();
         let is_known = |token: &i32| usize::try_from(*token).is_ok_and(|token| token < vocabulary);
         match tokens.iter().find(|token| !is_known(token)) {
             None => Ok(()),
             Some(token) => Err(InferenceError::Refused(format!(
-                "token {token} is outside of the model's vocabulary of {vocabulary}\n  hint: take the tokenizer that the model was trained with"
+                "token {token} is outside of the model's vocabulary of {vocabulary}\n  hint: use the tokenizer that the model was trained with"
             ))),
         }
     }
 
     /// Where it computes, as in `cpu (2 threads, avx512)`.
-    #[must_use]
     pub fn device_name(&self) -> String {
         self.device.name()
     }
 
     /// Bytes of memory for activations, which does not shrink.
-    #[must_use]
     pub fn activation_bytes(&self) -> usize {
         self.pool.allocated_bytes()
     }

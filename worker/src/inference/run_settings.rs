@@ -1,4 +1,5 @@
-//! What a checkpoint says of the run that wrote it, as far as its model is used again: tokenizer, validation data, precision.
+//! The settings that a checkpoint records of its run, as far as using the model needs them:
+//! tokenizer, validation data, precision.
 
 use std::sync::Arc;
 
@@ -14,24 +15,21 @@ use crate::data::{DataError, Dataset, Tokens, Vocabulary};
 pub struct RunSettings<'a>(&'a State);
 
 const NO_TOKENIZER: &str =
-    "\n  hint: name it: `--tokenizer bytes`, `--tokenizer gpt2`, or the path of a `tokenizer.json`";
-const NO_DATA: &str = "\n  hint: name the text or the token files with `--data`; relative paths of the run count from the folder in which it was started";
+    "\n  hint: set it with `--tokenizer bytes`, `--tokenizer gpt2` or `--tokenizer FILE.json`";
+const NO_DATA: &str = "\n  hint: pass the text or the token files with `--data`; relative paths in a checkpoint are relative to the directory in which the run was started";
 
 impl<'a> RunSettings<'a> {
     /// Of this checkpoint.
-    #[must_use]
     pub fn of(reader: &'a Reader) -> Self {
         Self(&reader.manifest().state)
     }
 
     /// Steps before the checkpoint.
-    #[must_use]
     pub fn step(self) -> u64 {
         self.0.step
     }
 
     /// In which it was trained.
-    #[must_use]
     pub fn precision(self) -> Precision {
         let precision = self
             .value("/train/precision")
@@ -41,13 +39,13 @@ impl<'a> RunSettings<'a> {
     }
 
     /// Samples of a micro-batch.
-    #[must_use]
     pub fn micro_batch(self) -> usize {
         let samples = self.value("/train/micro_batch").and_then(Value::as_u64);
         samples.map_or(1, |samples| samples.max(1) as usize)
     }
 
-    /// The one that is given; else the run's, if it can be found and is what it was.
+    /// The tokenizer that is given. Otherwise the run's, if it is available and has not changed
+    /// since.
     pub fn tokenizer(self, given: Option<&Tokenizer>) -> Result<Tokenizer, InferenceError> {
         if let Some(given) = given {
             return Ok(given.clone());
@@ -62,14 +60,14 @@ impl<'a> RunSettings<'a> {
         let tokenizer = tokenizer.or(path.map(|path| Tokenizer::File(path.into())));
         let tokenizer = tokenizer.ok_or_else(|| {
             refused(format!(
-                "the run's tokenizer is {recorded}, and the checkpoint does not say where"
+                "the run's tokenizer is {recorded}, but the checkpoint does not record its path"
             ))
         })?;
         let vocabulary = Vocabulary::of(&tokenizer)
-            .map_err(|error| refused(format!("the run's tokenizer is not there: {error}")))?;
+            .map_err(|error| refused(format!("the run's tokenizer is not available: {error}")))?;
         if vocabulary.identity(&tokenizer) != recorded {
             return Err(refused(format!(
-                "`{tokenizer}` is not what it was in the run, {recorded}"
+                "`{tokenizer}` has changed since the run, which used {recorded}"
             )));
         }
         Ok(tokenizer)
@@ -85,7 +83,7 @@ impl<'a> RunSettings<'a> {
         }
         let data: config::Data = config::section("data", section).map_err(|error| {
             refused(format!(
-                "the checkpoint does not say what its run validated on: {error}"
+                "the checkpoint does not record the validation data of its run: {error}"
             ))
         })?;
         if let Some(val) = &data.val {
@@ -103,12 +101,12 @@ impl<'a> RunSettings<'a> {
     }
 }
 
-/// Refuses data that are not what the checkpoint recorded, if it did.
+/// Refuses data that differ from what the checkpoint recorded, if it recorded anything.
 fn check_unchanged(tokens: &Tokens, recorded: Option<&String>, what: &str) -> Result<(), InferenceError> {
     let found = tokens.fingerprint()?;
     match recorded {
         Some(recorded) if *recorded != found => Err(InferenceError::Refused(format!(
-            "`{}` is not what the run {what} on: {found}, and it was {recorded}{NO_DATA}",
+            "`{}` has changed since the run {what} on it: it has {found}; the run used {recorded}{NO_DATA}",
             tokens.path().display()
         ))),
         _ => Ok(()),

@@ -26,7 +26,6 @@ pub type Weighed = (u32, f64);
 impl Sampling {
     /// Token `number` of the text, counted from the first generated one. Logits that are not finite are no tokens; none if
     /// no logit is finite. Of equally probable tokens the smaller one comes first. `memory` is for the candidates.
-    #[must_use]
     pub fn choose(&self, logits: &[f32], number: u64, memory: &mut Vec<Weighed>) -> Option<u32> {
         let finite = (0..).zip(logits).filter(|(_, logit)| logit.is_finite());
         let finite = finite.map(|(token, &logit)| (token, f64::from(logit)));

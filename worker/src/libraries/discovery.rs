@@ -25,7 +25,6 @@ impl LibraryKind {
     pub const ALL: [Self; 4] = [Self::Cuda, Self::CublasLt, Self::Nvrtc, Self::Nccl];
 
     /// Stem of the file: `libnccl.so`, followed by nothing or a version.
-    #[must_use]
     pub const fn stem(self) -> &'static str {
         match self {
             Self::Cuda => "libcuda.so",
@@ -36,7 +35,6 @@ impl LibraryKind {
     }
 
     /// As its makers call it.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cuda => "CUDA driver",
@@ -47,13 +45,11 @@ impl LibraryKind {
     }
 
     /// True of what belongs to one version of CUDA, as its file is named for, and needs a driver that is as new.
-    #[must_use]
     pub const fn follows_cuda(self) -> bool {
         matches!(self, Self::CublasLt | Self::Nvrtc)
     }
 
     /// What needs it.
-    #[must_use]
     pub const fn purpose(self) -> &'static str {
         match self {
             Self::Cuda => "the driver",
@@ -64,7 +60,6 @@ impl LibraryKind {
     }
 
     /// How to get it.
-    #[must_use]
     pub const fn hint(self) -> &'static str {
         match self {
             Self::Cuda => "install the NVIDIA driver; in a container, start it with `--gpus all`",
@@ -125,7 +120,6 @@ pub struct Newer {
 
 impl Newer {
     /// None where the library follows no version of CUDA, or the driver can run it.
-    #[must_use]
     pub fn of(kind: LibraryKind, path: &Path, version: Version, driver: Version) -> Option<Self> {
         let path = path.to_owned();
         (kind.follows_cuda() && version.major > driver.major).then_some(Self {
@@ -137,7 +131,6 @@ impl Newer {
     }
 
     /// What to install instead.
-    #[must_use]
     pub fn hint(&self) -> String {
         let (ours, theirs) = (self.driver.major, self.version.major);
         let package = match self.kind {
@@ -185,7 +178,6 @@ pub struct SearchPath(Vec<(PathBuf, &'static str)>);
 
 impl SearchPath {
     /// By the environment of this process.
-    #[must_use]
     pub fn of_process() -> Self {
         Self::of(|name| std::env::var(name).ok())
     }
@@ -220,7 +212,6 @@ impl SearchPath {
 
     /// The first library of a kind that serves: a toolkit's stub and a library that is newer than the driver are
     /// passed over where there is another. `driver`: the CUDA that the driver is for; none: unknown.
-    #[must_use]
     pub fn find(&self, kind: LibraryKind, driver: Option<Version>) -> Found {
         let mut candidates = self.candidates(kind).peekable();
         let first = candidates.peek().cloned();
@@ -229,7 +220,6 @@ impl SearchPath {
     }
 
     /// The driver, where this file has turned out to be a stub; none: there is no other.
-    #[must_use]
     pub fn driver_beside(&self, stub: &Path) -> Option<PathBuf> {
         let stub = stub.canonicalize().ok();
         let mut files = self.candidates(LibraryKind::Cuda).map(|(file, _)| file);
@@ -248,7 +238,6 @@ impl SearchPath {
     }
 
     /// The folders that exist.
-    #[must_use]
     pub fn existing(&self) -> Vec<PathBuf> {
         let folders = self.0.iter().map(|(folder, _)| folder);
         folders.filter(|folder| folder.is_dir()).cloned().collect()

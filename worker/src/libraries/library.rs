@@ -94,7 +94,6 @@ impl Library {
     }
 
     /// Set, by its own version, if the driver of this process is too old for it.
-    #[must_use]
     pub fn newer_than_driver(&self) -> Option<Newer> {
         if !self.kind.follows_cuda() {
             return None;
@@ -103,7 +102,6 @@ impl Library {
     }
 
     /// The file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -221,7 +219,6 @@ pub enum LibraryError {
 
 impl LibraryError {
     /// True if there is no such file: nothing is broken.
-    #[must_use]
     pub const fn is_absence(&self) -> bool {
         matches!(self, Self::NotFound { .. })
     }

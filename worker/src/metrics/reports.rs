@@ -60,7 +60,6 @@ impl MetricsLog {
     }
 
     /// Of all lines, those before it was opened included.
-    #[must_use]
     pub const fn validations(&self) -> Validations {
         self.validations
     }
@@ -269,7 +268,6 @@ pub struct Summary {
 
 impl Summary {
     /// What an earlier life of the run has written to `path`; none if there is nothing, or nothing that can be read.
-    #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
         let mut bytes = Vec::new();
         open_to_read(path).ok()?.read_to_end(&mut bytes).ok()?;
@@ -298,7 +296,6 @@ pub struct TimelineFiles {
 
 impl TimelineFiles {
     /// Those of the run that has this folder. Touches nothing.
-    #[must_use]
     pub fn of_run(out_dir: &Path) -> Self {
         Self {
             folder: out_dir.join(FOLDER),
@@ -311,7 +308,6 @@ impl TimelineFiles {
     }
 
     /// Where [`TimelineFiles::write_rank`] writes.
-    #[must_use]
     pub fn of_rank(&self, rank: usize) -> PathBuf {
         self.folder.join(RANKS).join(format!("rank_{rank:05}.json"))
     }

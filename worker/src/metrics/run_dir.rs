@@ -75,21 +75,18 @@ enum Decision {
 
 impl RunDir {
     /// `run.out_dir`, relative to the current folder, or `runs/<name>/<run id>`. Touches nothing.
-    #[must_use]
     pub fn resolve(run: &Run, run_id: &str) -> PathBuf {
         let default = || Path::new("runs").join(&run.name).join(run_id);
         run.out_dir.clone().unwrap_or_else(default)
     }
 
     /// True if the first life of a job would begin at step 0 in its folder, or be refused. Touches nothing.
-    #[must_use]
     pub fn begins(run: &Run, run_id: &str) -> bool {
         let found = checkpoint::step_to_go_on_from(&Self::resolve(run, run_id));
         run.overwrite || !found.is_ok_and(|step| step.is_some())
     }
 
     /// What to add to the command to go on with a run, in words.
-    #[must_use]
     pub fn resume_words(run: &Run, run_id: &str) -> String {
         let overwrite = if run.overwrite {
             "--set run.overwrite=false "
@@ -119,19 +116,16 @@ impl RunDir {
     }
 
     /// The folder itself.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// `metrics.jsonl`.
-    #[must_use]
     pub fn metrics(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }
 
     /// `summary.json`.
-    #[must_use]
     pub fn summary(&self) -> PathBuf {
         self.path.join("summary.json")
     }

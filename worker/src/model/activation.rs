@@ -28,7 +28,6 @@ impl Activation {
     ///
     /// # Panics
     /// If the shape does not have as many elements as the buffer.
-    #[must_use]
     pub fn borrowed(buffer: Buffer, shape: Vec<usize>) -> Self {
         assert_eq!(
             buffer.len(),
@@ -43,19 +42,16 @@ impl Activation {
     }
 
     /// The elements, row-major.
-    #[must_use]
     pub fn buffer(&self) -> &Buffer {
         &self.buffer
     }
 
     /// Sizes, outermost first.
-    #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
     /// Rows `R` of the matrix `[R, C]` that it is: the product of all sizes but the last.
-    #[must_use]
     pub fn row_count(&self) -> usize {
         let outer = self.shape.split_last().map_or(&[][..], |(_, outer)| outer);
         outer.iter().product()
@@ -99,7 +95,6 @@ struct State {
 
 impl ActivationPool {
     /// A pool without a plan.
-    #[must_use]
     pub fn new(device: Arc<dyn Device>) -> Self {
         Self::over(device, None)
     }
@@ -111,7 +106,6 @@ impl ActivationPool {
     }
 
     /// A pool in this memory, of bytes.
-    #[must_use]
     pub fn in_arena(device: Arc<dyn Device>, arena: Arena) -> Self {
         Self::over(device, Some(arena))
     }
@@ -176,13 +170,11 @@ impl ActivationPool {
     }
 
     /// Bytes ever allocated: what the process holds for activations.
-    #[must_use]
     pub fn allocated_bytes(&self) -> usize {
         self.state().allocated_bytes
     }
 
     /// Most bytes leased at one time.
-    #[must_use]
     pub fn peak_bytes(&self) -> usize {
         self.state().peak_bytes
     }

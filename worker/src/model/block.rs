@@ -378,7 +378,6 @@ impl Saved {
     }
 
     /// True before forward and after backward.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
@@ -403,15 +402,6 @@ impl ModelPart {
         sequence: false,
         chunks: None,
     };
-
-    /// Of `chunks` of blocks.
-    #[must_use]
-    pub fn of_chunks(chunks: Vec<Range<usize>>) -> Self {
-        Self {
-            chunks: Some(chunks),
-            ..Self::WHOLE
-        }
-    }
 
     /// True of the blocks of its chunks.
     pub(super) fn holds(&self, block: usize) -> bool {
@@ -450,25 +440,21 @@ pub struct Model {
 
 impl Model {
     /// Number of elements of all parameters of the whole model, tied ones once.
-    #[must_use]
     pub fn param_count(&self) -> usize {
         self.all_params.iter().map(ParamSpec::len).sum()
     }
 
     /// Number of elements that this rank holds a part of, tied ones once.
-    #[must_use]
     pub fn held_count(&self) -> usize {
         self.params.iter().map(ParamSpec::len).sum()
     }
 
     /// The chunk of all blocks.
-    #[must_use]
     pub fn whole(&self) -> Range<usize> {
         0..self.blocks.len()
     }
 
     /// Number of a parameter in the whole model.
-    #[must_use]
     pub fn whole_id(&self, id: ParamId) -> ParamId {
         let key = &self.params[id.0].key;
         let found = self.all_params.iter().position(|spec| spec.key == *key);
@@ -476,7 +462,6 @@ impl Model {
     }
 
     /// Parameters of a block whose elements its backward reads: all of them if that begins with the forward.
-    #[must_use]
     pub fn read_by_backward(&self, block: usize) -> &[ParamId] {
         let (block, is_recomputed) = (&self.blocks[block], self.keeps_input[block]);
         if is_recomputed {
@@ -487,7 +472,6 @@ impl Model {
     }
 
     /// Type of the parameters, which is that of the activations too.
-    #[must_use]
     pub fn dtype(&self) -> DType {
         self.params.first().map_or(DType::F32, |param| param.dtype)
     }
@@ -501,7 +485,6 @@ impl Model {
     }
 
     /// In how many blocks each parameter is used: the contributions to its gradient in one micro-batch.
-    #[must_use]
     pub fn uses(&self) -> Vec<usize> {
         let mut uses = vec![0; self.params.len()];
         for id in self.blocks.iter().flat_map(|b| b.params()) {
@@ -511,7 +494,6 @@ impl Model {
     }
 
     /// Parameters in the order in which backward finishes them: the order of gradient memory.
-    #[must_use]
     pub fn backward_order(&self) -> Vec<ParamId> {
         let mut order: Vec<ParamId> = Vec::with_capacity(self.params.len());
         for id in self.blocks.iter().flat_map(|b| b.params().iter()) {

@@ -20,7 +20,6 @@ use crate::ops::WeightLayout;
 const STD: f32 = 0.02;
 
 /// Blocks of a model: the embedding, a block a layer, the head.
-#[must_use]
 pub fn block_count(config: &config::Model) -> usize {
     config.n_layer + 2
 }
@@ -609,7 +608,10 @@ mod tests {
         let config = config(ModelKind::Gpt2);
         let last = block_count(&config);
         let role = |blocks: &[Range<usize>]| {
-            let part = ModelPart::of_chunks(blocks.to_vec());
+            let part = ModelPart {
+                chunks: Some(blocks.to_vec()),
+                ..ModelPart::WHOLE
+            };
             let model = build_part(&config, 256, &part).unwrap();
             let tied = model.params.iter().find(|spec| spec.key == "wte.weight")?;
             Some(tied.roles[Axis::Pipeline as usize])

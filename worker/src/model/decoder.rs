@@ -48,7 +48,6 @@ pub struct AttentionKind {
 
 impl AttentionKind {
     /// Columns of queries, keys and values in the fused projection.
-    #[must_use]
     pub fn stretches(&self) -> [usize; 3] {
         let of = |heads: usize| heads * self.head_size;
         [of(self.heads), of(self.kv_heads), of(self.kv_heads)]
@@ -121,7 +120,6 @@ pub struct Names {
 
 impl Names {
     /// Those of a kind.
-    #[must_use]
     pub fn of(kind: ModelKind) -> &'static Self {
         match kind {
             ModelKind::Gpt2 => &GPT2,
@@ -131,7 +129,6 @@ impl Names {
     }
 
     /// True of a parameter of a layer, of any kind of model.
-    #[must_use]
     pub fn are_of_a_layer(key: &str) -> bool {
         [&GPT2, &LLAMA, &MLP]
             .iter()
@@ -139,7 +136,6 @@ impl Names {
     }
 
     /// Which layer a tensor is of, by its name, and the rest of the name: 3 and `mlp.down_proj.weight`.
-    #[must_use]
     pub fn layer_of<'a>(&self, tensor: &'a str) -> Option<(usize, &'a str)> {
         let (number, rest) = tensor
             .strip_prefix(self.layer)?
@@ -190,7 +186,6 @@ static LLAMA: Names = Names {
 
 impl Decoder {
     /// The one that a `model` section describes.
-    #[must_use]
     pub fn of(config: &config::Model) -> Self {
         let heads = AttentionKind {
             heads: config.n_head,
@@ -236,7 +231,6 @@ impl Decoder {
     }
 
     /// Columns of the first product of a feed-forward layer.
-    #[must_use]
     pub fn widened(&self) -> usize {
         match self.activation {
             ActivationKind::Gelu => self.inner,
@@ -245,7 +239,6 @@ impl Decoder {
     }
 
     /// Elements of the matrices of one layer: of attention's two products, and of the feed-forward layer's.
-    #[must_use]
     pub fn layer_matrices(&self) -> [usize; 4] {
         let [qkv, projection] = self.attention.map_or([0, 0], |attention| {
             let [queries, keys, values] = attention.stretches();

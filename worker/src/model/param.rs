@@ -36,7 +36,6 @@ pub enum AxisRole {
 impl AxisRole {
     /// Of a parameter that is not cut itself: gradients are partial where ranks read different samples, and the ranks of a
     /// pipeline hold other parameters.
-    #[must_use]
     pub fn replicated() -> [Self; Axis::ALL.len()] {
         Axis::ALL.map(|axis| match axis {
             Axis::Pipeline => Self::Cut,
@@ -70,7 +69,6 @@ pub struct ParamSpec {
 
 impl ParamSpec {
     /// Shape of this rank's part.
-    #[must_use]
     pub fn local_shape(&self) -> Vec<usize> {
         match &self.cut {
             Some(cut) => cut.local_shape(&self.global_shape),
@@ -79,13 +77,11 @@ impl ParamSpec {
     }
 
     /// Number of elements of this rank's part.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.local_shape().iter().product()
     }
 
     /// The boxes of the whole parameter that this rank's part consists of.
-    #[must_use]
     pub fn regions(&self) -> Vec<Region> {
         match &self.cut {
             Some(cut) => cut.regions(&self.global_shape),
@@ -94,7 +90,6 @@ impl ParamSpec {
     }
 
     /// Elements `range` of this rank's part, in order, as runs of neighbours.
-    #[must_use]
     pub fn runs(&self, range: Range<usize>) -> Vec<Run> {
         match &self.cut {
             Some(cut) => cut.runs(&self.global_shape, range),
@@ -113,7 +108,6 @@ impl ParamSpec {
     }
 
     /// True if it has no elements.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

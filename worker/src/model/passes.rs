@@ -51,7 +51,6 @@ pub struct Flight {
 
 impl Flight {
     /// Before forward over the blocks of `chunk`.
-    #[must_use]
     pub fn over(chunk: Range<usize>) -> Self {
         Self {
             saved: chunk.clone().map(|_| Saved::default()).collect(),
@@ -61,7 +60,6 @@ impl Flight {
     }
 
     /// By block of the chunk: empty before forward and after backward.
-    #[must_use]
     pub fn saved(&self) -> &[Saved] {
         &self.saved
     }

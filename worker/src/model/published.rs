@@ -234,7 +234,6 @@ impl Published {
     pub const HEAD_SIZE: &'static str = "head_dim";
 
     /// The table of a kind.
-    #[must_use]
     pub fn of(kind: ModelKind) -> &'static Self {
         match kind {
             ModelKind::Gpt2 => &GPT2,
@@ -244,7 +243,6 @@ impl Published {
     }
 
     /// The table with this `model_type`.
-    #[must_use]
     pub fn of_type(model_type: &str) -> Option<&'static Self> {
         [&GPT2, &LLAMA, &MLP]
             .into_iter()
@@ -252,13 +250,11 @@ impl Published {
     }
 
     /// Names of the parameters.
-    #[must_use]
     pub fn names(&self) -> &'static Names {
         Names::of(self.kind)
     }
 
     /// The tensors that make up the parameter with this key and this shape, in the order of its rows.
-    #[must_use]
     pub fn tensors(&self, decoder: &Decoder, key: &str, shape: &[usize]) -> Vec<PublishedTensor> {
         let part = self.names().layer_of(key).and_then(|(layer, part)| {
             let name = part.strip_suffix(".weight")?;
@@ -290,7 +286,6 @@ impl Published {
 
     /// A tensor's name in a file for other tools. Transformers takes a file without the prefix for one without a head,
     /// so only such a file leaves it out.
-    #[must_use]
     pub fn name_in_file(&self, name: &str, decoder: &Decoder) -> String {
         let is_known = self.architecture.is_some();
         if decoder.is_tied || !is_known || name == HEAD || name.starts_with(self.prefix) {
@@ -302,7 +297,6 @@ impl Published {
 
     /// The `config.json` of a model whose token embedding has `vocab` rows. Where the words of transformers have changed,
     /// these are the older ones, which all versions read.
-    #[must_use]
     pub fn settings(&self, model: &config::Model, vocab: usize) -> Value {
         let decoder = Decoder::of(model);
         let mut settings = Map::new();
@@ -367,7 +361,6 @@ fn decimal(value: f32) -> Value {
 
 impl FixedSetting {
     /// True if it is the setting of `config.json`.
-    #[must_use]
     pub fn is(&self, found: &Value) -> bool {
         match self {
             Self::Word(words) => found.as_str().is_some_and(|found| words.contains(&found)),

@@ -14,45 +14,38 @@ pub struct Region(Vec<[u64; 2]>);
 
 impl Region {
     /// A box with these bounds.
-    #[must_use]
     pub const fn new(bounds: Vec<[u64; 2]>) -> Self {
         Self(bounds)
     }
 
     /// All of a tensor.
-    #[must_use]
     pub fn whole(shape: &[u64]) -> Self {
         Self(shape.iter().map(|&len| [0, len]).collect())
     }
 
     /// First element and one beyond the last, along each dimension.
-    #[must_use]
     pub fn bounds(&self) -> &[[u64; 2]] {
         &self.0
     }
 
     /// Length of each dimension. The region must be within a shape.
-    #[must_use]
     pub fn shape(&self) -> Vec<u64> {
         self.0.iter().map(|[start, end]| end - start).collect()
     }
 
     /// Number of elements; `None` where it does not fit, or an end comes before its start.
-    #[must_use]
     pub fn elements(&self) -> Option<u64> {
         let mut lens = self.0.iter().map(|[start, end]| end.checked_sub(*start));
         lens.try_fold(1_u64, |product, len| product.checked_mul(len?))
     }
 
     /// True if it is a box of a tensor of this shape.
-    #[must_use]
     pub fn is_within(&self, shape: &[u64]) -> bool {
         let fits = |(&[start, end], &len): (&[u64; 2], &u64)| start <= end && end <= len;
         self.0.len() == shape.len() && self.0.iter().zip(shape).all(fits)
     }
 
     /// True if it is all of a tensor of this shape.
-    #[must_use]
     pub fn is_whole(&self, shape: &[u64]) -> bool {
         *self == Self::whole(shape)
     }
@@ -218,7 +211,6 @@ impl Cut {
     }
 
     /// Shape of this rank's part.
-    #[must_use]
     pub fn local_shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut local = shape.to_vec();
         local[self.dim] /= self.parts;
@@ -226,7 +218,6 @@ impl Cut {
     }
 
     /// The boxes that this rank's part consists of, one a stretch, in order.
-    #[must_use]
     pub fn regions(&self, shape: &[usize]) -> Vec<Region> {
         let whole: Vec<[u64; 2]> = shape.iter().map(|&len| [0, len as u64]).collect();
         let own = self.own().into_iter().map(|range| {

@@ -47,12 +47,6 @@ pub trait TensorOps {
         self.finish(self.start(ExchangeKind::GatherRows, x, name)?)
     }
 
-    /// [`ExchangeKind::ReduceScatterRows`], from start to finish: this rank's rows, in the memory of the whole.
-    fn reduce_scatter_rows(&self, x: &Activation, name: &str) -> Result<Activation, DeviceError> {
-        self.finish(self.start(ExchangeKind::ReduceScatterRows, x, name)?)?;
-        self.own_rows(x)
-    }
-
     /// This rank's rows of the whole, `[R/t, C]`, in its memory.
     fn own_rows(&self, whole: &Activation) -> Result<Activation, DeviceError> {
         Ok(whole.rows(own_rows(whole, [self.index(), self.size()])?))
@@ -89,7 +83,6 @@ impl Exchange {
     }
 
     /// Reached when it is done, or has failed.
-    #[must_use]
     pub fn done(&self) -> &Event {
         &self.done
     }

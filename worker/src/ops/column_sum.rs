@@ -1,5 +1,6 @@
-//! Biases: a row added to all rows, and the sum over rows, which is its gradient. The CUDA kernels of the sum are the
-//! second stage of `LayerNorm`'s backward too, and add gradients to others.
+//! Biases: a row that is added to all rows, and the sum over rows, which is its gradient. The CUDA
+//! kernels of the sum are also the second stage of `LayerNorm`'s backward, and they add gradients
+//! to other gradients.
 
 use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel};
 use super::cpu::matrix::Matrix;
@@ -15,12 +16,14 @@ use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Columns that one part of the work sums.
 const WIDTH: usize = 256;
-/// Rows whose sum is formed on its own before it is added to the total: keeps the rounding error small.
+/// Rows that are summed separately before their sum is added to the total. This keeps the rounding
+/// error small.
 const ROWS: usize = 64;
 
-/// `out[r, c] = (inp[r, c] + bias[c]) + residual[r, c]`, in this order and rounded once: what [`super::LinearForward`] adds to
-/// its product, for a layer whose product is a sum over ranks. The gradients of `inp` and `residual` are that of `out`, the
-/// bias's is its [`ColumnSum`].
+/// `out[r, c] = (inp[r, c] + bias[c]) + residual[r, c]`, in this order and rounded once.
+/// [`super::LinearForward`] adds the same to its product; this operation is for a layer whose
+/// product is a sum over ranks. The gradients of `inp` and `residual` equal the gradient of `out`;
+/// the gradient of the bias is its [`ColumnSum`].
 #[derive(Clone, Debug)]
 pub struct AddBiasResidual {
     /// `[R, C]`; may be `out`
@@ -59,7 +62,7 @@ impl Operation for AddBiasResidual {
 }
 
 impl AddBiasResidual {
-    /// Columns of the bias; 0 where there is none.
+    /// Columns of the bias; 0 without a bias.
     fn columns(&self) -> Result<usize, DeviceError> {
         let (op, n) = (Self::NAME, self.out.len());
         expect_len(op, "inp", self.inp.len(), n)?;
@@ -68,7 +71,7 @@ impl AddBiasResidual {
         }
         let columns = self.bias.as_ref().map_or(0, Buffer::len);
         if self.bias.is_some() && (columns == 0 || !n.is_multiple_of(columns)) {
-            let what = format!("{n} elements are no rows of the {columns} columns of `bias`");
+            let what = format!("{n} elements cannot be divided into rows of {columns}, the length of `bias`");
             return Err(DeviceError::Shape { op, what });
         }
         Ok(columns)
@@ -86,7 +89,7 @@ impl AddBiasResidual {
         .map(|buffer| buffer.map(Buffer::host::<S>).transpose());
         let (inp, bias, residual) = (inp?, bias?, residual?);
         let (inp, residual) = (inp.as_deref(), residual.as_deref());
-        // Nothing to add where there is no bias.
+        // Without a bias, nothing is added.
         let bias = bias.as_deref().unwrap_or_default();
         let mut out = self.out.host_mut::<S>()?;
         let len = (PART / columns).max(1) * columns;
@@ -114,7 +117,7 @@ impl AddBiasResidual {
     }
 }
 
-/// Elements of one part of the addition, about.
+/// Approximate number of elements of one part of the addition.
 const PART: usize = 16_384;
 
 /// `out[c] = Σ_r x[r, c]`, or added to what is there
@@ -221,7 +224,7 @@ kernel! {
 const WARP: usize = 32;
 /// Blocks of the first stage that fill any GPU.
 const BLOCKS: usize = 1024;
-/// Rows that are worth a block of the first stage.
+/// Fewest rows for which a block of the first stage pays.
 const SLAB_ROWS: usize = 64;
 /// Threads of a block of the second stage.
 const ADDING: u32 = 1024;
@@ -239,18 +242,19 @@ impl ColumnSum {
     }
 }
 
-/// Sums that are to be added: `[parts, C]` f32, or `[parts, 2, C]` where they go to two targets.
+/// Partial sums: `[parts, C]` f32, or `[parts, 2, C]` for two targets.
 pub(super) struct Partials {
     /// Bytes from the start of the scratch memory.
     pub(super) offset: usize,
     /// How many.
     pub(super) parts: usize,
-    /// Type of the activations that they come from.
+    /// Type of the activations that were summed.
     pub(super) act: &'static str,
 }
 
 impl Partials {
-    /// The kernel that adds them in order, to what is in a target or instead of it. A target is `[C]`.
+    /// The kernel that adds the partial sums in order. It adds them to a target, or overwrites it.
+    /// A target is `[C]`.
     pub(super) fn add(
         &self,
         op: &'static str,

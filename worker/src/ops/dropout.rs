@@ -1,6 +1,7 @@
-//! Dropout (Srivastava et al. 2014). Masks are not stored: whether a number is dropped is a pure function of the run's seed,
-//! the place in the model, the sample's number in the run, the row and the column, by the counter-based generator Philox.
-//! Backward, recomputation and any layout of ranks compute the same mask: also of a part of the rows, or of the heads.
+//! Dropout (Srivastava et al. 2014). Masks are not stored. Whether a number is dropped is a pure
+//! function of the run's seed, the place in the model, the sample's number in the run, the row and
+//! the column, computed by the counter-based generator Philox. So backward, recomputation and any
+//! layout of ranks compute the same mask, also for a part of the rows or of the heads.
 
 use super::cpu::kernel::{Real, by_dtype};
 use super::cpu::stored::Stored;
@@ -9,7 +10,7 @@ use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
-/// Elements of one part of the work, about.
+/// Approximate number of elements of one part of the work.
 const PART: usize = 16_384;
 /// Fourth word of the counter: keeps keys apart from all other numbers that share the seed.
 const DOMAIN: u32 = 0x4452_4F50;
@@ -19,7 +20,7 @@ const DOMAIN: u32 = 0x4452_4F50;
 pub struct DropoutMask {
     key: [u32; 2],
     first_sample: u64,
-    /// Row or head of the micro-batch that is the first of the operation's.
+    /// First row or head of the micro-batch that the operation has.
     first: u32,
     rate: f32,
 }
@@ -27,7 +28,6 @@ pub struct DropoutMask {
 impl DropoutMask {
     /// The mask of place `site` in layer `layer`. `first_sample` is the number in the run of the micro-batch's first
     /// sample, `rate` the share of numbers that are dropped, from 0 to below 1.
-    #[must_use]
     pub fn new(seed: u64, [layer, site]: [u32; 2], first_sample: u64, rate: f32) -> Self {
         let seed = [seed as u32, (seed >> 32) as u32];
         let [first, second, ..] = philox([layer, site, 0, DOMAIN], seed);
@@ -45,12 +45,12 @@ impl DropoutMask {
         Self { first, ..self }
     }
 
-    /// Words below it drop their number.
+    /// A random word below the threshold drops its number.
     fn threshold(&self) -> u32 {
         (f64::from(self.rate) * 2.0_f64.powi(32)) as u32
     }
 
-    /// Factor of the numbers that stay: 1/(1 − rate).
+    /// Factor of the numbers that are kept: 1/(1 − rate).
     fn scale(&self) -> f64 {
         1.0 / (1.0 - f64::from(self.rate))
     }
@@ -103,7 +103,8 @@ impl DropoutMask {
     }
 }
 
-/// `out = residual + mask · inp`; the gradient of `inp` is the same of `out`'s, without a residual.
+/// `out = residual + mask · inp`. The gradient of `inp` is the same operation on the gradient of
+/// `out`, without a residual.
 ///
 /// The rows `R` are all of the micro-batch, `B·T`, or consecutive ones of them, as under sequence parallelism.
 #[derive(Clone, Debug)]
@@ -114,7 +115,7 @@ pub struct Dropout {
     pub residual: Option<Buffer>,
     /// `[R, C]`
     pub out: Buffer,
-    /// What is dropped. It knows the first row.
+    /// The mask, which includes the number of the first row.
     pub mask: DropoutMask,
     /// `T`
     pub positions: usize,
@@ -151,7 +152,7 @@ impl Dropout {
         let len = self.out.len();
         if self.positions * self.channels == 0 || !len.is_multiple_of(self.channels) {
             let what = format!(
-                "{len} elements are no rows of {} channels, of samples of {} positions",
+                "{len} elements cannot be divided into rows of {} channels, in samples of {} positions",
                 self.channels, self.positions
             );
             return Err(DeviceError::Shape { op: Self::NAME, what });
@@ -175,7 +176,7 @@ impl Dropout {
         cpu.for_each_part(parts, |(part, out): (usize, &mut [S])| {
             let first = part * rows;
             let range = first * self.channels..first * self.channels + out.len();
-            // Nothing to add where there is no residual.
+            // Without a residual, nothing is added.
             let residual = residual.map_or(&[][..], |residual| &residual[range.clone()]);
             S::read(isa, &inp[range], |inp| {
                 S::read(isa, residual, |residual| {
@@ -217,7 +218,6 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Four random words for a counter under a key.
-#[must_use]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let [high0, low0] = wide_product(MULTIPLIERS[0], counter[0]);

@@ -1,9 +1,10 @@
-//! From tokens to channels: the row of the token, plus the row of the position. For the gradient of the token embedding a
-//! GPU sorts the rows by token and adds them run by run.
+//! Embeddings: the row of the token plus the row of the position. For the gradient of the token
+//! embedding, a GPU sorts the rows by token and adds all rows of one token together.
 //!
-//! The ranks of a tensor group may hold the table together ([`VocabularyPart`]; Shoeybi et al. 2019, section 3). Each looks
-//! up the tokens that it holds, the first one adds the positions, and the sum of what they make has the bits of the whole
-//! table's result: all summands of an element but one or two are −0, which changes no number, not even +0.
+//! The ranks of a tensor group may hold the table together ([`VocabularyPart`]; Shoeybi et al.
+//! 2019, section 3). Each looks up the tokens that it holds, and the first rank adds the positions.
+//! The sum over the ranks is bit-identical to the result with the whole table: all summands of an
+//! element but one or two are −0, which changes no number, not even +0.
 
 use super::cpu::kernel::{by_dtype, by_dtypes};
 use super::cpu::matrix::MatrixMut;
@@ -24,17 +25,18 @@ const WIDTH: usize = 64;
 /// The rows of a vocabulary's table, or the logits of a row, that one rank of a tensor group holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VocabularyPart {
-    /// Token of the first one.
+    /// The first token of the part.
     pub first: usize,
-    /// How many.
+    /// Number of tokens in the part.
     pub held: usize,
     /// Tokens `V` of the whole vocabulary.
     pub whole: usize,
 }
 
 impl VocabularyPart {
-    /// The part of an operation that was told `part`, whose buffer `name` holds so many tokens: none is all of the
-    /// vocabulary. Refuses a part that the buffer does not hold, that is empty or not within the vocabulary.
+    /// The part of the vocabulary for which the buffer `name` of an operation has `found` rows.
+    /// Without `part`, it is the whole vocabulary. Refuses a part that is empty, outside of the
+    /// vocabulary, or not of the buffer's size.
     pub(super) fn of(
         part: Option<Self>,
         op: &'static str,
@@ -46,7 +48,7 @@ impl VocabularyPart {
         };
         let Self { first, held, whole } = part;
         let what = if held == 0 || first.checked_add(held).is_none_or(|end| end > whole) {
-            format!("{held} tokens from {first} on are no part of a vocabulary of {whole}")
+            format!("{held} tokens from token {first} on are not a valid part of a vocabulary of {whole}")
         } else if found != held {
             format!("`{name}` holds {found} tokens, expected {held}")
         } else {
@@ -55,13 +57,14 @@ impl VocabularyPart {
         Err(DeviceError::Shape { op, what })
     }
 
-    /// Where a token of the vocabulary is in the part; none: another rank holds it.
+    /// Index of a token within the part. `None` if another rank holds it.
     pub(super) fn place(&self, token: i32) -> Option<usize> {
         let token = usize::try_from(token).ok()?;
         token.checked_sub(self.first).filter(|&place| place < self.held)
     }
 
-    /// As kernels are told of it: the first token and the number held, then that of all tokens.
+    /// Arguments for kernels: the first token, the number of tokens in the part, and the size of
+    /// the vocabulary.
     pub(super) fn counts(&self, op: &'static str) -> Result<[u32; 3], DeviceError> {
         let whole = count(op, "tokens of the vocabulary", self.whole)?;
         // Both are at most that.
@@ -76,13 +79,13 @@ pub struct EncoderForward {
     pub tokens: Buffer,
     /// `[V, C]`, or the rows of `part`
     pub wte: Buffer,
-    /// `[T, C]` or longer; none: positions make no difference
+    /// `[T, C]` or longer; `None`: no position embedding
     pub wpe: Option<Buffer>,
     /// `[B, T, C]`
     pub out: Buffer,
     /// Positions `T`.
     pub positions: usize,
-    /// Which rows `wte` holds; none: all.
+    /// Which rows `wte` holds; `None`: all.
     pub part: Option<VocabularyPart>,
 }
 
@@ -170,7 +173,7 @@ pub struct TokenBackward {
     pub dwte: Buffer,
     /// Add to `dwte` instead of overwriting it.
     pub accumulate: bool,
-    /// Which rows `dwte` holds; none: all.
+    /// Which rows `dwte` holds; `None`: all.
     pub part: Option<VocabularyPart>,
 }
 
@@ -364,7 +367,8 @@ fn expect_positions(
     rows: usize,
 ) -> Result<(), DeviceError> {
     if positions == 0 || positions > known || !rows.is_multiple_of(positions) {
-        let what = format!("{rows} rows of {positions} positions, with {known} position embeddings");
+        let what =
+            format!("{rows} rows in samples of {positions} positions do not fit {known} position embeddings");
         return Err(DeviceError::Shape { op, what });
     }
     Ok(())

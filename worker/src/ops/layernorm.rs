@@ -1,7 +1,7 @@
 //! Layer normalisation (Ba, Kiros & Hinton 2016) with gain and bias.
 //!
-//! Backward takes the input and normalises it again: neither the output nor the statistics need to be kept. The CUDA kernels
-//! are compiled for each number of channels that is met.
+//! Backward reads the input and normalises it again, so neither the output nor the statistics are
+//! kept. The CUDA kernels are compiled for each number of channels that occurs.
 #![expect(
     clippy::inline_always,
     reason = "so that it is compiled for each instruction set"
@@ -106,7 +106,8 @@ pub struct LayerNormBackward {
     pub dweight: Buffer,
     /// `[C]`, of type G
     pub dbias: Buffer,
-    /// Add to `dinp`, where the gradient of the residual stream around the layer is, instead of overwriting it.
+    /// Add to `dinp`, which holds the gradient of the residual stream around the layer, instead of
+    /// overwriting it.
     pub accumulate_dinp: bool,
     /// Add to `dweight` instead of overwriting it.
     pub accumulate_dweight: bool,
@@ -198,7 +199,7 @@ impl LayerNormBackward {
         })
     }
 
-    /// Gradients of the parameters, and whether they are added to.
+    /// Gradients of the parameters, and whether to add to them.
     fn sums(&self) -> [(&Buffer, bool); 2] {
         [
             (&self.dweight, self.accumulate_dweight),
@@ -289,7 +290,7 @@ fn statistics<T: Real>(x: &[T]) -> (T, T) {
 /// How many rows `inp` has.
 pub(super) fn rows(op: &'static str, len: usize, channels: usize) -> Result<usize, DeviceError> {
     if channels == 0 || !len.is_multiple_of(channels) {
-        let what = format!("`inp` has {len} elements, which is no number of rows of {channels}");
+        let what = format!("`inp` has {len} elements, which cannot be divided into rows of {channels}");
         return Err(DeviceError::Shape { op, what });
     }
     Ok(len / channels)
@@ -300,11 +301,11 @@ const WARP: usize = 32;
 const WARPS_APART: usize = 256;
 /// Most threads of a block.
 const MOST: usize = 1024;
-/// Packs of a row that one lane holds before the row goes to a whole block.
+/// Most packs of a row per lane of a warp. A longer row is given to a whole block.
 const LANE_PACKS: usize = 4;
 /// Blocks of the backward that fill any GPU; each leaves partial sums.
 const BLOCKS: usize = 1024;
-/// Rows of a thread group that are worth a block of the backward.
+/// Fewest rows per thread group for which a block of the backward pays.
 const GROUP_ROWS: usize = 4;
 
 static SOURCE: KernelSource = kernels("layernorm.cu", include_str!("cuda/layernorm.cu"));
@@ -330,7 +331,7 @@ impl RowThreads {
         Self::with(channels, width, threads)
     }
 
-    /// Three rows and two sums are: one pack of each a thread.
+    /// Three rows and two sums are in registers: one pack of each per thread.
     pub(super) fn backward(channels: usize, width: usize) -> Self {
         Self::with(channels, width, channels / width)
     }
@@ -379,7 +380,8 @@ impl RowThreads {
         ]
     }
 
-    /// What to compile of each way to share rows: a warp a row, a block a row, and nothing aligned.
+    /// Samples to compile of each way to share rows: one warp per row, one block per row, and
+    /// unaligned rows.
     pub(super) fn samples() -> impl Iterator<Item = Vec<Define>> {
         let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
         let shapes = shapes.map(|(channels, width)| {

@@ -108,7 +108,6 @@ macro_rules! operations {
 
         impl Op {
             /// Name in errors and traces.
-            #[must_use]
             pub const fn name(&self) -> &'static str {
                 match self { $(Self::$op(_) => <$op as Operation>::NAME,)* }
             }
@@ -220,7 +219,6 @@ pub(crate) fn expect_tokens(
 }
 
 /// All kernels that can be compiled, for checks without a GPU and for compiling ahead.
-#[must_use]
 pub fn units() -> Vec<CompileUnit> {
     [
         attention::units(),

@@ -1,7 +1,7 @@
 //! SwiGLU, a gated linear unit with the sigmoid linear unit as its gate (Shazeer 2020): `silu(g)·u` with
 //! `silu(g) = g·σ(g)`, between the first and the last product of Llama's feed-forward layer.
 //!
-//! Gate and up projection are one product, whose rows are `[gate, up]`: two stretches of F channels.
+//! Gate and up projection are one product. Its rows are `[gate, up]`, each of F channels.
 
 use super::cpu::kernel::{Real, by_dtype, kernel};
 use super::cpu::stored::Stored;
@@ -12,13 +12,13 @@ use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
-/// Elements of the output of one part of the work, about.
+/// Approximate number of output elements of one part of the work.
 const PART: usize = 8_192;
 
 /// `out = silu(gate)·up`, by rows
 #[derive(Clone, Debug)]
 pub struct SwigluForward {
-    /// `[R, 2F]`: of each row the gate, then what it lets through (up)
+    /// `[R, 2F]`: in each row the gate, then the up projection that it scales
     pub inp: Buffer,
     /// `[R, F]`
     pub out: Buffer,
@@ -58,8 +58,9 @@ impl SwigluForward {
     }
 }
 
-/// Gradient of [`SwigluForward`], and its output once more, both in place: the output need not be kept from forward to
-/// backward. With `s = σ(gate)`: `dgate = dout·up·s·(1 + gate·(1 − s))`, `dup = dout·gate·s`.
+/// Gradient of [`SwigluForward`], and its output again, both in place. So the output need not be
+/// kept from forward to backward. With `s = σ(gate)`: `dgate = dout·up·s·(1 + gate·(1 − s))`,
+/// `dup = dout·gate·s`.
 #[derive(Clone, Debug)]
 pub struct SwigluBackward {
     /// `[R, 2F]`: `inp`, becomes `dinp`
@@ -113,7 +114,10 @@ fn part_rows(channels: usize) -> usize {
 /// Refuses sizes that do not fit each other, of `[R, 2F]` and `[R, F]`.
 fn check(op: &'static str, [wide, narrow]: [&Buffer; 2], channels: usize) -> Result<(), DeviceError> {
     if channels == 0 || !narrow.len().is_multiple_of(channels) {
-        let what = format!("{} elements are no rows of {channels}", narrow.len());
+        let what = format!(
+            "{} elements cannot be divided into rows of {channels}",
+            narrow.len()
+        );
         return Err(DeviceError::Shape { op, what });
     }
     expect_len(op, "gate and up", wide.len(), 2 * narrow.len())

@@ -115,7 +115,6 @@ pub struct Rates {
 
 impl Rates {
     /// Of a learning rate and a weight decay.
-    #[must_use]
     pub const fn new(lr: f32, weight_decay: f32) -> Self {
         Self { lr, weight_decay }
     }
@@ -133,13 +132,11 @@ pub struct Runs {
 
 impl Runs {
     /// The same rates for `n` elements.
-    #[must_use]
     pub fn uniform(n: usize, rates: Rates) -> Self {
         Self::sparing(n, &[], rates)
     }
 
     /// No weight decay for `spared`, ranges in order of `n` elements.
-    #[must_use]
     pub fn sparing(n: usize, spared: &[Range<usize>], rates: Rates) -> Self {
         let without = Rates {
             weight_decay: 0.0,

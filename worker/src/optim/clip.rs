@@ -144,13 +144,11 @@ impl Clip {
 
     /// For the update, `[3]`, f32: the factor, NaN if the step is to be skipped, and both bias corrections. After a NaN
     /// all steps are skipped until [`Clip::release`].
-    #[must_use]
     pub fn scale(&self) -> Buffer {
         self.scale.whole()
     }
 
     /// The norm before clipping, `[1]`, f32.
-    #[must_use]
     pub fn norm(&self) -> Buffer {
         self.norm.whole()
     }

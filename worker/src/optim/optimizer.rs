@@ -92,7 +92,6 @@ impl Optimizer {
     }
 
     /// The f32 numbers of what this rank owns: the masters, or `params` themselves where there are none.
-    #[must_use]
     pub fn masters<'a>(&'a self, params: &'a Portion) -> &'a Portion {
         self.masters.as_ref().unwrap_or(params)
     }
@@ -138,7 +137,6 @@ impl Optimizer {
     }
 
     /// Reads and writes masters, state and parameters.
-    #[must_use]
     pub const fn home(&self) -> &Arc<StateMemory> {
         &self.home
     }
@@ -149,14 +147,12 @@ impl Optimizer {
     }
 
     /// Size of state and masters in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         let all = self.slots.iter().chain(&self.masters);
         all.map(|portion| portion.arena().bytes()).sum()
     }
 
     /// The same by where they are.
-    #[must_use]
     pub fn bytes_by_place(&self) -> StateBytes {
         self.home.bytes(self.bytes())
     }

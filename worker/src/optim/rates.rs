@@ -26,7 +26,6 @@ pub struct ParamGroups {
 impl ParamGroups {
     /// Those of the first configured group whose pattern matches the parameter's name; where none does, norms and biases
     /// do not decay.
-    #[must_use]
     pub fn of(config: &OptimizerConfig, params: &[ParamSpec]) -> Self {
         let mut groups = Self {
             rates: Vec::new(),
@@ -49,14 +48,12 @@ impl ParamGroups {
     }
 
     /// Index of the first configured group that no parameter matches.
-    #[must_use]
     pub fn unmatched(config: &OptimizerConfig, params: &[ParamSpec]) -> Option<usize> {
         let mut groups = config.groups.iter();
         groups.position(|group| !params.iter().any(|spec| group.matches(&spec.key)))
     }
 
     /// Of all groups.
-    #[must_use]
     pub fn rates(&self) -> &[GroupRates] {
         &self.rates
     }
@@ -65,7 +62,6 @@ impl ParamGroups {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn index(&self, param: usize) -> usize {
         self.of[param]
     }
@@ -76,7 +72,6 @@ impl ParamGroups {
 /// The warm-up steps climb linearly from 0, exclusive, and the first step after them has the peak. Of a schedule that
 /// decays to `min_lr`, the last step of the run has it. The same bits on every machine: ranks must agree, whatever their
 /// C library.
-#[must_use]
 pub fn learning_rate(step: u64, steps: u64, optimizer: &OptimizerConfig, schedule: &Schedule) -> f32 {
     let peak = f64::from(optimizer.lr);
     let warmup = schedule.warmup_steps;
@@ -107,7 +102,6 @@ pub fn learning_rate(step: u64, steps: u64, optimizer: &OptimizerConfig, schedul
 
 /// Factor of the learning rate for a global batch of so many samples: the linear scaling rule (Goyal et al. 2017), to
 /// be used with a warm-up. It holds for the whole schedule, `min_lr` included.
-#[must_use]
 pub fn batch_factor(train: &Train, global_batch: u64) -> f64 {
     match (train.lr_scaling, train.base_batch) {
         (LrScaling::Linear, Some(base)) => global_batch as f64 / base as f64,

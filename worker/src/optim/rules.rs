@@ -11,7 +11,6 @@ use crate::ops::{Rates, Runs, Update, UpdateNumbers, UpdatePart, UpdateRule, ker
 use crate::parallel::{Place, Portion};
 
 /// The rule that a configuration asks for.
-#[must_use]
 pub fn rule(config: &OptimizerConfig) -> Arc<UpdateRule> {
     match config.kind {
         // Of what is no matrix of a block: `muon` updates these.
@@ -22,7 +21,6 @@ pub fn rule(config: &OptimizerConfig) -> Arc<UpdateRule> {
 }
 
 /// Every rule that has kernels, with every number of slots.
-#[must_use]
 pub fn rules() -> Vec<Arc<UpdateRule>> {
     vec![
         adamw([0.9, 0.95], 1e-8),
@@ -36,7 +34,6 @@ pub fn rules() -> Vec<Arc<UpdateRule>> {
 }
 
 /// All that the rules' CUDA kernels are compiled as.
-#[must_use]
 pub fn units() -> Vec<CompileUnit> {
     rules().iter().flat_map(|rule| units_of(rule)).collect()
 }
@@ -88,7 +85,6 @@ static ADAMW: KernelSource = kernels("adamw.cu", include_str!("adamw.cu"));
 
 /// AdamW (Loshchilov & Hutter 2019, algorithm 2) with the decays of both moments and what is added to the denominator:
 /// `m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²; p −= lr·(m̂/(√v̂ + ε) + λp)`.
-#[must_use]
 pub fn adamw(betas: [f32; 2], eps: f32) -> Arc<UpdateRule> {
     let [first, second] = betas;
     Arc::new(UpdateRule {
@@ -120,7 +116,6 @@ static LION: KernelSource = kernels("lion.cu", include_str!("lion.cu"));
 
 /// Lion (Chen et al. 2023, algorithm 2) with the decays of the mean that gives the sign, and of the mean that is kept:
 /// `c = β₁m + (1−β₁)g; p −= lr·(sign(c) + λp); m = β₂m + (1−β₂)g`.
-#[must_use]
 pub fn lion([first, second]: [f32; 2]) -> Arc<UpdateRule> {
     Arc::new(UpdateRule {
         name: "lion",
@@ -153,7 +148,6 @@ static SGD: KernelSource = kernels("sgd.cu", include_str!("sgd.cu"));
 /// SGD with momentum μ, as `torch.optim.SGD` without dampening: `g += λp; b = μb + g; p −= lr·b`, or with Nesterov's
 /// momentum `p −= lr·(g + μb)`. Weight decay is a part of the gradient (L2), not decoupled. Without momentum there is no
 /// state.
-#[must_use]
 pub fn sgd(momentum: f32, nesterov: bool) -> Arc<UpdateRule> {
     let has_momentum = momentum > 0.0;
     Arc::new(UpdateRule {

@@ -52,7 +52,6 @@ pub struct StateBytes {
 
 impl StateMemory {
     /// In the device's memory.
-    #[must_use]
     pub const fn on_device(device: Arc<dyn Device>) -> Self {
         let location = StateLocation::Device;
         Self { device, location }
@@ -76,20 +75,17 @@ impl StateMemory {
     }
 
     /// In files of a folder, for a device whose memory is the host's.
-    #[must_use]
     pub fn in_files(device: Arc<dyn Device>, dir: &Path) -> Self {
         let location = StateLocation::File(dir.to_owned());
         Self { device, location }
     }
 
     /// The device that the parameters are on.
-    #[must_use]
     pub const fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
     /// State on the host beside a device with memory of its own: the device does not reach it.
-    #[must_use]
     pub const fn host_state(&self) -> Option<&HostState> {
         match &self.location {
             StateLocation::Host(state) => Some(state),
@@ -98,7 +94,6 @@ impl StateMemory {
     }
 
     /// Where so many bytes of state and masters are.
-    #[must_use]
     pub fn bytes(&self, state: usize) -> StateBytes {
         let (device, host) = match &self.location {
             StateLocation::Device => (state, 0),
@@ -229,13 +224,11 @@ pub struct HostState {
 
 impl HostState {
     /// Page-locked memory of the host through which pieces go.
-    #[must_use]
     pub const fn staging_bytes(&self) -> usize {
         self.pipeline.staging_bytes()
     }
 
     /// Threads that update.
-    #[must_use]
     pub fn threads(&self) -> usize {
         self.host.cpu().threads()
     }

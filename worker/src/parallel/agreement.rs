@@ -22,7 +22,6 @@ pub struct Signature {
 
 impl Signature {
     /// No fields but the version of this build.
-    #[must_use]
     pub fn new() -> Self {
         let mut signature = Self::default();
         signature.field("build", env!("CARGO_PKG_VERSION"));

@@ -34,7 +34,6 @@ pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
 
 impl DeviceTimes {
     /// The times so far.
-    #[must_use]
     pub fn times(&self) -> CommTimes {
         *self.lock()
     }
@@ -54,7 +53,10 @@ impl DeviceTimes {
 }
 
 /// Name of a span in which the stream or the host waits.
-const WAITS: &str = "waits for communication";
+pub(super) const WAITS: &str = "waits for communication";
+
+/// Name of a span in which the host launches an operation. A communicator without an executor thread runs it there.
+const LAUNCHES: &str = "launches communication";
 
 /// Shorter waits get no span: the result was there already.
 const SHORTEST: Duration = Duration::from_micros(5);
@@ -92,7 +94,7 @@ impl CommTracker {
     pub(super) fn launch(&self, issue: impl FnOnce() -> Work) -> Work {
         let began = Instant::now();
         let work = issue();
-        self.blocked_since(began);
+        self.blocked_since(began, LAUNCHES);
         let mut account = self.account();
         let device_times = account.device_times.clone();
         account.unfinished.push((work.clone(), device_times));
@@ -119,14 +121,14 @@ impl CommTracker {
     pub(super) fn wait_in_side_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
         let began = Instant::now();
         self.device.wait_event(stream, event, deadline);
-        self.blocked_since(began);
+        self.blocked_since(began, WAITS);
     }
 
     /// Blocks the host until `work` is done.
     pub(super) fn wait_on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
         let began = Instant::now();
         let outcome = work.wait(deadline);
-        self.host_waited_since(began);
+        self.host_waited_since(began, WAITS);
         outcome.map(drop).inspect_err(|error| {
             self.account().failure.get_or_insert_with(|| error.clone());
         })
@@ -189,14 +191,14 @@ impl CommTracker {
     }
 
     /// A device that runs asynchronously goes on meanwhile.
-    fn blocked_since(&self, began: Instant) {
+    fn blocked_since(&self, began: Instant, name: &'static str) {
         if !self.device.is_asynchronous() {
-            self.host_waited_since(began);
+            self.host_waited_since(began, name);
         }
     }
 
     /// A wait of the host, which is what computes unless the device runs asynchronously.
-    fn host_waited_since(&self, began: Instant) {
+    fn host_waited_since(&self, began: Instant, name: &'static str) {
         let lane = if self.device.is_asynchronous() {
             Lane::Host
         } else {
@@ -206,7 +208,7 @@ impl CommTracker {
         let took = ended - began;
         if took >= SHORTEST {
             let interval = Interval::Host([began, ended]);
-            self.timeline.record(Span::of(lane, Kind::Wait, WAITS), interval);
+            self.timeline.record(Span::of(lane, Kind::Wait, name), interval);
         }
         self.account().times.exposed += took;
     }

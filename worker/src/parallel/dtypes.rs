@@ -37,7 +37,6 @@ pub struct Dtypes {
 
 impl Dtypes {
     /// The types that a configuration asks for.
-    #[must_use]
     pub fn of(config: &TrainConfig) -> Self {
         let params = match config.train.precision {
             Precision::F32 | Precision::Tf32 => DType::F32,
@@ -58,7 +57,6 @@ impl Dtypes {
     }
 
     /// True if the optimizer has masters of its own.
-    #[must_use]
     pub fn has_masters(&self) -> bool {
         self.params != DType::F32
     }

@@ -58,7 +58,6 @@ pub struct Arrival {
 
 impl Arrival {
     /// One of this rank.
-    #[must_use]
     pub fn local(activation: Activation) -> Self {
         Self {
             activation,
@@ -161,7 +160,6 @@ impl EdgeQueues {
     }
 
     /// This rank along the pipeline.
-    #[must_use]
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -244,7 +242,6 @@ impl EdgeQueues {
     }
 
     /// Why a message has failed, if one has.
-    #[must_use]
     pub fn failure(&self) -> Option<WorkError> {
         self.tracker.failure()
     }

@@ -61,7 +61,6 @@ impl GradSpec {
     }
 
     /// The gradients of a model, by parameter.
-    #[must_use]
     pub fn of_model(model: &Model) -> Vec<Self> {
         let mut blocks = vec![Vec::new(); model.params.len()];
         for (index, block) in model.blocks.iter().enumerate() {
@@ -83,7 +82,6 @@ impl GradSpec {
     }
 
     /// Two stages of a pipeline hold the parameter, and each has a part of its gradient: a tied embedding.
-    #[must_use]
     pub fn is_shared_by_stages(&self) -> bool {
         self.roles[Axis::Pipeline as usize] == AxisRole::PartialGradients
     }
@@ -111,7 +109,6 @@ pub struct LayoutConfig {
 
 impl LayoutConfig {
     /// 1 MiB, then 25 MiB, of f32.
-    #[must_use]
     pub const fn new(world_size: usize) -> Self {
         Self {
             first_bucket_bytes: 1 << 20,
@@ -123,7 +120,6 @@ impl LayoutConfig {
     }
 
     /// The sizes of a `train.yaml`.
-    #[must_use]
     pub fn of(parallel: &Parallel, world_size: usize) -> Self {
         Self {
             first_bucket_bytes: (parallel.first_bucket_mb * MIB) as usize,
@@ -216,7 +212,6 @@ impl GradientLayout {
     }
 
     /// Number of parameters.
-    #[must_use]
     pub fn params(&self) -> usize {
         self.specs.len()
     }
@@ -225,7 +220,6 @@ impl GradientLayout {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn spec(&self, id: ParamId) -> &GradSpec {
         &self.specs[id.0]
     }
@@ -234,19 +228,16 @@ impl GradientLayout {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn range(&self, id: ParamId) -> Range<usize> {
         self.ranges[id.0].clone()
     }
 
     /// Parameters in the order of their memory.
-    #[must_use]
     pub fn order(&self) -> &[ParamId] {
         &self.order
     }
 
     /// Buckets in the order of their memory, which is the order in which they are reduced.
-    #[must_use]
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
@@ -257,7 +248,6 @@ impl GradientLayout {
     ///
     /// # Panics
     /// If `whole` lacks a piece.
-    #[must_use]
     pub fn chunks_in(&self, whole: &Self, counts: impl Fn(ParamId) -> bool) -> Vec<Option<usize>> {
         let first_name = |layout: &Self, piece: &[ParamId]| layout.specs[piece[0].0].name.clone();
         let of_whole = whole.pieces.iter().map(|piece| (first_name(whole, piece), piece));
@@ -281,38 +271,32 @@ impl GradientLayout {
     }
 
     /// Index of the bucket of a parameter.
-    #[must_use]
     pub fn bucket_of(&self, id: ParamId) -> Option<usize> {
         let range = self.ranges.get(id.0)?;
         Some(self.buckets.partition_point(|b| b.range.end <= range.start))
     }
 
     /// Type of the gradients while they are reduced.
-    #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Type of the gradients while micro-batches are added, and of the sums.
-    #[must_use]
     pub fn accumulated(&self) -> DType {
         self.accumulated
     }
 
     /// Elements of the arena, padding included: a multiple of [`CHUNK`].
-    #[must_use]
     pub fn len(&self) -> usize {
         self.buckets.last().map_or(0, |b| b.range.end)
     }
 
     /// Never: a layout has at least one parameter.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Hash of all of it, for ranks to compare before the first step.
-    #[must_use]
     pub fn signature(&self) -> String {
         let mut text = format!("{} {}\n", self.dtype, self.accumulated);
         for id in &self.order {

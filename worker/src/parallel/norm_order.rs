@@ -20,7 +20,6 @@ pub struct NormOrder {
 
 impl NormOrder {
     /// Of the chunks of each rank ([`NormOrder::chunks`]), in the order of ranks: pipeline, shard, tensor.
-    #[must_use]
     pub fn new(ranks: &[Vec<Option<usize>>]) -> Self {
         let each = ranks.iter().map(Vec::len).max().unwrap_or(0);
         let placed = ranks.iter().enumerate().flat_map(|(rank, chunks)| {
@@ -39,7 +38,6 @@ impl NormOrder {
 
     /// For each chunk that the rank at `index` of its shard group owns, in the order of its memory, which one of `whole`'s
     /// it is; none for padding, and for what `counts` leaves to another rank.
-    #[must_use]
     pub fn chunks(
         (layout, sharding): (&GradientLayout, &Sharding),
         index: usize,
@@ -52,19 +50,16 @@ impl NormOrder {
     }
 
     /// Number of ranks.
-    #[must_use]
     pub fn ranks(&self) -> usize {
         self.ranks
     }
 
     /// Sums that each rank brings: as many as the one with the most chunks has.
-    #[must_use]
     pub fn each(&self) -> usize {
         self.each
     }
 
     /// The place of each sum among those of all ranks, in the order in which they are combined.
-    #[must_use]
     pub fn places(&self) -> &[i32] {
         &self.places
     }

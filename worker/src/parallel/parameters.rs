@@ -214,31 +214,26 @@ impl Parameters {
     }
 
     /// Where each parameter and its owner are.
-    #[must_use]
     pub fn sharding(&self) -> &Arc<Sharding> {
         &self.sharding
     }
 
     /// The ranks that share them.
-    #[must_use]
     pub fn replica_set(&self) -> &ReplicaSet {
         &self.set
     }
 
     /// Memory of what this rank owns.
-    #[must_use]
     pub fn own(&self) -> &Portion {
         &self.own
     }
 
     /// Bytes held all the time.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.own.arena().bytes()
     }
 
     /// Bytes for parameters that are gathered at the moment.
-    #[must_use]
     pub fn gathered_bytes(&self) -> usize {
         match self.own {
             Portion::Whole(_) => 0,
@@ -247,7 +242,6 @@ impl Parameters {
     }
 
     /// True if every pass over the blocks is a collective one: all ranks must make as many.
-    #[must_use]
     pub fn moves_together(&self) -> bool {
         // Not of this rank's units: other stages have others, and all make as many passes.
         matches!(self.own, Portion::Shard(_))
@@ -350,7 +344,6 @@ pub struct Difference {
 
 impl Difference {
     /// True if every rank has found it; false if only the ranks that hold copies of this part have.
-    #[must_use]
     pub const fn is_of_all(&self) -> bool {
         self.is_of_all
     }

@@ -35,7 +35,6 @@ const MODEL: [Axis; 2] = [Axis::Tensor, Axis::Pipeline];
 
 /// True on one of the ranks that hold copies of the same parameter along the axes other than `replicate`: it counts the
 /// parameter in the norm and writes it. `index` is where the rank stands along an axis.
-#[must_use]
 pub fn is_counted(roles: &[AxisRole; Axis::ALL.len()], index: impl Fn(Axis) -> usize) -> bool {
     let is_only = |axis: Axis| roles[axis as usize] == AxisRole::Cut || index(axis) == 0;
     MODEL.into_iter().all(is_only)
@@ -90,7 +89,6 @@ impl CopyGroup {
 
 impl ReplicaSet {
     /// All ranks of `comm` hold one state: each a copy of it (DDP), or each a shard of it (ZeRO).
-    #[must_use]
     pub fn of_all(comm: Communicator) -> Self {
         Self {
             reduce: comm.clone(),
@@ -157,7 +155,6 @@ impl ReplicaSet {
     }
 
     /// Which of the copies along `replicate` this rank holds, and how many there are: each writes an equal part.
-    #[must_use]
     pub fn copy(&self) -> (usize, usize) {
         self.copies
             .as_ref()
@@ -166,7 +163,6 @@ impl ReplicaSet {
 
     /// True if this rank counts in the norm, and writes, what it owns of a parameter; else another one does, which holds
     /// the same.
-    #[must_use]
     pub fn is_counted(&self, id: ParamId) -> bool {
         !self.uncounted.contains(&id)
     }

@@ -42,14 +42,12 @@ pub struct Sharding {
 
 impl Sharding {
     /// Everything on every rank.
-    #[must_use]
     pub fn replicated(layout: &GradientLayout) -> Self {
         let all = (0..layout.len(), layout.order().to_vec(), "all parameters".into());
         Self::new(layout, 1, 0, [all])
     }
 
     /// Buckets, each cut over `world` ranks.
-    #[must_use]
     pub fn of_buckets(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let buckets = layout.buckets().iter().enumerate().map(|(i, bucket)| {
             let first = &layout.spec(bucket.params[0]).name;
@@ -61,7 +59,6 @@ impl Sharding {
 
     /// Buckets, cut where a group of parameters begins, each part cut over `world` ranks. What is in flight is then as
     /// large as a block and no larger than a bucket, and a tied weight keeps only itself tracker.
-    #[must_use]
     pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
             by_group(layout, &bucket.params).map(move |params| {
@@ -73,7 +70,6 @@ impl Sharding {
     }
 
     /// Groups of parameters, each cut over `world` ranks.
-    #[must_use]
     pub fn of_groups(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let groups = by_group(layout, layout.order()).map(|params| {
             let name = format!("group of `{}`", layout.spec(params[params.len() - 1]).name);
@@ -114,19 +110,16 @@ impl Sharding {
     }
 
     /// Units in the order of their memory.
-    #[must_use]
     pub fn units(&self) -> &[ShardUnit] {
         &self.units
     }
 
     /// Ranks that a unit is cut over.
-    #[must_use]
     pub fn world(&self) -> usize {
         self.world
     }
 
     /// Number of parameters.
-    #[must_use]
     pub fn params(&self) -> usize {
         self.homes.len()
     }
@@ -135,7 +128,6 @@ impl Sharding {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn home(&self, id: ParamId) -> (usize, Range<usize>) {
         self.homes[id.0].clone()
     }
@@ -152,7 +144,6 @@ impl Sharding {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn whole_range(&self, id: ParamId) -> Range<usize> {
         let (unit, range) = self.home(id);
         let start = self.units[unit].whole.start;
@@ -160,26 +151,22 @@ impl Sharding {
     }
 
     /// Elements of the whole arena.
-    #[must_use]
     pub fn whole_len(&self) -> usize {
         self.units.last().map_or(0, |unit| unit.whole.end)
     }
 
     /// Elements of a rank's shard.
-    #[must_use]
     pub fn shard_len(&self) -> usize {
         self.whole_len() / self.world
     }
 
     /// This rank's slice within a unit.
-    #[must_use]
     pub fn own(&self, unit: usize) -> Range<usize> {
         let each = self.units[unit].whole.len() / self.world;
         self.rank * each..(self.rank + 1) * each
     }
 
     /// This rank's slice of a unit in both arenas.
-    #[must_use]
     pub fn own_place(&self, unit: usize) -> Place {
         let (own, start) = (self.own(unit), self.units[unit].whole.start);
         let shard = start / self.world;
@@ -190,7 +177,6 @@ impl Sharding {
     }
 
     /// All that this rank owns, in the order of memory.
-    #[must_use]
     pub fn own_pieces(&self) -> Vec<OwnPiece> {
         let mut pieces = Vec::new();
         for (index, unit) in self.units.iter().enumerate() {
@@ -216,7 +202,6 @@ impl Sharding {
     }
 
     /// Elements of a unit that belong to no parameter.
-    #[must_use]
     pub fn gaps(&self, unit: usize) -> Vec<Range<usize>> {
         let unit = &self.units[unit];
         let mut gaps = Vec::new();
@@ -235,7 +220,6 @@ impl Sharding {
     }
 
     /// For each chunk of the shard of `rank`, in order, the chunk of the layout that it is; none for padding.
-    #[must_use]
     pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
         let of_unit = |unit: &ShardUnit| {
             let each = unit.whole.len() / self.world / CHUNK;
@@ -277,7 +261,6 @@ pub enum Portion {
 
 impl Portion {
     /// The memory.
-    #[must_use]
     pub fn arena(&self) -> &Arena {
         match self {
             Self::Whole(arena) | Self::Shard(arena) => arena,
@@ -285,7 +268,6 @@ impl Portion {
     }
 
     /// The elements at a place.
-    #[must_use]
     pub fn slice(&self, place: &Place) -> Buffer {
         match self {
             Self::Whole(arena) => arena.slice(place.whole.clone()),

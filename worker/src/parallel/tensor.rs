@@ -23,7 +23,6 @@ pub struct TensorGroup {
 impl TensorGroup {
     /// The ranks of `comm`, with a device and its compute stream; `is_sequence`: each holds its own rows of the residual
     /// stream. Operations of `comm` best run on the calling thread, since blocks wait for each.
-    #[must_use]
     pub fn new(comm: Communicator, (device, stream): (&Arc<dyn Device>, Stream), is_sequence: bool) -> Self {
         Self {
             tracker: CommTracker::new(device, comm.timeline()),
@@ -35,19 +34,16 @@ impl TensorGroup {
     }
 
     /// The ranks.
-    #[must_use]
     pub fn communicator(&self) -> &Communicator {
         &self.comm
     }
 
     /// Bytes that this rank has moved in this group.
-    #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
         self.comm.wire_bytes()
     }
 
     /// Why an exchange failed, if one is known to have: what is behind the errors that blocks return.
-    #[must_use]
     pub fn failure(&self) -> Option<WorkError> {
         self.tracker.failure()
     }

@@ -76,7 +76,6 @@ impl PretrainedWeights {
     ///
     /// # Panics
     /// If there is no such parameter.
-    #[must_use]
     pub fn elements(&self, id: ParamId) -> usize {
         self.sources[id.0].elements()
     }
@@ -127,19 +126,16 @@ impl PretrainedWeights {
     }
 
     /// What `model.init_from` names.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Elements of all parameters that are taken.
-    #[must_use]
     pub fn parameters(&self) -> usize {
         self.sources.iter().map(ParamSource::elements).sum()
     }
 
     /// Types in which they are stored: `f16`, or `f16 and f32`.
-    #[must_use]
     pub fn types(&self) -> String {
         let types = [(Dtype::F16, "f16"), (Dtype::BF16, "bf16"), (Dtype::F32, "f32")];
         let pieces = self.sources.iter().flat_map(|source| &source.pieces);
@@ -149,7 +145,6 @@ impl PretrainedWeights {
     }
 
     /// What is not taken from the files, or not all of it, in words.
-    #[must_use]
     pub fn remainder(&self) -> Option<&str> {
         self.remainder.as_deref()
     }

@@ -21,7 +21,6 @@ struct Inner {
 
 impl Cancel {
     /// A token that is not set.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
@@ -34,7 +33,6 @@ impl Cancel {
     }
 
     /// The cause, once it is set. Cheap enough for a spin loop.
-    #[must_use]
     pub fn cause(&self) -> Option<&str> {
         self.0.cause.get().map(String::as_str)
     }
@@ -56,7 +54,6 @@ impl Cancel {
     }
 
     /// What is waited for under this token, the longest wait first.
-    #[must_use]
     pub fn waits(&self) -> Vec<Wanted> {
         let all = self
             .0
@@ -119,7 +116,6 @@ impl StopRequest {
     }
 
     /// The cause, once it was asked for.
-    #[must_use]
     pub fn cause(&self) -> Option<&str> {
         self.0.get().map(String::as_str)
     }

@@ -66,13 +66,11 @@ impl Session {
     }
 
     /// A world of one, without an agent.
-    #[must_use]
     pub fn single() -> Self {
         Self::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()))
     }
 
     /// A place without an agent, with the given store: for programs and tests whose ranks are threads.
-    #[must_use]
     pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {
         let node_addrs = vec![env.master_addr.clone(); env.node_count as usize];
         Self {
@@ -103,37 +101,31 @@ impl Session {
     }
 
     /// The worker's place.
-    #[must_use]
     pub fn env(&self) -> &WorkerEnv {
         &self.env
     }
 
     /// Address of every node, in order of node rank.
-    #[must_use]
     pub fn node_addrs(&self) -> &[String] {
         &self.node_addrs
     }
 
     /// The key-value store of this generation.
-    #[must_use]
     pub fn store(&self) -> Arc<dyn KeyValue> {
         Arc::clone(&self.store)
     }
 
     /// Set when the generation is over, or when the agent is gone.
-    #[must_use]
     pub fn cancel(&self) -> Cancel {
         self.cancel.clone()
     }
 
     /// The cause, once the agent, or code in this process, asked to stop at the next step boundary.
-    #[must_use]
     pub fn stop_requested(&self) -> Option<String> {
         self.stop.cause().map(str::to_owned)
     }
 
     /// For a program that asks for a stop where there is no agent.
-    #[must_use]
     pub fn stop_request(&self) -> StopRequest {
         self.stop.clone()
     }
@@ -162,7 +154,6 @@ impl Session {
     }
 
     /// What was said last of where this worker is, if it was said in this phase.
-    #[must_use]
     pub fn activity(&self) -> Option<String> {
         let activity = self.link.as_ref()?.shared.outbox.activity();
         (!activity.is_empty()).then_some(activity)
@@ -178,7 +169,6 @@ impl Session {
 
     /// Why the generation is over, in the agent's words. For a worker that has lost another rank: the agents find out
     /// within moments what became of that one, so their word is waited for, at most a second.
-    #[must_use]
     pub fn verdict(&self) -> Option<String> {
         if self.link.is_some() {
             let (set, is_set) = std::sync::mpsc::channel();

@@ -19,7 +19,6 @@ pub struct Overlap {
 impl Overlap {
     /// Of the spans of one rank within these times, from begin to end. Which ranks were late is known of merged traces only: else
     /// waiting for them is a part of what was under way.
-    #[must_use]
     pub fn of(spans: &[Span], times: impl IntoIterator<Item = [f64; 2]>) -> Self {
         let within = Intervals::union(times);
         let moving = moving(spans).common(&within);
@@ -32,7 +31,6 @@ impl Overlap {
     }
 
     /// The part that was hidden behind arithmetic, from 0 to 1. None without communication.
-    #[must_use]
     pub fn hidden(&self) -> Option<f64> {
         (self.moving_us > 0.0).then(|| 1.0 - self.exposed_us / self.moving_us)
     }

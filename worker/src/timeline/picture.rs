@@ -30,7 +30,6 @@ const MAX_RUN: usize = 200;
 const NARROWEST: f64 = 0.6;
 
 /// Draws one step. None if no rank has it.
-#[must_use]
 pub fn picture(file: &TraceFile, step: u64) -> Option<String> {
     let name = format!("step {step}");
     let drawn: Vec<Rank<'_>> = file

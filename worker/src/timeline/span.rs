@@ -46,7 +46,6 @@ const COMMUNICATION: &str = "communication: ";
 
 impl Lane {
     /// The lane that is displayed so.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "steps" => Some(Self::Steps),
@@ -120,7 +119,6 @@ pub struct Collective {
 
 impl Span {
     /// One whose times are not known yet.
-    #[must_use]
     pub fn of(lane: Lane, kind: Kind, name: impl Into<Cow<'static, str>>) -> Self {
         Self {
             lane,
@@ -133,7 +131,6 @@ impl Span {
     }
 
     /// How long it took, in microseconds.
-    #[must_use]
     pub fn length_us(&self) -> f64 {
         self.end_us - self.start_us
     }
@@ -153,7 +150,6 @@ pub struct ClockReading {
 
 impl ClockReading {
     /// Now, by the machine's clock that only goes forward.
-    #[must_use]
     pub fn now() -> Self {
         // The process's own name is one that no other process has: such a timeline begins at its own time 0.
         let clock =
@@ -175,7 +171,6 @@ impl ClockReading {
     }
 
     /// How much later than time 0 of all of them each of these moments was, in microseconds.
-    #[must_use]
     pub fn offsets_us(readings: &[&Self]) -> Vec<f64> {
         let mut first: BTreeMap<&str, i64> = BTreeMap::new();
         for reading in readings {
@@ -245,7 +240,6 @@ pub enum Interval {
 
 impl Interval {
     /// How long it was. None if the device has not passed its end, or did not time it.
-    #[must_use]
     pub fn length(&self) -> Option<Duration> {
         match self {
             Self::Host([began, ended]) => Some(ended.saturating_duration_since(*began)),
@@ -333,13 +327,11 @@ impl Timeline {
     }
 
     /// True while it takes spans.
-    #[must_use]
     pub fn is_open(&self) -> bool {
         self.0.is_open.load(Ordering::Acquire)
     }
 
     /// A span begins at the end of `stream`. None while the timeline is closed.
-    #[must_use]
     pub fn mark(&self, device: &dyn Device, stream: Stream) -> Option<Mark> {
         self.is_open().then(|| Mark {
             at: Instant::now(),

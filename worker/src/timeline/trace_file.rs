@@ -81,7 +81,6 @@ impl Args {
 
 impl TraceFile {
     /// Of one rank.
-    #[must_use]
     pub fn of_rank(about: About, mut spans: Vec<Span>) -> Self {
         sort(&mut spans);
         Self {
@@ -90,7 +89,6 @@ impl TraceFile {
     }
 
     /// All ranks of several files, on one clock, and who waited for whom.
-    #[must_use]
     pub fn merged(files: Vec<Self>) -> Self {
         let mut ranks: Vec<_> = files.into_iter().flat_map(|file| file.ranks).collect();
         ranks.sort_by_key(|(about, _)| about.rank);
@@ -111,7 +109,6 @@ impl TraceFile {
     }
 
     /// The content of the file.
-    #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         let events = self.ranks.iter().flat_map(|(about, spans)| events(about, spans));
         let document = Document {

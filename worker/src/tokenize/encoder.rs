@@ -65,7 +65,6 @@ impl Encoder {
 
     /// The token by which a model ends a text: the one that separates documents. Where the vocabulary has none of that name
     /// and the tokens were made elsewhere, what Llama's call it.
-    #[must_use]
     pub fn ends_text(&self) -> Option<u32> {
         let TokenizerLibrary::File(tokenizer) = &self.library else {
             return self.end_of_text;

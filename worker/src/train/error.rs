@@ -143,7 +143,6 @@ impl From<WorkError> for TrainError {
 
 impl TrainError {
     /// True if this rank failed only because another one did.
-    #[must_use]
     pub fn is_consequence(&self) -> bool {
         match self {
             Self::GenerationOver { .. }
@@ -163,7 +162,6 @@ impl TrainError {
 
     /// True if the cause lies in this rank alone, or was found here, so that the end of the generation does not explain
     /// it away.
-    #[must_use]
     pub fn is_own(&self) -> bool {
         match self {
             Self::RunFiles(_) => !self.is_consequence(),
@@ -186,7 +184,6 @@ impl TrainError {
     }
 
     /// True of memory that the device would lack at every try.
-    #[must_use]
     pub fn never_fits(&self) -> bool {
         let device = match self {
             Self::Device(error)
@@ -201,7 +198,6 @@ impl TrainError {
     }
 
     /// True if every rank has met the same error at the same point, so that all can still work together.
-    #[must_use]
     pub fn is_unanimous(&self) -> bool {
         match self {
             Self::NonFinite { .. } => true,
@@ -211,7 +207,6 @@ impl TrainError {
     }
 
     /// Message and hint apart, as the agent wants them.
-    #[must_use]
     pub fn message_and_hint(&self) -> (String, Option<String>) {
         let text = self.to_string();
         match text.split_once("\n  hint: ") {

@@ -1,4 +1,4 @@
-//! What is told of each step: to `metrics.jsonl`, to the agent, to the console.
+//! Reports each step: to `metrics.jsonl`, to the agent, to the console.
 
 use std::fs;
 use std::sync::Mutex;
@@ -16,19 +16,20 @@ use crate::metrics::{self, EventFile, MetricsLine, MetricsLog, RunDir, RunFilesE
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
 
-/// Speaks on rank 0 only.
+/// Reports on rank 0 only.
 pub(super) struct Recorder {
     log: Option<MetricsLog>,
-    /// Of `run.tensorboard`, as long as it can be written.
+    /// The file of `run.tensorboard`, as long as it can be written.
     events: Option<EventFile>,
     /// Steps whose line could not be written, since the last one that could.
     missed: u64,
     pace: Pace,
-    /// Step lines go to the console: nobody else draws a bar, or they are asked for.
+    /// Whether to print step lines: the launcher draws no progress bar, or `train.log_every` is
+    /// set.
     lines: bool,
-    /// The last one that is a number.
+    /// The last finite loss.
     last_loss: f64,
-    /// Tokens and time of the steps of this life.
+    /// Tokens and time of the steps since this process started.
     trained: (u64, Duration),
 }
 
@@ -54,7 +55,7 @@ impl Recorder {
         })
     }
 
-    /// Tells of one finished step. Returns what the agent's bar shows of it.
+    /// Reports one finished step. Returns what the agent's progress bar shows.
     pub(super) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
@@ -115,18 +116,19 @@ impl Recorder {
         self.log.as_ref().map(MetricsLog::validations).unwrap_or_default()
     }
 
-    /// Tokens a second over the steps of this life, over all ranks.
+    /// Tokens per second of all ranks together, over the steps since this process started.
     pub(super) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
 }
 
-/// Events for TensorBoard, unless they cannot be written, which must not end the training.
+/// The file of events for TensorBoard. If it cannot be written, a warning says so, and training
+/// continues without it.
 fn written(events: Result<EventFile, RunFilesError>) -> Option<EventFile> {
     events
         .inspect_err(|error| {
             warn(&format!(
-                "there are no more events for TensorBoard, training continues: {error}"
+                "TensorBoard events are no longer written, training continues: {error}"
             ));
         })
         .ok()
@@ -199,7 +201,7 @@ impl ProcessMemory {
         }
     }
 
-    /// Zero where the system does not say.
+    /// Zero if the system does not report it.
     fn now() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         Self {

@@ -48,7 +48,7 @@ pub(crate) const CARDS: [Card; 4] = [
         reserved: 1 << 10,
     },
     Card {
-        arch: Arch::SM_100,
+        arch: Arch::of_capability(10, 0),
         shared: 227 << 10,
         reserved: 1 << 10,
     },

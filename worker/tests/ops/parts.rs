@@ -297,8 +297,8 @@ fn parts_of_a_table_that_do_not_fit_are_named() {
     };
     insta::assert_snapshot!(encoder(10, 4, part(4, 4, 10)), @"operation `encoder_forward`: `tokens[0]` is 10, the vocabulary has 10");
     insta::assert_snapshot!(encoder(0, 3, part(4, 4, 10)), @"operation `encoder_forward`: `wte` holds 3 tokens, expected 4");
-    insta::assert_snapshot!(encoder(0, 4, part(8, 4, 10)), @"operation `encoder_forward`: 4 tokens from 8 on are no part of a vocabulary of 10");
-    insta::assert_snapshot!(encoder(0, 0, part(8, 0, 10)), @"operation `encoder_forward`: 0 tokens from 8 on are no part of a vocabulary of 10");
+    insta::assert_snapshot!(encoder(0, 4, part(8, 4, 10)), @"operation `encoder_forward`: 4 tokens from token 8 on are not a valid part of a vocabulary of 10");
+    insta::assert_snapshot!(encoder(0, 0, part(8, 0, 10)), @"operation `encoder_forward`: 0 tokens from token 8 on are not a valid part of a vocabulary of 10");
     let backward = TokenBackward {
         tokens: rig.buffer(&[-1]),
         dout: f32s(2),
@@ -325,7 +325,7 @@ fn parts_of_logits_that_do_not_fit_are_named() {
     insta::assert_snapshot!(partial(10, [8, 6], part(4, 4, 10)), @"operation `cross_entropy_partial`: `targets[1]` is 10, the vocabulary has 10");
     insta::assert_snapshot!(partial(0, [9, 6], part(4, 4, 10)), @"operation `cross_entropy_partial`: `logits` has 9 elements, expected 8");
     insta::assert_snapshot!(partial(0, [8, 7], part(4, 4, 10)), @"operation `cross_entropy_partial`: `statistics` has 7 elements, expected 6");
-    insta::assert_snapshot!(partial(0, [8, 6], part(7, 4, 10)), @"operation `cross_entropy_partial`: 4 tokens from 7 on are no part of a vocabulary of 10");
+    insta::assert_snapshot!(partial(0, [8, 6], part(7, 4, 10)), @"operation `cross_entropy_partial`: 4 tokens from token 7 on are not a valid part of a vocabulary of 10");
 
     let combine = |target: i32, [statistics, losses, dlosses]: [usize; 3]| {
         let combine = CrossEntropyCombine {
@@ -540,8 +540,8 @@ fn a_bias_that_does_not_fit_is_named() {
         rig.try_run(add).unwrap_err().to_string()
     };
     insta::assert_snapshot!(add([5, 3, 6, 6]), @"operation `add_bias_residual`: `inp` has 5 elements, expected 6");
-    insta::assert_snapshot!(add([6, 4, 6, 6]), @"operation `add_bias_residual`: 6 elements are no rows of the 4 columns of `bias`");
-    insta::assert_snapshot!(add([6, 0, 6, 6]), @"operation `add_bias_residual`: 6 elements are no rows of the 0 columns of `bias`");
+    insta::assert_snapshot!(add([6, 4, 6, 6]), @"operation `add_bias_residual`: 6 elements cannot be divided into rows of 4, the length of `bias`");
+    insta::assert_snapshot!(add([6, 0, 6, 6]), @"operation `add_bias_residual`: 6 elements cannot be divided into rows of 0, the length of `bias`");
     insta::assert_snapshot!(add([6, 3, 5, 6]), @"operation `add_bias_residual`: `residual` has 5 elements, expected 6");
 }
 

@@ -27,7 +27,6 @@ pub struct RankInfo {
 
 impl RankInfo {
     /// Rank `rank` of a world of `size` on one node. Spins if the machine has as many cores.
-    #[must_use]
     pub fn on_one_node(rank: usize, size: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {

@@ -67,13 +67,11 @@ impl Nccl {
     }
 
     /// Its version.
-    #[must_use]
     pub fn version(&self) -> Version {
         self.0.version
     }
 
     /// The file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.0.path
     }
@@ -412,7 +410,6 @@ impl Version {
     pub const LEAST: Self = Self(21_800);
 
     /// True from this version on.
-    #[must_use]
     pub const fn is_at_least(self, major: u32, minor: u32) -> bool {
         self.0 as u32 >= major * 10_000 + minor * 100
     }

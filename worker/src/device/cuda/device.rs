@@ -47,20 +47,17 @@ impl CudaDevice {
     }
 
     /// `device` as a GPU, if it is one.
-    #[must_use]
     pub fn of(device: &dyn Device) -> Option<&Self> {
         (device as &dyn Any).downcast_ref()
     }
 
     /// The driver's side of it.
-    #[must_use]
     pub const fn context(&self) -> &Arc<CudaContext> {
         self.kernels.context()
     }
 
     /// A stream with a name for errors and traces. Work of an `urgent` one goes before that of others: a
     /// collective that waits for a multiprocessor would make all ranks wait.
-    #[must_use]
     pub fn named_stream(&self, name: &str, urgent: bool) -> Stream {
         let stream = CudaStream::new(name, urgent, self.context(), &self.events, &self.pinned);
         let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);

@@ -164,20 +164,17 @@ impl CudaContext {
     }
 
     /// Number among the visible devices.
-    #[must_use]
     pub const fn ordinal(&self) -> usize {
         self.ordinal
     }
 
     /// Facts of the device.
-    #[must_use]
     pub const fn facts(&self) -> &GpuFacts {
         &self.facts
     }
 
     /// Bytes that are free on the device now, other processes' use considered, and all that it has to give; none if the
     /// driver does not answer.
-    #[must_use]
     pub fn free_and_all_bytes(&self) -> Option<(usize, usize)> {
         self.bind().ok()?;
         let mut all = 0;
@@ -478,7 +475,6 @@ pub struct GpuFacts {
 
 impl GpuFacts {
     /// What its kernels are compiled for.
-    #[must_use]
     pub const fn arch(&self) -> Arch {
         let (major, minor) = self.compute_capability;
         Arch::of_capability(major, minor)

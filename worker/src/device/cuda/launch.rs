@@ -36,7 +36,6 @@ pub struct Grid {
 
 impl Grid {
     /// One dimension.
-    #[must_use]
     pub const fn linear(blocks: u32, threads: u32) -> Self {
         Self {
             blocks: [blocks, 1, 1],
@@ -46,7 +45,6 @@ impl Grid {
     }
 
     /// As many blocks as it takes for one thread an element.
-    #[must_use]
     pub const fn covering(elements: usize, threads: u32) -> Self {
         Self::linear(elements.div_ceil(threads as usize) as u32, threads)
     }
@@ -249,7 +247,6 @@ pub struct LaunchContext<'a> {
 
 impl LaunchContext<'_> {
     /// Name of the operation, for errors.
-    #[must_use]
     pub const fn op(&self) -> &'static str {
         self.op
     }
@@ -346,7 +343,6 @@ impl LaunchContext<'_> {
 
     /// True if a GELU may belong to the matrix product beside it: on Hopper, whose own instructions the kernels can use,
     /// if the user chose so.
-    #[must_use]
     pub fn fuses_gelu(&self) -> bool {
         self.device.options.fused_gelu && self.device.context.facts().arch() == Arch::SM_90A
     }

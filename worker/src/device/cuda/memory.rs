@@ -27,19 +27,16 @@ impl DevicePtr {
     }
 
     /// As the driver writes it.
-    #[must_use]
     pub const fn raw(self) -> sys::CUdeviceptr {
         self.0
     }
 
     /// As libraries take it.
-    #[must_use]
     pub const fn as_ptr(self) -> *mut c_void {
         self.0 as *mut c_void
     }
 
     /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
-    #[must_use]
     pub const fn is_aligned(self, bytes: usize) -> bool {
         self.0.is_multiple_of(bytes as u64)
     }
@@ -82,7 +79,6 @@ impl DeviceMemory {
     }
 
     /// Its first byte.
-    #[must_use]
     pub const fn address(&self) -> DevicePtr {
         DevicePtr(self.address)
     }

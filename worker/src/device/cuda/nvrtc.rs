@@ -55,7 +55,6 @@ pub struct KernelSource {
 
 impl KernelSource {
     /// A file with those that it includes.
-    #[must_use]
     pub const fn with_headers(
         file: &'static str,
         text: &'static str,
@@ -80,7 +79,6 @@ enum DefineValue {
 
 impl Define {
     /// `-D name=word`
-    #[must_use]
     pub const fn word(name: &'static str, word: &'static str) -> Self {
         Self {
             name,
@@ -89,7 +87,6 @@ impl Define {
     }
 
     /// `-D name=number`
-    #[must_use]
     pub const fn number(name: &'static str, number: i64) -> Self {
         Self {
             name,
@@ -118,7 +115,6 @@ pub struct CompileUnit {
 
 impl CompileUnit {
     /// A source with definitions.
-    #[must_use]
     pub fn new(source: &'static KernelSource, defines: &[Define]) -> Self {
         Self {
             source,
@@ -127,7 +123,6 @@ impl CompileUnit {
     }
 
     /// Options of the compiler.
-    #[must_use]
     pub fn options(&self, arch: Arch) -> Vec<String> {
         let mut options = vec![
             format!("--gpu-architecture={arch}"),
@@ -189,13 +184,11 @@ impl Nvrtc {
     }
 
     /// `13.2`
-    #[must_use]
     pub const fn version(&self) -> Version {
         self.version
     }
 
     /// The file that it was loaded from.
-    #[must_use]
     pub const fn library(&self) -> &Library {
         &self.library
     }
@@ -335,11 +328,8 @@ impl Arch {
     pub const OLDEST: Self = Self::SM_80;
     /// Hopper: H100, H200.
     pub const SM_90A: Self = Self::of_capability(9, 0);
-    /// Blackwell: B200.
-    pub const SM_100: Self = Self::portable(10, 0);
 
     /// Without instructions that later ones lack.
-    #[must_use]
     pub const fn portable(major: u32, minor: u32) -> Self {
         Self {
             major,
@@ -349,7 +339,6 @@ impl Arch {
     }
 
     /// What a card of this compute capability is compiled for.
-    #[must_use]
     pub const fn of_capability(major: u32, minor: u32) -> Self {
         Self {
             major,
@@ -360,14 +349,12 @@ impl Arch {
     }
 
     /// `80`, `90`, `100`: how NVRTC numbers it.
-    #[must_use]
     pub const fn number(self) -> u32 {
         self.major * 10 + self.minor
     }
 
     /// The newest of `supported` (numbers as NVRTC's) whose code runs on this one: itself, or an earlier one of
     /// the same major number.
-    #[must_use]
     pub fn best_of(self, supported: &[u32]) -> Option<Self> {
         if supported.contains(&self.number()) {
             return Some(self);
@@ -398,7 +385,6 @@ pub struct CubinCache(Option<PathBuf>);
 
 impl CubinCache {
     /// The user's: `$XDG_CACHE_HOME/ddp-run/kernels`, else below `~/.cache`.
-    #[must_use]
     pub fn of_user() -> Self {
         let absolute = |name| {
             std::env::var_os(name)
@@ -410,7 +396,6 @@ impl CubinCache {
     }
 
     /// In this folder, which is made when the first kernel is kept.
-    #[must_use]
     pub fn at(folder: PathBuf) -> Self {
         Self(Some(folder))
     }
@@ -479,7 +464,7 @@ mod tests {
 
     #[test]
     fn names() {
-        let names = [Arch::SM_80, Arch::SM_90A, Arch::SM_100].map(|arch| arch.to_string());
+        let names = [Arch::SM_80, Arch::SM_90A, Arch::portable(10, 0)].map(|arch| arch.to_string());
         assert_eq!(names, ["sm_80", "sm_90a", "sm_100"]);
         assert_eq!(Arch::of_capability(8, 9).to_string(), "sm_89");
     }

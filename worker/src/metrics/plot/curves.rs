@@ -1,5 +1,6 @@
-//! The numbers of a run over its steps, read in one pass and in bounded memory: where steps are more than a picture has
-//! columns, neighbours are merged into their mean, lowest and highest value.
+//! The numbers of a run over its steps, read in one pass and in bounded memory. If a run has more
+//! steps than the picture has columns, neighbouring steps are merged into their mean, lowest and
+//! highest value.
 
 use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
@@ -9,11 +10,11 @@ use crate::metrics::{MetricsLine, RunFilesError};
 
 /// Columns of pixels of a picture: no curve has more than twice as many points.
 const COLUMNS: usize = 800;
-/// A longer line is none of metrics.
+/// Longest line of `metrics.jsonl`: a longer one is invalid.
 const MAX_LINE_BYTES: u64 = 64 << 10;
-/// So many bad lines are named, the others counted.
+/// Most invalid lines that are listed; the others are only counted.
 const MAX_NAMED: usize = 3;
-/// Most restarts that are marked: the first ones.
+/// Most restarts that are marked: the first ones of the run.
 const MAX_RESTARTS: usize = 256;
 
 /// What is drawn of a run.
@@ -23,7 +24,7 @@ pub struct RunCurves {
     pub name: String,
     /// Last step.
     pub steps: u64,
-    /// Lines that are left out, in words: where, and why.
+    /// Where invalid lines are, and why they are invalid. They are skipped.
     pub bad_lines: Vec<String>,
     pub(super) loss: Curve,
     pub(super) val_loss: Curve,
@@ -35,7 +36,7 @@ pub struct RunCurves {
 }
 
 impl RunCurves {
-    /// Reads `metrics.jsonl`, or that of the run that has this folder.
+    /// Reads a `metrics.jsonl`. `path` is that file, or the directory of a run.
     pub fn read(path: &Path) -> Result<Self, RunFilesError> {
         let file = metrics_of(path);
         let failed = |error: io::Error| RunFilesError::io("read", &file, &error);
@@ -65,7 +66,7 @@ impl RunCurves {
                     run.add(&line, last.as_ref());
                     last = Some(line);
                 }
-                // It is being written.
+                // The last line is still being written.
                 Err(_) if !is_whole => {}
                 Err(why) => {
                     bad += 1;
@@ -80,7 +81,7 @@ impl RunCurves {
         }
         if run.steps == 0 {
             return Err(RunFilesError::Refused(format!(
-                "`{}` has no line of metrics\n  hint: name the folder of a run that has finished a step",
+                "`{}` has no line of metrics\n  hint: pass the directory of a run that has finished at least one step",
                 file.display()
             )));
         }
@@ -124,7 +125,7 @@ impl RunCurves {
     }
 }
 
-/// The file of a run, which may be named itself.
+/// The `metrics.jsonl` in a directory, or the file that `path` names.
 fn metrics_of(path: &Path) -> PathBuf {
     if path.is_dir() {
         path.join("metrics.jsonl")
@@ -136,7 +137,7 @@ fn metrics_of(path: &Path) -> PathBuf {
 /// A number over the steps.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Curve {
-    /// Steps that one point stands for.
+    /// Number of steps that one point stands for.
     width: u64,
     /// By step / width, ascending.
     points: Vec<(u64, Point)>,
@@ -268,7 +269,7 @@ mod tests {
         ");
         insta::assert_snapshot!(read("{}\n").unwrap_err(), @"
         `RUN/metrics.jsonl` has no line of metrics
-          hint: name the folder of a run that has finished a step
+          hint: pass the directory of a run that has finished at least one step
         ");
     }
 

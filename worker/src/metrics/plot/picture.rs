@@ -69,7 +69,6 @@ const PANELS: [Panel; 4] = [
 ];
 
 /// A page of HTML that has all it needs.
-#[must_use]
 pub fn html(runs: &[RunCurves]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     format!(
@@ -88,7 +87,6 @@ pub fn write(path: &Path, picture: &str) -> Result<(), RunFilesError> {
 }
 
 /// The picture alone.
-#[must_use]
 pub fn svg(runs: &[RunCurves]) -> String {
     let names = if runs.len() > 1 { runs.len() } else { 0 };
     let top = HEADER + names as f64 * LEGEND;

@@ -273,7 +273,7 @@ impl Launches {
 /// Refuses heads for which kernels have no registers and shared memory.
 pub(super) fn check_head(op: &'static str, head_size: usize) -> Result<(), DeviceError> {
     if head_size > MAX_HEAD {
-        let what = format!("heads of {head_size} channels, on a GPU at most {MAX_HEAD}");
+        let what = format!("a head has {head_size} channels, but a GPU supports at most {MAX_HEAD}");
         return Err(DeviceError::Shape { op, what });
     }
     Ok(())

@@ -4,11 +4,12 @@
 //! The pairs that are rotated are channels `i` and `i + D/2` of a head, as in Llama on Hugging Face (`rotate_half`);
 //! Llama's first release pairs neighbours, and its weights are permuted when they are converted.
 //!
-//! Cosines and sines are computed where they are needed, not read from a table. They cost about forty operations a row
-//! and pair, which all heads of the row share; a table would be memory that every model, rehearsal and cache owns, and
-//! has an end. The angle of a position is a fraction of a turn, as 64 bits: the product with the position wraps around
-//! as angles do, and is exact. Then follow plain operations in f64 without fused ones, and one rounding: the same bits
-//! on every processor and GPU. No function of a system's library is called.
+//! Cosines and sines are computed when they are needed, not read from a table. They cost about
+//! forty operations per row and pair, which all heads of the row share. A table would need memory
+//! in every model, rehearsal and cache, and would limit the positions. The angle of a position is a
+//! fraction of a turn, as 64 bits: the product with the position wraps around as angles do, and is
+//! exact. Then follow plain operations in f64, none of them fused, and one rounding. So the result
+//! is bit-identical on every CPU and GPU. No function of a system's library is called.
 
 use super::shape::AttentionShape;
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
@@ -23,22 +24,23 @@ use crate::ops::cuda::plan::{
 /// Rows of one part of the work.
 const ROWS: usize = 16;
 
-/// How fast which pair of channels turns. Pair `i` turns by `base^(−2i/D)` radians a position.
+/// How far each pair of channels is rotated: pair `i` by `base^(−2i/D)` radians per position.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RotaryEmbedding {
     /// Base of the wavelengths (θ): 10,000 in Llama 1 and 2, 500,000 in Llama 3.
     pub base: f64,
-    /// For texts longer than those of the first training.
+    /// Scaling for texts longer than those of the first training.
     pub scaling: Option<Llama3Scaling>,
 }
 
-/// Slower turns for long waves, as in Llama 3.1 (`rope_type: llama3` of `transformers`): with wavelength
-/// `w = 2π/frequency` and `M = original_max_position_embeddings`, a frequency is kept where `w < M/high_freq_factor`,
-/// divided by `factor` where `w > M/low_freq_factor`, and between the two it is `(1 − s)·frequency/factor + s·frequency`
-/// with `s = (M/w − low_freq_factor)/(high_freq_factor − low_freq_factor)`.
+/// Slower rotation for long wavelengths, as in Llama 3.1 (`rope_type: llama3` of `transformers`):
+/// with wavelength `w = 2π/frequency` and `M = original_max_position_embeddings`, a frequency is
+/// kept if `w < M/high_freq_factor`, divided by `factor` if `w > M/low_freq_factor`, and between
+/// the two it is `(1 − s)·frequency/factor + s·frequency` with
+/// `s = (M/w − low_freq_factor)/(high_freq_factor − low_freq_factor)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Llama3Scaling {
-    /// How many times longer texts may be.
+    /// Factor by which texts may be longer.
     pub factor: f64,
     /// Of the longest waves that are mixed.
     pub low_freq_factor: f64,
@@ -75,10 +77,10 @@ impl Llama3Scaling {
 const TURN: f64 = 18_446_744_073_709_551_616.0;
 
 impl RotaryEmbedding {
-    /// What each pair of channels turns by a position, in radians.
+    /// Rotation of each pair of channels per position, in radians.
     ///
     /// # Errors
-    /// If a head has an odd number of channels, or the settings are no positive numbers.
+    /// If a head has an odd number of channels, or a setting is not a positive number.
     pub fn frequencies(&self, head_size: usize) -> Result<Vec<f64>, DeviceError> {
         self.check(head_size)?;
         let base = ln(self.base);
@@ -90,7 +92,8 @@ impl RotaryEmbedding {
         Ok((0..head_size / 2).map(of_pair).collect())
     }
 
-    /// The same as fractions of a turn, in units of 2⁻⁶⁴. Whole turns make no difference.
+    /// The same as fractions of a turn, in units of 2⁻⁶⁴. Whole turns are dropped: they do not
+    /// change the angle.
     fn turns(&self, head_size: usize) -> Result<Vec<u64>, DeviceError> {
         let frequencies = self.frequencies(head_size)?.into_iter();
         let turns = |frequency: f64| ((frequency / std::f64::consts::TAU).fract() * TURN) as u64;
@@ -100,9 +103,9 @@ impl RotaryEmbedding {
     fn check(&self, head_size: usize) -> Result<(), DeviceError> {
         let valid = self.scaling.is_none_or(|scaling| scaling.is_valid());
         let what = if head_size == 0 || !head_size.is_multiple_of(2) {
-            format!("heads of {head_size} channels have no pairs")
+            format!("a head has {head_size} channels, expected an even number above 0")
         } else if !self.base.is_normal() || self.base <= 0.0 || !valid {
-            format!("{self:?} is no rotary embedding")
+            format!("{self:?} is not a valid rotary embedding")
         } else {
             return Ok(());
         };
@@ -128,7 +131,7 @@ pub struct RotaryForward {
 /// Gradient of [`RotaryForward`], in place: the rotation by the negative angles.
 #[derive(Clone, Debug)]
 pub struct RotaryBackward {
-    /// `[B, T, (H + 2·KV)·D]`: gradient of what forward left, becomes that of what it was given
+    /// `[B, T, (H + 2·KV)·D]`: gradient of the output of forward; becomes the gradient of its input
     pub dqkv: Buffer,
     /// Sizes.
     pub shape: AttentionShape,
@@ -190,7 +193,7 @@ impl RotaryBackward {
     }
 }
 
-/// Either of the two.
+/// A rotation, forward or backward.
 struct Rotation<'a> {
     op: &'static str,
     name: &'static str,
@@ -207,7 +210,8 @@ impl Rotation<'_> {
         self.shape.heads + self.shape.kv_heads
     }
 
-    /// Refuses sizes that do not fit each other; what each pair turns by a position.
+    /// Checks that the sizes fit each other. Returns the rotation of each pair per position, as a
+    /// fraction of a turn.
     fn turns(&self) -> Result<Vec<u64>, DeviceError> {
         let buffers = [(self.name, self.x, self.shape.qkv_channels())];
         self.shape.check(self.op, &buffers)?;
@@ -244,7 +248,7 @@ impl Rotation<'_> {
         let act = element(op, self.x)?;
         if shape.head_size > MAX_HEAD {
             let what = format!(
-                "heads of {} channels, on a GPU at most {MAX_HEAD}",
+                "a head has {} channels, but a GPU supports at most {MAX_HEAD}",
                 shape.head_size
             );
             return Err(DeviceError::Shape { op, what });
@@ -453,15 +457,17 @@ mod tests {
     #[test]
     fn settings_without_meaning_are_refused() {
         let words = |embedding: RotaryEmbedding, head| embedding.frequencies(head).unwrap_err().to_string();
-        assert!(words(LLAMA_3_1, 7).contains("heads of 7 channels have no pairs"));
+        assert!(words(LLAMA_3_1, 7).contains("a head has 7 channels, expected an even number above 0"));
         for base in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             let embedding = RotaryEmbedding { base, scaling: None };
-            assert!(words(embedding, 8).contains("is no rotary embedding"));
+            assert!(words(embedding, 8).contains("is not a valid rotary embedding"));
         }
         let scaling = LLAMA_3_1.scaling.map(|scaling| Llama3Scaling {
             high_freq_factor: scaling.low_freq_factor,
             ..scaling
         });
-        assert!(words(RotaryEmbedding { scaling, ..LLAMA_3_1 }, 8).contains("is no rotary embedding"));
+        assert!(
+            words(RotaryEmbedding { scaling, ..LLAMA_3_1 }, 8).contains("is not a valid rotary embedding")
+        );
     }
 }

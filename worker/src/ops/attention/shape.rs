@@ -14,33 +14,30 @@ pub struct AttentionShape {
     pub positions: usize,
     /// Heads of queries `H`.
     pub heads: usize,
-    /// Heads of keys and values `KV`: as many, or a divisor of it.
+    /// Heads of keys and values `KV`: a divisor of `H`.
     pub kv_heads: usize,
     /// Channels of one head `D`.
     pub head_size: usize,
 }
 
 impl AttentionShape {
-    /// Channels of all heads of queries, and of the output: `H·D`. They may be others than the model's.
-    #[must_use]
+    /// Channels of all heads of queries, and of the output: `H·D`. Their number may differ from the
+    /// model's channels.
     pub const fn channels(&self) -> usize {
         self.heads * self.head_size
     }
 
     /// Channels of all heads of keys: `KV·D`.
-    #[must_use]
     pub const fn kv_channels(&self) -> usize {
         self.kv_heads * self.head_size
     }
 
     /// Channels of queries, keys and values together: `(H + 2·KV)·D`.
-    #[must_use]
     pub const fn qkv_channels(&self) -> usize {
         self.channels() + 2 * self.kv_channels()
     }
 
     /// Rows of samples and positions: `B·T`.
-    #[must_use]
     pub const fn rows(&self) -> usize {
         self.batch * self.positions
     }
@@ -50,7 +47,8 @@ impl AttentionShape {
         self.heads / self.kv_heads
     }
 
-    /// Refuses sizes that do not fit each other; of each buffer, its channels.
+    /// Refuses sizes that do not fit each other. `buffers` gives the name and the channels of each
+    /// buffer.
     pub(super) fn check(
         &self,
         op: &'static str,
@@ -64,7 +62,7 @@ impl AttentionShape {
             self.head_size,
         ];
         if sizes.contains(&0) {
-            let what = format!("{self:?} is no attention");
+            let what = format!("sizes must be at least 1, but are {self:?}");
             return Err(DeviceError::Shape { op, what });
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
@@ -86,7 +84,8 @@ impl AttentionShape {
         [q * self.head_size, k * self.head_size, v * self.head_size]
     }
 
-    /// What a query head of a sample reads of `qkv`: queries, keys and values, each `[T, D]`.
+    /// The parts of `qkv` that a query head of a sample reads: queries, keys and values, each
+    /// `[T, D]`.
     pub(super) fn inputs<'a, T: Copy>(&self, qkv: &'a [T], [sample, head]: [usize; 2]) -> [Matrix<'a, T>; 3] {
         let (t, c) = (self.positions, self.qkv_channels());
         let rows = Matrix::dense(&qkv[sample * t * c..][..t * c], t, c);

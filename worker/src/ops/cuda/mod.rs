@@ -41,7 +41,6 @@ pub use plan::{Arg, Call, Plan};
 use crate::device::DeviceError;
 
 /// What an operation launches; none if it does not say so beforehand, or has no kernel.
-#[must_use]
 pub fn plan(op: &super::Op) -> Option<Result<Plan, DeviceError>> {
     match op.plan() {
         Err(DeviceError::NoKernel { .. }) => None,

@@ -55,13 +55,11 @@ impl ActionKind {
     ];
 
     /// As in the text of an action.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
     }
 
     /// As sentences have it, of those that compute; else [`ActionKind::name`].
-    #[must_use]
     pub const fn noun(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -73,14 +71,12 @@ impl ActionKind {
     }
 
     /// The kind of this name.
-    #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         let kind = Self::NAMES.iter().find(|(_, other)| *other == name);
         kind.map(|&(kind, _)| kind)
     }
 
     /// Whether it computes on a micro-batch: F, B, I or W.
-    #[must_use]
     pub const fn is_compute(self) -> bool {
         matches!(
             self,
@@ -89,7 +85,6 @@ impl ActionKind {
     }
 
     /// Whether it computes, sends or receives a gradient of a micro-batch.
-    #[must_use]
     pub const fn is_of_backward(self) -> bool {
         self.makes_input_gradient()
             || self.makes_weight_gradient()
@@ -97,31 +92,26 @@ impl ActionKind {
     }
 
     /// Whether it makes the gradient of the stage's input: B or I.
-    #[must_use]
     pub const fn makes_input_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::InputGradient)
     }
 
     /// Whether it makes the gradients of the stage's weights, and so frees what forward kept: B or W.
-    #[must_use]
     pub const fn makes_weight_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
     /// Whether it is of one micro-batch, and not of the whole stage.
-    #[must_use]
     pub const fn has_micro_batch(self) -> bool {
         self.is_compute() || self.is_send() || self.is_receive()
     }
 
     /// Whether it sends.
-    #[must_use]
     pub const fn is_send(self) -> bool {
         matches!(self, Self::SendActivation | Self::SendGradient)
     }
 
     /// Whether it receives.
-    #[must_use]
     pub const fn is_receive(self) -> bool {
         matches!(self, Self::ReceiveActivation | Self::ReceiveGradient)
     }
@@ -142,7 +132,6 @@ pub struct Action {
 
 impl Action {
     /// An action of a whole stage.
-    #[must_use]
     pub const fn of_stage(rank: usize, stage: usize, kind: ActionKind) -> Self {
         Self {
             rank,
@@ -154,7 +143,6 @@ impl Action {
 
     /// The action that F, B or I needs of a neighbouring stage: F of the stage before, or I of the next (which B counts
     /// as). None at the ends of the pipeline, and for other kinds.
-    #[must_use]
     pub fn input(self, placement: &Placement) -> Option<Self> {
         let (stage, kind) = match self.kind {
             ActionKind::Forward => (self.stage.checked_sub(1)?, ActionKind::Forward),
@@ -176,7 +164,6 @@ impl Action {
 
     /// The message that brings F, B or I its input from another rank, or that a send or a receive is one end of. None
     /// where there is no input, or where it is made on the same rank.
-    #[must_use]
     pub fn transfer(self, placement: &Placement) -> Option<Transfer> {
         use ActionKind::{
             Forward, InputGradient, ReceiveActivation, ReceiveGradient, SendActivation, SendGradient,
@@ -237,7 +224,6 @@ pub struct Transfer {
 
 impl Transfer {
     /// The queue that the message goes through.
-    #[must_use]
     pub fn edge(&self) -> Edge {
         Edge {
             from: self.send.rank,
@@ -306,7 +292,6 @@ pub struct Schedule {
 
 impl Schedule {
     /// Puts a schedule together, without any check but that there is one row for each rank.
-    #[must_use]
     pub fn new(placement: Placement, micro_batches: usize, rows: Vec<Vec<Cell>>) -> Self {
         assert_eq!(rows.len(), placement.ranks(), "one row for each rank");
         Self {
@@ -317,19 +302,16 @@ impl Schedule {
     }
 
     /// Which rank holds which stage.
-    #[must_use]
     pub fn placement(&self) -> &Placement {
         &self.placement
     }
 
     /// Micro-batches of a step.
-    #[must_use]
     pub fn micro_batches(&self) -> usize {
         self.micro_batches
     }
 
     /// The cells of each rank, in the order in which the rank runs them.
-    #[must_use]
     pub fn rows(&self) -> &[Vec<Cell>] {
         &self.rows
     }
@@ -357,7 +339,6 @@ impl Schedule {
     }
 
     /// Whether sends and receives are part of it. Without them data is where it is needed as soon as it is made.
-    #[must_use]
     pub fn has_transfers(&self) -> bool {
         let mut actions = (0..self.rows.len()).flat_map(|rank| self.actions(rank));
         actions.any(|action| action.kind.is_send() || action.kind.is_receive())

@@ -11,9 +11,9 @@ use std::fmt::Write as _;
 use super::action::{Action, ActionKind, Cell, Schedule};
 use super::stages::Placement;
 
-/// Bytes of a file, at most.
+/// Most bytes of a file.
 pub const MAX_BYTES: u64 = 1 << 24;
-/// Stages, and micro-batches of a step, are fewer.
+/// Numbers of stages and micro-batches are below this.
 const MAX_NUMBER: usize = 1 << 20;
 
 /// Which actions are written.
@@ -21,7 +21,7 @@ const MAX_NUMBER: usize = 1 << 20;
 pub enum CsvFormat {
     /// F, B, I and W: PyTorch's `compute_only`, to which PyTorch adds the rest.
     ComputeOnly,
-    /// All that PyTorch knows: its `compute_comms`. The steps are left out.
+    /// All kinds of actions that PyTorch knows: its `compute_comms`. Optimizer steps are left out.
     ComputeComms,
 }
 
@@ -46,8 +46,8 @@ pub enum CsvError {
         /// The row.
         row: usize,
     },
-    /// There is a stage after it, but none of its actions.
-    #[error("stage {stage} is in no row, but stage {last} is")]
+    /// No row has this stage, but a row has a later one.
+    #[error("no row has stage {stage}, but a row has stage {last}")]
     MissingStage {
         /// The stage.
         stage: usize,
@@ -55,7 +55,7 @@ pub enum CsvError {
         last: usize,
     },
     /// There is no row at all.
-    #[error("there is no row")]
+    #[error("the table is empty")]
     Empty,
 }
 
@@ -63,7 +63,7 @@ pub enum CsvError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CellError {
     /// Neither one action nor two that overlap.
-    #[error("an action is a stage, a kind and a micro-batch, such as `2F1`")]
+    #[error("expected an action: a stage, a kind and a micro-batch, such as `2F1`")]
     NoAction,
     /// F, B, I, W, sends and receives are of one micro-batch.
     #[error("the micro-batch is missing")]
@@ -72,23 +72,22 @@ pub enum CellError {
     #[error("this kind of action has no micro-batch")]
     MicroBatch,
     /// Of two actions that overlap, the first must be F and the second B or I.
-    #[error("what overlaps is one F and one B or I, such as `(0F7;7B3)OVERLAP_F_B`")]
+    #[error("expected one F that overlaps with one B or I, such as `(0F7;7B3)OVERLAP_F_B`")]
     NoOverlap,
     /// A stage is on one rank only.
-    #[error("stage {stage} is in row {other} too")]
+    #[error("stage {stage} is also in row {other}")]
     StageOfOtherRow {
         /// The stage.
         stage: usize,
         /// The row in which it was first.
         other: usize,
     },
-    /// Beyond what this reader takes.
-    #[error("stages and micro-batches are numbered below {MAX_NUMBER}")]
+    /// The number of the stage or micro-batch is too large.
+    #[error("numbers of stages and micro-batches must be below {MAX_NUMBER}")]
     TooLarge,
 }
 
 /// Writes a schedule.
-#[must_use]
 pub fn write(schedule: &Schedule, format: CsvFormat) -> String {
     let is_written = |cell: &&Cell| {
         cell.actions().all(|action| match format {
@@ -100,7 +99,7 @@ pub fn write(schedule: &Schedule, format: CsvFormat) -> String {
     for row in schedule.rows() {
         for (number, cell) in row.iter().filter(is_written).enumerate() {
             let comma = if number == 0 { "" } else { "," };
-            write!(text, "{comma}{cell}").expect("a string takes everything");
+            write!(text, "{comma}{cell}").expect("writing to a string never fails");
         }
         text.push('\n');
     }
@@ -125,7 +124,7 @@ pub fn read(text: &str) -> Result<Schedule, CsvError> {
     Ok(Schedule::new(placement, reader.micro_batches, rows))
 }
 
-/// What the cells so far say about the pipeline.
+/// The stages and micro-batches of the cells read so far.
 #[derive(Default)]
 struct Reader {
     row_of_stage: BTreeMap<usize, usize>,

@@ -1,8 +1,8 @@
-//! Round trips, and what is said of files that are no schedules.
+//! Round trips, and errors for files that are not schedules.
 
 use super::*;
 use crate::parallel::pipeline::generators::{PipelineShape, dual_pipe_v, interleaved_1f1b, zbv};
-use crate::parallel::pipeline::passes::{with_gathering, with_reduction, with_steps, with_transfers};
+use crate::parallel::pipeline::passes::{with_reduction, with_transfers};
 
 fn refused(text: &str) -> String {
     read(text).expect_err("no schedule").to_string()
@@ -21,12 +21,19 @@ fn what_is_written_is_read() {
             read(&write(&compute, CsvFormat::ComputeOnly)).as_ref(),
             Ok(&compute)
         );
-        let complete = with_transfers(&with_gathering(&with_reduction(&compute), 2));
+        let complete = with_transfers(&with_reduction(&compute)).map_rows(|rank, row| {
+            let [unshard, reshard] = [ActionKind::Unshard, ActionKind::Reshard]
+                .map(|kind| Cell::One(Action::of_stage(rank, rank, kind)));
+            [&[unshard][..], row, &[reshard]].concat()
+        });
         assert_eq!(
             read(&write(&complete, CsvFormat::ComputeComms)).as_ref(),
             Ok(&complete)
         );
-        let with_steps = with_steps(&complete);
+        let with_steps = complete.map_rows(|rank, row| {
+            let step = Cell::One(Action::of_stage(rank, rank, ActionKind::Step));
+            [row, &[step]].concat()
+        });
         assert_eq!(
             read(&write(&with_steps, CsvFormat::ComputeComms)).as_ref(),
             Ok(&complete)
@@ -62,11 +69,11 @@ fn errors_name_row_column_and_cell() {
     let of_row_2 = |cell: &str| refused(&format!("0F0,0B0\n1F0,,{cell},1B0\n"));
     assert_eq!(
         of_row_2("1X0"),
-        "row 2, column 3, `1X0`: an action is a stage, a kind and a micro-batch, such as `2F1`"
+        "row 2, column 3, `1X0`: expected an action: a stage, a kind and a micro-batch, such as `2F1`"
     );
     for no_action in ["F0", "1", "1f0", "1F0x", "1F-1", "-1F0", "1BW0"] {
         assert!(
-            of_row_2(no_action).contains("an action is a stage"),
+            of_row_2(no_action).contains("expected an action: a stage"),
             "{no_action}"
         );
     }
@@ -78,7 +85,10 @@ fn errors_name_row_column_and_cell() {
         of_row_2("1UNSHARD0"),
         "row 2, column 3, `1UNSHARD0`: this kind of action has no micro-batch"
     );
-    assert_eq!(of_row_2("0F1"), "row 2, column 3, `0F1`: stage 0 is in row 1 too");
+    assert_eq!(
+        of_row_2("0F1"),
+        "row 2, column 3, `0F1`: stage 0 is also in row 1"
+    );
     for no_overlap in [
         "(1F1;1F0)OVERLAP_F_B",
         "(1B0;1F1)OVERLAP_F_B",
@@ -86,13 +96,14 @@ fn errors_name_row_column_and_cell() {
         "(1F1;1B0)",
     ] {
         assert!(
-            of_row_2(no_overlap).contains("what overlaps is one F and one B or I"),
+            of_row_2(no_overlap).contains("expected one F that overlaps with one B or I"),
             "{no_overlap}"
         );
     }
     for too_large in ["1F1048576", "1048576F1", "1F99999999999999999999"] {
-        let message =
-            format!("row 2, column 3, `{too_large}`: stages and micro-batches are numbered below 1048576");
+        let message = format!(
+            "row 2, column 3, `{too_large}`: numbers of stages and micro-batches must be below 1048576"
+        );
         assert_eq!(of_row_2(too_large), message);
     }
 }
@@ -100,10 +111,10 @@ fn errors_name_row_column_and_cell() {
 #[test]
 fn rows_and_stages_must_not_be_missing() {
     assert_eq!(refused("0F0\n\n1F0\n"), "row 2 has no action");
-    assert_eq!(refused("0F0\n2F0\n"), "stage 1 is in no row, but stage 2 is");
+    assert_eq!(refused("0F0\n2F0\n"), "no row has stage 1, but a row has stage 2");
     assert_eq!(
         refused("0F0\n1048575F0\n"),
-        "stage 1 is in no row, but stage 1048575 is"
+        "no row has stage 1, but a row has stage 1048575"
     );
-    assert_eq!(refused(" \n"), "there is no row");
+    assert_eq!(refused(" \n"), "the table is empty");
 }

@@ -1,12 +1,13 @@
-//! A pipeline as it ran, from the timeline of a run (`run.timeline`), in the form of the simulator's steps. And the same
-//! steps simulated, with the durations that were measured of their actions.
+//! A pipeline as it ran, from the timeline of a run (`run.timeline`), in the form of the
+//! simulator's steps; and the same steps simulated with the measured durations of their actions.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::action::{Action, Cell, Schedule};
 use super::csv::{self, CsvError, parse_action};
-use super::simulator::{Deadlock, Interval, RankTimeline, Simulation, replay};
+use super::simulator::{Deadlock, Interval, MeasuredTicks, RankTimeline, Simulation, replay};
 use super::validator::{Purpose, Refusal, Rules, validate};
+use crate::parallel::comm_times::WAITS;
 use crate::timeline::{Kind, Lane, Span, TraceFile, TraceFileError};
 
 /// A timeline that shows no pipeline.
@@ -17,14 +18,14 @@ pub enum MeasuredError {
     File(#[from] TraceFileError),
     /// No rank of it computes on stages.
     #[error(
-        "the timeline has no step of a pipeline\n  hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1"
+        "the timeline contains no step of a pipeline\n  hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1"
     )]
     NoStep,
-    /// Its actions are no schedule: ranks are missing.
-    #[error("the actions of step {0} are no schedule: {1}")]
+    /// Its actions do not form a schedule: ranks are missing.
+    #[error("the actions of step {0} do not form a schedule: {1}")]
     NoSchedule(u64, CsvError),
     /// Actions are missing.
-    #[error("the actions of step {0} are no schedule: {1}")]
+    #[error("the actions of step {0} do not form a schedule: {1}")]
     Refused(u64, Refusal),
 }
 
@@ -37,12 +38,19 @@ pub struct MeasuredRun {
     simulated: BTreeMap<u64, Simulation>,
 }
 
-/// An action that ran, and when, in nanoseconds.
-type Ran = (Action, [u64; 2]);
+/// An action that ran; times in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+struct Ran {
+    action: Action,
+    start: u64,
+    end: u64,
+    /// Of the time since the action before, what its rank did not wait.
+    before: u64,
+}
 
 impl MeasuredRun {
-    /// From the text of a `timeline.json`. Of ranks that hold the same stages the first one counts; of the steps, those
-    /// that do what the last one does.
+    /// Reads the text of a `timeline.json`. Of several ranks with the same stages, only the first
+    /// one is used. Steps whose actions differ from those of the last step are left out.
     pub fn of_trace(json: &[u8]) -> Result<Self, MeasuredError> {
         let trace = TraceFile::parse(json)?;
         let mut lanes: Vec<BTreeMap<u64, Vec<Ran>>> = Vec::new();
@@ -50,7 +58,7 @@ impl MeasuredRun {
         for (_, spans) in &trace.ranks {
             let steps = steps_of(spans, lanes.len());
             let actions = steps.values().flatten();
-            let stages: BTreeSet<usize> = actions.map(|(action, _)| action.stage).collect();
+            let stages: BTreeSet<usize> = actions.map(|ran| ran.action.stage).collect();
             if !stages.is_empty() && known.insert(stages) {
                 lanes.push(steps);
             }
@@ -68,7 +76,6 @@ impl MeasuredRun {
         let rules = Rules {
             purpose: Purpose::Training,
             capacity: None,
-            memory: None,
         };
         let refused = |error| MeasuredError::Refused(last, error);
         validate(&schedule, rules).map_err(refused)?;
@@ -88,19 +95,17 @@ impl MeasuredRun {
     }
 
     /// What ranks computed in a step.
-    #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// The steps as they ran, by number; one at least.
-    #[must_use]
+    /// The steps as they ran, by number; at least one.
     pub fn steps(&self) -> &BTreeMap<u64, Simulation> {
         &self.steps
     }
 
-    /// The same steps, if each action takes as long as it was measured to, and messages take no time.
-    #[must_use]
+    /// The same steps, if each action, and what its rank does between two actions, takes as long as was measured, and
+    /// messages arrive at once: only waiting is simulated.
     pub fn simulated(&self) -> &BTreeMap<u64, Simulation> {
         &self.simulated
     }
@@ -117,6 +122,10 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
             .and_then(|number| number.parse().ok());
         let Some(number) = number else { continue };
         let within = |span: &&Span| span.start_us >= step.start_us && span.end_us <= step.end_us;
+        let waits = spans
+            .iter()
+            .filter(|span| span.lane == Lane::Compute && span.name == WAITS);
+        let waits: Vec<&Span> = waits.filter(within).collect();
         let is_pass = |span: &&Span| matches!(span.kind, Kind::Forward | Kind::Backward);
         let passes = spans.iter().filter(|span| span.lane == Lane::Compute);
         let ran = passes.filter(is_pass).filter(within).filter_map(|span| {
@@ -125,10 +134,21 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
                 .ok()
                 .filter(|action| action.kind.is_compute())?;
             let start = ns(span.start_us);
-            Some((action, [start, ns(span.end_us).max(start)]))
+            Some(Ran {
+                action,
+                start,
+                end: ns(span.end_us).max(start),
+                before: 0,
+            })
         });
         let mut ran: Vec<Ran> = ran.collect();
-        ran.sort_by_key(|(_, [start, _])| *start);
+        ran.sort_by_key(|ran| ran.start);
+        for number in 1..ran.len() {
+            let (from, to) = (ran[number - 1].end, ran[number].start);
+            let between = (waits.iter()).filter(|wait| ns(wait.start_us) >= from && ns(wait.end_us) <= to);
+            let waited: u64 = between.map(|wait| ns(wait.end_us) - ns(wait.start_us)).sum();
+            ran[number].before = to.saturating_sub(from).saturating_sub(waited);
+        }
         if !ran.is_empty() {
             steps.insert(number, ran);
         }
@@ -139,7 +159,7 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
 /// The actions as a schedule's table.
 fn text(rows: &[&[Ran]]) -> String {
     let row = |row: &&[Ran]| {
-        let cells: Vec<String> = row.iter().map(|(action, _)| action.to_string()).collect();
+        let cells: Vec<String> = row.iter().map(|ran| ran.action.to_string()).collect();
         cells.join(",") + "\n"
     };
     rows.iter().map(row).collect()
@@ -147,19 +167,24 @@ fn text(rows: &[&[Ran]]) -> String {
 
 /// A step with its own durations.
 fn replayed(schedule: &Schedule, rows: &[&[Ran]]) -> Result<Simulation, Deadlock> {
-    let all = rows.iter().copied().flatten();
-    let ticks: HashMap<Action, u64> = all.map(|&(action, [start, end])| (action, end - start)).collect();
-    replay(schedule, &ticks)
+    let of = |ran: &Ran| {
+        let (before, took) = (ran.before, ran.end - ran.start);
+        (ran.action, MeasuredTicks { before, took })
+    };
+    replay(schedule, &rows.iter().copied().flatten().map(of).collect())
 }
 
 /// From the start of the first action.
 fn as_simulation(rows: &[&[Ran]]) -> Simulation {
     let all = || rows.iter().copied().flatten();
-    let first = all().map(|(_, [start, _])| *start).min().unwrap_or(0);
-    let last = all().map(|(_, [_, end])| *end).max().unwrap_or(0);
+    let first = all().map(|ran| ran.start).min().unwrap_or(0);
+    let last = all().map(|ran| ran.end).max().unwrap_or(0);
     let of_rank = |row: &&[Ran]| {
         let mut timeline = RankTimeline::default();
-        for &(action, [start, end]) in *row {
+        for &Ran {
+            action, start, end, ..
+        } in *row
+        {
             let (start, end) = (start - first, end - first);
             timeline.busy += end - start;
             timeline.note_memory(action, [start, end], 1);
@@ -223,8 +248,14 @@ mod tests {
 
     /// 1F1B with one micro-batch: rank 1 is late by 30.
     fn two_ranks() -> TraceFile {
-        let first = spans(&[("0F0", 100.0, 200.0), ("0B0", 430.0, 600.0)]);
-        let second = spans(&[("1F0", 230.0, 330.0), ("1B0", 330.0, 430.0)]);
+        let mut first = spans(&[("0F0", 100.0, 200.0), ("0B0", 430.0, 600.0)]);
+        let wait = Span::of(Lane::Compute, Kind::Wait, WAITS);
+        first.push(Span {
+            start_us: 220.0,
+            end_us: 420.0,
+            ..wait
+        });
+        let second = spans(&[("1F0", 230.0, 330.0), ("1B0", 340.0, 430.0)]);
         let copies = [first.clone(), first, second.clone(), second];
         let ranks = (0..).zip(copies).map(|(rank, spans)| (about(rank), spans));
         TraceFile {
@@ -233,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeline_is_a_step_beside_the_simulators() {
+    fn a_timeline_gives_measured_and_simulated_steps() {
         let run = MeasuredRun::of_trace(&two_ranks().to_json()).unwrap();
         assert_eq!(
             run.schedule().placement().ranks(),
@@ -243,10 +274,10 @@ mod tests {
         let step = &run.steps()[&7];
         assert_eq!(
             (step.end, step.ranks[0].busy, step.ranks[1].busy),
-            (500_000, 270_000, 200_000)
+            (500_000, 270_000, 190_000)
         );
-        assert!((bubble_fraction(run.steps().values()) - 0.53).abs() < 1e-9);
-        // Without the time of the message.
+        assert!((bubble_fraction(run.steps().values()) - 0.54).abs() < 1e-9);
+        // Without the time of the message, with the 10 and 30 that the ranks did not wait between their actions.
         assert_eq!(run.simulated()[&7].end, 470_000);
         assert_eq!(step.ranks[0].memory, [(0, 1), (500_000, 0)]);
     }
@@ -256,14 +287,14 @@ mod tests {
         let refused = |file: &TraceFile| MeasuredRun::of_trace(&file.to_json()).unwrap_err().to_string();
         let mut file = two_ranks();
         file.ranks.drain(..2);
-        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: stage 0 is in no row, but stage 1 is");
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: no row has stage 0, but a row has stage 1");
         let mut file = two_ranks();
         file.ranks[2].1.retain(|span| !span.name.starts_with("1B0"));
         file.ranks.truncate(3);
-        insta::assert_snapshot!(refused(&file), @"the actions of step 7 are no schedule: rank 1 is refused at `1I0`: the action is missing");
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: rank 1 is refused at `1I0`: the action is missing");
         file.ranks.clear();
         insta::assert_snapshot!(refused(&file), @r"
-        the timeline has no step of a pipeline
+        the timeline contains no step of a pipeline
           hint: set `run.timeline` in a run whose `parallel.pipeline.stages` is more than 1
         ");
         assert!(MeasuredRun::of_trace(b"{}").is_err());

@@ -10,11 +10,11 @@
 //! | [`Placement`], [`divide_layers`] | which rank holds which stage; which layers a stage consists of |
 //! | [`gpipe`], [`one_f_one_b`], [`interleaved_1f1b`], [`zb_h1`] | generators for stages in a loop |
 //! | [`zbv`], [`dual_pipe_v`], [`greedy`] | generators for stages in a V |
-//! | [`with_transfers`], [`with_gathering`], [`with_reduction`], [`with_steps`] | passes that complete a schedule |
-//! | [`merge_backward`], [`without_overlap`], [`forward_only`] | passes that change what it computes |
+//! | [`with_transfers`], [`with_reduction`] | passes that complete a schedule |
+//! | [`without_overlap`], [`forward_only`] | passes that change what it computes |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
-//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the durations measured |
+//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the measured durations |
 //! | [`picture`], [`grid`] | either as an SVG; a simulated one as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 //! | [`csv`] | schedules as text, as PyTorch's `torch.distributed.pipelining` has them |
@@ -35,13 +35,11 @@ pub use generators::{
     PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
 pub use measured::{MeasuredError, MeasuredRun};
-pub use passes::{
-    forward_only, merge_backward, with_gathering, with_reduction, with_steps, with_transfers, without_overlap,
-};
+pub use passes::{forward_only, with_reduction, with_transfers, without_overlap};
 pub use picture::{Panel, Unit, grid, picture};
 pub use plan::{PipelinePlan, PlanError};
 pub use simulator::{
     Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, bubble_fraction, simulate,
 };
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
-pub use validator::{MemoryBudget, Purpose, Reason, Refusal, Rules, least_capacity, validate};
+pub use validator::{Purpose, Reason, Refusal, Rules, least_capacity, validate};

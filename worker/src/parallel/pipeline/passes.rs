@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, HashMap};
 use super::action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
 
 /// Without backward: for evaluation and generation.
-#[must_use]
 pub fn forward_only(schedule: &Schedule) -> Schedule {
     let is_forward = |action: &Action| action.kind == ActionKind::Forward;
     schedule.map_rows(|_, row| {
@@ -15,37 +14,14 @@ pub fn forward_only(schedule: &Schedule) -> Schedule {
 }
 
 /// With F and B one after the other where they overlap: the next rank gets the result of F before B is done.
-#[must_use]
 pub fn without_overlap(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|_, row| row.iter().flat_map(Cell::actions).map(Cell::One).collect())
-}
-
-/// With B for an I that its W follows at once.
-#[must_use]
-pub fn merge_backward(schedule: &Schedule) -> Schedule {
-    schedule.map_rows(|_, row| {
-        let mut merged: Vec<Cell> = Vec::with_capacity(row.len());
-        for &cell in row {
-            match (merged.last_mut(), cell) {
-                (Some(Cell::One(before)), Cell::One(action)) if is_w_of(*before, action) => {
-                    before.kind = ActionKind::Backward;
-                }
-                _ => merged.push(cell),
-            }
-        }
-        merged
-    })
-}
-
-fn is_w_of(before: Action, action: Action) -> bool {
-    action.kind == ActionKind::WeightGradient && before == action.with(ActionKind::InputGradient)
 }
 
 /// With sends and receives between stages of different ranks.
 ///
 /// A send follows what makes its message. A receive is as late as can be: before what needs the message or, since the
 /// messages of an edge arrive in the order in which they are sent, before a later one of them that is needed earlier.
-#[must_use]
 pub fn with_transfers(schedule: &Schedule) -> Schedule {
     assert!(!schedule.has_transfers(), "sends and receives are added once");
     let sends = sends(schedule);
@@ -103,51 +79,7 @@ fn receives(schedule: &Schedule, sends: &HashMap<Action, Transfer>) -> HashMap<(
     before
 }
 
-/// With the weights of stages gathered before they are used and released after it.
-///
-/// Gathered are the next `stages` different ones that a rank's row computes on, so that one is gathered while another
-/// one computes. One that is not among them is released.
-#[must_use]
-pub fn with_gathering(schedule: &Schedule, stages: usize) -> Schedule {
-    assert!(stages > 0, "a stage computes on gathered weights");
-    schedule.map_rows(|rank, row| {
-        let of = |kind: ActionKind| move |stage| Cell::One(Action::of_stage(rank, stage, kind));
-        let mut gathered: Vec<usize> = Vec::new();
-        let mut cells = Vec::new();
-        for (number, cell) in row.iter().enumerate() {
-            if cell.actions().any(|action| action.kind.is_compute()) {
-                let wanted = next_stages(&row[number..], stages);
-                let unwanted = gathered.iter().filter(|stage| !wanted.contains(stage));
-                cells.extend(unwanted.copied().map(of(ActionKind::Reshard)));
-                let new = wanted.iter().filter(|stage| !gathered.contains(stage));
-                cells.extend(new.copied().map(of(ActionKind::Unshard)));
-                gathered = wanted;
-            }
-            cells.push(*cell);
-        }
-        cells.extend(gathered.into_iter().map(of(ActionKind::Reshard)));
-        cells
-    })
-}
-
-/// The next `most` different stages that are computed on, or one more where two overlap.
-fn next_stages(cells: &[Cell], most: usize) -> Vec<usize> {
-    let mut stages: Vec<usize> = Vec::new();
-    for cell in cells {
-        for action in cell.actions().filter(|action| action.kind.is_compute()) {
-            if !stages.contains(&action.stage) {
-                stages.push(action.stage);
-            }
-        }
-        if stages.len() >= most {
-            break;
-        }
-    }
-    stages
-}
-
 /// With the reduction of a stage's gradients after its last W or B.
-#[must_use]
 pub fn with_reduction(schedule: &Schedule) -> Schedule {
     schedule.map_rows(|rank, row| {
         let mut last: HashMap<usize, usize> = HashMap::new();
@@ -168,16 +100,6 @@ pub fn with_reduction(schedule: &Schedule) -> Schedule {
             cells.extend(complete.map(|action| Cell::One(Action::of_stage(rank, action.stage, kind))));
         }
         cells
-    })
-}
-
-/// With the update of each stage at the end: the global norm needs the gradients of all stages first.
-#[must_use]
-pub fn with_steps(schedule: &Schedule) -> Schedule {
-    schedule.map_rows(|rank, row| {
-        let stages = schedule.placement().stages_of(rank);
-        let steps = stages.map(|stage| Cell::One(Action::of_stage(rank, stage, ActionKind::Step)));
-        row.iter().copied().chain(steps).collect()
     })
 }
 

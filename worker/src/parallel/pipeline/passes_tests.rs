@@ -24,6 +24,26 @@ const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineSha
     }
 }
 
+/// With B for an I that its W follows at once.
+fn merge_backward(schedule: &Schedule) -> Schedule {
+    schedule.map_rows(|_, row| {
+        let mut merged: Vec<Cell> = Vec::with_capacity(row.len());
+        for &cell in row {
+            match (merged.last_mut(), cell) {
+                (Some(Cell::One(before)), Cell::One(action)) if is_w_of(*before, action) => {
+                    before.kind = ActionKind::Backward;
+                }
+                _ => merged.push(cell),
+            }
+        }
+        merged
+    })
+}
+
+fn is_w_of(before: Action, action: Action) -> bool {
+    action.kind == ActionKind::WeightGradient && before == action.with(ActionKind::InputGradient)
+}
+
 /// PyTorch's placement of receives: at once in the row of the receiver, as soon as the sender's row has the send. Rows
 /// go on in turn, each by one action that has what it needs, or by a bubble.
 fn with_early_receives(placement: &Placement, compute: &[Vec<Option<Action>>]) -> Schedule {
@@ -130,23 +150,6 @@ fn pytorch_test_csv_of_the_interleaved_zero_bubble() {
 }
 
 #[test]
-fn pytorch_test_unshard_reshard() {
-    assert_eq!(
-        text(&with_gathering(&read("0F0,0F1,  ,0B0,0B1"), 3)),
-        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD\n"
-    );
-    assert_eq!(
-        text(&with_gathering(&read("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1"), 3)),
-        "0UNSHARD,1UNSHARD,0F0,0F1,1F0,1F1,1B0,1B1,1RESHARD,0B0,0B1,0RESHARD\n"
-    );
-    // With room for one stage only.
-    assert_eq!(
-        text(&with_gathering(&read("0F0,1F0,1B0,0B0"), 1)),
-        "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1B0,1RESHARD,0UNSHARD,0B0,0RESHARD\n"
-    );
-}
-
-#[test]
 fn pytorch_test_reduce_grad() {
     assert_eq!(
         text(&with_reduction(&read("0F0,0F1,0B0,0B1"))),
@@ -163,30 +166,6 @@ fn pytorch_test_merge_bw() {
     assert_eq!(
         text(&merge_backward(&read("0F0,0F1,0F2,0I0,0I1,0W0,0I2,0W2,0W1"))),
         "0F0,0F1,0F2,0I0,0I1,0W0,0B2,0W1\n"
-    );
-}
-
-#[test]
-fn steps_come_last() {
-    let schedule = with_steps(&with_reduction(&read("0F0,1F0,1B0,0B0")));
-    let row: Vec<String> = schedule.actions(0).map(|action| action.to_string()).collect();
-    assert_eq!(
-        row,
-        [
-            "0F0",
-            "1F0",
-            "1B0",
-            "1REDUCE_GRAD",
-            "0B0",
-            "0REDUCE_GRAD",
-            "0STEP",
-            "1STEP"
-        ]
-    );
-    assert_eq!(
-        text(&schedule),
-        "0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD\n",
-        "PyTorch has no steps"
     );
 }
 

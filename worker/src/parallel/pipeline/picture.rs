@@ -53,7 +53,6 @@ pub struct Panel<'a> {
 
 impl Panel<'_> {
     /// How long it takes, the bubble, and the most that a rank keeps: in micro-batches of all that the rank holds.
-    #[must_use]
     pub fn in_words(&self) -> String {
         format!(
             "{} {}, bubble {:.1} %, at most {} micro-batches kept",
@@ -162,7 +161,6 @@ impl Scale {
 }
 
 /// Draws steps below each other, to one scale.
-#[must_use]
 pub fn picture(title: &str, panels: &[Panel<'_>]) -> String {
     let steps = || panels.iter().map(|panel| panel.simulation);
     let end = steps().map(|step| step.end).max().unwrap_or(0).max(1);
@@ -188,7 +186,6 @@ pub fn picture(title: &str, panels: &[Panel<'_>]) -> String {
 }
 
 /// The same as text where actions last few ticks: a row a rank and a column a tick; `.` where a rank does not compute.
-#[must_use]
 pub fn grid(simulation: &Simulation) -> String {
     let computes = |interval: &Interval| interval.cell.actions().all(|action| action.kind.is_compute());
     let all = simulation.ranks.iter().flat_map(|rank| &rank.intervals);

@@ -1,10 +1,10 @@
-//! The pipeline of a run: from a configuration to a checked schedule, and the layers of each stage. Pure: whoever wants to
-//! know what every rank will do, calls it.
+//! The pipeline of a run: from a configuration to a checked schedule, and the layers of each stage.
+//! These are pure functions: any caller can compute what every rank will do.
 //!
-//! A generator or a file makes the schedule of a step, [passes](super::with_transfers) complete it, and the
-//! [validator](super::validate) refuses what could not run. A step with fewer micro-batches, the last of an epoch, leaves out
-//! the actions of those that it lacks: what is left keeps its order, so that nothing is waited for that did not have to be
-//! before.
+//! A generator or a file makes the schedule of a step, [passes](super::with_transfers) complete it,
+//! and the [validator](super::validate) refuses a schedule that cannot run. The last step of an
+//! epoch may have fewer micro-batches. It skips the actions of those that it lacks. The remaining
+//! actions keep their order, so the step waits for nothing that a whole step does not wait for.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -32,13 +32,14 @@ const FILE: &str = "parallel.pipeline.file";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what}\n  hint: {hint}")]
 pub struct PlanError {
-    /// The key that is to blame.
+    /// The key whose value is wrong.
     pub key: &'static str,
     what: String,
     hint: String,
 }
 
-/// Forward passes of a schedule, at most. Schedules are made, checked and simulated before anything starts.
+/// Most forward passes of a schedule. Schedules are made, checked and simulated before anything
+/// starts.
 const MAX_CELLS: usize = 1 << 16;
 
 fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanError {
@@ -46,14 +47,15 @@ fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanErro
     PlanError { key, what, hint }
 }
 
-/// What all ranks of a pipeline do, and hold. Without a pipeline it has one rank, which does one micro-batch after the other.
+/// What all ranks of a pipeline do and hold. Without a pipeline there is one rank, which runs one
+/// micro-batch after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelinePlan {
     name: &'static str,
     /// By stage.
     layers: Vec<Range<usize>>,
     micro_batches: usize,
-    /// Of a step; without a pipeline of one micro-batch.
+    /// The schedule of a step; without a pipeline, of one micro-batch.
     training: Schedule,
     evaluation: Schedule,
     capacity: usize,
@@ -75,7 +77,7 @@ impl PipelinePlan {
         };
         let key = if csv.is_some() { FILE } else { SCHEDULE };
         let layers = layers(config, costs, made.placement().stages())?;
-        // Messages are added to what would be right without them.
+        // The schedule must already be valid before messages are added.
         let apart = without_overlap(&made);
         check(key, &apart, Purpose::Training)?;
         let (training, evaluation) = (completed(&apart), with_transfers(&forward_only(&apart)));
@@ -101,15 +103,16 @@ impl PipelinePlan {
         }
     }
 
-    /// The schedule of this name for a model with layers enough, to look at. Chunks: as many as it works with.
+    /// The schedule of this name, for a model with enough layers. Without `chunks`, as few as the
+    /// schedule supports.
     pub fn named(
         schedule: &str,
         (ranks, chunks): (usize, Option<usize>),
         micro_batches: usize,
     ) -> Result<Self, PlanError> {
         let Ok(schedule) = serde_json::from_value(schedule.into()) else {
-            let hint = format!("take one of {}", PipelineSchedule::WORDS.join(", "));
-            return Err(refused(SCHEDULE, format!("`{schedule}` is no schedule"), hint));
+            let hint = format!("use one of {}", PipelineSchedule::WORDS.join(", "));
+            return Err(refused(SCHEDULE, format!("unknown schedule `{schedule}`"), hint));
         };
         let config = Pipeline {
             stages: ranks,
@@ -119,12 +122,12 @@ impl PipelinePlan {
             file: None,
         };
         let stages = ranks.saturating_mul(chunks.unwrap_or_else(|| usual_chunks(schedule)));
-        // More are refused.
+        // A larger number is refused later.
         let stages = stages.min(MAX_CELLS);
         Self::new(&config, micro_batches, None, &LayerCosts::equal(stages))
     }
 
-    /// The schedule of a table, in the same way.
+    /// The schedule of a CSV table, for a model with enough layers.
     pub fn of_csv(text: &str) -> Result<Self, PlanError> {
         let schedule = parsed(text)?;
         let (placement, micro_batches) = (schedule.placement(), schedule.micro_batches());
@@ -143,9 +146,8 @@ impl PipelinePlan {
         )
     }
 
-    /// The least and the most micro-batches for which there is the schedule of a configuration, which has one for as many as
-    /// `given`.
-    #[must_use]
+    /// The smallest and the largest number of micro-batches that the schedule of a configuration
+    /// supports. It must support `given`.
     pub fn micro_batches_for(config: &Pipeline, given: usize) -> (usize, usize) {
         let PipelineShape { ranks, chunks, .. } = shape_of(config, given);
         let most = MAX_CELLS / ranks.saturating_mul(chunks).max(1);
@@ -157,38 +159,32 @@ impl PipelinePlan {
         }
     }
 
-    /// Of its schedule, for people.
-    #[must_use]
+    /// Name of the schedule, for people.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
     /// What ranks do in a step: computing, messages and reductions.
-    #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.training
     }
 
     /// Which rank holds which stage.
-    #[must_use]
     pub fn placement(&self) -> &Placement {
         self.training.placement()
     }
 
     /// Layers of each stage.
-    #[must_use]
     pub fn layers(&self) -> &[Range<usize>] {
         &self.layers
     }
 
     /// Micro-batches of a step, at most.
-    #[must_use]
     pub fn micro_batches(&self) -> usize {
         self.micro_batches
     }
 
-    /// Actions of a step, at most, of a rank.
-    #[must_use]
+    /// Most actions of a rank in a step.
     pub fn actions(&self) -> usize {
         let ranks = 0..self.placement().ranks();
         ranks
@@ -198,25 +194,21 @@ impl PipelinePlan {
     }
 
     /// Messages that the queue of an edge must hold.
-    #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
     /// What a rank does in a step of so many micro-batches, which are no more than [`PipelinePlan::micro_batches`].
-    #[must_use]
     pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.training, rank, micro_batches)
     }
 
     /// What a rank does to compute the losses of so many micro-batches, as for [`PipelinePlan::row`].
-    #[must_use]
     pub fn evaluation_row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.evaluation, rank, micro_batches)
     }
 
     /// The blocks of each chunk of a rank, counted from the embedding, which the first stage has. The last one has the head.
-    #[must_use]
     pub fn chunks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let last = self.layers.len() - 1;
         let blocks = |stage: usize| {
@@ -229,7 +221,6 @@ impl PipelinePlan {
 
     /// The part of all ranks' time in which they do not compute, if F, I and W of every stage take equally long and messages
     /// no time.
-    #[must_use]
     pub fn bubble(&self) -> f64 {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
         let simulated = self.simulated(&costs, Links::IDEAL);
@@ -242,7 +233,6 @@ impl PipelinePlan {
     }
 
     /// An action for people: `stage 5 of 8, chunk 1, forward of micro-batch 3`.
-    #[must_use]
     pub fn in_words(&self, action: Action) -> String {
         let mut words = format!("stage {} of {}", action.stage, self.layers.len());
         let mut chunks = self.placement().stages_of(action.rank);
@@ -259,8 +249,7 @@ impl PipelinePlan {
         words
     }
 
-    /// What a rank does behind the last action of its row, in the same way.
-    #[must_use]
+    /// What a rank does after the last action of its row, in words.
     pub fn behind_row_in_words(&self, rank: usize) -> String {
         let stages: Vec<u64> = (self.placement().stages_of(rank))
             .map(|stage| stage as u64)
@@ -269,8 +258,7 @@ impl PipelinePlan {
         format!("{held} of {all}, reduction and update")
     }
 
-    /// Hash of all of it, for ranks to compare.
-    #[must_use]
+    /// Hash of the whole plan. Ranks compare it.
     pub fn signature(&self) -> String {
         let schedule = csv::write(&self.training, CsvFormat::ComputeComms);
         let text = format!(
@@ -280,7 +268,7 @@ impl PipelinePlan {
         blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
     }
 
-    /// A rank's actions but for those of micro-batches from `micro_batches` on.
+    /// A rank's actions, without those of micro-batch `micro_batches` and later ones.
     fn first(&self, schedule: &Schedule, rank: usize, micro_batches: usize) -> Vec<Action> {
         if schedule.micro_batches() == self.micro_batches {
             let is_of_them = |action: &Action| action.micro_batch.is_none_or(|number| number < micro_batches);
@@ -303,7 +291,7 @@ impl PipelinePlan {
     }
 }
 
-/// Without a pipeline there is nothing to say about one.
+/// Refuses settings of a pipeline if there is no pipeline.
 fn check_single(config: &Pipeline) -> Result<(), PlanError> {
     let set = [
         (config.chunks.is_some_and(|chunks| chunks > 1), CHUNKS),
@@ -320,7 +308,7 @@ fn check_single(config: &Pipeline) -> Result<(), PlanError> {
     }
 }
 
-/// What a schedule is made for.
+/// The sizes of the schedule.
 fn shape_of(config: &Pipeline, micro_batches: usize) -> PipelineShape {
     let chunks = config.chunks.unwrap_or_else(|| usual_chunks(config.schedule));
     PipelineShape {
@@ -330,7 +318,7 @@ fn shape_of(config: &Pipeline, micro_batches: usize) -> PipelineShape {
     }
 }
 
-/// Its schedule, and the sizes that it is made for, if these are not too large.
+/// The kind and the sizes of the schedule. Refuses sizes that are too large.
 fn sized(config: &Pipeline, micro_batches: usize) -> Result<(PipelineSchedule, PipelineShape), PlanError> {
     let kind = match config.stages {
         1 => PipelineSchedule::OneFOneB,
@@ -345,7 +333,7 @@ fn sized(config: &Pipeline, micro_batches: usize) -> Result<(PipelineSchedule, P
                 "a schedule of {} ranks × {} chunks × {micro_batches} micro-batches has more than {MAX_CELLS} forward passes",
                 shape.ranks, shape.chunks
             ),
-            "take fewer micro-batches, or larger ones",
+            "use fewer and larger micro-batches",
         ));
     }
     Ok((kind, shape))
@@ -365,7 +353,7 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
     };
     made.map_err(|error| {
         let hint = format!(
-            "change `{CHUNKS}` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `{SCHEDULE}`"
+            "change `{CHUNKS}` (chunks per rank), `train.grad_accumulation` (micro-batches) or `{SCHEDULE}`"
         );
         refused(SCHEDULE, format!("`{SCHEDULE}`: {error}"), hint)
     })
@@ -373,8 +361,9 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
 
 fn parsed(text: &str) -> Result<Schedule, PlanError> {
     csv::read(text).map_err(|error| {
-        let hint = "a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them";
-        refused(FILE, format!("`{FILE}` is no schedule: {error}"), hint)
+        let hint =
+            "each row is a rank, each cell an action such as `0F1`, as PyTorch's pipelining writes them";
+        refused(FILE, format!("`{FILE}` is not a valid schedule: {error}"), hint)
     })
 }
 
@@ -390,7 +379,7 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
                 counted(ranks as u64, "row"),
                 config.stages
             ),
-            format!("set `{STAGES}: {ranks}`, or take another file"),
+            format!("set `{STAGES}: {ranks}`, or use a different file"),
         ));
     }
     // Tied weights are on the first and the last rank, or on the first alone.
@@ -402,7 +391,7 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
                 "`{FILE}` has the first stage on rank {}, and the last on rank {}",
                 ends[0], ends[1]
             ),
-            "put the first stage on the first row, and the last on the last row or on the first",
+            "put the first stage in the first row, and the last stage in the last row or in the first",
         ));
     }
     if let Some(chunks) = config.chunks.filter(|chunks| chunks * ranks != stages) {
@@ -412,7 +401,7 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
                 "`{CHUNKS}` is {chunks}, but `{FILE}` has {} on {ranks} ranks",
                 counted(stages as u64, "stage")
             ),
-            "leave it out: the file says it",
+            "leave it out: the file determines it",
         ));
     }
     if schedule.micro_batches() != micro_batches {
@@ -423,29 +412,28 @@ fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule,
                 "`{FILE}` is for {}, but `train.grad_accumulation` is {micro_batches}",
                 counted(of_file as u64, "micro-batch")
             ),
-            format!("set `train.grad_accumulation: {of_file}`, or take another file"),
+            format!("set `train.grad_accumulation: {of_file}`, or use a different file"),
         ));
     }
     Ok(schedule)
 }
 
-/// Refuses what cannot be run.
+/// Refuses a schedule that cannot run.
 fn check(key: &'static str, schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
     let rules = Rules {
         purpose,
         capacity: None,
-        memory: None,
     };
     validate(schedule, rules).map_err(|refusal| {
         let hint = match key {
-            FILE => "correct the table: a row has the cells of a rank, in the order in which it runs them",
-            _ => "take another `parallel.pipeline.schedule`",
+            FILE => "correct the table: each row lists the actions of one rank, in the order in which it runs them",
+            _ => "use a different `parallel.pipeline.schedule`",
         };
         refused(key, format!("`{key}`: {refusal}"), hint)
     })
 }
 
-/// With the reductions of its gradients, and with what ranks send to each other.
+/// Adds the reductions of gradients, and the messages between ranks.
 fn completed(made: &Schedule) -> Schedule {
     let is_reduction = |action: Action| action.kind == ActionKind::ReduceGradient;
     let mut ranks = 0..made.rows().len();
@@ -461,7 +449,7 @@ fn completed(made: &Schedule) -> Schedule {
     }
 }
 
-/// The layers of each stage: as the configuration says, else divided by cost.
+/// The layers of each stage: from the configuration, else divided by cost.
 fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usize>>, PlanError> {
     let Some(counts) = &config.layers else {
         return divide_layers(costs, stages).map_err(|error| {
@@ -475,11 +463,11 @@ fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Ra
         return Err(refused(
             LAYERS,
             format!(
-                "`{LAYERS}` has {} with {sum} layers in all, but there are {} and `model.n_layer` is {all}",
+                "`{LAYERS}` has {} that add up to {sum} layers, but there are {} and `model.n_layer` is {all}",
                 counted(counts.len() as u64, "number"),
                 counted(stages as u64, "stage"),
             ),
-            "give a number for each stage (ranks × chunks), or leave it out: layers are then divided by cost",
+            "give one number per stage (ranks × chunks), or leave it out to divide the layers by cost",
         ));
     }
     let mut next = 0;
@@ -491,7 +479,7 @@ fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Ra
     Ok(ranges.collect())
 }
 
-/// The chunks that a schedule is made for.
+/// The fewest chunks per rank that a schedule supports.
 fn usual_chunks(kind: PipelineSchedule) -> usize {
     match kind {
         PipelineSchedule::GPipe | PipelineSchedule::OneFOneB | PipelineSchedule::ZbH1 => 1,

@@ -143,12 +143,12 @@ fn what_is_no_pipeline_is_refused_in_words() {
         ..of(PipelineSchedule::OneFOneB, 2)
     };
     insta::assert_snapshot!(refusal(&several, 4, None), @r"
-    parallel.pipeline.schedule: `parallel.pipeline.schedule`: 1F1B does not exist for 2 ranks, 2 chunks a rank and 4 micro-batches: 1F1B has one chunk a rank; interleaved 1F1B has several
-      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: 1F1B does not support 2 ranks, 2 chunks per rank and 4 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several
+      hint: change `parallel.pipeline.chunks` (chunks per rank), `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
     ");
     insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @r"
-    parallel.pipeline.schedule: `parallel.pipeline.schedule`: DualPipeV does not exist for 2 ranks, 2 chunks a rank and 3 micro-batches: it needs 2 chunks a rank, and as many micro-batches as stages
-      hint: change `parallel.pipeline.chunks` or `train.grad_accumulation`, which are the chunks and the micro-batches, or take another `parallel.pipeline.schedule`
+    parallel.pipeline.schedule: `parallel.pipeline.schedule`: DualPipeV does not support 2 ranks, 2 chunks per rank and 3 micro-batches: it needs 2 chunks per rank, and at least as many micro-batches as stages
+      hint: change `parallel.pipeline.chunks` (chunks per rank), `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
     ");
     insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @r"
     parallel.pipeline.stages: 8 layers cannot be divided on 9 stages: each stage needs a layer
@@ -159,8 +159,8 @@ fn what_is_no_pipeline_is_refused_in_words() {
         ..zbv.clone()
     };
     insta::assert_snapshot!(refusal(&layers, 4, None), @r"
-    parallel.pipeline.layers: `parallel.pipeline.layers` has 2 numbers with 7 layers in all, but there are 4 stages and `model.n_layer` is 8
-      hint: give a number for each stage (ranks × chunks), or leave it out: layers are then divided by cost
+    parallel.pipeline.layers: `parallel.pipeline.layers` has 2 numbers that add up to 7 layers, but there are 4 stages and `model.n_layer` is 8
+      hint: give one number per stage (ranks × chunks), or leave it out to divide the layers by cost
     ");
     let alone = Pipeline {
         chunks: Some(2),
@@ -180,7 +180,7 @@ fn sizes_beyond_all_pipelines_are_refused_before_anything_is_made_of_them() {
     };
     insta::assert_snapshot!(refused((1 << 40, Some(usize::MAX)), 8), @r"
     a schedule of 1099511627776 ranks × 18446744073709551615 chunks × 8 micro-batches has more than 65536 forward passes
-      hint: take fewer micro-batches, or larger ones
+      hint: use fewer and larger micro-batches
     ");
     refused((1 << 12, Some(1 << 12)), 1);
 }
@@ -208,26 +208,26 @@ fn a_file_that_is_no_schedule_is_refused_with_rank_action_and_reason() {
     let refusal = |csv: &str, micro_batches| refusal(&config, micro_batches, Some(csv));
     insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", 2), @r"
     parallel.pipeline.file: `parallel.pipeline.file`: rank 1 is refused at `1B1`: `1F1` has to come before it
-      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
     ");
     insta::assert_snapshot!(refusal("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", 2), @r"
     parallel.pipeline.file: `parallel.pipeline.file`: rank 0 is refused at `0B0`: it comes after `0B1`, but a stage takes micro-batches in order, as sums depend on it
-      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
     ");
     insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2), @r"
     parallel.pipeline.file: `parallel.pipeline.file`: the schedule deadlocks: rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0
-      hint: correct the table: a row has the cells of a rank, in the order in which it runs them
+      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
     ");
     insta::assert_snapshot!(refusal("0F0,0X0", 2), @r"
-    parallel.pipeline.file: `parallel.pipeline.file` is no schedule: row 1, column 2, `0X0`: an action is a stage, a kind and a micro-batch, such as `2F1`
-      hint: a row is a rank, and a cell an action such as `0F1`, as PyTorch's pipelining writes them
+    parallel.pipeline.file: `parallel.pipeline.file` is not a valid schedule: row 1, column 2, `0X0`: expected an action: a stage, a kind and a micro-batch, such as `2F1`
+      hint: each row is a rank, each cell an action such as `0F1`, as PyTorch's pipelining writes them
     ");
     insta::assert_snapshot!(refusal("0F0,0B0", 1), @r"
     parallel.pipeline.stages: `parallel.pipeline.file` has 1 row, but `parallel.pipeline.stages` is 2
-      hint: set `parallel.pipeline.stages: 1`, or take another file
+      hint: set `parallel.pipeline.stages: 1`, or use a different file
     ");
     insta::assert_snapshot!(refusal(good, 4), @r"
     train.grad_accumulation: `parallel.pipeline.file` is for 2 micro-batches, but `train.grad_accumulation` is 4
-      hint: set `train.grad_accumulation: 2`, or take another file
+      hint: set `train.grad_accumulation: 2`, or use a different file
     ");
 }

@@ -20,12 +20,6 @@ pub struct StageCosts {
     pub input_gradient: u64,
     /// Ticks of W.
     pub weight_gradient: u64,
-    /// Ticks of gathering that nothing hides.
-    pub unshard: u64,
-    /// Ticks of the reduction of gradients that nothing hides.
-    pub reduce_gradient: u64,
-    /// Ticks of the update.
-    pub step: u64,
     /// Bytes that are kept of a micro-batch from its F to its W or B. 0 for evaluation.
     pub kept_bytes: u64,
 }
@@ -37,9 +31,6 @@ impl StageCosts {
         backward: 2,
         input_gradient: 1,
         weight_gradient: 1,
-        unshard: 0,
-        reduce_gradient: 0,
-        step: 0,
         kept_bytes: 1,
     };
 
@@ -49,9 +40,6 @@ impl StageCosts {
             ActionKind::Backward => self.backward,
             ActionKind::InputGradient => self.input_gradient,
             ActionKind::WeightGradient => self.weight_gradient,
-            ActionKind::Unshard => self.unshard,
-            ActionKind::ReduceGradient => self.reduce_gradient,
-            ActionKind::Step => self.step,
             _ => 0,
         }
     }
@@ -128,19 +116,16 @@ pub struct Simulation {
 
 impl Simulation {
     /// Ticks in which a rank did not compute.
-    #[must_use]
     pub fn bubble(&self, rank: usize) -> u64 {
         self.end - self.ranks[rank].busy
     }
 
     /// The part of all ranks' time in which they did not compute.
-    #[must_use]
     pub fn bubble_fraction(&self) -> f64 {
         bubble_fraction([self])
     }
 
     /// The most that any rank kept.
-    #[must_use]
     pub fn peak_bytes(&self) -> u64 {
         let peaks = self.ranks.iter().map(|rank| rank.peak_bytes);
         peaks.max().unwrap_or(0)
@@ -204,9 +189,21 @@ pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Resu
     Run::new(schedule, costs, links).finish()
 }
 
-/// Runs a schedule whose actions take the ticks that were measured of each of them. Messages take no time, a micro-batch
-/// keeps a byte of each stage.
-pub(super) fn replay(schedule: &Schedule, ticks: &HashMap<Action, u64>) -> Result<Simulation, Deadlock> {
+/// What was measured of an action.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct MeasuredTicks {
+    /// Ticks in which its rank sent, posted receives and read data between the action before and this one.
+    pub before: u64,
+    /// Ticks of the action.
+    pub took: u64,
+}
+
+/// Runs a schedule with the ticks that were measured of each action. Only what a rank waits for is simulated: messages
+/// arrive at once. A micro-batch keeps a byte of each stage.
+pub(super) fn replay(
+    schedule: &Schedule,
+    ticks: &HashMap<Action, MeasuredTicks>,
+) -> Result<Simulation, Deadlock> {
     let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
     let mut run = Run::new(schedule, &costs, Links::IDEAL);
     run.measured = Some(ticks);
@@ -243,7 +240,7 @@ struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a [StageCosts],
     /// Ticks of each action, in place of those of its stage.
-    measured: Option<&'a HashMap<Action, u64>>,
+    measured: Option<&'a HashMap<Action, MeasuredTicks>>,
     links: Links,
     has_transfers: bool,
     /// By rank, the cell that comes next, and when the one before ends.
@@ -274,7 +271,9 @@ impl<'a> Run<'a> {
         let mut has_moved = true;
         while has_moved {
             has_moved = false;
-            for rank in 0..self.ranks.len() {
+            // There and back again, as activations and their gradients go.
+            let ranks = 0..self.ranks.len();
+            for rank in ranks.clone().chain(ranks.rev()) {
                 while let Some(Ok(())) = self.advance(rank) {
                     has_moved = true;
                 }
@@ -298,7 +297,8 @@ impl<'a> Run<'a> {
     /// Runs the next cell of a rank, if there is one and what it needs is there. Otherwise says what is not.
     fn advance(&mut self, rank: usize) -> Option<Result<(), Waiting>> {
         let cell = self.cell(rank)?;
-        let mut start = self.next[rank].1;
+        let before = cell.actions().map(|action| self.measured(action).before);
+        let mut start = self.next[rank].1 + before.sum::<u64>();
         for action in cell.actions() {
             let ready = match action.kind {
                 kind if kind.is_send() => self.may_send(action),
@@ -322,11 +322,17 @@ impl<'a> Run<'a> {
     fn ticks(&self, action: Action) -> u64 {
         if action.kind.is_send() || action.kind.is_receive() {
             self.links.occupied
-        } else if let Some(measured) = self.measured {
-            measured.get(&action).copied().unwrap_or(0)
+        } else if self.measured.is_some() {
+            self.measured(action).took
         } else {
             self.costs[action.stage].ticks(action.kind)
         }
+    }
+
+    /// Zero if nothing was measured.
+    fn measured(&self, action: Action) -> MeasuredTicks {
+        let measured = self.measured.and_then(|ticks| ticks.get(&action));
+        measured.copied().unwrap_or_default()
     }
 
     /// When all that F, B, I or W needs is there.

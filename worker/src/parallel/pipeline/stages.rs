@@ -5,20 +5,17 @@ use std::ops::Range;
 /// Which rank holds which stage. Ranks are those along the pipeline's axis of the mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    ranks: usize,
     rank_of_stage: Vec<usize>,
+    stages_of_rank: Vec<Vec<usize>>,
 }
 
 impl Placement {
     /// Stage `s` on rank `s mod ranks`, as interleaved schedules have it.
-    #[must_use]
     pub fn looped(ranks: usize, chunks: usize) -> Self {
-        let rank_of_stage = (0..ranks * chunks).map(|stage| stage % ranks).collect();
-        Self { ranks, rank_of_stage }
+        Self::new(ranks, (0..ranks * chunks).map(|stage| stage % ranks).collect())
     }
 
     /// There and back again: with two chunks rank 0 holds the first and the last stage.
-    #[must_use]
     pub fn v_shaped(ranks: usize, chunks: usize) -> Self {
         let rank_of = |stage: usize| {
             let way = stage % ranks;
@@ -28,41 +25,40 @@ impl Placement {
                 ranks - 1 - way
             }
         };
-        let rank_of_stage = (0..ranks * chunks).map(rank_of).collect();
-        Self { ranks, rank_of_stage }
+        Self::new(ranks, (0..ranks * chunks).map(rank_of).collect())
     }
 
     /// Any placement, by the ranks of the stages.
-    #[must_use]
     pub fn new(ranks: usize, rank_of_stage: Vec<usize>) -> Self {
-        assert!(
-            rank_of_stage.iter().all(|&rank| rank < ranks),
-            "ranks of the pipeline"
-        );
-        Self { ranks, rank_of_stage }
+        let mut stages_of_rank = vec![Vec::new(); ranks];
+        for (stage, &rank) in rank_of_stage.iter().enumerate() {
+            assert!(rank < ranks, "ranks of the pipeline");
+            stages_of_rank[rank].push(stage);
+        }
+        Self {
+            rank_of_stage,
+            stages_of_rank,
+        }
     }
 
     /// Number of ranks.
-    #[must_use]
     pub fn ranks(&self) -> usize {
-        self.ranks
+        self.stages_of_rank.len()
     }
 
     /// Number of stages.
-    #[must_use]
     pub fn stages(&self) -> usize {
         self.rank_of_stage.len()
     }
 
     /// The rank that holds a stage.
-    #[must_use]
     pub fn rank_of(&self, stage: usize) -> usize {
         self.rank_of_stage[stage]
     }
 
     /// The stages of a rank, in order. The rank calls them its chunks.
     pub fn stages_of(&self, rank: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
-        (0..self.stages()).filter(move |&stage| self.rank_of(stage) == rank)
+        self.stages_of_rank[rank].iter().copied()
     }
 }
 
@@ -79,7 +75,6 @@ pub struct LayerCosts {
 
 impl LayerCosts {
     /// Layers that cost 1, with an embedding and a head that cost nothing.
-    #[must_use]
     pub fn equal(layers: usize) -> Self {
         Self {
             embedding: 0,

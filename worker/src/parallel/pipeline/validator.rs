@@ -1,6 +1,6 @@
-//! Validator: refuses a schedule that computes something wrong or cannot come to its end, before anything starts; and one
-//! that keeps more than a budget, if it is given one. A run gives none: what its schedule keeps is laid out, and allocated
-//! before the first step, and plans hold it against the machine's memory.
+//! Validator: refuses a schedule that computes something wrong or cannot come to its end, before anything starts.
+//! How much it keeps is not looked at: that is allocated before the first step, and plans hold it against the machine's
+//! memory.
 //!
 //! | rule | why |
 //! |---|---|
@@ -12,7 +12,6 @@
 //! | a stage that gathers its weights computes only while they are | |
 //! | each message is sent once and received once | |
 //! | no rank waits for itself or in a circle with others | messages arrive in order, and queues hold few |
-//! | what is kept for backward is within the budget | if there is one |
 
 use std::collections::{HashMap, HashSet};
 
@@ -30,22 +29,11 @@ pub enum Purpose {
 
 /// What a schedule is held against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rules<'a> {
+pub struct Rules {
     /// What it is for.
     pub purpose: Purpose,
     /// Messages that the queue of an edge holds, as [`Links::capacity`].
     pub capacity: Option<usize>,
-    /// How much may be kept; none: as much as it takes.
-    pub memory: Option<MemoryBudget<'a>>,
-}
-
-/// How much a rank may keep for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryBudget<'a> {
-    /// Bytes that each stage keeps of a micro-batch from its F to its W or B.
-    pub kept_bytes: &'a [u64],
-    /// Bytes that there are on each rank.
-    pub budget_bytes: u64,
 }
 
 /// Why a schedule is not run.
@@ -105,26 +93,15 @@ pub enum Reason {
     /// Both stages are on one rank, or there is no other stage.
     #[error("no other rank is at its other end")]
     NoOtherEnd,
-    /// More is kept than there is memory.
-    #[error(
-        "the rank would keep {kept_bytes} bytes for backward, more than the {budget_bytes} that there are"
-    )]
-    OverBudget {
-        /// With this action.
-        kept_bytes: u64,
-        /// Allowed.
-        budget_bytes: u64,
-    },
 }
 
 /// Refuses a schedule that breaks a rule.
-pub fn validate(schedule: &Schedule, rules: Rules<'_>) -> Result<(), Refusal> {
+pub fn validate(schedule: &Schedule, rules: Rules) -> Result<(), Refusal> {
     for rank in 0..schedule.placement().ranks() {
         let mut row = Row::new(schedule, rules, rank);
         for action in schedule.actions(rank) {
             row.check(action)
                 .and_then(|()| row.check_order(action))
-                .and_then(|()| row.check_memory(action))
                 .map_err(|reason| Refusal::Action { action, reason })?;
             row.note(action);
         }
@@ -143,7 +120,6 @@ pub fn validate(schedule: &Schedule, rules: Rules<'_>) -> Result<(), Refusal> {
 }
 
 /// The least number of messages that each queue must hold for a schedule not to deadlock. None if it always does.
-#[must_use]
 pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
     let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
     let runs = |capacity| {
@@ -182,17 +158,16 @@ fn halves(kind: ActionKind) -> [bool; 3] {
 /// The walk over a rank's row.
 struct Row<'a> {
     schedule: &'a Schedule,
-    rules: Rules<'a>,
+    rules: Rules,
     rank: usize,
     has_transfers: bool,
     /// What was done, with I and W for B.
     done: HashSet<Action>,
     stages: HashMap<usize, StageState>,
-    kept_bytes: u64,
 }
 
 impl<'a> Row<'a> {
-    fn new(schedule: &'a Schedule, rules: Rules<'a>, rank: usize) -> Self {
+    fn new(schedule: &'a Schedule, rules: Rules, rank: usize) -> Self {
         let gathering = schedule
             .actions(rank)
             .filter(|action| action.kind == ActionKind::Unshard);
@@ -207,7 +182,6 @@ impl<'a> Row<'a> {
             has_transfers: schedule.has_transfers(),
             done: HashSet::new(),
             stages: gathering.map(|action| (action.stage, state)).collect(),
-            kept_bytes: 0,
         }
     }
 
@@ -284,29 +258,6 @@ impl<'a> Row<'a> {
             ActionKind::WeightGradient | ActionKind::SendGradient => [own(ActionKind::InputGradient), None],
             _ => [None, None],
         }
-    }
-
-    fn check_memory(&mut self, action: Action) -> Result<(), Reason> {
-        let Some(memory) = self
-            .rules
-            .memory
-            .filter(|_| self.rules.purpose == Purpose::Training)
-        else {
-            return Ok(());
-        };
-        let kept_bytes = memory.kept_bytes[action.stage];
-        if action.kind == ActionKind::Forward {
-            self.kept_bytes += kept_bytes;
-        } else if action.kind.makes_weight_gradient() {
-            self.kept_bytes -= kept_bytes;
-        }
-        if self.kept_bytes > memory.budget_bytes {
-            return Err(Reason::OverBudget {
-                kept_bytes: self.kept_bytes,
-                budget_bytes: memory.budget_bytes,
-            });
-        }
-        Ok(())
     }
 
     /// Notes that an action is done.

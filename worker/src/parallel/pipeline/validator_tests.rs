@@ -3,14 +3,11 @@
 use super::*;
 use crate::parallel::pipeline::csv::{self, CsvFormat};
 use crate::parallel::pipeline::generators::{PipelineShape, gpipe, one_f_one_b, zb_h1};
-use crate::parallel::pipeline::passes::{
-    forward_only, with_gathering, with_reduction, with_steps, with_transfers,
-};
+use crate::parallel::pipeline::passes::{forward_only, with_reduction, with_transfers};
 
-const RULES: Rules<'static> = Rules {
+const RULES: Rules = Rules {
     purpose: Purpose::Training,
     capacity: Some(1),
-    memory: None,
 };
 
 fn refused(text: &str) -> String {
@@ -30,8 +27,11 @@ const fn shape(ranks: usize, micro_batches: usize) -> PipelineShape {
 #[test]
 fn a_complete_schedule_is_allowed() {
     let compute = zb_h1(shape(4, 8)).expect("fits");
-    let complete = with_steps(&with_transfers(&with_gathering(&with_reduction(&compute), 1)));
-    for schedule in [compute, complete] {
+    let complete = with_transfers(&with_reduction(&compute));
+    let with_all = csv::read(
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0I0,0W0,0REDUCE_GRAD,0RESHARD,0STEP\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD,1REDUCE_GRAD,1STEP",
+    );
+    for schedule in [compute, complete, with_all.expect("a schedule")] {
         assert_eq!(validate(&schedule, RULES), Ok(()));
     }
 }
@@ -208,23 +208,6 @@ fn receives_at_the_front_deadlock() {
     assert_eq!(
         refused(&rows.join("\n")),
         "the schedule deadlocks: rank 0 at `0RECV_B0` waits for `1SEND_B0` of rank 1; rank 1 at `1RECV_F0` waits for `0SEND_F0` of rank 0"
-    );
-}
-
-#[test]
-fn what_is_kept_fits_the_budget() {
-    let schedule = one_f_one_b(shape(4, 8)).expect("fits");
-    let with_budget = |budget_bytes| {
-        let memory = Some(MemoryBudget {
-            kept_bytes: &[10; 4],
-            budget_bytes,
-        });
-        validate(&schedule, Rules { memory, ..RULES })
-    };
-    assert_eq!(with_budget(40), Ok(()));
-    assert_eq!(
-        with_budget(39).expect_err("too much").to_string(),
-        "rank 0 is refused at `0F3`: the rank would keep 40 bytes for backward, more than the 39 that there are"
     );
 }
 

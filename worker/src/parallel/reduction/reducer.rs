@@ -192,37 +192,31 @@ impl Reducer {
     }
 
     /// Where each gradient lies.
-    #[must_use]
     pub fn layout(&self) -> &Arc<GradientLayout> {
         &self.layout
     }
 
     /// Size of the memory for gradients in bytes: sums, slots, and what later uses of tied parameters add up in.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.grads.bytes() + self.uses.bytes()
     }
 
     /// What of it is sums, padding included.
-    #[must_use]
     pub fn sum_bytes(&self) -> usize {
         self.grads.sums().arena().bytes()
     }
 
     /// What of it is slots for gradients that are in flight.
-    #[must_use]
     pub fn in_flight_bytes(&self) -> usize {
         self.grads.bytes() - self.sum_bytes()
     }
 
     /// Number of operations in which all gradients are reduced.
-    #[must_use]
     pub fn operations(&self) -> usize {
         self.grads.len()
     }
 
     /// Why an operation that a stream waits for has failed, if one has: the stream itself only says so in words.
-    #[must_use]
     pub fn failure(&self) -> Option<WorkError> {
         self.grads.tracker.failure()
     }
@@ -352,7 +346,6 @@ impl<'a> Step<'a> {
     }
 
     /// Time that reduction has taken since the step before, as far as the host saw it.
-    #[must_use]
     pub fn times(&self) -> CommTimes {
         self.reducer.grads.tracker.times()
     }
@@ -388,7 +381,6 @@ impl<'a> Step<'a> {
     }
 
     /// Why the step failed, if it has: who was given an error in words finds the kind here.
-    #[must_use]
     pub fn failure(&self) -> Option<&ReduceError> {
         self.reducer.progress.failed.as_ref()
     }
@@ -455,13 +447,11 @@ pub struct Reduced<'a> {
 
 impl Reduced<'_> {
     /// The memory, padding included. Of a whole arena that is scattered, only what this rank owns has a meaning.
-    #[must_use]
     pub fn portion(&self) -> Portion {
         self.reducer.grads.sums().clone()
     }
 
     /// Where each gradient lies.
-    #[must_use]
     pub fn layout(&self) -> &GradientLayout {
         &self.reducer.layout
     }
@@ -482,14 +472,12 @@ impl Reduced<'_> {
 
     /// Time that reduction took. After [`Step::finish_on`] only what the host saw of it: on a device that runs
     /// asynchronously the rest is in `DeviceTimes`.
-    #[must_use]
     pub fn times(&self) -> CommTimes {
         self.times
     }
 
     /// What the device measures of the step after [`Step::finish_on`]: complete when it has run all of it and
     /// [`Reducer::failure`] was asked after that.
-    #[must_use]
     pub fn device_times(&self) -> DeviceTimes {
         self.device_times.clone()
     }

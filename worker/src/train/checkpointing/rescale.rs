@@ -1,4 +1,4 @@
-//! The global batch of a run that goes on: `train.rescale`.
+//! The global batch of a resumed run: `train.rescale`.
 //!
 //! Samples of a step = ranks × `train.micro_batch` × accumulation, where the ranks are the data-parallel ones: those of
 //! the job, unless a model is divided over several. What it was is in the checkpoint, so that a run can shrink and grow
@@ -46,10 +46,11 @@ impl BatchBefore {
     }
 }
 
-/// Sets the accumulation with which a run goes on on so many data-parallel ranks. A pure function: every rank decides
-/// the same. Returns what is different from before, in words, where their number is.
+/// Sets the gradient accumulation with which a run resumes on `ranks` data-parallel ranks. A pure
+/// function: every rank decides the same. If the number of ranks has changed, returns the
+/// difference in words.
 ///
-/// Fails where no accumulation keeps the global batch that is to be kept.
+/// Fails if no accumulation keeps the global batch that must be kept.
 pub(crate) fn rescale(
     config: &mut TrainConfig,
     ranks: u64,

@@ -77,13 +77,11 @@ impl Candidate {
     }
 
     /// The least time of a step, in seconds, if those of its parts are known.
-    #[must_use]
     pub fn seconds(&self) -> Option<f64> {
         self.step
     }
 
     /// Ranks along each axis that has several, as `pp 4 × dp 2 × tp 8`.
-    #[must_use]
     pub fn layout(&self) -> String {
         let axes = [
             ("pp", &[Axis::Pipeline][..]),
@@ -97,7 +95,6 @@ impl Candidate {
     }
 
     /// Bytes of parameters, gradients and optimizer.
-    #[must_use]
     pub fn state(&self) -> u64 {
         let held = self.estimate.held;
         held.params + held.grads + held.optimizer

@@ -73,7 +73,6 @@ impl Footprint {
     }
 
     /// All of it.
-    #[must_use]
     pub const fn total(&self) -> u64 {
         self.params + self.gathered + self.grads + self.optimizer + self.activations
     }
@@ -98,7 +97,6 @@ pub struct StepTraffic {
 
 impl StepTraffic {
     /// All of it.
-    #[must_use]
     pub fn total(&self) -> u64 {
         self.by_axis.iter().sum()
     }
@@ -118,7 +116,6 @@ impl StepTraffic {
     }
 
     /// What goes to ranks along some axes.
-    #[must_use]
     pub fn along(&self, axes: &[Axis]) -> u64 {
         axes.iter().map(|&axis| self.by_axis[axis as usize]).sum()
     }

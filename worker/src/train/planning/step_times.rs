@@ -1,12 +1,17 @@
-//! The least time of a step. What the stages of a pipeline compute, and exchange within tensor groups meanwhile, goes through
-//! the simulator; what data-parallel ranks send hides behind it as far as it can.
+//! Estimates the least time of a step. The simulator runs the computation of the pipeline stages,
+//! together with their exchanges within tensor groups. Communication of data-parallel ranks
+//! overlaps with that as far as possible.
 //!
 //! | part | time |
 //! |---|---|
 //! | arithmetic | operations of a layer over the device's rate: a third in F, a third in I, a third in W |
-//! | tensor groups | half of a layer's exchanges in F, half in I; nothing hides them |
+//! | tensor groups | half of a layer's exchanges in F, half in I, as if nothing overlapped with them |
 //! | pipeline | (arithmetic + tensor groups) / (1 − bubble) |
-//! | data-parallel ranks | what is sent in every micro-batch hides behind all of it; what is sent once a step (gradients at its end, parameters before the next) behind the last backward and the first forward |
+//! | data-parallel ranks | traffic of every micro-batch overlaps with the whole step; traffic of once per step (gradients at its end, parameters before the next) with the last backward and the first forward |
+//!
+//! In backward, a run starts the reduction of a column-parallel layer's input gradient and computes
+//! the layer's weight gradient meanwhile (`NormedDense::backward`). The table does not count this
+//! overlap, so a run with tensor groups can be faster by that much.
 
 use crate::config::{Sync, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
@@ -17,9 +22,10 @@ use crate::train::TrainError;
 use crate::train::planning::estimate::StepTraffic;
 use crate::train::strategy::layer_work;
 
-/// Ticks of the simulator in the longest action or message: so a step has never too many to count, and no action none.
+/// Ticks of the simulator in the longest action or message: small enough that a step never
+/// overflows the counter, large enough that no action has 0 ticks.
 const LONGEST_TICKS: f64 = 1e9;
-/// Operations a second where the rate is not known: bubbles do not depend on it.
+/// Operations per second if the rate is not known: bubbles do not depend on it.
 const ANY_RATE: f64 = 1e12;
 
 /// What a rank does in a step, on average, in seconds; none of it depends on its pipeline's schedule.
@@ -34,7 +40,8 @@ pub(super) struct BusyTimes {
 }
 
 impl BusyTimes {
-    /// In a micro-batch of the whole model a rank of a tensor group sends `exchanged` bytes there.
+    /// `exchanged`: bytes that a rank sends to its tensor group in one micro-batch of the whole
+    /// model.
     pub(super) fn of(
         config: &TrainConfig,
         (cluster, flops): (&Cluster, Option<f64>),
@@ -60,7 +67,7 @@ impl BusyTimes {
         })
     }
 
-    /// Both, one after the other.
+    /// Arithmetic and exchanges, one after the other.
     pub(super) fn sum(&self) -> Option<f64> {
         Some(self.compute? + self.tensor?)
     }
@@ -75,17 +82,17 @@ fn tokens(config: &TrainConfig) -> f64 {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct StepTimes {
     pub(super) busy: BusyTimes,
-    /// The part of all ranks' time in which they neither compute nor exchange.
+    /// Share of all ranks' time in which they neither compute nor exchange.
     pub(super) bubble: f64,
     /// From the first to the last action of the pipeline.
     pub(super) pipeline: Option<f64>,
-    /// Of that, time behind which a rank can hide what is sent once a step.
+    /// The part of it with which traffic of once per step can overlap.
     hides: f64,
 }
 
 impl StepTimes {
-    /// Of a configuration on a mesh of `cluster`. The plan may have fewer micro-batches than a step: those in the middle of it
-    /// make nobody wait.
+    /// Times of a configuration on a mesh of `cluster`. The plan may have fewer micro-batches than
+    /// a step: no rank waits for those in the middle of a step.
     pub(super) fn of(
         config: &TrainConfig,
         (cluster, flops): (&Cluster, Option<f64>),
@@ -129,7 +136,7 @@ impl StepTimes {
         })
     }
 
-    /// Of what a rank sends to data-parallel ranks.
+    /// Least time for what a rank sends to data-parallel ranks.
     pub(super) fn communication(
         (cluster, mesh): (&Cluster, &MeshShape),
         sent: [u64; Axis::ALL.len()],
@@ -142,7 +149,7 @@ impl StepTimes {
         cluster.least_seconds(&[along(Axis::Shard), along(Axis::Replicate)])
     }
 
-    /// Of a step of `config` in which a rank sends so much.
+    /// Time of a step of `config` in which a rank sends `sent`.
     pub(super) fn step(
         &self,
         config: &TrainConfig,
@@ -166,12 +173,12 @@ impl StepTimes {
     }
 }
 
-/// What stages cost.
+/// Costs of a stage.
 struct Costs {
     layer: Work,
     head: Work,
     seconds_an_operation: f64,
-    /// Within the tensor group, a layer.
+    /// Seconds of exchanges within the tensor group, per layer.
     exchange: f64,
 }
 
@@ -207,8 +214,10 @@ fn message_bytes(config: &TrainConfig, tensor: u64) -> u64 {
     (elements * Dtypes::of(config).params.bytes()) as u64 / parts
 }
 
-/// Ticks that are left, on the rank where they are fewest, when the last backward of one of its stages begins: gradients
-/// are complete from then on. Parameters that are gathered for the next step hide behind its first forward.
+/// Ticks with which traffic of once per step can overlap, on the rank that has the fewest.
+/// Gradients of a stage are complete once its last backward has begun, so counting starts at the
+/// earliest such point of the rank's stages. Parameters gathered for the next step overlap with its
+/// first forward, which is added.
 fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) -> u64 {
     let of_rank = |(rank, timeline): (usize, &RankTimeline)| {
         let last_backward = |stage: usize| {

@@ -59,6 +59,15 @@ struct Rank {
     index: usize,
 }
 
+impl Rank {
+    fn part(&self) -> ModelPart {
+        ModelPart {
+            chunks: Some(self.plan.chunks_of(self.index)),
+            ..ModelPart::WHOLE
+        }
+    }
+}
+
 fn ranks(kind: PipelineSchedule, stages: usize, micro_batches: usize, layers: usize) -> Vec<Rank> {
     let parallel = Parallel {
         pipeline: Pipeline {
@@ -135,7 +144,7 @@ fn what_was_rehearsed_of_a_pipeline_is_enough_and_not_a_byte_too_much() {
         (PipelineSchedule::Greedy, 2),
     ] {
         for rank in ranks(kind, 2, micro_batches, config.n_layer) {
-            let part = ModelPart::of_chunks(rank.plan.chunks_of(rank.index));
+            let part = rank.part();
             for (name, model) in variants(&config, &part) {
                 let name = format!("{kind:?}, rank {}: {name}", rank.index);
                 check(&rank, shape_of(&config), &name, &model);
@@ -150,7 +159,7 @@ fn the_first_rank_keeps_most() {
     let config = config(ModelKind::Mlp, [8, 32, 64, 256]);
     let bytes = |kind| -> Vec<usize> {
         let of = |rank: Rank| {
-            let part = ModelPart::of_chunks(rank.plan.chunks_of(rank.index));
+            let part = rank.part();
             let model = build_part(&config, 256, &part).unwrap();
             rehearse(
                 &model,

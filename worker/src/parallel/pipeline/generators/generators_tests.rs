@@ -26,11 +26,7 @@ fn hash(text: &str) -> u64 {
 }
 
 fn assert_runs(schedule: &Schedule, shape: PipelineShape) {
-    let rules = |purpose, capacity| Rules {
-        purpose,
-        capacity,
-        memory: None,
-    };
+    let rules = |purpose, capacity| Rules { purpose, capacity };
     let complete = with_transfers(schedule);
     let capacity = least_capacity(&complete);
     assert!(capacity.is_some(), "{shape:?} deadlocks");
@@ -153,15 +149,15 @@ fn what_does_not_exist_is_refused_in_words() {
     let refused = |schedule: Result<Schedule, ShapeError>| schedule.expect_err("does not fit").to_string();
     assert_eq!(
         refused(dual_pipe_v(shape(4, 2, 7))),
-        "DualPipeV does not exist for 4 ranks, 2 chunks a rank and 7 micro-batches: it needs 2 chunks a rank, and as many micro-batches as stages"
+        "DualPipeV does not support 4 ranks, 2 chunks per rank and 7 micro-batches: it needs 2 chunks per rank, and at least as many micro-batches as stages"
     );
     assert_eq!(
         refused(one_f_one_b(shape(4, 2, 8))),
-        "1F1B does not exist for 4 ranks, 2 chunks a rank and 8 micro-batches: 1F1B has one chunk a rank; interleaved 1F1B has several"
+        "1F1B does not support 4 ranks, 2 chunks per rank and 8 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several"
     );
     assert_eq!(
         refused(zb_h1(shape(4, 1, 0))),
-        "ZB-H1 does not exist for 4 ranks, 1 chunks a rank and 0 micro-batches: each must be at least 1"
+        "ZB-H1 does not support 4 ranks, 1 chunk per rank and 0 micro-batches: each must be at least 1"
     );
     assert!(interleaved_1f1b(shape(4, 1, 8)).is_err());
     assert!(zbv(shape(4, 3, 8)).is_err());

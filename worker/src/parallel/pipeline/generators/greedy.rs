@@ -1,4 +1,5 @@
-//! A greedy schedule for stages in a V: what the pattern of ZBV needs more micro-batches for.
+//! A greedy schedule for stages in a V. It works with fewer micro-batches than the pattern of ZBV
+//! needs.
 
 use super::row_writer::RowWriter;
 use super::shape::{PipelineShape, ShapeError};
@@ -26,8 +27,8 @@ const F2: Choice = (Forward, Second);
 const I1: Choice = (InputGradient, First);
 const I2: Choice = (InputGradient, Second);
 
-/// Orders of preference that are tried. For P up to 8 and M up to 2P + 3 no other one of the 24 is better than all of
-/// these, and seldom beyond.
+/// Orders of preference that are tried. For P up to 8 and M up to 2P + 3, none of the other 17
+/// orders is better than the best of these. For larger sizes one seldom is.
 const PREFERENCES: [[Choice; 4]; 7] = [
     [F2, F1, I1, I2],
     [F2, F1, I2, I1],
@@ -38,13 +39,15 @@ const PREFERENCES: [[Choice; 4]; 7] = [
     [I2, F2, I1, F1],
 ];
 
-/// At every tick each rank does what it prefers of what is ready, and W where nothing is; the best of several orders of
-/// preference (after the heuristic of Qi et al. 2023, Zero bubble pipeline parallelism, section 3.1).
+/// At every tick, each rank runs the action that it prefers among those that are ready, or W if
+/// none is. The result is the shortest schedule of several orders of preference (after the
+/// heuristic of Qi et al. 2023, Zero bubble pipeline parallelism, section 3.1).
 ///
-/// F, I and W are taken to last equally long. No rank keeps more than P micro-batches of its share. For M from P on the
-/// length is ZBV's, 3M + (P − 1)/2, up to 6 ranks, at most 1 more up to 8, and less than a tenth more beyond.
+/// It assumes that F, I and W take equally long. No rank keeps more than P micro-batches of its
+/// share. For M from P on, the length is ZBV's, 3M + (P − 1)/2, up to 6 ranks, at most 1 more up to
+/// 8, and less than a tenth more beyond.
 pub fn greedy(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let reason = "a V has 2 chunks a rank";
+    let reason = "it needs 2 chunks per rank";
     shape.check("the greedy schedule", (shape.chunks != 2).then_some(reason))?;
     let runs = PREFERENCES
         .iter()
@@ -56,7 +59,7 @@ pub fn greedy(shape: PipelineShape) -> Result<Schedule, ShapeError> {
     Ok(Schedule::new(placement, shape.micro_batches, rows))
 }
 
-/// A schedule in the making.
+/// A schedule that is being made.
 struct Run {
     shape: PipelineShape,
     rows: Vec<RowWriter>,

@@ -28,7 +28,7 @@ pub fn gpipe(shape: PipelineShape) -> Result<Schedule, ShapeError> {
 /// One forward, one backward (Narayanan et al. 2019, PipeDream, section 3.2; with a flush at the end of the step:
 /// Narayanan et al. 2021, Megatron-LM, section 2.2.1).
 pub fn one_f_one_b(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let reason = "1F1B has one chunk a rank; interleaved 1F1B has several";
+    let reason = "1F1B has one chunk per rank; use interleaved 1F1B for several";
     shape.check("1F1B", (shape.chunks != 1).then_some(reason))?;
     Ok(alternating(shape, |rank| Alternation {
         warm_up: shape.ranks - 1 - rank,
@@ -36,13 +36,15 @@ pub fn one_f_one_b(shape: PipelineShape) -> Result<Schedule, ShapeError> {
     }))
 }
 
-/// One forward, one backward over several chunks a rank, in rounds (Narayanan et al. 2021, section 2.2.2).
+/// One forward, one backward over several chunks per rank, in rounds (Narayanan et al. 2021,
+/// section 2.2.2).
 ///
-/// In the paper a round has P micro-batches. Where M is not a multiple of P there are ⌊M/P⌋ rounds, at least one, that
-/// are longer, as in PyTorch; and where M is not a multiple of that either, the first rounds have one more. With
-/// several rounds, queues must hold as many messages as the longest round has micro-batches, less P − 1.
+/// In the paper a round has P micro-batches. If M is not a multiple of P, there are ⌊M/P⌋ longer
+/// rounds, at least one, as in PyTorch. If M is not a multiple of the number of rounds either, the
+/// first rounds have one micro-batch more. With several rounds, queues must hold as many messages
+/// as the longest round has micro-batches, minus P − 1.
 pub fn interleaved_1f1b(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let reason = "interleaving needs 2 chunks a rank or more; 1F1B has one";
+    let reason = "it needs at least 2 chunks per rank; use 1F1B for one";
     shape.check("interleaved 1F1B", (shape.chunks < 2).then_some(reason))?;
     Ok(alternating(shape, |rank| Alternation {
         warm_up: (shape.chunks - 1) * longest_round(shape) + 2 * (shape.ranks - 1 - rank),
@@ -64,11 +66,11 @@ pub fn zb_h1(shape: PipelineShape) -> Result<Schedule, ShapeError> {
 struct Alternation {
     /// Forwards before the first backward is due.
     warm_up: usize,
-    /// Where I and W are apart: how many W are kept back before one follows each I.
+    /// If I and W are separate: how many W are delayed before one follows each I.
     weight_delay: Option<usize>,
 }
 
-/// Forwards of the warm-up, then forwards and backwards in turn, then the backwards that remain.
+/// Forwards of the warm-up, then forwards and backwards alternating, then the remaining backwards.
 fn alternating(shape: PipelineShape, of_rank: impl Fn(usize) -> Alternation) -> Schedule {
     let placement = Placement::looped(shape.ranks, shape.chunks);
     shape.schedule(placement, |rank| row(shape, rank, &of_rank(rank)))

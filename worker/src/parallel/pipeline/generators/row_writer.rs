@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::parallel::pipeline::action::{Action, ActionKind, Cell};
 
-/// Writes the row of a rank. A generator says which stage does what; micro-batches follow, since every stage takes them
-/// in order.
+/// Writes the row of a rank. A generator gives the stage and the kind of each action. The
+/// micro-batch follows from them, because every stage runs micro-batches in order.
 pub(super) struct RowWriter {
     rank: usize,
     cells: Vec<Cell>,
@@ -75,7 +75,8 @@ impl RowWriter {
         self.cells.push(Cell::Overlapped { forward, backward });
     }
 
-    /// Writes the W that is due for longest, if there is one: of `stage`, or of any. Says whether there was.
+    /// Writes the oldest W that was not written yet, of `stage` or of any stage. Returns false if
+    /// there is none.
     pub(super) fn write_w(&mut self, stage: Option<usize>) -> bool {
         let is_of_it = |&(of, _): &(usize, usize)| stage.is_none_or(|stage| stage == of);
         let Some(at) = self.without_w.iter().position(is_of_it) else {

@@ -1,4 +1,6 @@
-//! Sizes of a pipeline, and the refusal of sizes that a schedule does not exist for.
+//! Sizes of a pipeline, and the error for sizes that a schedule does not support.
+
+use ddp_proto::words::counted;
 
 use crate::parallel::pipeline::action::{Cell, Schedule};
 use crate::parallel::pipeline::stages::Placement;
@@ -14,16 +16,18 @@ pub struct PipelineShape {
     pub micro_batches: usize,
 }
 
-/// A schedule does not exist for these sizes.
+/// A schedule does not support these sizes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{schedule} does not exist for {} ranks, {} chunks a rank and {} micro-batches: {reason}",
-    shape.ranks, shape.chunks, shape.micro_batches
+    "{schedule} does not support {}, {} per rank and {}: {reason}",
+    counted(shape.ranks, "rank"),
+    counted(shape.chunks, "chunk"),
+    counted(shape.micro_batches, "micro-batch")
 )]
 pub struct ShapeError {
     /// Name of the schedule.
     pub schedule: &'static str,
-    /// What was asked for.
+    /// The sizes.
     pub shape: PipelineShape,
     /// What the schedule needs.
     pub reason: &'static str,
@@ -31,12 +35,12 @@ pub struct ShapeError {
 
 impl PipelineShape {
     /// Number of stages.
-    #[must_use]
     pub fn stages(self) -> usize {
         self.ranks * self.chunks
     }
 
-    /// Refuses what no schedule can be made of, and what does not suit this one, for the reason given.
+    /// Refuses sizes that no schedule supports, and for the reason `unsuitable` those that this one
+    /// does not support.
     pub(super) fn check(
         self,
         schedule: &'static str,

@@ -8,12 +8,12 @@ use crate::parallel::pipeline::stages::Placement;
 
 use ActionKind::{Backward, Forward, InputGradient};
 
-/// ZB-V: no bubble but that of the start where F, I and W take equally long, in the memory of 1F1B (Qi et al. 2023,
-/// Zero bubble pipeline parallelism, section 6).
+/// ZB-V: if F, I and W take equally long, the only bubble is that of the start. It needs the memory
+/// of 1F1B (Qi et al. 2023, Zero bubble pipeline parallelism, section 6).
 ///
 /// The pattern needs 2P − 1 micro-batches; for fewer this is [`greedy`].
 pub fn zbv(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let reason = "a V has 2 chunks a rank";
+    let reason = "it needs 2 chunks per rank";
     shape.check("ZBV", (shape.chunks != 2).then_some(reason))?;
     if shape.micro_batches < 2 * shape.ranks - 1 {
         return greedy(shape);
@@ -30,7 +30,8 @@ fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
         row.write(stage, InputGradient);
         row.write_w(Some(stage));
     };
-    // First until a micro-batch comes back in the second chunk, then until the ranks behind have enough.
+    // First until a micro-batch returns in the second chunk, then until the later ranks have
+    // enough.
     (0..2 * behind - 1).for_each(|_| row.write(first, Forward));
     for _ in 0..rank {
         row.write(second, Forward);
@@ -48,7 +49,7 @@ fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
         row.write(second, Forward);
         split_backward(&mut row, second);
     }
-    // No forwards are left: I first where other ranks wait for it, W later.
+    // No forwards are left: I first, because other ranks wait for it, then W.
     for _ in 0..rank {
         row.write(first, InputGradient);
         row.write(second, InputGradient);
@@ -65,7 +66,7 @@ fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
 /// experts hides behind computation (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1; as a V in DeepSeek's repository DualPipe).
 pub fn dual_pipe_v(shape: PipelineShape) -> Result<Schedule, ShapeError> {
     let fits = shape.chunks == 2 && shape.micro_batches >= 2 * shape.ranks;
-    let reason = "it needs 2 chunks a rank, and as many micro-batches as stages";
+    let reason = "it needs 2 chunks per rank, and at least as many micro-batches as stages";
     shape.check("DualPipeV", (!fits).then_some(reason))?;
     let placement = Placement::v_shaped(shape.ranks, 2);
     Ok(shape.schedule(placement, |rank| dual_pipe_v_row(shape, rank)))
@@ -87,7 +88,7 @@ fn dual_pipe_v_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
     }
     for number in 0..=shape.micro_batches + rank - 2 * shape.ranks {
         if number == 0 && behind == 0 {
-            // The last rank's first backward is not kept waiting.
+            // The last rank runs its first backward without delay.
             row.write(first, Forward);
             row.write(second, Backward);
         } else {
@@ -99,7 +100,7 @@ fn dual_pipe_v_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
         row.write(second, Backward);
         row.write_overlapped(second, first);
     }
-    // The flush. Half way through, W is kept back for the bubbles that follow.
+    // The flush. From half way on, W is delayed to fill the bubbles that follow.
     for number in 0..=2 * rank + 1 {
         let kind = if number > rank { InputGradient } else { Backward };
         row.write(if number % 2 == 0 { second } else { first }, kind);
