@@ -11,7 +11,7 @@ Other uses:
     python3 docs/pictures/src/record.py --check           # fails if the picture is not what --render draws
     python3 docs/pictures/src/record.py --frame 9.5 > x.svg    # the still picture after 9.5 s, to look at
 
-Recording runs the example in a terminal (a pty) of 100 columns, in `/tmp/demo`. When rank 0 has finished
+Recording runs the example in a terminal (a pty) of 80 columns, in `/tmp/demo`. When rank 0 has finished
 step 130 of 300, rank 1 is killed with SIGKILL. What the terminal receives, and when, goes to killed-rank.cast, which is
 an asciinema file (version 2), so `asciinema play` replays it. Its markers are the kill and the restart.
 
@@ -43,7 +43,7 @@ ROOT = SOURCES.parents[2]
 CAST = SOURCES / "killed-rank.cast"
 PICTURE = SOURCES.parent / "killed-rank.svg"
 
-COLUMNS, ROWS = 100, 26
+COLUMNS, ROWS = 80, 30
 STEPS, KILL_AFTER = 300, 130
 ARGUMENTS = [
     *["--nproc-per-node", "2"],
@@ -53,8 +53,8 @@ ARGUMENTS = [
 ]
 # What a person would have typed, on two lines.
 PROMPT = (
-    f"$ ddp-run --nproc-per-node 2 --set train.steps={STEPS} --set train.checkpoint_every=20 \\\r\n"
-    "    examples/single-node/train.yaml\r\n"
+    f"$ ddp-run --nproc-per-node 2 --set train.steps={STEPS} \\\r\n"
+    "    --set train.checkpoint_every=20 examples/single-node/train.yaml\r\n"
 )
 # Its name is printed with the log files; it must not exist.
 DIRECTORY = Path("/tmp/demo")
