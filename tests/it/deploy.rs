@@ -83,8 +83,13 @@ static NEXT_JOB: AtomicU64 = AtomicU64::new(0);
 
 /// The batch script, whose workers run a shell script.
 fn batch(bin: &Path, job: &str, script: &str) -> Program {
-    let script = ["--no-python", "sh", "-c", script].map(Into::into);
-    let program = Program::new(repository("deploy/slurm/train.sbatch")).args(script);
+    batch_of(bin, job, &["--no-python", "sh", "-c", script])
+}
+
+/// The batch script with these arguments.
+fn batch_of(bin: &Path, job: &str, arguments: &[&str]) -> Program {
+    let arguments = arguments.iter().map(Into::into);
+    let program = Program::new(repository("deploy/slurm/train.sbatch")).args(arguments);
     under_slurm(bin, job, program)
         .env("SLURM_JOB_NUM_NODES", "2")
         .env("PET_NPROC_PER_NODE", "1")
@@ -121,6 +126,64 @@ fn a_preempted_batch_job_is_requeued() {
     running.finish().expect_exit(143).expect_stdout("saved");
     let asked = fs::read_to_string(bin.path().join("asked")).expect("scontrol was called");
     assert_eq!(asked, format!("requeue {job}\n"));
+}
+
+/// A worker that dies of SIGTERM each time looks like a job that Slurm stopped.
+#[test]
+fn a_batch_job_is_requeued_a_limited_number_of_times() {
+    for (count, is_requeued) in [("1", true), ("2", false)] {
+        let (bin, job) = (temp_dir(), job_with_a_free_port());
+        let finished = batch(bin.path(), &job, "kill -TERM $$")
+            .env("SLURM_RESTART_COUNT", count)
+            .env("MAX_REQUEUES", "2")
+            .run();
+        finished.expect_exit(143);
+        assert_eq!(bin.path().join("asked").exists(), is_requeued, "after {count}");
+        if !is_requeued {
+            finished.expect_stderr(&format!(
+                "job {job} is not requeued: it was requeued 2 times already (MAX_REQUEUES=2)"
+            ));
+        }
+    }
+}
+
+/// A job of one node had a new directory after each requeue otherwise, and began at step 0.
+#[test]
+fn a_batch_job_of_a_configuration_resumes() {
+    let bin = temp_dir();
+    let config = repository("examples/single-node/train.yaml")
+        .display()
+        .to_string();
+    let arguments = ["--dry-run", &config, "--set", "run.resume=require"];
+    batch_of(bin.path(), &job_with_a_free_port(), &arguments)
+        .run()
+        .expect_exit(0)
+        .expect_stdout("--set run.resume=auto --set run.resume=require");
+    let finished = batch_of(
+        bin.path(),
+        &job_with_a_free_port(),
+        &["--dry-run", "true", &config],
+    )
+    .run();
+    let commands = finished.expect_exit(0).stdout().join("\n");
+    assert!(
+        !commands.contains("--set"),
+        "a program has no configuration: {commands}"
+    );
+}
+
+#[test]
+fn the_guide_shows_the_batch_script() {
+    let script = fs::read_to_string(repository("deploy/slurm/train.sbatch")).expect("readable");
+    let guide = fs::read_to_string(repository("docs/slurm.md")).expect("readable");
+    let (_, block) = guide.split_once("```bash\n").expect("a script");
+    let (shown, _) = block.split_once("```").expect("its end");
+    let is_code = |line: &&str| {
+        let is_comment = line.starts_with('#') && !line.starts_with("#SBATCH") && !line.starts_with("#!");
+        !line.is_empty() && !is_comment
+    };
+    let code = |text: &str| -> Vec<String> { text.lines().filter(is_code).map(str::to_owned).collect() };
+    assert_eq!(code(shown), code(&script));
 }
 
 /// `srun` with its options, and `ddp-run` with two workers a node that print their places.
