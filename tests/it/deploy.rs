@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{Program, children, launch, repository, temp_dir};
 
@@ -248,8 +248,8 @@ fn command(document: &Value) -> Vec<String> {
 #[test]
 fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     let documents = manifest("deploy/kubernetes/job.yaml");
-    let [service, job] = &documents[..] else {
-        panic!("expected a service and a job");
+    let [service, _, job] = &documents[..] else {
+        panic!("expected a service, a policy and a job");
     };
     let text = |document: &Value, pointer: &str| document.pointer(pointer).cloned().unwrap_or_default();
     let pods = text(job, "/spec/completions").as_u64().expect("a number");
@@ -316,6 +316,21 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
         .expect_stdout("node_rank          3 ");
 }
 
+#[test]
+fn pods_of_the_kubernetes_job_accept_its_own_pods_only() {
+    let documents = manifest("deploy/kubernetes/job.yaml");
+    let of_kind = |kind: &str| documents.iter().find(|document| document["kind"] == kind);
+    let policy = of_kind("NetworkPolicy").expect("a policy");
+    let job = &of_kind("Job").expect("a job")["metadata"]["name"];
+    let pods = json!({ "matchLabels": { "job-name": job } });
+    assert_eq!(policy["spec"]["podSelector"], pods);
+    assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress"]));
+    assert_eq!(
+        policy["spec"]["ingress"],
+        json!([{ "from": [{ "podSelector": pods }] }])
+    );
+}
+
 /// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
 fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
     let template = document.pointer("/spec/template")?;
@@ -364,8 +379,8 @@ fn every_selector_finds_pods() {
         selectors(document, &mut wanted);
     }
     assert!(
-        wanted.len() >= 5,
-        "two services, a deployment, a policy from and to: {wanted:?}"
+        wanted.len() >= 7,
+        "two services, a deployment, two policies from and to: {wanted:?}"
     );
     for selector in wanted {
         let selector = selector.as_object().expect("labels");
@@ -376,6 +391,25 @@ fn every_selector_finds_pods() {
                 .all(|(name, value)| value.is_string() && labels.get(name) == Some(value))
         };
         assert!(pods.iter().any(fits), "{selector:?} finds none of {pods:?}");
+    }
+}
+
+/// The image's user is not root either.
+#[test]
+fn no_container_runs_as_root() {
+    let image = fs::read_to_string(repository("deploy/container/Containerfile")).expect("readable");
+    let user = image.lines().find_map(|line| line.strip_prefix("USER "));
+    let user: u64 = user
+        .and_then(|user| user.parse().ok())
+        .expect("a number, which Kubernetes can check");
+    for name in ["deploy/kubernetes/job.yaml", "deploy/kubernetes/rendezvous.yaml"] {
+        let documents = manifest(name);
+        let pod = documents
+            .iter()
+            .find_map(|document| document.pointer("/spec/template/spec"));
+        let context = &pod.expect("a pod")["securityContext"];
+        assert_eq!(context["runAsNonRoot"], true, "{name}");
+        assert_eq!(context["runAsUser"], user, "{name}");
     }
 }
 
