@@ -62,7 +62,7 @@ impl Job {
             failure: Some((exit, hostname)),
         };
         let away = self.away().next().map(|(node, _)| node.join.hostname.clone());
-        let may_follow = end.is_consequence() || (away.is_some() && matches!(end.why, Why::Failure));
+        let may_follow = end.is_consequence() || (away.is_some() && end.may_be_a_lost_peer());
         // The agent of a single node has looked for a better cause already.
         if self.previous.len() == 1 || !may_follow {
             return self.end_generation(turn, end);
@@ -71,7 +71,7 @@ impl Job {
             && running
                 .suspect
                 .as_ref()
-                .is_none_or(|suspect| suspect.end.is_consequence())
+                .is_none_or(|suspect| suspect.end.is_consequence() && !end.is_consequence())
         {
             let wait = turn.config.culprit_wait;
             let awaited = away.map_or_else(
@@ -432,6 +432,14 @@ impl Job {
 }
 
 impl GenerationEnd {
+    /// A script whose peer is gone exits with some code, or aborts as NCCL's watchdog does. Other signals have causes of
+    /// their own.
+    fn may_be_a_lost_peer(&self) -> bool {
+        let aborts = |signal| signal == nix::libc::SIGABRT;
+        let worker = self.failure.as_ref().map(|(exit, _)| exit);
+        matches!(self.why, Why::Failure) && worker.is_some_and(|exit| exit.signal.is_none_or(aborts))
+    }
+
     fn is_consequence(&self) -> bool {
         self.failure.as_ref().is_some_and(|(exit, _)| exit.consequence)
     }

@@ -75,9 +75,9 @@ fn a_new_stream_takes_over_from_one_that_only_looks_open() {
 fn an_agent_that_missed_the_end_of_the_generation_receives_it_again() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);
-    s.break_stream("b").exit("a", 1, exited(0, 3));
+    s.break_stream("b").exit("a", 1, killed(0, 9));
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
-    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 3 (failure on `a`, restart 1/3, back-off 0 ms)");
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) died of SIGKILL (failure on `a`, restart 1/3, back-off 0 ms)");
     s.rejoin("b", 1, 2, 2)
         .rejoin("a", 1, 2, 2)
         .pass(SECOND, &["a", "b"]);
@@ -88,7 +88,7 @@ fn an_agent_that_missed_the_end_of_the_generation_receives_it_again() {
 fn an_agent_that_missed_an_assignment_and_its_end_is_ready_for_the_next() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);
-    s.break_stream("b").exit("a", 1, exited(0, 3));
+    s.break_stream("b").exit("a", 1, killed(0, 9));
     s.rejoin("a", 1, 2, 2);
     // It never had workers of generation 1: nothing is to be stopped, and it has nothing to confirm.
     s.join_with("b", [10, 0, 0, 1], 0, join("b", 2, 2));
