@@ -188,7 +188,7 @@ def run_page(blocks, directory):
     """Runs the blocks of a page until one fails. True if one did."""
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         scratch = pathlib.Path(folder)
-        place = {"env": prepare(scratch, directory), "cwd": scratch / "copy", "stdin": subprocess.DEVNULL}
+        place = {"env": prepare(scratch, directory), "cwd": scratch / "copy", "start_new_session": True}
         reader, writer = os.pipe()
         script = ["set -Eeuo pipefail", FEW, """trap 'echo "failed: $BASH_COMMAND"' ERR"""]
         for number, block in enumerate(blocks):
@@ -196,7 +196,7 @@ def run_page(blocks, directory):
             # After a block the session writes a byte. Programs that go on do not hold the pipe open.
             script.append(f". {scratch}/{number}.sh </dev/null >{scratch}/{number}.out 2>&1 {writer}>&-")
             script.append(f"echo >&{writer}")
-        session = subprocess.Popen(["bash", "-c", "\n".join(script)], pass_fds=[writer], start_new_session=True, **place)
+        session = subprocess.Popen(["bash", "-c", "\n".join(script)], pass_fds=[writer], **place)
         os.close(writer)
         for number, block in enumerate(blocks):
             start = time.monotonic()
