@@ -309,11 +309,11 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
 fn a_daemon_that_is_gone_after_a_failure() {
     let exit_reason = ExitReason::DaemonGone {
         exit_code: 69,
-        error: "cannot reach the rendezvous daemon at `node0:29400`".into(),
+        error: "cannot reach the rendezvous at `node0:29400`".into(),
     };
     let exit = failure(1, Ending::Code(3));
     insta::assert_snapshot!(text(&exit_reason, &[], Some(&exit)), @r"
-    error: cannot reach the rendezvous daemon at `node0:29400`
+    error: cannot reach the rendezvous at `node0:29400`
     earlier, on this node:
       first failure: rank 1 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
         no output on stderr

@@ -377,7 +377,7 @@ mod tests {
         assert!(attempts > 1, "it tries again until the deadline");
         let words = error.to_string();
         assert!(
-            words.contains(&format!("cannot reach the rendezvous daemon at `{endpoint}`")),
+            words.contains(&format!("cannot reach the rendezvous at `{endpoint}`")),
             "{words}"
         );
         assert!(

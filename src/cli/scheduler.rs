@@ -21,6 +21,9 @@ use super::values;
 /// Below the ports that systems give to outgoing connections (`ip_local_port_range`), and below the default port.
 const STEP_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
+/// `SLURM_STEP_ID` of the shell that `salloc` starts on the first node, with `LaunchParameters=use_interactive_step`.
+const INTERACTIVE_STEP: &str = "4294967290";
+
 /// What the batch system says, and where.
 #[derive(Debug, Default)]
 pub struct Layer {
@@ -144,10 +147,12 @@ fn of_srun(
     layer.set("rdzv_id", "SLURM_JOB_ID", name)
 }
 
-/// An allocation of several nodes, and a `ddp-run` that no step started: it runs on one of them.
+/// An allocation of several nodes, and a `ddp-run` that no `srun` started: it runs on one of them.
 fn unused_nodes(get: &impl Fn(&str) -> Option<String>) -> Option<String> {
     let nodes: u32 = get("SLURM_NNODES")?.parse().ok()?;
-    if nodes < 2 || get("SLURM_STEP_NUM_NODES").is_some() {
+    let is_interactive = get("SLURM_STEP_ID").as_deref() == Some(INTERACTIVE_STEP);
+    let by_srun = get("SLURM_STEP_NUM_NODES").is_some() && !is_interactive;
+    if nodes < 2 || by_srun {
         return None;
     }
     let job = get("SLURM_JOB_ID").map_or_else(String::new, |job| format!(" {job}"));
@@ -410,6 +415,12 @@ mod tests {
         }
         let step = [("SLURM_STEP_NUM_NODES", "1"), ("SLURM_STEP_NODELIST", "gpu7")];
         assert_eq!(unused(&Settings::default(), &[&batch[..], &step].concat()), None);
+        let shell = [&batch[..], &step, &[("SLURM_STEP_ID", INTERACTIVE_STEP)]].concat();
+        assert_eq!(
+            unused(&Settings::default(), &shell),
+            unused(&Settings::default(), &batch),
+            "the shell of `salloc`"
+        );
         assert_eq!(unused(&Settings::default(), &[("SLURM_NNODES", "1")]), None);
     }
 

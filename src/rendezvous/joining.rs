@@ -197,7 +197,7 @@ impl Job {
         } = joining;
         let timeout = join_timeout(turn.config, &join);
         self.patience = self.patience.max(timeout);
-        let hostname = join.hostname.clone();
+        let (hostname, address) = (join.hostname.clone(), peer.remote);
         let mut node = Node {
             conn: Some(conn),
             peer,
@@ -233,7 +233,10 @@ impl Job {
         }
         let ready = node.readiness == Readiness::Joined;
         self.nodes.insert(incarnation.clone(), node);
-        turn.decided(format!("job `{}`: node `{hostname}` joined", self.id));
+        turn.decided(format!(
+            "job `{}`: node `{hostname}` joined from {address}",
+            self.id
+        ));
         if done && ready {
             self.send_assignment(turn, &incarnation);
         } else if matches!(&self.phase, Phase::Recovering(recovery) if recovery.has(&incarnation)) {

@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
 use super::config::Config;
 use super::event::Turn;
 use super::failures::tell;
-use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
+use super::job::{Gathering, Job, Node, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
 use super::policy::{Ended, Verdict, Why};
@@ -32,8 +32,8 @@ pub(super) struct GenerationEnd {
 
 impl Job {
     /// The first failure to arrive ends the generation; later ones are its consequences. One that says that it is a
-    /// consequence itself is held back for a moment, for the cause to arrive; if a node's connection is broken, until
-    /// that node is lost or has come back.
+    /// consequence itself is held back for a moment, for the cause to arrive; if a node's connection is broken, any
+    /// failure is, until that node is lost or has come back: a script whose peer is gone fails like any other.
     pub(super) fn worker_exit(
         &mut self,
         turn: &mut Turn<'_>,
@@ -61,20 +61,25 @@ impl Job {
             },
             failure: Some((exit, hostname)),
         };
+        let away = self.away().next().map(|(node, _)| node.join.hostname.clone());
+        let may_follow = end.is_consequence() || (away.is_some() && matches!(end.why, Why::Failure));
         // The agent of a single node has looked for a better cause already.
-        if self.previous.len() == 1 || !end.is_consequence() {
+        if self.previous.len() == 1 || !may_follow {
             return self.end_generation(turn, end);
         }
         if let Phase::Running(running) = &mut self.phase
-            && running.suspect.is_none()
+            && running
+                .suspect
+                .as_ref()
+                .is_none_or(|suspect| suspect.end.is_consequence())
         {
-            turn.decided(format!(
-                "job `{}`: {}; waiting {} ms for the cause",
-                self.id,
-                end.cause,
-                turn.config.culprit_wait.as_millis()
-            ));
-            let until = turn.at.now + turn.config.culprit_wait;
+            let wait = turn.config.culprit_wait;
+            let awaited = away.map_or_else(
+                || format!("waiting {} ms for the cause", wait.as_millis()),
+                |node| format!("node `{node}` is away and may be the cause: waiting for it"),
+            );
+            turn.decided(format!("job `{}`: {}; {awaited}", self.id, end.cause));
+            let until = (running.suspect.take()).map_or(turn.at.now + wait, |suspect| suspect.until);
             running.suspect = Some(Suspect { end, until });
         }
     }
@@ -95,12 +100,19 @@ impl Job {
             return None;
         };
         let suspect = running.suspect.as_ref()?;
-        let away = self.previous.iter().filter_map(|member| {
-            let node = self.nodes.get(&member.incarnation)?;
-            let is_away = node.conn.is_none() && !running.succeeded.contains(&member.incarnation);
-            is_away.then_some(node.lease_until)
-        });
-        away.chain([suspect.until]).max()
+        self.away().map(|(_, until)| until).chain([suspect.until]).max()
+    }
+
+    /// Members whose connection is broken before they are done, and when each is lost.
+    fn away(&self) -> impl Iterator<Item = (&Node, Duration)> {
+        let members = self
+            .previous
+            .iter()
+            .filter(|member| !self.has_succeeded(&member.incarnation));
+        let nodes = members.filter_map(|member| self.nodes.get(&member.incarnation));
+        nodes
+            .filter(|node| node.conn.is_none())
+            .map(|node| (node, node.lease_until))
     }
 
     /// A member has come back: what it has to report follows, and may be the cause.

@@ -87,7 +87,7 @@ pub async fn serve(
     tokio::select! {
         ended = &mut server => return Ok(ended?),
         drained = tokio::time::timeout(drain, answered(&requests, Request::Drain)) => if drained.is_err() {
-            tracing::warn!("agents are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
+            tracing::warn!("launchers are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
         },
     }
     tokio::select! {

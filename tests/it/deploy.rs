@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{Program, children, launch, repository, temp_dir};
 
@@ -83,8 +83,13 @@ static NEXT_JOB: AtomicU64 = AtomicU64::new(0);
 
 /// The batch script, whose workers run a shell script.
 fn batch(bin: &Path, job: &str, script: &str) -> Program {
-    let script = ["--no-python", "sh", "-c", script].map(Into::into);
-    let program = Program::new(repository("deploy/slurm/train.sbatch")).args(script);
+    batch_of(bin, job, &["--no-python", "sh", "-c", script])
+}
+
+/// The batch script with these arguments.
+fn batch_of(bin: &Path, job: &str, arguments: &[&str]) -> Program {
+    let arguments = arguments.iter().map(Into::into);
+    let program = Program::new(repository("deploy/slurm/train.sbatch")).args(arguments);
     under_slurm(bin, job, program)
         .env("SLURM_JOB_NUM_NODES", "2")
         .env("PET_NPROC_PER_NODE", "1")
@@ -121,6 +126,64 @@ fn a_preempted_batch_job_is_requeued() {
     running.finish().expect_exit(143).expect_stdout("saved");
     let asked = fs::read_to_string(bin.path().join("asked")).expect("scontrol was called");
     assert_eq!(asked, format!("requeue {job}\n"));
+}
+
+/// A worker that dies of SIGTERM each time looks like a job that Slurm stopped.
+#[test]
+fn a_batch_job_is_requeued_a_limited_number_of_times() {
+    for (count, is_requeued) in [("1", true), ("2", false)] {
+        let (bin, job) = (temp_dir(), job_with_a_free_port());
+        let finished = batch(bin.path(), &job, "kill -TERM $$")
+            .env("SLURM_RESTART_COUNT", count)
+            .env("MAX_REQUEUES", "2")
+            .run();
+        finished.expect_exit(143);
+        assert_eq!(bin.path().join("asked").exists(), is_requeued, "after {count}");
+        if !is_requeued {
+            finished.expect_stderr(&format!(
+                "job {job} is not requeued: it was requeued 2 times already (MAX_REQUEUES=2)"
+            ));
+        }
+    }
+}
+
+/// A job of one node had a new directory after each requeue otherwise, and began at step 0.
+#[test]
+fn a_batch_job_of_a_configuration_resumes() {
+    let bin = temp_dir();
+    let config = repository("examples/single-node/train.yaml")
+        .display()
+        .to_string();
+    let arguments = ["--dry-run", &config, "--set", "run.resume=require"];
+    batch_of(bin.path(), &job_with_a_free_port(), &arguments)
+        .run()
+        .expect_exit(0)
+        .expect_stdout("--set run.resume=auto --set run.resume=require");
+    let finished = batch_of(
+        bin.path(),
+        &job_with_a_free_port(),
+        &["--dry-run", "true", &config],
+    )
+    .run();
+    let commands = finished.expect_exit(0).stdout().join("\n");
+    assert!(
+        !commands.contains("--set"),
+        "a program has no configuration: {commands}"
+    );
+}
+
+#[test]
+fn the_guide_shows_the_batch_script() {
+    let script = fs::read_to_string(repository("deploy/slurm/train.sbatch")).expect("readable");
+    let guide = fs::read_to_string(repository("docs/slurm.md")).expect("readable");
+    let (_, block) = guide.split_once("```bash\n").expect("a script");
+    let (shown, _) = block.split_once("```").expect("its end");
+    let is_code = |line: &&str| {
+        let is_comment = line.starts_with('#') && !line.starts_with("#SBATCH") && !line.starts_with("#!");
+        !line.is_empty() && !is_comment
+    };
+    let code = |text: &str| -> Vec<String> { text.lines().filter(is_code).map(str::to_owned).collect() };
+    assert_eq!(code(shown), code(&script));
 }
 
 /// `srun` with its options, and `ddp-run` with two workers a node that print their places.
@@ -185,8 +248,8 @@ fn command(document: &Value) -> Vec<String> {
 #[test]
 fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     let documents = manifest("deploy/kubernetes/job.yaml");
-    let [service, job] = &documents[..] else {
-        panic!("expected a service and a job");
+    let [service, _, job] = &documents[..] else {
+        panic!("expected a service, a policy and a job");
     };
     let text = |document: &Value, pointer: &str| document.pointer(pointer).cloned().unwrap_or_default();
     let pods = text(job, "/spec/completions").as_u64().expect("a number");
@@ -253,6 +316,21 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
         .expect_stdout("node_rank          3 ");
 }
 
+#[test]
+fn pods_of_the_kubernetes_job_accept_its_own_pods_only() {
+    let documents = manifest("deploy/kubernetes/job.yaml");
+    let of_kind = |kind: &str| documents.iter().find(|document| document["kind"] == kind);
+    let policy = of_kind("NetworkPolicy").expect("a policy");
+    let job = &of_kind("Job").expect("a job")["metadata"]["name"];
+    let pods = json!({ "matchLabels": { "job-name": job } });
+    assert_eq!(policy["spec"]["podSelector"], pods);
+    assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress"]));
+    assert_eq!(
+        policy["spec"]["ingress"],
+        json!([{ "from": [{ "podSelector": pods }] }])
+    );
+}
+
 /// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
 fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
     let template = document.pointer("/spec/template")?;
@@ -301,8 +379,8 @@ fn every_selector_finds_pods() {
         selectors(document, &mut wanted);
     }
     assert!(
-        wanted.len() >= 5,
-        "two services, a deployment, a policy from and to: {wanted:?}"
+        wanted.len() >= 7,
+        "two services, a deployment, two policies from and to: {wanted:?}"
     );
     for selector in wanted {
         let selector = selector.as_object().expect("labels");
@@ -313,6 +391,25 @@ fn every_selector_finds_pods() {
                 .all(|(name, value)| value.is_string() && labels.get(name) == Some(value))
         };
         assert!(pods.iter().any(fits), "{selector:?} finds none of {pods:?}");
+    }
+}
+
+/// The image's user is not root either.
+#[test]
+fn no_container_runs_as_root() {
+    let image = fs::read_to_string(repository("deploy/container/Containerfile")).expect("readable");
+    let user = image.lines().find_map(|line| line.strip_prefix("USER "));
+    let user: u64 = user
+        .and_then(|user| user.parse().ok())
+        .expect("a number, which Kubernetes can check");
+    for name in ["deploy/kubernetes/job.yaml", "deploy/kubernetes/rendezvous.yaml"] {
+        let documents = manifest(name);
+        let pod = documents
+            .iter()
+            .find_map(|document| document.pointer("/spec/template/spec"));
+        let context = &pod.expect("a pod")["securityContext"];
+        assert_eq!(context["runAsNonRoot"], true, "{name}");
+        assert_eq!(context["runAsUser"], user, "{name}");
     }
 }
 

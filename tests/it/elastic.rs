@@ -68,6 +68,46 @@ fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
     daemon.stop().expect_exit(0);
 }
 
+/// As [`WORK`], but fails like a script whose collective loses its peer: a moment after it, for no reason of its own.
+const WORK_WITH_A_PEER: &str = r#"
+    echo "world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT"
+    peer="$DONE.$((1 - RANK))"
+    echo $$ >"$DONE.$RANK"
+    until [ -e "$DONE" ]; do
+        if [ "$WORLD_SIZE" = 2 ] && [ -s "$peer" ] && ! kill -0 "$(cat "$peer")" 2>/dev/null; then
+            sleep 0.1
+            exit 1
+        fi
+        sleep 0.02
+    done"#;
+
+#[test]
+fn a_script_that_fails_since_a_node_was_killed_spends_no_restart() {
+    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
+    let done = dir.path().join("done");
+    let node = || {
+        let node = elastic(&daemon, "1:2").env("DONE", done.to_str().expect("unicode"));
+        node.shell(WORK_WITH_A_PEER).start()
+    };
+    let (mut first, mut second) = (node(), node());
+    first.wait_for("world 2 attempt 0");
+    second.wait_for("world 2 attempt 0");
+    eventually("both have written who they are", || {
+        let has_written = |rank: u32| {
+            let pid = std::fs::read_to_string(format!("{}.{rank}", done.display()));
+            pid.is_ok_and(|pid| !pid.is_empty())
+        };
+        (has_written(0) && has_written(1)).then_some(())
+    });
+    second.signal(Signal::SIGKILL);
+    first.wait_for("was lost");
+    first.wait_for("world 1 attempt 0");
+    std::fs::write(&done, "").expect("writable");
+    first.finish().expect_exit(0);
+    second.finish().expect_killed_by(Signal::SIGKILL);
+    daemon.stop().expect_exit(0);
+}
+
 #[test]
 fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());

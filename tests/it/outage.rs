@@ -215,7 +215,7 @@ fn training_is_saved_when_the_daemon_is_gone_for_good() {
     running
         .finish()
         .expect_exit(69)
-        .expect_stderr("cannot reach the rendezvous daemon at")
+        .expect_stderr("cannot reach the rendezvous at")
         .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
     let reached = metrics(&job.out()).len();
     let resume = launch()
@@ -244,7 +244,7 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
     running
         .finish()
         .expect_exit(0)
-        .expect_stderr("assuming that the job succeeded too: cannot reach the rendezvous daemon at `");
+        .expect_stderr("assuming that the job succeeded too: cannot reach the rendezvous at `");
     assert_eq!(metrics(&job.out()).len(), 120);
 }
 

@@ -3,16 +3,22 @@
 use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 
 use crate::plan::SignalPlan;
 
+/// A request to stop that is repeated this soon is the same one: `timeout` and terminals signal the program and its group.
+const SAME_REQUEST: Duration = Duration::from_millis(500);
+
 /// Listens from its creation on: a signal that comes between two calls is kept.
 pub(super) struct Signals {
     /// In order of precedence.
     streams: Vec<(Stream, Call)>,
+    /// The last request to stop, and when it came.
+    stopped: Option<(Call, Instant)>,
 }
 
 /// What a signal says.
@@ -43,21 +49,35 @@ impl Signals {
                 streams.push((signal(SignalKind::from_raw(number))?, call));
             }
         }
-        Ok(Self { streams })
+        Ok(Self {
+            streams,
+            stopped: None,
+        })
     }
 
     /// The next signal. Cancel safe: a signal that was not returned is kept.
     pub(super) async fn next(&mut self) -> Call {
         poll_fn(|context| {
             for (stream, call) in &mut self.streams {
-                if stream.poll_recv(context).is_ready() {
-                    return Poll::Ready(*call);
+                while stream.poll_recv(context).is_ready() {
+                    if !is_repeated(&mut self.stopped, *call, Instant::now()) {
+                        return Poll::Ready(*call);
+                    }
                 }
             }
             Poll::Pending
         })
         .await
     }
+}
+
+/// True if a request to stop is the last one, delivered twice.
+fn is_repeated(last: &mut Option<(Call, Instant)>, call: Call, now: Instant) -> bool {
+    if !matches!(call, Call::Stop(_)) {
+        return false;
+    }
+    let before = last.replace((call, now));
+    before.is_some_and(|(before, at)| before == call && now.duration_since(at) < SAME_REQUEST)
 }
 
 /// True if our parent process had the signal ignored.
@@ -74,6 +94,20 @@ pub fn is_ignored(signal: Signal) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stop_that_is_delivered_twice_counts_once() {
+        let (mut last, start) = (None, Instant::now());
+        let mut is_repeated = |call, ms| is_repeated(&mut last, call, start + Duration::from_millis(ms));
+        assert!(!is_repeated(Call::Stop(15), 0));
+        assert!(is_repeated(Call::Stop(15), 1));
+        assert!(!is_repeated(Call::Child, 2) && !is_repeated(Call::Child, 3));
+        assert!(
+            !is_repeated(Call::Stop(2), 4),
+            "another signal is a second request"
+        );
+        assert!(!is_repeated(Call::Stop(2), 504));
+    }
 
     #[test]
     fn ignored_signals_are_seen() {

@@ -209,7 +209,7 @@ fn a_daemon_that_cannot_be_reached_is_named() {
     assert_eq!(end.code, 69);
     assert!(
         end.stderr
-            .contains(&format!("cannot reach the rendezvous daemon at `{endpoint}`")),
+            .contains(&format!("cannot reach the rendezvous at `{endpoint}`")),
         "{}",
         end.stderr
     );

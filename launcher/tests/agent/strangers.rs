@@ -73,7 +73,7 @@ fn answers_that_are_no_daemons_count_against_the_time_out() {
     assert_eq!(end.code, 69, "{}", end.stderr);
     assert_eq!(end.stderr.matches("broke: ").count(), 1, "{}", end.stderr);
     assert!(
-        end.stderr.contains("cannot reach the rendezvous daemon at") && end.stderr.contains("500"),
+        end.stderr.contains("cannot reach the rendezvous at") && end.stderr.contains("500"),
         "{}",
         end.stderr
     );

@@ -359,7 +359,7 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     let end = launcher.wait();
     assert_eq!(end.code, 69, "{}", end.stderr);
     assert!(end.stdout.contains("[0] stopped"), "{}", end.stdout);
-    let gone = format!("error: cannot reach the rendezvous daemon at `{endpoint}`");
+    let gone = format!("error: cannot reach the rendezvous at `{endpoint}`");
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
 }
 
@@ -492,7 +492,7 @@ fn work_that_is_done_is_a_success_though_the_daemon_is_gone_at_the_end() {
     let end = without_a_verdict(|launch| launch);
     assert_eq!(end.code, 0, "{}", end.stderr);
     assert!(end.stderr.contains("then exiting with code 0"), "{}", end.stderr);
-    let said = "the workers of this node succeeded; assuming that the job succeeded too: cannot reach the rendezvous daemon at `";
+    let said = "the workers of this node succeeded; assuming that the job succeeded too: cannot reach the rendezvous at `";
     assert!(end.stderr.contains(said), "{}", end.stderr);
     assert!(!end.stderr.contains("error: "), "{}", end.stderr);
 

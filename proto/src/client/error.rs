@@ -25,7 +25,7 @@ pub enum ClientError {
     #[error(transparent)]
     NoThread(#[from] NoThread),
     /// No connection within the deadline.
-    #[error("cannot reach the rendezvous daemon at `{endpoint}` after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
+    #[error("cannot reach the rendezvous at `{endpoint}` after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
     Unreachable {
         /// Address that was tried.
         endpoint: String,
@@ -165,7 +165,7 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
 }
 
 /// What to do where no server answers at the endpoint.
-const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there and that its port is open";
+const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there, that its port is open, and that no other program uses the port";
 /// What to do where the endpoint's name leads nowhere.
 const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP address";
 

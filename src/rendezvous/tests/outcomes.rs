@@ -100,6 +100,35 @@ fn a_consequence_waits_for_a_node_that_is_away_and_a_lost_one_costs_no_restart()
 }
 
 #[test]
+fn any_failure_waits_for_a_node_that_is_away_as_a_script_does_not_say_what_it_follows() {
+    let away = || {
+        let mut s = Scene::new();
+        s.join("a", 1, 2).join("b", 1, 2).words("a");
+        s.break_stream("b").exit("a", 1, exited(0, 1));
+        assert_eq!(s.words("a"), "", "the node may be the cause");
+        s
+    };
+    let mut s = away();
+    s.pass(5 * SECOND, &["a"]);
+    let words = s.words("a");
+    assert!(words.contains("node `b` (node rank 1) was lost"), "{words}");
+    assert!(words.contains("no restart spent"), "{words}");
+    // What a restart cannot help needs no other cause.
+    let mut s = away();
+    let permanent = WorkerExit {
+        permanent: true,
+        ..exited(0, 2)
+    };
+    s.exit("a", 1, permanent);
+    assert!(s.words("a").contains("a restart cannot help"));
+    // It comes back and has nothing to say: the failure is what it was.
+    let mut s = away();
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2))
+        .pass(SECOND, &["a", "b"]);
+    assert!(s.words("a").contains("rank 0 (node `a`) exited with code 1"));
+}
+
+#[test]
 fn a_consequence_does_not_wait_out_the_lease_of_a_node_that_has_come_back() {
     let away = || {
         let mut s = two_nodes();
