@@ -27,9 +27,6 @@ pub fn render(facts: &Facts) -> String {
     let missing = findings(facts);
     if missing.is_empty() {
         push(&mut out, "\nno problems found");
-        if !may_have_gpus(facts) {
-            push(&mut out, "  note: no GPU found: training runs on the CPU");
-        }
     } else {
         push(&mut out, "\nproblems found");
         for finding in missing {
@@ -38,6 +35,9 @@ pub fn render(facts: &Facts) -> String {
                 &format!("  - {}\n    hint: {}", finding.problem, finding.hint),
             );
         }
+    }
+    if !may_have_gpus(facts) {
+        push(&mut out, "  note: no GPU found: training runs on the CPU");
     }
     out
 }
