@@ -3,6 +3,10 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 bin=${DDP_BIN:-$here/../../target/release}
+# Without a build in this checkout, the programs that are installed.
+if [[ -z ${DDP_BIN:-} && ! -x $bin/ddp-run ]] && installed=$(command -v ddp-run); then
+    bin=$(dirname "$installed")
+fi
 text=$here/../data/python-reference.txt
 
 # The last lines are held out. With a token file of their own, their loss is known in nats per byte too.

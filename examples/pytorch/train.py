@@ -26,6 +26,8 @@ def main(checkpoint):
         first = state["epoch"] + 1
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+    if first >= EPOCHS and dist.get_rank() == 0:
+        print(f"`{checkpoint}` is of a finished run: delete it to train again", flush=True)
     ddp = DDP(model)
 
     def save():

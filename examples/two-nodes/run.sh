@@ -3,6 +3,10 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 bin=${DDP_BIN:-$here/../../target/release}
+# Without a build in this checkout, the programs that are installed.
+if [[ -z ${DDP_BIN:-} && ! -x $bin/ddp-run ]] && installed=$(command -v ddp-run); then
+    bin=$(dirname "$installed")
+fi
 port=${DDP_PORT:-29400}
 
 daemon=

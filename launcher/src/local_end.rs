@@ -128,12 +128,12 @@ impl Alike<'_> {
                 } else {
                     format!(", {ending}")
                 };
-                let after = time
+                let later = time
                     .filter(|time| time != "0.0 s")
-                    .map_or_else(String::new, |time| format!(" after {time}"));
+                    .map_or_else(String::new, |time| format!(", {time} later"));
                 write!(
                     text,
-                    "terminated by ddp-run ({}){end}{after}",
+                    "terminated by ddp-run ({}){end}{later}",
                     signal_name(signal)
                 )
             }
@@ -146,14 +146,15 @@ impl Alike<'_> {
         }
     }
 
-    /// "0.1 s", "0.1 s to 30.2 s"; none if one of them ended before.
+    /// "0.1 s", "0.1 to 30.2 s"; none if one of them ended before.
     fn time(&self) -> Option<String> {
         let (soonest, latest) = (seconds(self.soonest?), seconds(self.latest?));
-        Some(if soonest == latest {
-            soonest
-        } else {
-            format!("{soonest} to {latest}")
-        })
+        if soonest == latest {
+            return Some(soonest);
+        }
+        let is_one_unit = self.latest? < Duration::from_mins(1);
+        let from = soonest.strip_suffix(" s").filter(|_| is_one_unit);
+        Some(format!("{} to {latest}", from.unwrap_or(&soonest)))
     }
 }
 

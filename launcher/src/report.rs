@@ -138,21 +138,26 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
             let _ = write!(text, "\n      {line}");
         }
     }
-    if here && lacks_a_module(failure, facts.executable) {
-        let _ = write!(
-            text,
-            "\n    hint: the interpreter was `{}`: install the module there, or choose a different interpreter \
-             with PYTHON_EXEC or by activating its environment",
-            facts.executable.display()
-        );
+    if let Some(module) = missing_module(failure, facts.executable).filter(|_| here) {
+        let next = if module == "ddp_run" {
+            "install the wheel of ddp-run there, which contains this module, or set PYTHONPATH=<repository>/python"
+        } else {
+            "install the module there, or choose a different interpreter with PYTHON_EXEC or by activating its \
+             environment"
+        };
+        let interpreter = facts.executable.display();
+        let _ = write!(text, "\n    hint: the interpreter was `{interpreter}`: {next}");
     }
 }
 
-/// True if Python did not find a module: often it is not the interpreter that the user meant.
-fn lacks_a_module(failure: &WorkerExit, executable: &Path) -> bool {
+/// The package that Python did not find, if that is what it says: often it is not the interpreter that the user meant.
+fn missing_module<'a>(failure: &'a WorkerExit, executable: &Path) -> Option<&'a str> {
     let name = executable.file_name().unwrap_or_default().to_string_lossy();
-    let said = failure.stderr_tail.iter().chain([&failure.message]);
-    name.starts_with("python") && said.into_iter().any(|line| line.contains("No module named "))
+    let mut said = failure.stderr_tail.iter().chain([&failure.message]);
+    let module = said.find_map(|line| Some(line.split_once("No module named ")?.1))?;
+    let ends = |c: char| !c.is_alphanumeric() && c != '_';
+    let package = module.trim_start_matches('\'').split(ends).next();
+    package.filter(|_| name.starts_with("python"))
 }
 
 /// True if the lines say nothing but the message.

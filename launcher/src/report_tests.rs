@@ -130,11 +130,19 @@ fn a_module_that_is_missing_is_told_with_the_interpreter_of_this_node() {
           ModuleNotFoundError: No module named 'torch'
         hint: the interpreter was `/opt/venv/bin/python3`: install the module there, or choose a different interpreter with PYTHON_EXEC or by activating its environment
     ");
-    let elsewhere = text(&job_over("", exit, "b"), &[], None);
+    let elsewhere = text(&job_over("", exit.clone(), "b"), &[], None);
     assert!(
         !elsewhere.contains("hint"),
         "node `b` tells of its own: {elsewhere}"
     );
+    exit.stderr_tail = vec!["ModuleNotFoundError: No module named 'ddp_run'".into()];
+    insta::assert_snapshot!(text(&job_over("", exit, "a"), &[], None), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) exited with code 1 after 12.3 s at 22:13:20 UTC
+        last lines of stderr:
+          ModuleNotFoundError: No module named 'ddp_run'
+        hint: the interpreter was `/opt/venv/bin/python3`: install the wheel of ddp-run there, which contains this module, or set PYTHONPATH=<repository>/python
+    ");
 }
 
 #[test]
@@ -164,10 +172,10 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
         last lines of stderr:
           Traceback (most recent call last):
           ValueError: no data
-      rank 0: terminated by ddp-run (SIGTERM) after 1.0 s
+      rank 0: terminated by ddp-run (SIGTERM), 1.0 s later
       rank 2: exited with code 1 (0.0 s later): all-reduce 17 failed: rank 1 is gone
-      rank 3: terminated by ddp-run (SIGTERM), exited with code 143 after 1.1 s
-      rank 4: terminated by ddp-run (SIGKILL) after 31.0 s
+      rank 3: terminated by ddp-run (SIGTERM), exited with code 143, 1.1 s later
+      rank 4: terminated by ddp-run (SIGKILL), 31.0 s later
     ");
 }
 
@@ -224,7 +232,7 @@ fn a_crash_on_another_node() {
         the program crashed
         log file on `b`: /logs/attempt_0/7/stderr.log
         no output on stderr
-      rank 0: terminated by ddp-run (SIGTERM) after 0.2 s
+      rank 0: terminated by ddp-run (SIGTERM), 0.2 s later
     ");
 }
 
@@ -239,7 +247,7 @@ fn a_job_that_ended_without_a_failed_worker() {
     };
     insta::assert_snapshot!(text(&exit_reason, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: node `b` was stopped by SIGTERM
-      rank 0: terminated by ddp-run (SIGTERM) after 0.2 s
+      rank 0: terminated by ddp-run (SIGTERM), 0.2 s later
     ");
 }
 
@@ -254,8 +262,8 @@ fn stopped_by_a_signal() {
     ];
     insta::assert_snapshot!(text(&ExitReason::Stopped { signal: 2 }, &ends, None), @r"
     stopped by SIGINT
-      rank 1: terminated by ddp-run (SIGKILL) after 1 min 1 s
-      ranks 2, 3: terminated by ddp-run (SIGINT) after 0.1 s
+      rank 1: terminated by ddp-run (SIGKILL), 1 min 1 s later
+      ranks 2, 3: terminated by ddp-run (SIGINT), 0.1 s later
     ");
 }
 
@@ -288,9 +296,9 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
     error: `train.yaml` failed
       first failure: rank 41 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
         no output on stderr
-      ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: terminated by ddp-run (SIGTERM) after 0.0 s to 0.3 s
-      rank 7: terminated by ddp-run (SIGKILL) after 30.1 s
-      ranks 9, 11: terminated by ddp-run (SIGTERM), exited with code 143 after 0.0 s to 0.1 s
+      ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: terminated by ddp-run (SIGTERM), 0.0 to 0.3 s later
+      rank 7: terminated by ddp-run (SIGKILL), 30.1 s later
+      ranks 9, 11: terminated by ddp-run (SIGTERM), exited with code 143, 0.0 to 0.1 s later
       ranks 20, 23: exited with code 1 (0.0 s later): all-reduce 17 failed
       rank 22: exited with code 1 (0.0 s later): no more data
       ranks 50 to 52: exited with code 1 as a consequence (0.5 s later)
@@ -380,7 +388,7 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
       first failure: rank 5 (node `b`, pid 4711) exited with code 42 at 22:13:20 UTC by that node's clock
         no output on stderr
       rank 0: exited with code 1 (0.1 s later)
-      rank 1: terminated by ddp-run (SIGTERM) after 0.2 s
+      rank 1: terminated by ddp-run (SIGTERM), 0.2 s later
       rank 6 (node `c`): died of SIGKILL (0.1 s earlier)
       rank 4 (node `b`): exited with code 1 as a consequence (0.3 s later)
       node `d` (node rank 3) was lost: no heartbeat for 9.0 s (8.0 s later)

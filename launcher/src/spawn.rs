@@ -179,8 +179,12 @@ impl SpawnError {
 }
 
 /// What to write instead of the name of a program that is not in `PATH`: something of that name may lie in the current
-/// folder, where shells do not look for programs either.
+/// folder, where shells do not look for programs either, or the ending of a script or a configuration is missing.
 fn what_is_there(program: &Path) -> String {
+    let endings = ["py", "yaml", "yml"].map(|ending| program.with_added_extension(ending));
+    if let Some(file) = endings.iter().find(|file| file.is_file()) {
+        return format!("did you mean `{}`?", file.display());
+    }
     let here = Path::new(".").join(program);
     if program.components().count() != 1 || !here.exists() {
         "give a path, or a name that is in `PATH`".to_owned()
@@ -413,6 +417,10 @@ mod tests {
         let file = words("Cargo.toml");
         assert!(file.contains("hint: did you mean `./Cargo.toml`?"), "{file}");
         assert!(words("").contains("hint: give a path"), "{}", words(""));
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("ddp.py"), "").unwrap();
+        let script = words(dir.path().join("ddp").to_str().unwrap());
+        assert!(script.ends_with("/ddp.py`?"), "{script}");
     }
 
     #[test]

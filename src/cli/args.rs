@@ -170,17 +170,37 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
     })
 }
 
-/// Suggests what a flag of another launcher is called here.
+/// Suggests what a flag of another launcher is called here, or which flags begin with one that is too short.
 fn with_our_flag(mut error: clap::Error) -> clap::Error {
     let unknown = match (error.kind(), error.get(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag.replace('_', "-"),
         _ => return error,
     };
-    if let Some((_, ours)) = FLAGS_OF_OTHERS.iter().find(|(flag, _)| *flag == unknown) {
-        let ours = ContextValue::String((*ours).to_owned());
-        error.insert(ContextKind::SuggestedArg, ours);
+    let similar = match error.get(ContextKind::SuggestedArg) {
+        Some(ContextValue::String(flag)) => vec![flag.replace('_', "-")],
+        _ => Vec::new(),
+    };
+    // "To pass it as a value, use `-- FLAG`": the flag would be the target.
+    error.remove(ContextKind::Suggested);
+    let of_others = FLAGS_OF_OTHERS.iter().find(|(flag, _)| *flag == unknown);
+    let meant = match of_others {
+        Some((_, ours)) => vec![(*ours).to_owned()],
+        None => flags_that_begin_with(&unknown),
+    };
+    let meant = if meant.is_empty() { similar } else { meant };
+    if !meant.is_empty() {
+        error.insert(ContextKind::SuggestedArg, ContextValue::Strings(meant));
     }
     error
+}
+
+fn flags_that_begin_with(start: &str) -> Vec<String> {
+    let mut known = command();
+    // Adds `--help` and `--version`.
+    known.build();
+    let shown = known.get_arguments().filter(|arg| !arg.is_hide_set());
+    let flags = shown.filter_map(|arg| Some(format!("--{}", arg.get_long()?)));
+    flags.filter(|flag| flag.starts_with(start)).collect()
 }
 
 #[cfg(test)]
@@ -329,6 +349,8 @@ mod tests {
                 "{error}"
             );
         }
+        let error = parse_words(&["--num-gpus", "2", "train.py"]).expect_err("must be refused");
+        assert!(!error.contains("to pass '"), "the flag is no target: {error}");
         let error = parse_words(&["t.yaml", "--num-nodes", "2"]).expect_err("must be refused");
         assert!(error.contains("a similar argument exists: '--nnodes'"), "{error}");
         let command = command();
@@ -339,6 +361,19 @@ mod tests {
                 "{theirs}"
             );
         }
+    }
+
+    #[test]
+    fn wrong_flags_lead_to_all_that_may_be_meant() {
+        let error = parse_words(&["--n", "2", "train.py"]).expect_err("ambiguous");
+        for flag in ["some similar arguments exist", "'--nnodes'", "'--node-rank'"] {
+            assert!(error.contains(flag), "{flag} is not in {error}");
+        }
+        let error = parse_words(&["--hangtimeout", "5", "train.py"]).expect_err("must be refused");
+        assert!(
+            error.contains("a similar argument exists: '--hang-timeout'"),
+            "{error}"
+        );
     }
 
     #[test]

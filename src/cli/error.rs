@@ -53,12 +53,14 @@ pub enum CliError {
     #[error("{0}")]
     Disk(String),
     /// A target, or the file of one, that cannot be read.
-    #[error("cannot read target `{}`: {source}\n  hint: give the path of a `.yaml` configuration, of a `.py` script, or a program", path.display())]
+    #[error("cannot read target `{}`: {source}\n  hint: {hint}", path.display())]
     Target {
         /// Path as given.
         path: PathBuf,
         /// Why.
         source: std::io::Error,
+        /// What to write instead.
+        hint: String,
     },
     /// Options that exclude or need each other.
     #[error("{problem}\n  hint: {hint}")]

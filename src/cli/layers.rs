@@ -198,11 +198,12 @@ pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
 /// Several nodes need a place to meet, and their ranks must be below their number.
 pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
     if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
+        let job = match nodes.min {
+            min if min == nodes.max => format!("{min} nodes need"),
+            min => format!("a job of {min} to {} nodes needs", nodes.max),
+        };
         return Err(CliError::Conflict {
-            problem: format!(
-                "{} nodes need a rendezvous, but `--rdzv-endpoint` is not set",
-                nodes.max
-            ),
+            problem: format!("{job} a rendezvous, but `--rdzv-endpoint` is not set"),
             hint: format!(
                 "give the address of one node on all nodes: `--rdzv-endpoint node0:{}`",
                 values::DEFAULT_PORT

@@ -493,6 +493,10 @@ mod tests {
         2 nodes need a rendezvous, but `--rdzv-endpoint` is not set
           hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
+        insta::assert_snapshot!(problem(&["--nnodes", "1:2", "true"]), @r"
+        a job of 1 to 2 nodes needs a rendezvous, but `--rdzv-endpoint` is not set
+          hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
+        ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
         `--node-rank 2` is out of range: `--nnodes` allows at most 2
           hint: node ranks run from 0 to 1

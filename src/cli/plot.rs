@@ -1,5 +1,6 @@
 //! `ddp-train plot`: draws loss, validation loss, learning rate, speed and gradient norm of runs.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -10,6 +11,11 @@ use ddp_worker::metrics::plot::{self, RunCurves};
 
 use super::answer;
 use super::error::CliError;
+
+/// What a run writes its metrics into.
+const METRICS: &str = "metrics.jsonl";
+/// Most runs that are named where one of them is to be chosen.
+const MAX_NAMED: usize = 3;
 
 /// Draw the metrics of one or several runs into one HTML or SVG file, which any browser can show.
 ///
@@ -56,14 +62,41 @@ fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
     Ok(format!("{}: {of}, {} steps\n", output.display(), grouped(steps)))
 }
 
-/// Without the hint, which is for a run that trains.
+/// Without the hint, which is for a run that trains. If the path is a directory of runs, their names are given.
 fn words_of(error: &RunFilesError) -> String {
     match error {
         RunFilesError::Io {
             doing, path, cause, ..
-        } => format!("cannot {doing} `{}`: {cause}", path.display()),
+        } => {
+            let directory = path.parent().filter(|_| path.ends_with(METRICS));
+            let mut words = format!("cannot {doing} `{}`: {cause}", path.display());
+            let runs = directory.map_or_else(Vec::new, runs_in);
+            if !runs.is_empty() {
+                words.push_str("\n  hint: pass one of the runs in this directory, newest first: `");
+                words.push_str(&runs.join("`, `"));
+                words.push('`');
+            }
+            words
+        }
         other => other.to_string(),
     }
+}
+
+/// The newest runs of a directory that holds some, by the last change of their metrics.
+fn runs_in(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut runs: Vec<_> = entries
+        .filter_map(|entry| {
+            let metrics = fs::metadata(entry.path().join(METRICS)).ok()?;
+            Some((metrics.modified().ok()?, entry.path().display().to_string()))
+        })
+        .collect();
+    runs.sort_unstable();
+    runs.into_iter()
+        .rev()
+        .take(MAX_NAMED)
+        .map(|(_, run)| run)
+        .collect()
 }
 
 /// `plot.html` in the directory of a run. The path may also be that of a file in it.

@@ -295,16 +295,17 @@ pub(super) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Opti
 }
 
 fn unknown_key(name: &str) -> String {
-    let near = NAMES
-        .iter()
-        .map(|known| (strsim::damerau_levenshtein(known, name), known))
-        .min();
-    match near {
-        Some((distance, known)) if distance <= (name.chars().count() / 3).max(1) => {
-            format!("unknown key, did you mean `{known}`?")
-        }
-        _ => "unknown key; the keys are the flags of `ddp-run --help`".to_owned(),
+    match nearest(name, NAMES.iter().copied()) {
+        Some(known) => format!("unknown key, did you mean `{known}`?"),
+        None => "unknown key; the keys are the flags of `ddp-run --help`".to_owned(),
     }
+}
+
+/// The one of `known` that `name` is most likely a misspelling of.
+pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let distances = known.map(|known| (strsim::damerau_levenshtein(known, name), known));
+    let (distance, near) = distances.min()?;
+    (distance <= (name.chars().count() / 3).max(1)).then_some(near)
 }
 
 /// The part of a train.yaml that concerns the launcher.

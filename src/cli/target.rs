@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
-use std::fs::File;
+use std::fs::{self, File};
+use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +14,7 @@ use nix::unistd::{AccessFlags, access};
 
 use super::error::CliError;
 use super::secrets::hide_secrets;
+use super::settings;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
@@ -26,6 +28,8 @@ const DESCRIPTION_BYTES: usize = 8 << 10;
 const VALUE_BYTES: usize = 512;
 /// Most bytes of the words of a command line in a description.
 const WORDS_BYTES: usize = 2 << 10;
+/// Most files of a directory among which one of a similar name is looked for.
+const MAX_SIMILAR_FILES: usize = 1000;
 
 /// What a target is, told by the end of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,6 +157,7 @@ impl Target {
             });
         }
         let unreadable = |source| CliError::Target {
+            hint: hint_for(Path::new(&name), &source),
             path: PathBuf::from(&name),
             source,
         };
@@ -298,6 +303,30 @@ impl Target {
         let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
         hide_secrets(args.iter().map(AsRef::as_ref))
     }
+}
+
+/// What to write instead of a target that cannot be read.
+fn hint_for(path: &Path, why: &io::Error) -> String {
+    let is_missing = why.kind() == io::ErrorKind::NotFound;
+    match similar_file(path).filter(|_| is_missing) {
+        Some(file) => format!("did you mean `{}`?", file.display()),
+        None => "give the path of a `.yaml` configuration, of a `.py` script, or a program".to_owned(),
+    }
+}
+
+/// A file of the same kind beside it, of which it may be a misspelling.
+fn similar_file(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
+    let names = entries
+        .take(MAX_SIMILAR_FILES)
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let names: Vec<String> = names
+        .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
+        .collect();
+    let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;
+    Some(path.with_file_name(near))
 }
 
 /// A value that leaves room for the others: one that is left out would be taken for one that is not set.
@@ -491,5 +520,21 @@ mod tests {
         cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
           hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
         ");
+    }
+
+    #[test]
+    fn a_misspelt_target_leads_to_the_file_that_is_there() {
+        let dir = tempfile::tempdir().expect("a directory");
+        for file in ["ddp.py", "dpp.yaml", "other.py"] {
+            fs::write(dir.path().join(file), "").expect("writable");
+        }
+        let hint = |name: &str| {
+            let path = dir.path().join(name);
+            let error = Target::read(TargetKind::of(path.as_os_str()), path.into(), vec![], vec![]);
+            error.expect_err("no such file").to_string()
+        };
+        let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
+        assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
+        assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
     }
 }

@@ -17,7 +17,8 @@ const CONTEXT_BYTES: usize = 40;
 
 /// What two nodes of one job disagree on; none if they agree.
 pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<String> {
-    let what = match cut(disagreeing(first, second)?) {
+    let nodes = Pair::of([first, second], ["joined earlier", "joined later"]);
+    let what = match cut(nodes.disagreeing()?) {
         several if several.len() > 1 => format!("\n  {}", several.join("\n  ")),
         one => format!(" {}", one.concat()),
     };
@@ -29,128 +30,145 @@ pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Str
 
 /// In what two jobs without a name differ, in one line.
 pub(super) fn between_jobs(here: &Join, there: &Join) -> String {
-    let differences = disagreeing(here, there).unwrap_or_else(|| described(here, there));
+    let nodes = Pair::of([here, there], ["this job", "the other job"]);
+    let differences = nodes.disagreeing().unwrap_or_else(|| nodes.described());
     cut(differences).join("; ")
 }
 
-/// One line each, at least one; none if the two agree.
-fn disagreeing(first: &Join, second: &Join) -> Option<Vec<String>> {
-    let nnodes = |join: &Join| match (join.min_nodes, join.max_nodes) {
-        (min, max) if min == max => min.to_string(),
-        (min, max) => format!("{min}:{max}"),
-    };
-    let restarts = |join: &Join| join.max_restarts.to_string();
-    let mut lines = Vec::new();
-    for (flag, x, y) in [
-        ("--nnodes", nnodes(first), nnodes(second)),
-        ("--max-restarts", restarts(first), restarts(second)),
-    ] {
-        if x != y {
-            lines.push(line([first, second], flag, [Some(&x), Some(&y)]));
-        }
-    }
-    // The flags are part of the signature: they alone may be what makes it another.
-    if first.job_signature != second.job_signature {
-        let [fine, _] = parts(first, second);
-        lines.extend(fine);
-        if lines.is_empty() {
-            lines = described(first, second);
-        }
-    }
-    (!lines.is_empty()).then_some(lines)
+/// Two nodes, and what they are called: "node `a`". On one machine names do not tell them apart, so there they have the
+/// ranks that they ask for, or their `roles`.
+struct Pair<'a> {
+    joins: [&'a Join; 2],
+    called: [String; 2],
 }
 
-/// The differences of two descriptions, the finer ones if there are some. One line each, at least one.
-fn described(first: &Join, second: &Join) -> Vec<String> {
-    let [fine, coarse] = parts(first, second);
-    let lines = if fine.is_empty() { coarse } else { fine };
-    if !lines.is_empty() {
-        return lines;
-    }
-    let [a, b] = called([first, second]);
-    if first.job_signature == second.job_signature {
-        return vec![format!(
-            "{a} and {b} have arguments that differ in a part that is not shown, such as a password or the end of a long argument"
-        )];
-    }
-    let (x, y) = (clip(&first.job_signature, 16), clip(&second.job_signature, 16));
-    vec![format!(
-        "{a} and {b} describe the job identically, but their signatures differ (`{x}`, `{y}`)"
-    )]
-}
-
-/// The differences before the empty line, and those after it.
-fn parts(first: &Join, second: &Join) -> [Vec<String>; 2] {
-    if let Some(words) = of_two_builds([first, second]) {
-        return [vec![words], Vec::new()];
-    }
-    let halves = |join: &Join| -> [Vec<(String, String)>; 2] {
-        let (fine, coarse) = join
-            .job_description
-            .split_once("\n\n")
-            .unwrap_or((&join.job_description, ""));
-        [fine, coarse].map(|half| half.lines().map(entry).collect())
-    };
-    let ([a_fine, a_coarse], [b_fine, b_coarse]) = (halves(first), halves(second));
-    let differing = |a: &[(String, String)], b: &[(String, String)]| {
-        let of = |entries: &[(String, String)], key: &str| {
-            let found = entries.iter().find(|(known, _)| known == key);
-            found.map(|(_, value)| value.clone())
+impl<'a> Pair<'a> {
+    fn of(joins: [&'a Join; 2], roles: [&str; 2]) -> Self {
+        let [first, second] = joins;
+        let called = if first.hostname != second.hostname {
+            joins.map(|join| words::node(&join.hostname, None))
+        } else if first.node_rank != second.node_rank {
+            joins.map(|join| words::node(&join.hostname, join.node_rank))
+        } else {
+            roles.map(|role| format!("{} ({role})", words::node(&first.hostname, None)))
         };
-        let only_b = b.iter().filter(|(key, _)| of(a, key).is_none());
-        let keys = a.iter().chain(only_b).map(|(key, _)| key);
-        keys.filter_map(|key| {
-            let (x, y) = (of(a, key), of(b, key));
-            (x != y).then(|| line([first, second], key, [x.as_deref(), y.as_deref()]))
-        })
-        .collect()
-    };
-    [differing(&a_fine, &b_fine), differing(&a_coarse, &b_coarse)]
-}
-
-/// What can be said where only one of the two describes its job by keys; an earlier build does not.
-fn of_two_builds(nodes: [&Join; 2]) -> Option<String> {
-    let [x, y] = nodes.map(|join| join.job_description.as_str());
-    let has_keys = |text: &str| text.lines().next().is_some_and(|line| line.contains(": "));
-    if x.is_empty() || y.is_empty() || has_keys(x) == has_keys(y) {
-        return None;
+        Self { joins, called }
     }
-    let [a, b] = called(nodes);
-    let in_one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let (x, y) = (in_one_line(x), in_one_line(y));
-    Some(format!(
-        "{a} and {b} run different builds of ddp-run, and describe their job as `{}` and `{}`",
-        clip(&x, QUOTE_BYTES),
-        clip(&y, QUOTE_BYTES)
-    ))
+
+    /// One line each, at least one; none if the two agree.
+    fn disagreeing(&self) -> Option<Vec<String>> {
+        let [first, second] = self.joins;
+        let nnodes = |join: &Join| match (join.min_nodes, join.max_nodes) {
+            (min, max) if min == max => min.to_string(),
+            (min, max) => format!("{min}:{max}"),
+        };
+        let restarts = |join: &Join| join.max_restarts.to_string();
+        let mut lines = Vec::new();
+        for (flag, x, y) in [
+            ("--nnodes", nnodes(first), nnodes(second)),
+            ("--max-restarts", restarts(first), restarts(second)),
+        ] {
+            if x != y {
+                lines.push(self.line(flag, [Some(&x), Some(&y)]));
+            }
+        }
+        // The flags are part of the signature: they alone may be what makes it another.
+        if first.job_signature != second.job_signature {
+            let [fine, _] = self.parts();
+            lines.extend(fine);
+            if lines.is_empty() {
+                lines = self.described();
+            }
+        }
+        (!lines.is_empty()).then_some(lines)
+    }
+
+    /// The differences of two descriptions, the finer ones if there are some. One line each, at least one.
+    fn described(&self) -> Vec<String> {
+        let [fine, coarse] = self.parts();
+        let lines = if fine.is_empty() { coarse } else { fine };
+        if !lines.is_empty() {
+            return lines;
+        }
+        let ([first, second], [a, b]) = (self.joins, &self.called);
+        if first.job_signature == second.job_signature {
+            return vec![format!(
+                "{a} and {b} have arguments that differ in a part that is not shown, such as a password or the end of a long argument"
+            )];
+        }
+        let (x, y) = (clip(&first.job_signature, 16), clip(&second.job_signature, 16));
+        vec![format!(
+            "{a} and {b} describe the job identically, but their signatures differ (`{x}`, `{y}`)"
+        )]
+    }
+
+    /// The differences before the empty line, and those after it.
+    fn parts(&self) -> [Vec<String>; 2] {
+        if let Some(words) = self.of_two_builds() {
+            return [vec![words], Vec::new()];
+        }
+        let halves = |join: &Join| -> [Vec<(String, String)>; 2] {
+            let (fine, coarse) = join
+                .job_description
+                .split_once("\n\n")
+                .unwrap_or((&join.job_description, ""));
+            [fine, coarse].map(|half| half.lines().map(entry).collect())
+        };
+        let ([a_fine, a_coarse], [b_fine, b_coarse]) = (halves(self.joins[0]), halves(self.joins[1]));
+        let differing = |a: &[(String, String)], b: &[(String, String)]| {
+            let of = |entries: &[(String, String)], key: &str| {
+                let found = entries.iter().find(|(known, _)| known == key);
+                found.map(|(_, value)| value.clone())
+            };
+            let only_b = b.iter().filter(|(key, _)| of(a, key).is_none());
+            let keys = a.iter().chain(only_b).map(|(key, _)| key);
+            keys.filter_map(|key| {
+                let (x, y) = (of(a, key), of(b, key));
+                (x != y).then(|| self.line(key, [x.as_deref(), y.as_deref()]))
+            })
+            .collect()
+        };
+        [differing(&a_fine, &b_fine), differing(&a_coarse, &b_coarse)]
+    }
+
+    /// What can be said where only one of the two describes its job by keys; an earlier build does not.
+    fn of_two_builds(&self) -> Option<String> {
+        let [x, y] = self.joins.map(|join| join.job_description.as_str());
+        let has_keys = |text: &str| text.lines().next().is_some_and(|line| line.contains(": "));
+        if x.is_empty() || y.is_empty() || has_keys(x) == has_keys(y) {
+            return None;
+        }
+        let [a, b] = &self.called;
+        let in_one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (x, y) = (in_one_line(x), in_one_line(y));
+        Some(format!(
+            "{a} and {b} run different builds of ddp-run, and describe their job as `{}` and `{}`",
+            clip(&x, QUOTE_BYTES),
+            clip(&y, QUOTE_BYTES)
+        ))
+    }
+
+    /// "`train.seed` is `1` on node `a`, `2` on node `b`".
+    fn line(&self, key: &str, values: [Option<&str>; 2]) -> String {
+        let skipped = match values {
+            [Some(x), Some(y)] => shared(x, y),
+            _ => 0,
+        };
+        let quoted = values.map(|value| match value {
+            None => "not set".to_owned(),
+            Some(value) if skipped == 0 => format!("`{}`", clip(value, QUOTE_BYTES)),
+            Some(value) => format!("`…{}`", clip(&value[skipped..], QUOTE_BYTES)),
+        });
+        let [x, y] = quoted;
+        let [a, b] = &self.called;
+        format!("`{}` is {x} on {a}, {y} on {b}", clip(key, QUOTE_BYTES))
+    }
 }
 
 /// Agents of earlier builds describe their job without keys.
 fn entry(line: &str) -> (String, String) {
     let (key, value) = line.split_once(": ").unwrap_or(("the job", line));
     (key.to_owned(), value.to_owned())
-}
-
-/// "`train.seed` is `1` on node `a`, `2` on node `b`".
-fn line(nodes: [&Join; 2], key: &str, values: [Option<&str>; 2]) -> String {
-    let skipped = match values {
-        [Some(x), Some(y)] => shared(x, y),
-        _ => 0,
-    };
-    let quoted = values.map(|value| match value {
-        None => "not set".to_owned(),
-        Some(value) if skipped == 0 => format!("`{}`", clip(value, QUOTE_BYTES)),
-        Some(value) => format!("`…{}`", clip(&value[skipped..], QUOTE_BYTES)),
-    });
-    let [x, y] = quoted;
-    let [a, b] = called(nodes);
-    format!("`{}` is {x} on {a}, {y} on {b}", clip(key, QUOTE_BYTES))
-}
-
-/// "node `a`", and the rank that it asks for where names do not tell the two apart, as on one machine.
-fn called(nodes: [&Join; 2]) -> [String; 2] {
-    let alike = nodes[0].hostname == nodes[1].hostname;
-    nodes.map(|join| words::node(&join.hostname, join.node_rank.filter(|_| alike)))
 }
 
 /// Bytes at the beginning of both values that need not be quoted, since they are the same; 0 if the values differ
@@ -275,6 +293,13 @@ mod tests {
             ..join("a", &seed.to_string(), &format!("train.seed: {seed}"))
         };
         insta::assert_snapshot!(between_jobs(&of(0, 1), &of(1, 2)), @"`train.seed` is `1` on node `a` (node rank 0), `2` on node `a` (node rank 1)");
+        let unranked = |seed: u32| join("a", &seed.to_string(), &format!("train.seed: {seed}"));
+        let (one, other) = (unranked(1), unranked(2));
+        insta::assert_snapshot!(between_jobs(&one, &other), @"`train.seed` is `1` on node `a` (this job), `2` on node `a` (the other job)");
+        insta::assert_snapshot!(disagreement("j", &one, &other).unwrap(), @r"
+        nodes disagree on job `j`: `train.seed` is `1` on node `a` (joined earlier), `2` on node `a` (joined later)
+          hint: start every node with the same target, configuration and flags
+        ");
     }
 
     #[test]

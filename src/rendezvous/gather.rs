@@ -23,16 +23,13 @@ impl Job {
         };
         let ready = self.nodes.values().filter(|node| node.is_ready()).count() as u32;
         let (min, max) = self.limits();
-        let mut words = format!(
-            "{ready} of {} joined: {}",
-            words::nodes_within(min, max),
-            words::list(
-                self.nodes
-                    .values()
-                    .filter(|n| n.is_ready())
-                    .map(|n| n.join.hostname.as_str())
-            )
+        let names = words::list(
+            self.nodes
+                .values()
+                .filter(|n| n.is_ready())
+                .map(|n| n.join.hostname.as_str()),
         );
+        let mut words = format!("{ready} of {} joined: {names}", words::nodes_within(min, max));
         if ready < min {
             let _ = write!(words, "; waiting for {} more", min - ready);
             words.push_str(&words::time_left(g.until, now));
@@ -44,8 +41,11 @@ impl Job {
             words.push_str("; waiting for the workers of generation ");
             words.push_str(&self.generation.to_string());
             words.push_str(" to exit");
-        } else if g.last_call.is_some() {
-            words.push_str("; waiting for more (`last_call_timeout`)");
+        } else if let Some(last_call) = g.last_call {
+            // To a tenth of a second.
+            let left = (last_call.saturating_sub(now).as_secs_f64() * 10.0).round() / 10.0;
+            let joined = words::nodes(ready);
+            words = format!("{joined} joined ({names}), enough to start; waiting up to {left} s for more");
         } else {
             words.push_str("; pausing before the restart");
         }

@@ -72,7 +72,7 @@ look_at_the_machine() {
     gpu=$(sed -n 's/^  device 0 *//p' "$logs/doctor.log")
     if [[ -z $gpu ]]; then
         echo "error: no GPU that can be used on this machine, so nothing was checked; all of its words: $logs/doctor.log" >&2
-        sed -n '/^problems found/,$p' "$logs/doctor.log" >&2
+        sed -n '/problems found$/,$p' "$logs/doctor.log" >&2
         rm -rf "$outcomes"
         trap - EXIT
         exit 1

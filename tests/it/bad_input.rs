@@ -20,7 +20,6 @@ fn unknown_flags() {
         [ddp-run] error: unexpected argument '--nproc-per-nide' found
 
           tip: a similar argument exists: '--nproc-per-node'
-          tip: to pass '--nproc-per-nide' as a value, use '-- --nproc-per-nide'
 
         Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
 

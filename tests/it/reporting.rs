@@ -155,6 +155,17 @@ fn what_cannot_be_drawn_is_named() {
     ddp_train(dir.path(), &["plot", "none"])
         .expect_exit(2)
         .expect_stderr("error: cannot read `none`: No such file or directory");
+    for run in ["runs/a", "runs/b", "runs/no-run"] {
+        std::fs::create_dir_all(dir.path().join(run)).expect("writable");
+    }
+    for run in ["runs/a", "runs/b"] {
+        std::fs::write(dir.path().join(run).join("metrics.jsonl"), "").expect("writable");
+    }
+    // The clock of a file system is coarse: equal times are in the order of the names.
+    ddp_train(dir.path(), &["plot", "runs"])
+        .expect_exit(2)
+        .expect_stderr("error: cannot read `runs/metrics.jsonl`: No such file or directory")
+        .expect_stderr("hint: pass one of the runs in this directory, newest first: `runs/b`, `runs/a`");
     ddp_train(dir.path(), &["plot", ".", "-o", "plot.png"])
         .expect_exit(2)
         .expect_stderr("expected a path that ends in `.html` or `.svg`");

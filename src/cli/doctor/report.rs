@@ -36,6 +36,9 @@ pub fn render(facts: &Facts) -> String {
             );
         }
     }
+    if !may_have_gpus(facts) {
+        push(&mut out, "  note: no GPU found: training runs on the CPU");
+    }
     out
 }
 
@@ -192,18 +195,10 @@ impl Finding {
 
 fn findings(facts: &Facts) -> Vec<Finding> {
     let mut found = host_findings(facts);
-    let gpus = facts.described.as_ref().map_or(&[][..], Described::gpus);
-    let asked = facts
-        .libraries
-        .iter()
-        .any(|l| l.kind == LibraryKind::Cuda && l.at.is_some());
-    if facts.driver_version.is_none() && !asked {
-        found.push(Finding::new(
-            "no GPU found: training runs on the CPU",
-            "nothing to do, unless this machine has a GPU",
-        ));
+    if !may_have_gpus(facts) {
         return found;
     }
+    let gpus = facts.described.as_ref().map_or(&[][..], Described::gpus);
     if gpus.is_empty() {
         let why = match facts.described.as_ref().map(|described| &described.survey) {
             Some(Err(error)) => error.as_str(),
@@ -226,6 +221,12 @@ fn findings(facts: &Facts) -> Vec<Finding> {
     );
     found.extend(library_findings(facts));
     found
+}
+
+/// False if there is no part of a driver: most likely the machine has no GPU.
+fn may_have_gpus(facts: &Facts) -> bool {
+    let mut libraries = facts.libraries.iter();
+    facts.driver_version.is_some() || libraries.any(|l| l.kind == LibraryKind::Cuda && l.at.is_some())
 }
 
 fn host_findings(facts: &Facts) -> Vec<Finding> {
@@ -363,9 +364,8 @@ mod tests {
           libnccl.so           not found: collectives between GPUs
           searched             /usr/lib
 
-        problems found
-          - no GPU found: training runs on the CPU
-            hint: nothing to do, unless this machine has a GPU
+        no problems found
+          note: no GPU found: training runs on the CPU
         ");
     }
 

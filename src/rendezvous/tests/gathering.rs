@@ -49,12 +49,12 @@ fn an_elastic_job_starts_at_max_at_once() {
 fn an_elastic_job_starts_at_min_after_the_last_call() {
     let mut s = Scene::new();
     s.join("a", 2, 4).pass(SECOND, &["a"]).join("b", 2, 4);
-    insta::assert_snapshot!(s.words("b"), @"waiting: 2 of 2 to 4 nodes joined: `a`, `b`; waiting for more (`last_call_timeout`)");
+    insta::assert_snapshot!(s.words("b"), @"waiting: 2 nodes joined (`a`, `b`), enough to start; waiting up to 10 s for more");
     s.pass(9 * SECOND, &["a", "b"]);
     assert_eq!(s.words("b"), "");
     s.join("c", 2, 4).pass(SECOND, &["a", "b", "c"]);
     insta::assert_snapshot!(s.words("c"), @r"
-    waiting: 3 of 2 to 4 nodes joined: `a`, `b`, `c`; waiting for more (`last_call_timeout`)
+    waiting: 3 nodes joined (`a`, `b`, `c`), enough to start; waiting up to 1 s for more
     assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 of 2 to 4 nodes joined within `last_call_timeout`; node ranks: 3 by host name
     ");
 }
