@@ -123,7 +123,7 @@ fn any_failure_waits_for_a_node_that_is_away_as_a_script_does_not_say_what_it_fo
     assert!(s.words("a").contains("a restart cannot help"));
     // It comes back and has nothing to say: the failure is what it was.
     let mut s = away();
-    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2))
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 1, 2))
         .pass(SECOND, &["a", "b"]);
     assert!(s.words("a").contains("rank 0 (node `a`) exited with code 1"));
 }

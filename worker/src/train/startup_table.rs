@@ -66,6 +66,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("backend", backend(trainer));
     table.add("precision", precision(config));
     table.add("strategy", strategy(trainer));
+    table.add("tensor", tensor(trainer));
     table.add("pipeline", pipeline(&trainer.replica.plan));
     table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
     table.add("tokenizer", tokenizer(&prepared.dataset));
@@ -263,7 +264,10 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
             return "ddp: a single rank, nothing to shard".to_owned();
         }
-        Strategy::Ddp => return "ddp: full replica on each rank".to_owned(),
+        Strategy::Ddp => match scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]) {
+            1 => return "ddp: full replica on each rank".to_owned(),
+            ranks => return format!("ddp: full replica on each group of {ranks} ranks"),
+        },
         Strategy::Zero1 => "zero1: optimizer state",
         Strategy::Zero2 => "zero2: optimizer state and gradients",
         Strategy::Zero3 => "zero3: optimizer state, gradients and parameters",
@@ -279,6 +283,16 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         _ => "; parameters are gathered while the next forward starts",
     };
     format!("{what} sharded over {ranks}{copies}{kept}")
+}
+
+/// How many ranks divide each matrix, if several do.
+fn tensor(trainer: &TrainerParts<'_>) -> Option<String> {
+    let ranks = trainer.scheme.mesh.size(&[Axis::Tensor]);
+    let norms = match trainer.config.parallel.sequence {
+        true => "; sequence parallelism divides the rest by positions",
+        false => "",
+    };
+    (ranks > 1).then(|| format!("{ranks} ranks share each matrix{norms}"))
 }
 
 /// Schedule, stages and what is lost at their ends, if there are several.
