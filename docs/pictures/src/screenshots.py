@@ -36,14 +36,14 @@ def main():
     parser.add_argument("--run", type=pathlib.Path, required=True, help="directory of a run")
     parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "target/release")
     args = parser.parse_args()
-    text = re.sub(r"<!--.*?-->\s*", "", (ROOT / "README.md").read_text(), flags=re.S)
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.S)
     body = markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])
     with tempfile.TemporaryDirectory() as folder:
         readme, plot = pathlib.Path(folder) / "readme.html", pathlib.Path(folder) / "plot.html"
         readme.write_text(PAGE.format(root=ROOT, css=args.css.read_text(), body=body))
-        shoot(readme, "readme.png", 960, 2600)
+        shoot(readme, "readme.png", 960, 3200)
         subprocess.run([args.programs / "ddp-train", "plot", args.run, "--output", plot], check=True)
-        shoot(plot, "plot.png", 1000, 1180)
+        shoot(plot, "plot.png", 1000, 880)
     shoot(ROOT / "target/book/getting-started.html", "book.png", 1200, 900)
 
 

@@ -288,9 +288,10 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
 /// How many ranks divide each matrix, if several do.
 fn tensor(trainer: &TrainerParts<'_>) -> Option<String> {
     let ranks = trainer.scheme.mesh.size(&[Axis::Tensor]);
-    let norms = match trainer.config.parallel.sequence {
-        true => "; sequence parallelism divides the rest by positions",
-        false => "",
+    let norms = if trainer.config.parallel.sequence {
+        "; sequence parallelism divides the rest by positions"
+    } else {
+        ""
     };
     (ranks > 1).then(|| format!("{ranks} ranks share each matrix{norms}"))
 }
