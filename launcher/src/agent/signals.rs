@@ -76,8 +76,13 @@ fn is_repeated(last: &mut Option<(Call, Instant)>, call: Call, now: Instant) -> 
     if !matches!(call, Call::Stop(_)) {
         return false;
     }
-    let before = last.replace((call, now));
-    before.is_some_and(|(before, at)| before == call && now.duration_since(at) < SAME_REQUEST)
+    let is_repeated =
+        last.is_some_and(|(before, at)| before == call && now.duration_since(at) < SAME_REQUEST);
+    // A user who insists is heard: a repeated request does not begin the time anew.
+    if !is_repeated {
+        *last = Some((call, now));
+    }
+    is_repeated
 }
 
 /// True if our parent process had the signal ignored.
@@ -101,12 +106,15 @@ mod tests {
         let mut is_repeated = |call, ms| is_repeated(&mut last, call, start + Duration::from_millis(ms));
         assert!(!is_repeated(Call::Stop(15), 0));
         assert!(is_repeated(Call::Stop(15), 1));
-        assert!(!is_repeated(Call::Child, 2) && !is_repeated(Call::Child, 3));
+        assert!(is_repeated(Call::Stop(15), 400));
+        assert!(!is_repeated(Call::Stop(15), 500), "insisting is heard");
+        assert!(is_repeated(Call::Stop(15), 501));
+        assert!(!is_repeated(Call::Child, 502) && !is_repeated(Call::Child, 503));
         assert!(
-            !is_repeated(Call::Stop(2), 4),
+            !is_repeated(Call::Stop(2), 504),
             "another signal is a second request"
         );
-        assert!(!is_repeated(Call::Stop(2), 504));
+        assert!(!is_repeated(Call::Stop(2), 1004));
     }
 
     #[test]
