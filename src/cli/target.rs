@@ -323,6 +323,7 @@ fn similar_file(path: &Path) -> Option<PathBuf> {
         .take(MAX_SIMILAR_FILES)
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let names: Vec<String> = names
+        .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
         .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
         .collect();
     let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;

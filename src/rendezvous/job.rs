@@ -90,7 +90,7 @@ pub(super) struct Running {
     pub(super) assignment: Assignment,
     /// Members whose workers all ended with 0, by incarnation.
     pub(super) succeeded: BTreeSet<String>,
-    /// A failure that names another one as its cause, which is waited for.
+    /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
     pub(super) suspect: Option<Suspect>,
     /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,

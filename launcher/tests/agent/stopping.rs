@@ -78,7 +78,7 @@ fn a_second_signal_kills_at_once() {
     launcher.stdout.expect("[0] ready");
     launcher.signal(Signal::SIGINT);
     launcher.stderr.expect("stopping the workers");
-    launcher.signal(Signal::SIGTERM);
+    launcher.signal(Signal::SIGINT);
     let end = launcher.wait();
     assert_eq!(end.code, 130);
     assert!(

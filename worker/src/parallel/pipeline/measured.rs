@@ -146,7 +146,9 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
         for number in 1..ran.len() {
             let (from, to) = (ran[number - 1].end, ran[number].start);
             let between = (waits.iter()).filter(|wait| ns(wait.start_us) >= from && ns(wait.end_us) <= to);
-            let waited: u64 = between.map(|wait| ns(wait.end_us) - ns(wait.start_us)).sum();
+            let waited: u64 = between
+                .map(|wait| ns(wait.end_us).saturating_sub(ns(wait.start_us)))
+                .sum();
             ran[number].before = to.saturating_sub(from).saturating_sub(waited);
         }
         if !ran.is_empty() {
