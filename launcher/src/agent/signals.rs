@@ -3,23 +3,16 @@
 use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
-use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 
 use crate::plan::SignalPlan;
 
-/// A SIGTERM that is repeated this soon is the same request: `timeout` signals the program, and then its group. A terminal
-/// signals once for each Ctrl-C.
-const SAME_REQUEST: Duration = Duration::from_millis(500);
-
 /// Listens from its creation on: a signal that comes between two calls is kept.
 pub(super) struct Signals {
     /// In order of precedence.
     streams: Vec<(Stream, Call)>,
-    /// The last SIGTERM that counted.
-    stopped: Option<Instant>,
 }
 
 /// What a signal says.
@@ -50,39 +43,21 @@ impl Signals {
                 streams.push((signal(SignalKind::from_raw(number))?, call));
             }
         }
-        Ok(Self {
-            streams,
-            stopped: None,
-        })
+        Ok(Self { streams })
     }
 
     /// The next signal. Cancel safe: a signal that was not returned is kept.
     pub(super) async fn next(&mut self) -> Call {
         poll_fn(|context| {
             for (stream, call) in &mut self.streams {
-                while stream.poll_recv(context).is_ready() {
-                    if !is_repeated(&mut self.stopped, *call, Instant::now()) {
-                        return Poll::Ready(*call);
-                    }
+                if stream.poll_recv(context).is_ready() {
+                    return Poll::Ready(*call);
                 }
             }
             Poll::Pending
         })
         .await
     }
-}
-
-/// True for a SIGTERM that is the last one, delivered twice.
-fn is_repeated(last: &mut Option<Instant>, call: Call, now: Instant) -> bool {
-    if call != Call::Stop(Signal::SIGTERM as i32) {
-        return false;
-    }
-    let is_repeated = last.is_some_and(|last| now.duration_since(last) < SAME_REQUEST);
-    // A user who insists is heard: a repeated request does not begin the time anew.
-    if !is_repeated {
-        *last = Some(now);
-    }
-    is_repeated
 }
 
 /// True if our parent process had the signal ignored.
@@ -99,22 +74,6 @@ pub fn is_ignored(signal: Signal) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_stop_that_is_delivered_twice_counts_once() {
-        let (mut last, start) = (None, Instant::now());
-        let mut is_repeated = |call, ms| is_repeated(&mut last, call, start + Duration::from_millis(ms));
-        assert!(!is_repeated(Call::Stop(15), 0));
-        assert!(is_repeated(Call::Stop(15), 1));
-        assert!(is_repeated(Call::Stop(15), 400));
-        assert!(!is_repeated(Call::Stop(15), 500), "insisting is heard");
-        assert!(is_repeated(Call::Stop(15), 501));
-        assert!(!is_repeated(Call::Child, 502) && !is_repeated(Call::Child, 503));
-        assert!(
-            !is_repeated(Call::Stop(2), 502) && !is_repeated(Call::Stop(2), 503),
-            "Ctrl-C twice"
-        );
-    }
 
     #[test]
     fn ignored_signals_are_seen() {
