@@ -106,6 +106,8 @@ pub(super) struct Suspect {
     pub(super) end: GenerationEnd,
     /// How long it waits for a better cause, if no member's connection is broken: see [`Job::suspect_until`].
     pub(super) until: Duration,
+    /// How long it waits at most.
+    pub(super) latest: Duration,
 }
 
 #[derive(Debug)]

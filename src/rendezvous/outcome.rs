@@ -79,8 +79,11 @@ impl Job {
                 |node| format!("node `{node}` is away and may be the cause: waiting for it"),
             );
             turn.decided(format!("job `{}`: {}; {awaited}", self.id, end.cause));
-            let until = (running.suspect.take()).map_or(turn.at.now + wait, |suspect| suspect.until);
-            running.suspect = Some(Suspect { end, until });
+            // A connection that breaks again and again does not hold it back for ever.
+            let latest = turn.at.now + turn.config.lease + wait;
+            let times = (running.suspect.take()).map(|suspect| (suspect.until, suspect.latest));
+            let (until, latest) = times.unwrap_or((turn.at.now + wait, latest));
+            running.suspect = Some(Suspect { end, until, latest });
         }
     }
 
@@ -100,7 +103,17 @@ impl Job {
             return None;
         };
         let suspect = running.suspect.as_ref()?;
-        self.away().map(|(_, until)| until).chain([suspect.until]).max()
+        let until = self.away().map(|(_, until)| until).chain([suspect.until]).max();
+        until.map(|until| until.min(suspect.latest))
+    }
+
+    /// Ends the generation with a failure that was held back, if there is one and it is no consequence.
+    pub(super) fn end_with_held_failure(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Running(running) = &mut self.phase
+            && let Some(suspect) = running.suspect.take_if(|suspect| !suspect.end.is_consequence())
+        {
+            self.end_generation(turn, suspect.end);
+        }
     }
 
     /// Members whose connection is broken before they are done, and when each is lost.

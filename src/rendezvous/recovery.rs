@@ -384,6 +384,7 @@ impl Job {
             self.message(turn, &incarnation, generation, body);
         }
         // Unless a worker has failed, which is worse.
+        self.end_with_held_failure(turn);
         self.break_up(
             turn,
             format!("the rendezvous daemon was restarted{why}: restarting the workers"),

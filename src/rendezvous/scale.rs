@@ -111,7 +111,8 @@ impl Job {
             best_step: self.account.best(),
             max_restarts: running.assignment.max_restarts,
             membership: true,
-            at_step_boundary: true,
+            // A rank that has failed comes to no boundary.
+            at_step_boundary: running.suspect.is_none(),
             ..GenerationOver::default()
         };
         self.regroup(turn, over);

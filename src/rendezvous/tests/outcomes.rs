@@ -129,6 +129,20 @@ fn any_failure_waits_for_a_node_that_is_away_as_a_script_does_not_say_what_it_fo
 }
 
 #[test]
+fn a_connection_that_breaks_again_and_again_does_not_hold_a_failure_back_for_ever() {
+    let mut s = two_nodes();
+    s.break_stream("b").exit("a", 1, exited(0, 1));
+    for _ in 0..30 {
+        s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2))
+            .pass(SECOND / 5, &["a", "b"])
+            .break_stream("b")
+            .pass(SECOND / 5, &["a"]);
+    }
+    let words = s.words("a");
+    assert!(words.contains("rank 0 (node `a`) exited with code 1"), "{words}");
+}
+
+#[test]
 fn a_consequence_does_not_wait_out_the_lease_of_a_node_that_has_come_back() {
     let away = || {
         let mut s = two_nodes();
