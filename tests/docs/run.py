@@ -135,7 +135,7 @@ def wrong_flags(line, directory):
             if len(command) == at - start and re.search(rf"^  {re.escape(word)}  ", text, re.MULTILINE):
                 command.append(word)
             flag = word.split("=")[0].replace("_", "-")
-            if re.fullmatch(r"-[a-z]|--[a-z].*", flag) and not re.search(rf"(?<![\w-]){flag}(?![\w-])", text):
+            if word[0] == "-" and re.fullmatch(r"-[a-z]|--[a-z].*", flag) and not re.search(rf"(?<![\w-]){flag}(?![\w-])", text):
                 yield f"`{' '.join(command)}` has no flag `{word}`"
             key = "".join(words[at + 1 : at + 2]).split("=")[0]
             if word == "--set" and key not in ("", "KEY", "section.key") and f"`{key}`" not in CONFIGURATION:
