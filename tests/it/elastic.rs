@@ -38,6 +38,16 @@ fn two_nodes(daemon: &Daemon, done: &Path) -> (Running, Running) {
     (first, second)
 }
 
+/// Kills the second node: the first one works on alone, with no restart spent.
+fn expect_the_first_to_go_on((mut first, second): (Running, Running), done: &Path) {
+    second.signal(Signal::SIGKILL);
+    first.wait_for("was lost");
+    first.wait_for("world 1 attempt 0");
+    std::fs::write(done, "").expect("writable");
+    first.finish().expect_exit(0);
+    second.finish().expect_killed_by(Signal::SIGKILL);
+}
+
 #[test]
 fn a_job_takes_in_a_node_that_comes_later() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
@@ -58,13 +68,8 @@ fn a_job_takes_in_a_node_that_comes_later() {
 fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
     let done = dir.path().join("done");
-    let (mut first, second) = two_nodes(&daemon, &done);
-    second.signal(Signal::SIGKILL);
-    first.wait_for("was lost");
-    first.wait_for("world 1 attempt 0");
-    std::fs::write(&done, "").expect("writable");
-    first.finish().expect_exit(0);
-    second.finish().expect_killed_by(Signal::SIGKILL);
+    let (first, second) = two_nodes(&daemon, &done);
+    expect_the_first_to_go_on((first, second), &done);
     daemon.stop().expect_exit(0);
 }
 
@@ -99,12 +104,7 @@ fn a_script_that_fails_since_a_node_was_killed_spends_no_restart() {
         };
         (has_written(0) && has_written(1)).then_some(())
     });
-    second.signal(Signal::SIGKILL);
-    first.wait_for("was lost");
-    first.wait_for("world 1 attempt 0");
-    std::fs::write(&done, "").expect("writable");
-    first.finish().expect_exit(0);
-    second.finish().expect_killed_by(Signal::SIGKILL);
+    expect_the_first_to_go_on((first, second), &done);
     daemon.stop().expect_exit(0);
 }
 
