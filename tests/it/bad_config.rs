@@ -73,7 +73,10 @@ fn an_unknown_key_of_the_launch_section() {
 #[test]
 fn what_is_not_yaml() {
     let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
-    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'");
+    insta::assert_snapshot!(refused(&job), @r"
+    [ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'
+    [ddp-run]   hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     expect_nothing_written(&job);
 }
 

@@ -272,9 +272,15 @@ fn missing_sections_and_keys() {
 
 #[test]
 fn broken_yaml() {
-    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @"train.yaml:14: not valid YAML: mapping values are not allowed in this context");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @r"
+    train.yaml:14: not valid YAML: mapping values are not allowed in this context
+      hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given more than once");
-    insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @"train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)");
+    insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @r"
+    train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)
+      hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` starts a second document, but a configuration is a single one");
 }
 

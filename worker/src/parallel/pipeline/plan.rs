@@ -355,7 +355,7 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
         let hint = format!(
             "change `{CHUNKS}` (chunks per rank), `train.grad_accumulation` (micro-batches) or `{SCHEDULE}`"
         );
-        refused(SCHEDULE, format!("`{SCHEDULE}`: {error}"), hint)
+        refused(SCHEDULE, error.to_string(), hint)
     })
 }
 
