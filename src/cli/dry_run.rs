@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use ddp_launcher::{
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
-use super::host::{HostFacts, HostRole, host_role};
+use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::plan::Launch;
 
 /// Where the value of a setting comes from.
@@ -298,8 +299,13 @@ fn rendezvous(host: &HostFacts) -> String {
         .endpoint
         .as_ref()
         .map_or_else(String::new, ToString::to_string);
+    let literal = (host.endpoint.as_ref()).and_then(|endpoint| endpoint.host.parse::<IpAddr>().ok());
+    let is_foreign = literal.is_some_and(|ip| !is_own_address(ip));
     match host_role(host) {
         HostRole::Alone => "private, on this node".to_owned(),
+        HostRole::Host if is_foreign && host.is_host.is_none() => {
+            format!("{endpoint}, on the node with that address: this one lacks it")
+        }
         HostRole::Host => format!("{endpoint}, on this node"),
         HostRole::HostIfLocal => format!("{endpoint}, on the node with that address"),
         HostRole::Join => format!("{endpoint}, on a different node"),
@@ -358,6 +364,28 @@ mod tests {
                 text
             );
         }
+    }
+
+    #[test]
+    fn the_rendezvous_is_shown_where_it_will_be() {
+        let of_first_node = |endpoint: &str, is_host| HostFacts {
+            endpoint: Some(super::super::values::endpoint(endpoint).expect("valid")),
+            is_host,
+            node_rank: Some(0),
+            job_id: "job".to_owned(),
+            one_node: false,
+        };
+        let shown = |endpoint, is_host| rendezvous(&of_first_node(endpoint, is_host));
+        assert_eq!(shown("127.0.0.1:29400", None), "127.0.0.1:29400, on this node");
+        assert_eq!(
+            shown("192.0.2.1:29400", None),
+            "192.0.2.1:29400, on the node with that address: this one lacks it"
+        );
+        assert_eq!(
+            shown("192.0.2.1:29400", Some(true)),
+            "192.0.2.1:29400, on this node",
+            "address translation"
+        );
     }
 
     #[test]
