@@ -238,6 +238,7 @@ fn further(name: &str, launch: &Launch) -> Option<String> {
         "tee" => streams(&output.tee),
         "local_ranks_filter" => ranks(&output.local_ranks),
         "global_ranks_filter" => ranks(&output.global_ranks),
+        "output" => if output.raw { "raw" } else { "prefixed" }.to_owned(),
         "duplicate_stdout_filters" => words(&output.stdout_filters),
         "duplicate_stderr_filters" => words(&output.stderr_filters),
         "event_log_handler" => plan

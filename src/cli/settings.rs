@@ -14,7 +14,7 @@ use serde_saphyr::Spanned;
 
 use super::error::CliError;
 use super::numa::Binding;
-use super::streams::{self, Signals, Words};
+use super::streams::{self, OutputStyle, Signals, Words};
 use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
 /// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
@@ -197,6 +197,13 @@ settings! {
     /// Show only these ranks of the job on the console
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
+
+    /// `prefixed` lines of all ranks, or the `raw` bytes of one [default: prefixed]
+    ///
+    /// With `raw`, one rank is given the standard output and error of ddp-run: there is no prefix, and no byte changes.
+    /// With several ranks, `--local-ranks-filter` chooses one.
+    #[arg(value_name = "prefixed|raw", help_heading = OUTPUT, hide_short_help = true)]
+    output: OutputStyle = streams::output_style,
 
     /// Prefix of each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]

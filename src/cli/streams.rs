@@ -13,6 +13,24 @@ pub struct Words(pub Vec<String>);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Signals(pub Vec<i32>);
 
+/// `--output`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputStyle {
+    /// Lines of all ranks, each behind a prefix.
+    Prefixed,
+    /// The bytes of one rank.
+    Raw,
+}
+
+/// `prefixed` or `raw`.
+pub fn output_style(text: &str) -> Result<OutputStyle, String> {
+    match text {
+        "prefixed" => Ok(OutputStyle::Prefixed),
+        "raw" => Ok(OutputStyle::Raw),
+        _ => Err("expected `prefixed` or `raw`".to_owned()),
+    }
+}
+
 /// `0` none, `1` stdout, `2` stderr, `3` both; for all ranks, or `rank:set,…` by local rank.
 pub fn streams_by_rank(text: &str) -> Result<StreamsByRank, String> {
     const EXPECTED: &str = "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), for all workers or by local rank, for example `3` or `0:3,10:1`";

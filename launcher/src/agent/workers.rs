@@ -243,7 +243,7 @@ impl WorkerGroup {
                     Err(PrepareError::Pipe(io::Error::other(silent)))
                 }
             };
-            let (output, [stdout, stderr]) = if site.output.direct {
+            let (output, [stdout, stderr]) = if site.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
                 let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
