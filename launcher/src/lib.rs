@@ -60,6 +60,6 @@ pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;
 pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
-pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
+pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::SpawnError;

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, Variable, WorkerCommand, parent_of_workers,
-    signal_name,
+    CoreSet, LaunchPlan, NodeRange, SignalScope, StreamSet, StreamsByRank, Variable, WorkerCommand,
+    parent_of_workers, signal_name,
 };
 
 use ddp_proto::ids::NodeRank;
@@ -232,6 +232,10 @@ fn further(name: &str, launch: &Launch) -> Option<String> {
             .map_or_else(|| "never".to_owned(), |time| format!("{} s", time.as_secs_f64())),
         "signals_to_handle" => signals(&plan.signals.stop),
         "forward_signals" => signals(&plan.signals.forward),
+        "signal_scope" => match plan.signals.scope {
+            SignalScope::Group => "group".to_owned(),
+            SignalScope::Rank => "rank".to_owned(),
+        },
         "master_addr" => plan.master_addr.clone()?,
         "master_port" => plan.master_port?.to_string(),
         "redirects" => streams(&output.redirects),

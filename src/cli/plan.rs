@@ -323,7 +323,8 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
             .filter(|number| !is_forwarded(number))
             .collect(),
     };
-    Ok(SignalPlan { stop, forward })
+    let scope = settings.signal_scope.unwrap_or_default();
+    Ok(SignalPlan { stop, forward, scope })
 }
 
 fn event_log(settings: &Settings) -> Option<PathBuf> {

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ddp_launcher::{NodeRange, PrefixTemplate, StreamsByRank};
+use ddp_launcher::{NodeRange, PrefixTemplate, SignalScope, StreamsByRank};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
@@ -152,6 +152,12 @@ settings! {
     /// Signals to pass on to each worker without stopping the job
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
+
+    /// Who gets a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
+    ///
+    /// With `rank`, the children of a worker, such as PyTorch's data loaders, live until it has exited.
+    #[arg(value_name = "group|rank", help_heading = LIFE, hide_short_help = true)]
+    signal_scope: SignalScope = streams::signal_scope,
 
     /// TARGET is a Python module, run by `python3 -u -m`
     #[arg(short = 'm', num_args = 0, default_missing_value = "true", help_heading = WORKERS)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ddp_launcher::{StreamSet, StreamsByRank, signal_name};
+use ddp_launcher::{SignalScope, StreamSet, StreamsByRank, signal_name};
 use nix::sys::signal::Signal;
 
 /// Words of a filter.
@@ -91,6 +91,15 @@ pub fn words(text: &str) -> Result<Words, String> {
     words.push(word);
     words.retain(|word| !word.is_empty());
     Ok(Words(words))
+}
+
+/// `group` or `rank`.
+pub fn signal_scope(text: &str) -> Result<SignalScope, String> {
+    match text {
+        "group" => Ok(SignalScope::Group),
+        "rank" => Ok(SignalScope::Rank),
+        _ => Err("expected `group` or `rank`".to_owned()),
+    }
 }
 
 /// `SIGTERM,INT,10`: names with or without `SIG`, or numbers.

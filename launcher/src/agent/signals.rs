@@ -87,6 +87,7 @@ mod tests {
         let plan = SignalPlan {
             stop: vec![],
             forward: vec![Signal::SIGUSR2 as i32],
+            ..SignalPlan::default()
         };
         let mut signals = Signals::listen(&plan).unwrap();
         nix::sys::signal::raise(Signal::SIGUSR2).unwrap();

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, WorkerCommand};
+use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, SignalScope, WorkerCommand};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -35,6 +35,7 @@ pub(crate) struct Launch {
     connect_timeout_ms: u64,
     shutdown_timeout_ms: u64,
     hang_timeout_ms: u64,
+    signals_ranks_only: bool,
 }
 
 pub(crate) fn launch(daemon: &Daemon) -> Launch {
@@ -56,6 +57,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         connect_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
         hang_timeout_ms: 0,
+        signals_ranks_only: false,
     }
 }
 
@@ -137,6 +139,12 @@ impl Launch {
         self
     }
 
+    /// `--signal-scope rank`
+    pub(crate) fn signals_ranks_only(mut self) -> Self {
+        self.signals_ranks_only = true;
+        self
+    }
+
     pub(crate) fn hang_timeout(mut self, timeout: Duration) -> Self {
         self.hang_timeout_ms = timeout.as_millis() as u64;
         self
@@ -213,7 +221,14 @@ impl Launch {
             master_addr: None,
             master_port: None,
             virtual_local_rank: false,
-            signals: SignalPlan::default(),
+            signals: SignalPlan {
+                scope: if self.signals_ranks_only {
+                    SignalScope::Rank
+                } else {
+                    SignalScope::Group
+                },
+                ..SignalPlan::default()
+            },
             cores: Vec::new(),
             event_log: None,
         }
