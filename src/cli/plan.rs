@@ -89,6 +89,7 @@ pub fn resolve(
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
+    let progress_bar = target.kind == TargetKind::Native && !output.raw && io::stderr().is_terminal();
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -115,7 +116,7 @@ pub fn resolve(
         cores,
         event_log: event_log(&settings),
         command: target.command(exe, python),
-        progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
+        progress_bar,
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
