@@ -282,6 +282,22 @@ impl Launcher {
         kill(Pid::from_raw(self.pid()), signal).unwrap();
     }
 
+    /// Sends a signal until standard error has a line with `text`: one that comes at once after the one before does not
+    /// count.
+    pub(crate) fn insist(&mut self, signal: Signal, text: &str) {
+        let deadline = Instant::now() + DEADLINE;
+        while Instant::now() < deadline {
+            self.signal(signal);
+            if self
+                .stderr
+                .comes(text, Instant::now() + Duration::from_millis(200))
+            {
+                return;
+            }
+        }
+        panic!("no line with `{text}` in:\n{}", self.stderr.seen);
+    }
+
     /// Waits for the end. Both streams end too: no process that was left behind holds them.
     pub(crate) fn wait(mut self) -> End {
         let (stdout, stderr) = (self.stdout.rest(), self.stderr.rest());
@@ -347,6 +363,20 @@ impl Lines {
                     }
                 }
                 Err(error) => panic!("no line with `{text}` ({error}) in:\n{}", self.seen),
+            }
+        }
+    }
+
+    /// True if a line that contains `text` comes before `deadline`.
+    pub(crate) fn comes(&mut self, text: &str, deadline: Instant) -> bool {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(line) = self.lines.recv_timeout(left) else {
+                return false;
+            };
+            self.seen.push_str(&line);
+            if line.contains(text) {
+                return true;
             }
         }
     }
