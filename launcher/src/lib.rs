@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `repeated_errors`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `repeated_errors`, `feed`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause`, `local_end`, `failures` | the failure report, for people and for programs; what else failed, here and elsewhere |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -38,7 +38,6 @@ mod logs;
 mod master_port;
 mod oom;
 mod output;
-mod piece;
 mod plan;
 mod preview;
 mod proc_table;
@@ -61,6 +60,6 @@ pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;
 pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
-pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
+pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::SpawnError;

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, Variable, WorkerCommand, parent_of_workers,
-    signal_name,
+    CoreSet, LaunchPlan, NodeRange, SignalScope, StreamSet, StreamsByRank, Variable, WorkerCommand,
+    parent_of_workers, signal_name,
 };
 
 use ddp_proto::ids::NodeRank;
@@ -233,12 +233,17 @@ fn further(name: &str, launch: &Launch) -> Option<String> {
             .map_or_else(|| "never".to_owned(), |time| format!("{} s", time.as_secs_f64())),
         "signals_to_handle" => signals(&plan.signals.stop),
         "forward_signals" => signals(&plan.signals.forward),
+        "signal_scope" => match plan.signals.scope {
+            SignalScope::Group => "group".to_owned(),
+            SignalScope::Rank => "rank".to_owned(),
+        },
         "master_addr" => plan.master_addr.clone()?,
         "master_port" => plan.master_port?.to_string(),
         "redirects" => streams(&output.redirects),
         "tee" => streams(&output.tee),
         "local_ranks_filter" => ranks(&output.local_ranks),
         "global_ranks_filter" => ranks(&output.global_ranks),
+        "output" => if output.raw { "raw" } else { "prefixed" }.to_owned(),
         "duplicate_stdout_filters" => words(&output.stdout_filters),
         "duplicate_stderr_filters" => words(&output.stderr_filters),
         "event_log_handler" => plan

@@ -22,7 +22,7 @@ use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_w
 use super::native::{self, Backend, Validated};
 use super::numa::bind;
 use super::settings::Settings;
-use super::streams::{Signals, Words};
+use super::streams::{OutputStyle, Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind, python};
 use super::topology::Topology;
 use super::values::{EventLog, ProcCount};
@@ -76,17 +76,20 @@ pub fn resolve(
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    check_raw(&settings, alone, workers)?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
     let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !args.dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings, alone, workers);
-    let named = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let logs = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
+    let named = settings.log_dir.clone().or(logs);
     let log_dir = log_dir(named, &output, &job_id, args.dry_run)?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
+    let progress_bar = target.kind == TargetKind::Native && !output.raw && io::stderr().is_terminal();
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -113,7 +116,7 @@ pub fn resolve(
         cores,
         event_log: event_log(&settings),
         command: target.command(exe, python),
-        progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
+        progress_bar,
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
@@ -321,7 +324,8 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
             .filter(|number| !is_forwarded(number))
             .collect(),
     };
-    Ok(SignalPlan { stop, forward })
+    let scope = settings.signal_scope.unwrap_or_default();
+    Ok(SignalPlan { stop, forward, scope })
 }
 
 fn event_log(settings: &Settings) -> Option<PathBuf> {
@@ -334,8 +338,16 @@ fn event_log(settings: &Settings) -> Option<PathBuf> {
 
 /// What becomes of the output of this node's `workers`. Ranks that it names and there are not are said.
 fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
+    let output = output_plan(settings);
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("{OWN_PREFIX}{words}");
+    }
+    output
+}
+
+fn output_plan(settings: &Settings) -> OutputPlan {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
-    let output = OutputPlan {
+    OutputPlan {
         redirects: settings.redirects.clone().unwrap_or_default(),
         tee: settings.tee.clone().unwrap_or_default(),
         local_ranks: settings.local_ranks_filter.clone(),
@@ -344,11 +356,36 @@ fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
         direct: false,
-    };
-    for words in words_on_absent_ranks(&output, workers, alone) {
-        eprintln!("{OWN_PREFIX}{words}");
+        raw: settings.output == Some(OutputStyle::Raw),
     }
-    output
+}
+
+/// `--output raw` is for one rank, whose bytes the launcher does not see.
+fn check_raw(settings: &Settings, alone: bool, workers: u32) -> Result<(), CliError> {
+    let output = output_plan(settings);
+    if !output.raw {
+        return Ok(());
+    }
+    if settings.log_dir.is_some() || output.needs_files() {
+        return Err(CliError::Conflict {
+            problem:
+                "`--output raw` passes the output of a rank by the launcher, which cannot write it to files"
+                    .into(),
+            hint:
+                "omit `--log-dir`, `--redirects`, `--tee` and `--duplicate-…-filters`, or omit `--output raw`"
+                    .into(),
+        });
+    }
+    let shown = output.most_shown(workers, alone);
+    if shown > 1 {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "`--output raw` shows one rank, but up to {shown} ranks of this node would be shown"
+            ),
+            hint: "`--local-ranks-filter 0` shows local rank 0 only; or use `--nproc-per-node 1`".into(),
+        });
+    }
+    Ok(())
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of

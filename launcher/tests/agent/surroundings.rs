@@ -68,6 +68,21 @@ fn lines_are_prefixed_and_whole() {
 }
 
 #[test]
+fn lines_of_a_megabyte_stay_whole_beside_those_of_other_ranks() {
+    let daemon = Daemon::start(Policy::default());
+    let script =
+        r#"for line in 1 2 3 4; do head -c 1000000 /dev/zero | tr '\000' "$RANK"; echo; echo short; done"#;
+    let end = launch(&daemon).workers(2).sh(script).start().wait();
+    let mut lines: Vec<&str> = end.stdout.lines().filter(|line| line.starts_with('[')).collect();
+    lines.sort_unstable();
+    let expected = ["0", "1"].map(|rank| {
+        let of = |text: &str| vec![format!("[{rank}] {text}"); 4];
+        [of(&rank.repeat(1_000_000)), of("short")].concat()
+    });
+    assert!(lines == expected.concat(), "{} lines", lines.len());
+}
+
+#[test]
 fn log_files_hold_every_byte() {
     let daemon = Daemon::start(Policy::default());
     let logs = tempfile::tempdir().unwrap();

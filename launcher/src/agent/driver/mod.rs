@@ -190,6 +190,7 @@ impl<'a> Driver<'a> {
             if let Some(exit_reason) = self.finished.take() {
                 let report = self.report(&exit_reason);
                 self.publish(&exit_reason, report.as_deref()).await;
+                self.event_log.shutdown().await;
                 return (exit_reason, report);
             }
             let mail = self.inbox.next(self.alarm).await;

@@ -214,6 +214,7 @@ impl Making {
             hostname: &self.hostname,
             control: &self.control,
             output: &plan.output,
+            signal_scope: plan.signals.scope,
             native: plan.command.native,
             master_addr: plan.master_addr.as_deref(),
             cores: &plan.cores,
