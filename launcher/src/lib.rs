@@ -7,6 +7,7 @@
 //! | `guardian` | kills the workers of a launcher that was killed |
 //! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
 //! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `tcp_store` | hosts the store that the workers' PyTorch uses at `MASTER_PORT` |
 //! | `hang`, `waits` | find workers that say nothing any more, and tell who waits for whom |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
@@ -52,6 +53,7 @@ mod root_cause;
 mod sinks;
 mod spawn;
 mod sweep;
+mod tcp_store;
 mod terminal;
 mod waits;
 

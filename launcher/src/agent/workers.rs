@@ -59,6 +59,8 @@ pub(super) struct Site<'a> {
     pub(super) output: &'a OutputPlan,
     /// The workers are the native ones.
     pub(super) native: bool,
+    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
+    pub(super) agent_store: bool,
     /// `--master-addr`
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
@@ -169,6 +171,8 @@ pub(super) struct WorkerGroup {
     /// Since the generation began.
     oom: OomCounter,
     told_waits: ToldWaits,
+    /// Rank 0 has no port to bind.
+    agent_store: bool,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -194,6 +198,7 @@ impl WorkerGroup {
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
             told_waits: ToldWaits::default(),
+            agent_store: false,
             cancelled: Arc::default(),
         }
     }
@@ -206,6 +211,7 @@ impl WorkerGroup {
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
         let mut worker_group = Self::empty(site.group);
+        worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
