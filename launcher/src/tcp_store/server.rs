@@ -264,3 +264,7 @@ impl Drop for Held<'_> {
         self.hub.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;
