@@ -34,7 +34,10 @@ class AgentStore(unittest.TestCase):
         self.run_operations(MODE="master")
 
     def test_rank_0_opens_the_store_where_torchrun_is_told_to_let_it(self):
-        self.run_operations(MODE="master", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        launched = self.expect(self.launch("--nproc-per-node", 3, SCRIPTS / "master_port.py", env=env))
+        self.expect_lines(launched, "met 3 at the launcher's port$", 3)
+        self.expect_lines(launched, "has failed to bind", 0)
 
     def test_the_store_outlives_rank_0(self):
         launched = self.expect(self.launch("--nproc-per-node", 3, SCRIPTS / "store_outlives.py"))

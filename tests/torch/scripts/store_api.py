@@ -39,7 +39,7 @@ def operations(store):
     yield store.queue_len("q")
     try:
         store.queue_pop("q", False)
-    except dist.DistQueueEmptyError as error:
+    except dist.QueueEmptyError as error:
         yield type(error).__name__
     store.queue_push("q", "first")
     store.queue_push("q", "second")
@@ -49,20 +49,26 @@ def operations(store):
     clone = store.clone()
     clone.set("clone", "here")
     yield store.get("clone")
+    if hasattr(store, "barrier"):
+        store.barrier("alone", 1, LONG)
+        try:
+            store.barrier("of two", 2, SOON)
+        except dist.DistStoreError as error:
+            yield f"barrier: {type(error).__name__}"
+        yield [store.get("alone"), store.get("of two")]
     inner = dist.PrefixStore("p", dist.PrefixStore("q", store))
     inner.set("k", "v")
     yield [inner.get("k"), store.check(["q/p/k"])]
 
 
 if rank == 0:
-    own = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=LONG)
+    own = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=LONG, wait_for_workers=False)
     expected = list(operations(own))
 
 connect = dict(timeout=LONG, wait_for_workers=False, use_libuv=os.environ.get("USE_LIBUV", "1") == "1")
 store = dist.TCPStore(host, port, world, is_master=rank == 0 and os.environ["MODE"] == "master", **connect)
 if rank == 0:
     found = list(operations(store))
-    # A server of PyTorch's keeps a key more for its own use.
     if found != expected:
         raise SystemExit(f"{found}\nis not\n{expected}")
     print(f"{len(found)} answers as PyTorch's own", flush=True)
