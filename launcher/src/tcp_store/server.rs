@@ -1,6 +1,7 @@
-//! The sockets of the store.
+//! The sockets of the store, on a thread of their own: the agent does not wait for what workers do to the store.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::AsRawFd;
@@ -11,7 +12,8 @@ use std::time::Duration;
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Notify;
+use tokio::runtime::Builder;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -48,26 +50,42 @@ enum ServeError {
 #[derive(Debug)]
 pub(crate) struct TcpStoreServer {
     listener: StdListener,
-    tasks: JoinSet<()>,
+    /// Ends the thread when it is dropped.
+    _open: oneshot::Sender<Infallible>,
 }
 
 impl TcpStoreServer {
-    /// Serves an empty store; must be called on a tokio runtime.
+    /// Serves an empty store.
     pub(crate) fn start(listener: StdListener, console: Console) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        let accepting = TcpListener::from_std(listener.try_clone()?)?;
-        let mut tasks = JoinSet::new();
-        tasks.spawn(accept(accepting, Arc::new(Hub::new(console))));
-        Ok(Self { listener, tasks })
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let accepting = {
+            let _on_runtime = runtime.enter();
+            TcpListener::from_std(listener.try_clone()?)?
+        };
+        let (open, closed) = oneshot::channel();
+        let serve = async move {
+            // Whichever is dropped, all that is served ends.
+            tokio::select! {
+                () = accept(accepting, Arc::new(Hub::new(console))) => {}
+                _ = closed => {}
+            }
+        };
+        std::thread::Builder::new()
+            .name("tcp-store".into())
+            .spawn(move || runtime.block_on(serve))?;
+        Ok(Self {
+            listener,
+            _open: open,
+        })
     }
 
     /// Takes no connection from now on, and ends those that there are.
-    pub(crate) fn close(mut self) {
-        // The tasks hold the socket until the runtime drops them, which the next generation does not wait for.
+    pub(crate) fn close(self) {
+        // The thread holds the socket for a moment, for which the next generation does not wait.
         if let Err(error) = shutdown(self.listener.as_raw_fd(), Shutdown::Both) {
             tracing::warn!("cannot shut the store down: {error}");
         }
-        self.tasks.abort_all();
     }
 }
 

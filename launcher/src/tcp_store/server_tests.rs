@@ -24,7 +24,7 @@ impl Write for Said {
 }
 
 /// A server and its address; the last is what it says.
-async fn server() -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
+fn server() -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
     let (said, output) = mpsc::channel();
     let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
     let console = Console::start(Sinks::new(writers, [SinkKind::Pipe; 2], false), false).unwrap();
@@ -57,79 +57,67 @@ fn is_closed(client: &mut Client) -> bool {
     }
 }
 
-/// Runs a blocking client beside the server.
-async fn beside<T: Send + 'static>(client: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::task::spawn_blocking(client).await.unwrap()
+#[test]
+fn a_waiting_client_is_woken_by_another() {
+    let (_server, address, _said) = server();
+    let (mut waiting, mut setting) = (connect(address), connect(address));
+    send(&mut waiting, &Command::Wait(vec![b"k".to_vec()]));
+    send(&mut setting, &Command::Set(b"k".to_vec(), b"value".to_vec()));
+    assert_eq!(read(&mut waiting, 1), [0]);
+    send(&mut waiting, &Command::Get(b"k".to_vec()));
+    assert_eq!(read(&mut waiting, 13), part(b"value"));
+    // Nobody sets this one: the client gives up.
+    send(&mut waiting, &Command::Wait(vec![b"never".to_vec()]));
+    send(&mut waiting, &Command::CancelWait);
+    assert_eq!(read(&mut waiting, 1), [1]);
 }
 
-#[tokio::test]
-async fn a_waiting_client_is_woken_by_another() {
-    let (_server, address, _said) = server().await;
-    beside(move || {
-        let (mut waiting, mut setting) = (connect(address), connect(address));
-        send(&mut waiting, &Command::Wait(vec![b"k".to_vec()]));
-        send(&mut setting, &Command::Set(b"k".to_vec(), b"value".to_vec()));
-        assert_eq!(read(&mut waiting, 1), [0]);
-        send(&mut waiting, &Command::Get(b"k".to_vec()));
-        assert_eq!(read(&mut waiting, 13), part(b"value"));
-        // Nobody sets this one: the client gives up.
-        send(&mut waiting, &Command::Wait(vec![b"never".to_vec()]));
-        send(&mut waiting, &Command::CancelWait);
-        assert_eq!(read(&mut waiting, 1), [1]);
-    })
-    .await;
+#[test]
+fn what_a_client_sent_before_it_left_is_there() {
+    let (_server, address, _said) = server();
+    let mut waiting = connect(address);
+    send(
+        &mut waiting,
+        &Command::Wait(vec![b"big".to_vec(), b"last".to_vec()]),
+    );
+    let mut leaving = connect(address);
+    send(&mut leaving, &Command::Set(b"big".to_vec(), vec![7; 8 << 20]));
+    send(&mut leaving, &Command::Set(b"last".to_vec(), Vec::new()));
+    drop(leaving);
+    assert_eq!(read(&mut waiting, 1), [0]);
+    send(&mut waiting, &Command::Get(b"big".to_vec()));
+    assert_eq!(read(&mut waiting, (8 << 20) + 8)[8..], vec![7; 8 << 20]);
 }
 
-#[tokio::test]
-async fn what_a_client_sent_before_it_left_is_there() {
-    let (_server, address, _said) = server().await;
-    beside(move || {
-        let mut waiting = connect(address);
-        send(&mut waiting, &Command::Wait(vec![b"big".to_vec(), b"last".to_vec()]));
-        let mut leaving = connect(address);
-        send(&mut leaving, &Command::Set(b"big".to_vec(), vec![7; 8 << 20]));
-        send(&mut leaving, &Command::Set(b"last".to_vec(), Vec::new()));
-        drop(leaving);
-        assert_eq!(read(&mut waiting, 1), [0]);
-        send(&mut waiting, &Command::Get(b"big".to_vec()));
-        assert_eq!(read(&mut waiting, (8 << 20) + 8)[8..], vec![7; 8 << 20]);
-    })
-    .await;
+#[test]
+fn strangers_are_closed_and_named_once() {
+    let (_server, address, said) = server();
+    for _ in 0..3 {
+        let mut stranger = Client::connect(address).unwrap();
+        stranger.set_read_timeout(Some(DEADLINE)).unwrap();
+        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        assert!(is_closed(&mut stranger));
+    }
+    let words = String::from_utf8(said.recv_timeout(DEADLINE).unwrap()).unwrap();
+    assert!(
+        words.contains("does not speak the protocol of PyTorch's TCPStore"),
+        "{words}"
+    );
+    send(&mut connect(address), &Command::CountKeys);
+    assert!(said.try_recv().is_err(), "it is said once");
 }
 
-#[tokio::test]
-async fn strangers_are_closed_and_named_once() {
-    let (_server, address, said) = server().await;
-    beside(move || {
-        for _ in 0..3 {
-            let mut stranger = Client::connect(address).unwrap();
-            stranger.set_read_timeout(Some(DEADLINE)).unwrap();
-            stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-            assert!(is_closed(&mut stranger));
-        }
-        let words = String::from_utf8(said.recv_timeout(DEADLINE).unwrap()).unwrap();
-        assert!(words.contains("does not speak the protocol of PyTorch's TCPStore"), "{words}");
-        send(&mut connect(address), &Command::CountKeys);
-        assert!(said.try_recv().is_err(), "it is said once");
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_store_that_was_closed_ends_its_connections_and_takes_no_more() {
-    let (server, address, _said) = server().await;
-    let mut client = beside(move || {
-        let mut client = connect(address);
-        send(&mut client, &Command::CountKeys);
-        assert_eq!(read(&mut client, 8), [0; 8]);
-        client
-    })
-    .await;
+#[test]
+fn a_store_that_was_closed_ends_its_connections_and_takes_no_more() {
+    let (server, address, _said) = server();
+    let mut client = connect(address);
+    send(&mut client, &Command::CountKeys);
+    assert_eq!(read(&mut client, 8), [0; 8]);
     server.close();
     assert_eq!(
         Client::connect(address).unwrap_err().kind(),
         ErrorKind::ConnectionRefused,
         "at once"
     );
-    assert!(beside(move || is_closed(&mut client)).await);
+    assert!(is_closed(&mut client));
 }

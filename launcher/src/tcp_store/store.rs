@@ -58,17 +58,17 @@ impl Store {
         let mut answer = Vec::new();
         match command {
             Command::Ping(nonce) => answer.extend(nonce.to_le_bytes()),
-            Command::Set(key, value) => self.set(key, value)?,
+            Command::Set(key, value) => self.set(&key, value)?,
             Command::MultiSet(pairs) => {
                 for (key, value) in pairs {
-                    self.set(key, value)?;
+                    self.set(&key, value)?;
                 }
             }
             Command::CompareSet {
                 key,
                 expected,
                 desired,
-            } => put_bytes(&mut answer, &self.compare_set(key, expected, desired)?),
+            } => put_bytes(&mut answer, &self.compare_set(&key, expected, desired)?),
             Command::Get(key) => put_bytes(&mut answer, self.get(&key)),
             Command::MultiGet(keys) => {
                 for key in keys {
@@ -79,14 +79,14 @@ impl Store {
             }
             Command::Add(key, delta) => {
                 let sum = self.counter(&key)?.wrapping_add(delta);
-                self.set(key, sum.to_string().into_bytes())?;
+                self.set(&key, sum.to_string().into_bytes())?;
                 put_number(&mut answer, sum);
             }
             Command::Append(key, value) => {
                 let mut whole = self.get(&key).to_vec();
                 bound(whole.len() + value.len())?;
                 whole.extend(value);
-                self.set(key, whole)?;
+                self.set(&key, whole)?;
             }
             Command::Check(keys) => {
                 let ready = keys.iter().all(|key| self.is_ready(key));
@@ -110,7 +110,7 @@ impl Store {
                     put_bytes(&mut answer, key);
                 }
             }
-            Command::QueuePush(key, value) => self.queue_push(key, value)?,
+            Command::QueuePush(key, value) => self.queue_push(&key, value)?,
             Command::QueuePop(key) => self.queue_pop(&key, &mut answer),
             Command::QueueLength(key) => {
                 let length = self.queues.get(&key).map_or(0, VecDeque::len);
@@ -140,16 +140,16 @@ impl Store {
         self.values.get(key).map_or(&[], Vec::as_slice)
     }
 
-    fn set(&mut self, key: Key, value: Value) -> Result<(), Refused> {
-        self.store(key.clone(), value)?;
-        self.wake_all(&key);
+    fn set(&mut self, key: &[u8], value: Value) -> Result<(), Refused> {
+        self.store(key, value)?;
+        self.wake_all(key);
         Ok(())
     }
 
-    fn store(&mut self, key: Key, value: Value) -> Result<(), Refused> {
-        let freed = self.values.get(&key).map_or(0, |old| size_of_entry(&key, old));
-        self.take_room(size_of_entry(&key, &value), freed)?;
-        self.values.insert(key, value);
+    fn store(&mut self, key: &[u8], value: Value) -> Result<(), Refused> {
+        let freed = self.values.get(key).map_or(0, |old| size_of_entry(key, old));
+        self.take_room(size_of_entry(key, &value), freed)?;
+        self.values.insert(key.to_vec(), value);
         Ok(())
     }
 
@@ -163,8 +163,8 @@ impl Store {
 
     /// Returns the value after it. A key that does not exist has the expected value if that is empty; otherwise the
     /// client gets back what it expected, as from PyTorch's own server.
-    fn compare_set(&mut self, key: Key, expected: Value, desired: Value) -> Result<Value, Refused> {
-        match self.values.get(&key) {
+    fn compare_set(&mut self, key: &[u8], expected: Value, desired: Value) -> Result<Value, Refused> {
+        match self.values.get(key) {
             Some(value) if *value != expected => return Ok(value.clone()),
             None if !expected.is_empty() => return Ok(expected),
             _ => {}
@@ -196,7 +196,7 @@ impl Store {
 
     fn barrier(&mut self, client: ClientId, key: Key, world_size: i64) -> Result<Vec<u8>, Refused> {
         let arrived = self.counter(&key)?.saturating_add(1);
-        self.store(key.clone(), arrived.to_string().into_bytes())?;
+        self.store(&key, arrived.to_string().into_bytes())?;
         if arrived >= world_size {
             self.wake_all(&key);
             return Ok(Answer::StopWaiting.encode());
@@ -296,10 +296,10 @@ impl Store {
         }
     }
 
-    fn queue_push(&mut self, key: Key, value: Value) -> Result<(), Refused> {
-        self.take_room(size_of_entry(&key, &value), 0)?;
-        self.queues.entry(key.clone()).or_default().push_back(value);
-        self.offer(&key);
+    fn queue_push(&mut self, key: &[u8], value: Value) -> Result<(), Refused> {
+        self.take_room(size_of_entry(key, &value), 0)?;
+        self.queues.entry(key.to_vec()).or_default().push_back(value);
+        self.offer(key);
         Ok(())
     }
 
