@@ -7,6 +7,7 @@
 //! | `guardian` | kills the workers of a launcher that was killed |
 //! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
 //! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `tcp_store` | hosts the store that the workers' PyTorch uses at `MASTER_PORT` |
 //! | `hang`, `waits` | find workers that say nothing any more, and tell who waits for whom |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
@@ -18,7 +19,7 @@
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
 //!
 //! Threads: the caller's runtime runs the agent; `spawner` starts workers, `pump` reads their output, `console`
-//! writes. Only the agent decides, and it never waits for the others.
+//! writes, `tcp-store` serves. Only the agent decides, and it never waits for the others.
 #![deny(unsafe_code)]
 
 mod agent;
@@ -51,6 +52,7 @@ mod root_cause;
 mod sinks;
 mod spawn;
 mod sweep;
+mod tcp_store;
 mod terminal;
 mod waits;
 

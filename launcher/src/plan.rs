@@ -129,4 +129,6 @@ pub struct WorkerCommand {
     pub display_name: String,
     /// True for the native worker, which stops at a step boundary when asked through the control socket.
     pub native: bool,
+    /// The agent of node 0 hosts PyTorch's store for it at `MASTER_PORT`; otherwise the port is free for rank 0.
+    pub agent_store: bool,
 }

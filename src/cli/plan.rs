@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, environment_of, signal_name,
+    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, WorkerCommand, environment_of,
+    signal_name,
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
@@ -34,6 +35,8 @@ const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
 /// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
 const MOST_COUNTS_TRIED: usize = 64;
+/// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
+const NO_AGENT_STORE: &str = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE";
 /// From SIGTERM to SIGKILL, as torchrun.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -115,7 +118,10 @@ pub fn resolve(
         signals,
         cores,
         event_log: event_log(&settings),
-        command: target.command(exe, python),
+        command: WorkerCommand {
+            agent_store: agent_store(&target, &settings, &get_env),
+            ..target.command(exe, python)
+        },
         progress_bar,
     };
     Ok(Launch {
@@ -125,6 +131,13 @@ pub fn resolve(
         sources,
         refusals,
     })
+}
+
+/// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own
+/// variable says that rank 0 does. Other programs have `MASTER_PORT` to themselves.
+fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> Option<String>) -> bool {
+    let is_python = matches!(target.kind, TargetKind::Python | TargetKind::Module);
+    (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
 /// What all nodes of the job must say alike, beside the target.
@@ -485,6 +498,19 @@ mod tests {
             (inherited[0].name.as_str(), inherited[0].value.as_str()),
             ("OMP_NUM_THREADS", "77")
         );
+    }
+
+    #[test]
+    fn the_agent_hosts_the_store_of_what_torchrun_would_run() {
+        let hosts = |words: &[&str], env: &[(&str, &str)]| {
+            let launch = resolve_words(words, env).expect("valid");
+            launch.plan.command.agent_store
+        };
+        assert!(hosts(&["-m", "train"], &[]));
+        assert!(hosts(&["--no-python", "python3", "train.py"], &[]));
+        assert!(hosts(&["python3", "train.py"], &[("PET_NO_PYTHON", "1")]));
+        assert!(!hosts(&["./server"], &[]), "it may bind MASTER_PORT itself");
+        assert!(!hosts(&["-m", "train"], &[(NO_AGENT_STORE, "1")]));
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub(super) struct Site<'a> {
     pub(super) signal_scope: SignalScope,
     /// The workers are the native ones.
     pub(super) native: bool,
+    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
+    pub(super) agent_store: bool,
     /// `--master-addr`
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
@@ -171,6 +173,8 @@ pub(super) struct WorkerGroup {
     oom: OomCounter,
     told_waits: ToldWaits,
     signal_scope: SignalScope,
+    /// Rank 0 has no port to bind.
+    agent_store: bool,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -197,6 +201,7 @@ impl WorkerGroup {
             oom: OomCounter::of_workers(group),
             told_waits: ToldWaits::default(),
             signal_scope,
+            agent_store: false,
             cancelled: Arc::default(),
         }
     }
@@ -209,6 +214,7 @@ impl WorkerGroup {
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
         let mut worker_group = Self::empty(site.group, site.signal_scope);
+        worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,

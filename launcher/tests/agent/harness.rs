@@ -29,6 +29,7 @@ pub(crate) struct Launch {
     args: Vec<String>,
     env: BTreeMap<String, String>,
     native: bool,
+    agent_store: bool,
     progress_bar: bool,
     log_dir: Option<PathBuf>,
     stdout_filter: Option<String>,
@@ -51,6 +52,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         args: Vec::new(),
         env: BTreeMap::new(),
         native: false,
+        agent_store: false,
         progress_bar: false,
         log_dir: None,
         stdout_filter: None,
@@ -110,6 +112,11 @@ impl Launch {
 
     pub(crate) fn native(mut self) -> Self {
         self.native = true;
+        self
+    }
+
+    pub(crate) fn agent_store(mut self) -> Self {
+        self.agent_store = true;
         self
     }
 
@@ -211,6 +218,7 @@ impl Launch {
                 env: self.env,
                 display_name: "the program".into(),
                 native: self.native,
+                agent_store: self.agent_store,
             },
             progress_bar: self.progress_bar,
             output: OutputPlan {

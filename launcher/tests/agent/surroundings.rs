@@ -16,6 +16,7 @@ fn workers_see_the_environment_contract() {
         .workers(2)
         .max_restarts(4)
         .log_dir(logs.path())
+        .agent_store()
         .env("MINE", "1")
         .program("env", &[]);
     let end = launch
@@ -40,7 +41,7 @@ fn workers_see_the_environment_contract() {
         ("TORCHELASTIC_MAX_RESTARTS", "4"),
         ("TORCHELASTIC_RUN_ID", "test-job"),
         ("TORCHELASTIC_ERROR_FILE", &error_file),
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ("OMP_NUM_THREADS", "7"),
         ("DDP_GENERATION", "1"),
