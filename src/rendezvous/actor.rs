@@ -143,6 +143,7 @@ impl Actor {
         let at = At {
             now: self.now_for(&event),
             dice: rand::random(),
+            id: rand::random(),
         };
         for effect in apply(at, &mut self.state, event) {
             match effect {

@@ -33,6 +33,8 @@ pub struct At {
     pub now: Duration,
     /// A random number in 0..1, for jitter.
     pub dice: f64,
+    /// 128 random bits, for the name of an assignment.
+    pub id: u128,
 }
 
 /// What happened.
@@ -144,6 +146,13 @@ pub(super) struct Turn<'a> {
 }
 
 impl Turn<'_> {
+    /// The name of a new assignment. Two jobs may start in one turn.
+    pub(super) fn assignment_id(&mut self) -> String {
+        let id = self.at.id;
+        self.at.id = id.wrapping_add(1);
+        format!("{id:032x}")
+    }
+
     /// Sends to a node, if it is connected.
     pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
         if let Some(conn) = conn {

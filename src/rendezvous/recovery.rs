@@ -29,6 +29,8 @@ const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 #[derive(Debug)]
 pub(super) struct Recovery {
     pub(super) generation: u64,
+    /// Random name of its assignment; empty while that is not known, and from older builds.
+    pub(super) assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
     /// By node rank.
@@ -42,7 +44,7 @@ pub(super) struct Recovery {
 /// What all nodes of the generation were told.
 #[derive(Debug)]
 struct Run {
-    /// Without the nodes, and without a node rank.
+    /// Without the nodes, without a node rank, and without its name.
     assignment: Assignment,
     node_count: u32,
     /// How long it has run.
@@ -60,6 +62,7 @@ impl Recovery {
     fn of(generation: u64, until: Duration) -> Self {
         Self {
             generation,
+            assignment_id: String::new(),
             run: None,
             claims: BTreeMap::new(),
             held: Vec::new(),
@@ -123,8 +126,13 @@ impl Recovery {
         let assignment = Assignment {
             node_rank: 0,
             nodes: Vec::new(),
+            // Nodes of older builds do not tell it.
+            assignment_id: String::new(),
             ..told.clone()
         };
+        if self.assignment_id.is_empty() {
+            self.assignment_id.clone_from(&told.assignment_id);
+        }
         let held = Duration::from_millis(place.held_ms);
         let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
         let run = self.run.get_or_insert_with(|| Run {
@@ -160,10 +168,11 @@ impl Job {
         &mut self,
         turn: &mut Turn<'_>,
         incarnation: &str,
-        generation: u64,
+        told: (u64, &str),
         join: &Join,
     ) -> Result<(), String> {
-        let place = self.believe(turn, generation, join)?;
+        let (generation, _) = told;
+        let place = self.believe(turn, told, join)?;
         self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
@@ -197,10 +206,10 @@ impl Job {
     fn believe<'a>(
         &mut self,
         turn: &mut Turn<'_>,
-        generation: u64,
+        (generation, assignment_id): (u64, &str),
         join: &'a Join,
     ) -> Result<&'a Place, String> {
-        let checked = check_place(turn.config, join);
+        let checked = check_place(turn.config, join, assignment_id);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
             turn.decided(format!(
                 "job `{}`: rejected the state that node `{}` reported: {why}",
@@ -404,6 +413,7 @@ impl Job {
             return held;
         };
         self.generation = recovery.generation;
+        self.assignment_id = std::mem::take(&mut recovery.assignment_id);
         self.attempts = run.assignment.attempt;
         self.run_token.clone_from(&run.assignment.run_token);
         self.rank_limits = run.rank_limits.unwrap_or(self.rank_limits);
@@ -426,6 +436,7 @@ impl Job {
             assignment: Assignment {
                 nodes,
                 lease_ms: turn.config.lease_ms(),
+                assignment_id: self.assignment_id.clone(),
                 ..run.assignment
             },
             succeeded: BTreeSet::new(),
@@ -444,7 +455,11 @@ fn started_again(generation: u64, why: &str) -> String {
 }
 
 /// The place that a node tells, if it can have been given it.
-fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a Assignment), &'static str> {
+fn check_place<'a>(
+    config: &Config,
+    join: &'a Join,
+    assignment_id: &str,
+) -> Result<(&'a Place, &'a Assignment), &'static str> {
     let Some((place, told)) = join
         .place
         .as_ref()
@@ -479,6 +494,9 @@ fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a As
     }
     if told.run_token.is_empty() || told.run_token != join.run_token {
         return Err("it belongs to a different run");
+    }
+    if told.assignment_id != assignment_id {
+        return Err("it belongs to a different assignment");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
         return Err("its MASTER_PORT is invalid");

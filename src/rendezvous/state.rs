@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, S
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
-use super::job::{Job, Phase};
+use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
 use super::unnamed;
 
@@ -135,6 +135,7 @@ impl Daemon<'_> {
             job_id,
             incarnation,
             generation,
+            assignment_id,
             body,
         } = message;
         // A later build may send what this one does not know.
@@ -160,6 +161,7 @@ impl Daemon<'_> {
                     peer,
                     incarnation,
                     generation,
+                    assignment_id,
                     join,
                 },
             );
@@ -175,7 +177,16 @@ impl Daemon<'_> {
             .get(&incarnation)
             .is_some_and(|node| node.conn == Some(conn))
         {
-            job.message(turn, &incarnation, generation, body);
+            if job.is_of_another_assignment(generation, &assignment_id) {
+                let from = Speech {
+                    incarnation: &incarnation,
+                    generation,
+                    assignment_id: &assignment_id,
+                };
+                job.message_of_another(turn, &from, body);
+            } else {
+                job.message(turn, &incarnation, generation, body);
+            }
             self.forget(&job_id);
         } else {
             job.ignore(turn, &incarnation, generation, "a message on an old stream");
@@ -327,7 +338,8 @@ impl Daemon<'_> {
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
         let limits = turn.config.kv;
-        let result = self.store(&request.job_id, request.generation).and_then(|job| {
+        let job = self.store(&request.job_id, request.generation, &request.assignment_id);
+        let result = job.and_then(|job| {
             job.kv
                 .put(limits, request.key, request.value, &mut turn.effects)?;
             job.plan_wake();
@@ -339,7 +351,7 @@ impl Daemon<'_> {
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
         let limits = turn.config.kv;
         let timeout = Duration::from_millis(request.timeout_ms.into());
-        match self.store(&request.job_id, request.generation) {
+        match self.store(&request.job_id, request.generation, &request.assignment_id) {
             Ok(job) => {
                 job.kv
                     .get(limits, turn.at.now, call, request.key, timeout, &mut turn.effects);
@@ -354,17 +366,26 @@ impl Daemon<'_> {
         }
     }
 
-    /// The job, if this generation of it runs.
-    fn store(&mut self, job_id: &str, generation: u64) -> Result<&mut Job, KvError> {
+    /// The job, if this assignment of this generation of it runs.
+    fn store(&mut self, job_id: &str, generation: u64, assignment_id: &str) -> Result<&mut Job, KvError> {
         let Some(job) = self.jobs.get_mut(job_id) else {
             return Err(match self.finished.iter().rev().find(|f| f.job == job_id) {
                 Some(_) => KvError::Superseded("the job has ended".into()),
                 None => KvError::Unknown(format!("this daemon has no job `{job_id}`")),
             });
         };
+        if job.is_of_another_assignment(generation, assignment_id) {
+            let words = job.another_assignment_words(generation, assignment_id);
+            return Err(KvError::Superseded(words));
+        }
         if let Phase::Recovering(recovery) = &job.phase
             && recovery.generation == generation
         {
+            if recovery.assignment_id.is_empty() && !assignment_id.is_empty() {
+                return Err(KvError::Unknown(format!(
+                    "no node of generation {generation} of job `{job_id}` has reconnected yet"
+                )));
+            }
             return Ok(job);
         }
         if generation > job.generation {

@@ -285,6 +285,7 @@ impl World {
         let at = At {
             now: self.now,
             dice: self.rng.random(),
+            id: self.rng.random(),
         };
         for effect in apply(at, &mut self.state, event) {
             match effect {
@@ -366,7 +367,7 @@ impl World {
                 AgentAction::RunWorkers => {
                     let delay = self.pause(20_000);
                     self.later(delay, SimEvent::WorkersEnd(number, generation));
-                    self.read(generation);
+                    self.read(number);
                 }
                 AgentAction::StopWorkers => {
                     let delay = self.pause(5000);
@@ -382,7 +383,7 @@ impl World {
     }
 
     /// A worker waits for a key that no rank writes: the call must end with the generation or at its deadline.
-    fn read(&mut self, generation: u64) {
+    fn read(&mut self, number: usize) {
         self.ids += 1;
         let call = CallId(self.ids);
         let timeout_ms = self.rng.random_range(0..30_000);
@@ -390,9 +391,10 @@ impl World {
             .insert(call, self.now + Duration::from_millis(timeout_ms.into()));
         let request = KvGetRequest {
             job_id: JOB.into(),
-            generation,
+            generation: self.agents[number].generation,
             key: "k".into(),
             timeout_ms,
+            assignment_id: self.agents[number].assignment_id(),
         };
         self.apply(Event::KvGet { call, request });
     }

@@ -1,6 +1,7 @@
 //! Decisions of the state machine, told as scenes: who says what, and what every node receives.
 
 mod failures;
+mod fences;
 mod gathering;
 mod outcomes;
 mod reconnects;
@@ -35,6 +36,9 @@ struct Scene {
     current: BTreeMap<String, ConnId>,
     answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
     last_id: u64,
+    last_assignment: u32,
+    /// What each node tells of its generation.
+    assignment_ids: BTreeMap<(String, u64), String>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +62,8 @@ impl Scene {
             current: BTreeMap::new(),
             answers: BTreeMap::new(),
             last_id: 0,
+            last_assignment: 0,
+            assignment_ids: BTreeMap::new(),
         }
     }
 
@@ -66,6 +72,7 @@ impl Scene {
             At {
                 now: self.now,
                 dice: 1.0,
+                id: self.next_assignment(),
             },
             &mut self.state,
             event,
@@ -82,6 +89,12 @@ impl Scene {
         }
     }
 
+    /// The state machine's random number. No two daemons have the same.
+    fn next_assignment(&mut self) -> u128 {
+        self.last_assignment += 1;
+        u128::from(self.last_assignment) << 96
+    }
+
     fn receive(&mut self, conn: ConnId, received: Received) {
         let stream = self.streams.entry(conn).or_default();
         assert_ne!(
@@ -89,6 +102,15 @@ impl Scene {
             Some(&Received::Closed),
             "stream {conn:?} received {received:?} after its end"
         );
+        if let Received::Message(DaemonMessage {
+            generation,
+            body: Some(Reply::Assignment(assignment)),
+        }) = &received
+            && let Some((node, _)) = self.current.iter().find(|(_, current)| **current == conn)
+        {
+            let of = (node.clone(), *generation);
+            self.assignment_ids.insert(of, assignment.assignment_id.clone());
+        }
         stream.push(received);
     }
 
@@ -107,10 +129,17 @@ impl Scene {
             job_id: self.job.into(),
             incarnation: node.into(),
             generation,
+            assignment_id: self.assignment_id(node, generation),
             body: Some(body),
         };
         let message = Box::new(message);
         self.apply(Event::Message { conn, peer, message });
+    }
+
+    /// Which assignment of the generation this node has received; empty if none.
+    fn assignment_id(&self, node: &str, generation: u64) -> String {
+        let id = self.assignment_ids.get(&(node.to_owned(), generation));
+        id.cloned().unwrap_or_default()
     }
 
     /// Opens a new stream for the node and joins on it.
@@ -202,8 +231,13 @@ impl Scene {
     }
 
     fn put(&mut self, generation: u64, key: &str, value: &[u8]) -> u64 {
+        self.put_as("", generation, key, value)
+    }
+
+    fn put_as(&mut self, assignment_id: &str, generation: u64, key: &str, value: &[u8]) -> u64 {
         self.last_id += 1;
         let request = KvPutRequest {
+            assignment_id: assignment_id.into(),
             job_id: JOB.into(),
             generation,
             key: key.into(),
@@ -223,6 +257,7 @@ impl Scene {
             generation,
             key: key.into(),
             timeout_ms,
+            ..KvGetRequest::default()
         };
         self.apply(Event::KvGet {
             call: CallId(self.last_id),

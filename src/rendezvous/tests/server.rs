@@ -1,6 +1,6 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
+use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError, KvScope};
 use ddp_proto::ids::{Generation, NodeId};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -82,7 +82,15 @@ async fn next_assignment(agent: &mut AgentStream) -> (Generation, Assignment) {
 }
 
 fn send(agent: &AgentStream, generation: u64, body: Body) {
-    agent.sender().send(Generation(generation), body).unwrap();
+    agent.sender().send(Generation(generation), "", body).unwrap();
+}
+
+fn scope(generation: Generation) -> KvScope {
+    KvScope {
+        job_id: JOB.into(),
+        generation,
+        assignment_id: String::new(),
+    }
 }
 
 async fn leave(agent: AgentStream) {
@@ -107,11 +115,13 @@ async fn two_agents_go_through_a_failure_to_success() {
     assert_eq!(seen_by_a.master_addr, "127.0.0.1", "both come from the loopback");
 
     let (at_a, at_b) = (daemon.client().await, daemon.client().await);
-    let read = tokio::spawn(async move { at_b.kv_get(JOB, first, "id", PATIENCE).await });
-    at_a.kv_put(JOB, first, "id", b"unique".to_vec()).await.unwrap();
+    let read = tokio::spawn(async move { at_b.kv_get(&scope(first), "id", PATIENCE).await });
+    at_a.kv_put(&scope(first), "id", b"unique".to_vec())
+        .await
+        .unwrap();
     assert_eq!(read.await.unwrap().unwrap().as_deref(), Some(&b"unique"[..]));
     let blocked = at_a.clone();
-    let blocked = tokio::spawn(async move { blocked.kv_get(JOB, first, "never", PATIENCE).await });
+    let blocked = tokio::spawn(async move { blocked.kv_get(&scope(first), "never", PATIENCE).await });
 
     send(&b, 1, Body::WorkerExit(killed(2, 9)));
     for agent in [&mut a, &mut b] {
@@ -124,7 +134,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         assert_eq!(over.first_failure.unwrap().stderr_tail, ["last words"]);
     }
     let words = "generation superseded: rank 2 (node `b`) died of SIGKILL".to_owned();
-    let late = at_a.kv_get(JOB, first, "id", PATIENCE).await;
+    let late = at_a.kv_get(&scope(first), "id", PATIENCE).await;
     assert_eq!(late, Err(ClientError::Superseded { cause: words.clone() }));
     match blocked.await.unwrap() {
         // The read may have come before or after the end; both return the cause.
@@ -254,25 +264,25 @@ async fn errors_of_the_store_keep_their_meaning() {
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     let (generation, _) = next_assignment(&mut a).await;
-    client.kv_put(JOB, generation, "k", vec![1]).await.unwrap();
+    client.kv_put(&scope(generation), "k", vec![1]).await.unwrap();
     for bound in [Duration::ZERO, Duration::from_millis(20)] {
-        assert_eq!(client.kv_get(JOB, generation, "never", bound).await, Ok(None));
+        assert_eq!(client.kv_get(&scope(generation), "never", bound).await, Ok(None));
     }
+    let elsewhere = KvScope {
+        job_id: "no-job".into(),
+        ..scope(generation)
+    };
     let errors = [
-        client.kv_put(JOB, generation, "k", vec![2]).await.unwrap_err(),
+        client.kv_put(&scope(generation), "k", vec![2]).await.unwrap_err(),
         client
             .kv_put(
-                JOB,
-                generation,
+                &scope(generation),
                 "big",
                 vec![0; Config::default().kv.value_bytes + 1],
             )
             .await
             .unwrap_err(),
-        client
-            .kv_get("no-job", generation, "k", PATIENCE)
-            .await
-            .unwrap_err(),
+        client.kv_get(&elsewhere, "k", PATIENCE).await.unwrap_err(),
     ];
     let words = errors
         .map(|e| e.to_string().replace(&daemon.endpoint, "HOST:PORT"))
@@ -344,6 +354,7 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
             job_id: JOB.into(),
             incarnation: node.into(),
             generation: 0,
+            assignment_id: String::new(),
             body: Some(body),
         };
         Request::Event(Event::Message {

@@ -23,7 +23,13 @@ impl Daemon {
     /// On the port of one that was killed, for instance.
     #[track_caller]
     pub(crate) fn start_at(address: &str) -> Self {
-        let args = ["serve", "--listen", address].map(Into::into);
+        Self::start_with(address, &[])
+    }
+
+    /// With more flags.
+    #[track_caller]
+    pub(crate) fn start_with(address: &str, flags: &[&str]) -> Self {
+        let args = ["serve", "--listen", address].iter().chain(flags).map(Into::into);
         let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(args)
             .start();

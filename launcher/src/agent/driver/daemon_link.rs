@@ -146,6 +146,7 @@ impl Driver<'_> {
                 }
                 self.event_log.put(LogEvent::Assigned {
                     generation: message.generation,
+                    assignment_id: &assignment.assignment_id,
                     node_rank: assignment.node_rank,
                     nodes: assignment.nodes.len(),
                     restart_count: assignment.restart_count,
