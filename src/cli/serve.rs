@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -36,12 +37,22 @@ enum Command {
         /// Address to listen on; port 0 picks a free port
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
+        #[command(flatten)]
+        settings: Settings,
     },
     /// Print the completions of a shell
     Completions {
         /// The shell
         shell: Shell,
     },
+}
+
+/// What outlives the daemon.
+#[derive(Debug, clap::Args)]
+struct Settings {
+    /// Keep what must not be forgotten in this directory: a daemon that is restarted waits for the nodes of its jobs
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
 }
 
 /// The command line, for its manual page.
@@ -55,19 +66,21 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let listen = match args.command {
-        Command::Serve { listen } => listen,
+    let (listen, settings) = match args.command {
+        Command::Serve { listen, settings } => (listen, settings),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     limits::raise_open_files_fully();
-    match serve(&listen) {
+    match serve(&listen, &settings) {
         Ok(code) => ExitCode::from(code),
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 /// Exit code: success, if it was stopped while it served.
-fn serve(listen: &Endpoint) -> Result<u8, CliError> {
+fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
+    let state_dir = settings.state_dir.as_deref();
+    let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -85,7 +98,7 @@ fn serve(listen: &Endpoint) -> Result<u8, CliError> {
             bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
         };
         announce(&listener)?;
-        rendezvous::serve(listener, rendezvous::Config::default(), stops.stop())
+        rendezvous::serve(listener, rendezvous::Config::default(), ledger, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",

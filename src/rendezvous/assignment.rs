@@ -11,6 +11,7 @@ use super::event::Turn;
 use super::job::{Job, Node, Phase, Running};
 use super::kv::clip;
 use super::ranks::{self, Candidate, Member};
+use super::record::Stage;
 
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;
@@ -60,6 +61,7 @@ impl Job {
             ran_before: Duration::ZERO,
             scale_up: None,
         });
+        self.record(turn, Stage::Running);
         let members: Vec<String> = self
             .previous
             .iter()

@@ -18,6 +18,8 @@ pub struct Config {
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
     pub reconnect_grace: Duration,
+    /// A daemon that was restarted with its ledger waits so long for the nodes of a generation that runs.
+    pub reattach_wait: Duration,
     /// A worker that names another rank as the cause of its failure is not blamed for this long.
     pub culprit_wait: Duration,
     /// With `--nnodes MIN:MAX`: how long to wait for more nodes once MIN are there.
@@ -90,6 +92,7 @@ impl Default for Config {
             host: None,
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
+            reattach_wait: Duration::from_mins(1),
             culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),
             scale_up_wait: Duration::from_secs(10),

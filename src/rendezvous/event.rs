@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest};
 
 use super::config::Config;
+use super::record::Record;
 
 /// One stream of an agent. Never used again for another stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -93,6 +94,8 @@ pub enum Effect {
         /// The stream.
         conn: ConnId,
     },
+    /// Write this down before anything else of the same turn is carried out.
+    Record(Box<Record>),
     /// Answer a call on the key-value store.
     Answer {
         /// The call.

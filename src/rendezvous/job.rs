@@ -196,7 +196,8 @@ impl Job {
             return;
         };
         node.lease_until = turn.at.now + turn.config.lease;
-        let Some(body) = self.hold(incarnation, generation, body) else {
+        let hurry = turn.at.now + turn.config.lease;
+        let Some(body) = self.hold(incarnation, generation, body, hurry) else {
             return;
         };
         let Some(node) = self.nodes.get_mut(incarnation) else {

@@ -5,6 +5,10 @@
 //! does not come within a lease, or disagrees, the generation is over, as if that node had been lost, but no restart is
 //! spent for it. Nodes that have no part in the generation wait meanwhile.
 //!
+//! A daemon with a ledger knows from its start which generation ran, under which assignment and on which nodes. It waits
+//! for them for [`Config::reattach_wait`], and no longer than a lease once one of them has failed. What was given to nodes
+//! of another assignment does not concern it.
+//!
 //! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,6 +23,7 @@ use super::job::{Gathering, Job, Phase, Running};
 use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
 use super::ranks::Member;
+use super::record::{Record, RecordedMember, Stage};
 use super::size::RankLimits;
 use super::words;
 
@@ -37,8 +42,11 @@ pub(super) struct Recovery {
     claims: BTreeMap<u32, Claim>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
     held: Vec<(String, Body)>,
+    began: Duration,
     /// When it is given up.
     pub(super) until: Duration,
+    /// Its nodes in order of their ranks, if the daemon has them in its ledger.
+    recorded: Vec<RecordedMember>,
 }
 
 /// What all nodes of the generation were told.
@@ -59,15 +67,36 @@ struct Claim {
 }
 
 impl Recovery {
-    fn of(generation: u64, until: Duration) -> Self {
+    fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,
             assignment_id: String::new(),
             run: None,
             claims: BTreeMap::new(),
             held: Vec::new(),
-            until,
+            began,
+            until: began + wait,
+            recorded: Vec::new(),
         }
+    }
+
+    /// As the ledger has it, for a daemon that starts.
+    pub(super) fn recorded(record: Record, now: Duration, wait: Duration) -> Self {
+        Self {
+            assignment_id: record.assignment_id,
+            recorded: record.members,
+            ..Self::of(record.generation, now, wait)
+        }
+    }
+
+    /// The daemon knows from its ledger that the generation ran.
+    pub(super) fn is_recorded(&self) -> bool {
+        !self.recorded.is_empty()
+    }
+
+    /// A node has failed: the others are not waited for any longer than for a node that was lost.
+    pub(super) fn hurry(&mut self, until: Duration) {
+        self.until = self.until.min(until);
     }
 
     /// Whether the node has a place in the generation.
@@ -81,7 +110,7 @@ impl Recovery {
             generation, claims, ..
         } = self;
         let more = words::time_left(self.until, now);
-        let Some(run) = &self.run else {
+        let Some(count) = self.node_count() else {
             return format!(
                 "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to reconnect{more}"
             );
@@ -89,15 +118,20 @@ impl Recovery {
         format!(
             "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
-            words::nodes(run.node_count),
+            words::nodes(count),
             words::node_ranks(&self.missing())
         )
     }
 
+    /// How many nodes the generation has, if that is known.
+    fn node_count(&self) -> Option<u32> {
+        let recorded = self.is_recorded().then_some(self.recorded.len() as u32);
+        self.run.as_ref().map(|run| run.node_count).or(recorded)
+    }
+
     /// Node ranks whose node has not come back.
     fn missing(&self) -> Vec<u32> {
-        let count = self.run.as_ref().map_or(0, |run| run.node_count);
-        (0..count)
+        (0..self.node_count().unwrap_or(0))
             .filter(|rank| !self.claims.contains_key(rank))
             .collect()
     }
@@ -185,8 +219,7 @@ impl Job {
             // A newer one has come to light.
             Phase::Recovering(_) => self.switch_to_newer(turn, generation),
             _ => {
-                let until = turn.at.now + turn.config.lease;
-                self.phase = Phase::Recovering(Recovery::of(generation, until));
+                self.phase = Phase::Recovering(Recovery::of(generation, turn.at.now, turn.config.lease));
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
@@ -247,14 +280,12 @@ impl Job {
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
         self.drop_lost_claims();
         let latest = join.latest_generation;
+        let highest = self.highest_generation();
         let has_state = self.generation > 0 || turn.config.only_job.is_some();
-        match &self.phase {
-            Phase::Gathering(_)
-                if !has_state && latest > self.highest_generation() && latest <= MAX_GENERATION =>
-            {
+        match &mut self.phase {
+            Phase::Gathering(_) if !has_state && latest > highest && latest <= MAX_GENERATION => {
                 self.floor = latest;
-                let until = turn.at.now + turn.config.lease;
-                self.phase = Phase::Recovering(Recovery::of(latest, until));
+                self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.
             Phase::Recovering(recovery)
@@ -262,7 +293,12 @@ impl Job {
                     .node_rank
                     .is_some_and(|asked| recovery.missing().contains(&asked)) =>
             {
-                self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
+                if recovery.is_recorded() {
+                    // The node may as well have been given away while it is cut off.
+                    recovery.hurry(turn.at.now + turn.config.lease);
+                } else {
+                    self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
+                }
             }
             _ => {}
         }
@@ -288,6 +324,7 @@ impl Job {
             self.id,
             self.previous.len()
         ));
+        self.record(turn, Stage::Running);
         let members: Vec<String> = self
             .previous
             .iter()
@@ -303,14 +340,24 @@ impl Job {
         self.tell_spares(turn);
     }
 
-    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now.
-    pub(super) fn hold(&mut self, incarnation: &str, generation: u64, body: Body) -> Option<Body> {
+    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now. After a failure the
+    /// other nodes have until `hurry` to come back.
+    pub(super) fn hold(
+        &mut self,
+        incarnation: &str,
+        generation: u64,
+        body: Body,
+        hurry: Duration,
+    ) -> Option<Body> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Some(body);
         };
         let is_report = matches!(body, Body::WorkerExit(_) | Body::NodeSucceeded(_));
         if !is_report || recovery.generation != generation || !recovery.has(incarnation) {
             return Some(body);
+        }
+        if matches!(body, Body::WorkerExit(_)) {
+            recovery.hurry(hurry);
         }
         if !recovery.held.iter().any(|(who, _)| who == incarnation) {
             recovery.held.push((incarnation.to_owned(), body));
@@ -327,8 +374,18 @@ impl Job {
         let why = format!(
             ", and {} did not reconnect within {:.1} s",
             words::node_ranks(&recovery.missing()),
-            turn.config.lease.as_secs_f64()
+            recovery.until.saturating_sub(recovery.began).as_secs_f64()
         );
+        if recovery.is_recorded() && recovery.run.is_none() {
+            // All of its nodes are gone: what comes is a new run of the job.
+            turn.decided(format!(
+                "job `{}`: generation {} of an earlier daemon is given up{why}",
+                self.id, recovery.generation
+            ));
+            self.account = Account::default();
+            self.attempts = 0;
+            self.run_token.clear();
+        }
         self.give_up_recovery(turn, &why);
     }
 
@@ -354,8 +411,7 @@ impl Job {
 
     /// A newer generation has come to light than the one that was to be taken up.
     fn switch_to_newer(&mut self, turn: &mut Turn<'_>, newer: u64) {
-        let until = turn.at.now + turn.config.lease;
-        let recovery = Recovery::of(newer, until);
+        let recovery = Recovery::of(newer, turn.at.now, turn.config.lease);
         let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
             return;
         };
@@ -375,14 +431,21 @@ impl Job {
         let generation = recovery.generation;
         self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
+            let is_recorded = recovery.is_recorded();
             self.kv.end("its generation has ended", &mut turn.effects);
             let timeouts = self
                 .nodes
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
+            let timeout = timeouts.max().unwrap_or(self.patience);
+            let nobody_came = is_recorded && self.nodes.is_empty();
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
-                until: turn.at.now + timeouts.max().unwrap_or(self.patience),
+                until: if nobody_came {
+                    Duration::MAX
+                } else {
+                    turn.at.now + timeout
+                },
                 not_before: turn.at.now,
                 last_call: None,
             });

@@ -22,6 +22,7 @@ use super::actor::{Actor, Request};
 use super::config::Config;
 use super::event::{ConnId, Event, KvError, Peer};
 use super::incoming::unhurried;
+use super::ledger::{Ledger, LedgerError};
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
@@ -34,6 +35,9 @@ pub enum ServeError {
     /// The server failed on its socket.
     #[error("rendezvous daemon failed on its socket: {0}")]
     Transport(#[from] tonic::transport::Error),
+    /// A decision could not be written down, and so was not sent.
+    #[error("rendezvous daemon stopped before it sent what it could not write down: {0}")]
+    Ledger(#[from] LedgerError),
 }
 
 /// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
@@ -46,15 +50,18 @@ pub enum ServeError {
 ///    left, else when the last one has left, at most [`Config::drain`] later. Nodes that fell silent have until one
 ///    [`Config::lease`] after that to come back for the verdict.
 ///
+/// With a `ledger`, it takes up the jobs of an earlier daemon, and writes its own down before it sends what follows.
+///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
     listener: TcpListener,
     config: Config,
+    ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
-    let (actor, requests) = Actor::new(config.clone());
-    let actor = AbortOnDrop(tokio::spawn(actor.run()));
+    let (actor, requests) = Actor::new(config.clone(), ledger);
+    let mut actor = AbortOnDrop(tokio::spawn(actor.run()));
     let service = Service {
         requests: requests.clone(),
         last_conn: Arc::new(AtomicU64::new(0)),
@@ -81,6 +88,10 @@ pub async fn serve(
     // Cancel safe: both futures are polled to their end or dropped for good.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
+        ended = &mut actor.0 => return match ended {
+            Ok(written) => Ok(written?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        },
         () = shutdown => {}
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
@@ -114,7 +125,7 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 }
 
 /// The actor holds the state of agents; it must not outlive the server.
-struct AbortOnDrop(tokio::task::JoinHandle<()>);
+struct AbortOnDrop(tokio::task::JoinHandle<Result<(), LedgerError>>);
 
 impl Drop for AbortOnDrop {
     fn drop(&mut self) {

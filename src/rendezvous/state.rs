@@ -11,6 +11,7 @@ use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
 use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
+use super::record::Record;
 use super::unnamed;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
@@ -56,6 +57,27 @@ impl State {
             ended: HashSet::new(),
             finished: VecDeque::new(),
         }
+    }
+
+    /// A daemon that starts with what its ledger has of each job, oldest first.
+    pub fn recall(config: Config, records: Vec<Record>, now: Duration) -> Self {
+        let mut state = Self::new(config);
+        for record in records {
+            if record.is_final() {
+                state.finished.push_back(Finished {
+                    told: record.incarnations(),
+                    silent: BTreeMap::new(),
+                    verdict: record.verdict(),
+                    run_token: record.run_token,
+                    generation: record.generation,
+                    job: record.job,
+                });
+            } else {
+                let job = Job::recall(&state.config, record, now);
+                state.jobs.insert(job.id.clone(), job);
+            }
+        }
+        state
     }
 
     /// When [`Event::Tick`] is due; earlier is harmless.
@@ -260,7 +282,8 @@ impl Daemon<'_> {
             .max();
         let new = || Job::new(job_id, earlier.unwrap_or(0), now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
-        if job.nodes.is_empty() && joining.generation == 0 {
+        let is_awaited = matches!(&job.phase, Phase::Recovering(recovery) if recovery.is_recorded());
+        if job.nodes.is_empty() && joining.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
             job.kv.end("a new run of the job has started", &mut turn.effects);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::session::Session;
 use nix::sys::signal::Signal;
 
-use crate::harness::{Daemon, Launch, PATIENCE, Running, eventually, launch, temp_dir};
+use crate::harness::{Daemon, Launch, PATIENCE, Program, Running, eventually, launch, temp_dir};
 
 /// Set for workers that run a test of this binary, whose code is a worker's: the name of their node.
 const NODE: &str = "DDP_TEST_NODE";
@@ -108,6 +108,46 @@ fn cut_off(state: &[&str]) -> (Split, Daemon, Running) {
     daemon.kill();
     let daemon = Daemon::start_with(&split.endpoint, state);
     (split, daemon, x)
+}
+
+#[test]
+fn a_daemon_with_a_ledger_waits_for_a_node_that_is_cut_off() {
+    let state = temp_dir();
+    let flags = ["--state-dir", state.path().to_str().expect("unicode")];
+    let (split, daemon, mut x) = cut_off(&flags);
+    let mut y = split.node("y").start();
+    y.wait_for("waiting for node rank 0");
+    x.signal(Signal::SIGCONT);
+    x.wait_for("generation 1 continues without a restart");
+    y.wait_for("this node is on standby");
+    split.release();
+    x.finish().expect_exit(0);
+    let y = y.finish();
+    y.expect_exit(0);
+    assert!(!y.transcript().contains("is rank 0"), "{}", y.transcript());
+    daemon.stop().expect_exit(0);
+    assert_eq!(split.assignments("x").len(), 1);
+    assert!(split.assignments("y").is_empty());
+}
+
+#[test]
+fn two_daemons_of_one_state_directory_and_a_damaged_ledger_are_one_clear_message() {
+    let state = temp_dir();
+    let flags = ["--state-dir", state.path().to_str().expect("unicode")];
+    let daemon = Daemon::start_with("127.0.0.1:0", &flags);
+    let second = || {
+        let args = ["serve", "--listen", "127.0.0.1:0"].iter().chain(&flags);
+        Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
+            .args(args.map(Into::into))
+            .run()
+    };
+    second().expect_exit(2).expect_stderr("another daemon uses the state in");
+    daemon.stop().expect_exit(0);
+    std::fs::write(state.path().join("ledger"), "not a ledger\n").expect("writable");
+    second()
+        .expect_exit(2)
+        .expect_stderr("line 1 of `")
+        .expect_stderr("` is damaged");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, Join, KvGetRequest, WorkerExit};
-use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, State, apply};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, State, apply};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -75,6 +75,9 @@ pub(crate) struct World {
     streams: BTreeMap<ConnId, Stream>,
     calls: BTreeMap<CallId, Duration>,
     witness: Witness,
+    /// What the daemon's ledger has of the job; it is not lost with the daemon where it has one.
+    record: Option<Record>,
+    has_ledger: bool,
     /// How likely workers fail and how often the network breaks, in this world.
     failing: f64,
     troubles: u32,
@@ -115,6 +118,8 @@ impl World {
             streams: BTreeMap::new(),
             calls: BTreeMap::new(),
             witness: Witness::default(),
+            record: None,
+            has_ledger: rng.random_bool(0.5),
             failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
             troubles: rng.random_range(0..12),
             min_nodes,
@@ -307,6 +312,7 @@ impl World {
                 Effect::Answer { call, .. } => {
                     assert!(self.calls.remove(&call).is_some(), "{call:?} was answered twice");
                 }
+                Effect::Record(record) => self.record = Some(*record),
                 Effect::Note { words, .. } => {
                     if self.loud {
                         println!("{:>9.3}      {words}", self.now.as_secs_f64());

@@ -5,6 +5,7 @@ mod fences;
 mod gathering;
 mod outcomes;
 mod reconnects;
+mod records;
 mod recovery;
 mod scale;
 mod server;
@@ -21,7 +22,8 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, WorkerExit,
 };
 
-use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, State, apply};
+use super::record::Stage;
+use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
 
 const JOB: &str = "job1";
 const SECOND: Duration = Duration::from_secs(1);
@@ -37,6 +39,8 @@ struct Scene {
     answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
     last_id: u64,
     last_assignment: u32,
+    /// The ledger.
+    records: BTreeMap<String, Record>,
     /// What each node tells of its generation.
     assignment_ids: BTreeMap<(String, u64), String>,
 }
@@ -63,6 +67,7 @@ impl Scene {
             answers: BTreeMap::new(),
             last_id: 0,
             last_assignment: 0,
+            records: BTreeMap::new(),
             assignment_ids: BTreeMap::new(),
         }
     }
@@ -83,6 +88,9 @@ impl Scene {
                 Effect::Answer { call, result } => {
                     let old = self.answers.insert(call.0, result.map(|value| value.to_vec()));
                     assert_eq!(old, None, "call {} was answered twice", call.0);
+                }
+                Effect::Record(record) => {
+                    self.records.insert(record.job.clone(), *record);
                 }
                 Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
             }

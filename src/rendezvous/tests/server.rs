@@ -25,7 +25,7 @@ impl Daemon {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(serve(listener, config, async {
+        let task = tokio::spawn(serve(listener, config, None, async {
             let _ = stopped.await;
         }));
         Self { endpoint, stop, task }
@@ -343,7 +343,7 @@ async fn many_nodes_meet() {
 
 #[tokio::test]
 async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
-    let (actor, requests) = Actor::new(Config::default());
+    let (actor, requests) = Actor::new(Config::default(), None);
     let actor = tokio::spawn(actor.run());
     let peer = Peer {
         remote: [127, 0, 0, 1].into(),
@@ -400,5 +400,6 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
     timeout(PATIENCE, actor)
         .await
         .expect("the actor ends when all senders are gone")
+        .unwrap()
         .unwrap();
 }
