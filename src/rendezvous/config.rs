@@ -14,6 +14,8 @@ pub struct Config {
     pub only_job: Option<String>,
     /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
     pub host: Option<String>,
+    /// A stream on which no node has joined after this long is ended.
+    pub join_wait: Duration,
     /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
@@ -90,6 +92,7 @@ impl Default for Config {
         Self {
             only_job: None,
             host: None,
+            join_wait: Duration::from_secs(5),
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
             reattach_wait: Duration::from_mins(1),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, DaemonMessage, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply,
@@ -13,6 +14,7 @@ use ddp_proto::rendezvous::{
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
@@ -170,7 +172,8 @@ impl Rendezvous for Service {
                 ..message
             })
         });
-        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone()));
+        let join_wait = self.config.join_wait;
+        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone(), join_wait));
         Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
     }
 
@@ -213,16 +216,33 @@ impl Rendezvous for Service {
     }
 }
 
-/// Carries the messages of one agent to the actor, in order, then the end of the stream.
+/// Carries the messages of one agent to the actor, in order, then the end of the stream. One on which nobody joins ends
+/// after `join_wait`.
 async fn pump(
     conn: ConnId,
     peer: Peer,
     mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin,
     requests: mpsc::Sender<Request>,
+    join_wait: Duration,
 ) {
+    let deadline = Instant::now() + join_wait;
+    let mut has_joined = false;
     let clean = loop {
-        match messages.next().await {
+        let next = if has_joined {
+            messages.next().await
+        } else if let Ok(next) = timeout_at(deadline, messages.next()).await {
+            next
+        } else {
+            let waited = join_wait.as_secs_f64();
+            tracing::info!(
+                "ended a stream from {}: no node joined on it within {waited:.1} s",
+                peer.remote
+            );
+            break false;
+        };
+        match next {
             Some(Ok(message)) => {
+                has_joined |= matches!(message.body, Some(Body::Join(_)));
                 let message = Box::new(message);
                 let event = Event::Message { conn, peer, message };
                 if requests.send(Request::Event(event)).await.is_err() {

@@ -222,6 +222,22 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
 }
 
 #[tokio::test]
+async fn a_stream_on_which_nobody_joins_is_ended() {
+    let daemon = Daemon::start(Config {
+        join_wait: Duration::from_millis(10),
+        ..Config::default()
+    })
+    .await;
+    let mut silent = daemon.agent("silent").await;
+    let gone = timeout(PATIENCE, silent.next())
+        .await
+        .expect("it ends")
+        .unwrap_err();
+    assert!(gone.is_broken(), "{gone:?}");
+    daemon.end().await;
+}
+
+#[tokio::test]
 async fn status_and_health_answer() {
     let daemon = Daemon::start(Config::default()).await;
     let client = daemon.client().await;
