@@ -114,6 +114,14 @@ impl Ledger {
         })
     }
 
+    /// One that cannot be written.
+    #[cfg(test)]
+    pub(super) fn on_a_full_disk(dir: &Path) -> Self {
+        let mut ledger = Self::open(dir).expect("writable");
+        ledger.file = File::options().append(true).open("/dev/full").expect("a device");
+        ledger
+    }
+
     /// What is known of each job, in the order in which it was written.
     pub fn records(&self) -> Vec<Record> {
         in_order(&self.latest).cloned().collect()

@@ -419,7 +419,10 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
     let deployment = documents.iter().find(|document| document["kind"] == "Deployment");
     let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart="));
-    assert!(unit.contains("\nStateDirectory=ddp-rendezvous\n"), "it makes the directory");
+    assert!(
+        unit.contains("\nStateDirectory=ddp-rendezvous\n"),
+        "it makes the directory"
+    );
     let of_unit = start.expect("a command").split(' ').map(str::to_owned).collect();
     for words in [command(deployment.expect("a deployment")), of_unit] {
         assert_eq!(words[0], "ddp-rendezvous");

@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::super::actor::{Actor, Request};
-use super::super::{ServeError, serve};
+use super::super::{Ledger, ServeError, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
@@ -22,10 +22,14 @@ struct Daemon {
 
 impl Daemon {
     async fn start(config: Config) -> Self {
+        Self::with(config, None).await
+    }
+
+    async fn with(config: Config, ledger: Option<Ledger>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(serve(listener, config, None, async {
+        let task = tokio::spawn(serve(listener, config, ledger, async {
             let _ = stopped.await;
         }));
         Self { endpoint, stop, task }
@@ -219,6 +223,24 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
         .expect("the stream ends")
         .unwrap_err();
     assert!(gone.is_broken(), "{gone:?}");
+}
+
+#[tokio::test]
+async fn what_cannot_be_written_down_is_not_sent() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::with(Config::default(), Some(Ledger::on_a_full_disk(dir.path()))).await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let gone = timeout(PATIENCE, a.next())
+        .await
+        .expect("the stream ends")
+        .unwrap_err();
+    assert!(gone.is_broken(), "{gone:?}");
+    let ended = timeout(PATIENCE, daemon.task)
+        .await
+        .expect("so does the daemon")
+        .unwrap();
+    assert!(matches!(ended, Err(ServeError::Ledger(_))), "{ended:?}");
 }
 
 #[tokio::test]

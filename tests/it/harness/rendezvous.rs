@@ -29,12 +29,20 @@ impl Daemon {
     /// With more flags.
     #[track_caller]
     pub(crate) fn start_with(address: &str, flags: &[&str]) -> Self {
-        let args = ["serve", "--listen", address].iter().chain(flags).map(Into::into);
+        let args = ["serve", "--listen", address]
+            .into_iter()
+            .chain(flags.iter().copied());
         let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(args)
+            .args(args.map(Into::into))
             .start();
         let endpoint = running.wait_for("127.0.0.1:");
         Self { running, endpoint }
+    }
+
+    /// Waits for a line of its log.
+    #[track_caller]
+    pub(crate) fn wait_for(&mut self, pattern: &str) {
+        self.running.wait_for(pattern);
     }
 
     /// Ends it as a crash does.
