@@ -161,6 +161,12 @@ impl Machine {
         &self.assignment_id
     }
 
+    /// Whether this is the assignment that the node has. Daemons of older builds do not name it.
+    pub(super) fn is_own(&self, generation: Generation, assignment: &Assignment) -> bool {
+        let (told, own) = (&assignment.assignment_id, &self.assignment_id);
+        generation == self.generation && (told.is_empty() || own.is_empty() || told == own)
+    }
+
     /// Whether any worker listens on the control socket, and so can do something with a notice.
     pub(super) fn set_listening(&mut self, listening: bool) {
         self.listening = listening;
@@ -251,11 +257,7 @@ impl Machine {
         match self.phase {
             Phase::Joining => {}
             // "Keep your place", after a reconnect.
-            Phase::Running | Phase::Succeeded
-                if generation == self.generation && assignment.assignment_id == self.assignment_id =>
-            {
-                return Vec::new();
-            }
+            Phase::Running | Phase::Succeeded if self.is_own(generation, &assignment) => return Vec::new(),
             Phase::Running => {
                 // A daemon that lost its state: it takes us for a node without workers.
                 let cause = format!("the daemon assigned generation {generation} anew");

@@ -662,6 +662,8 @@ fn another_assignment_of_the_same_generation_is_not_this_nodes_own() {
     let mut play = Play::running(false, 2);
     play.assign(1, 2);
     assert_eq!(play.last, [], "it keeps its place");
+    play.assign_as("", 1, 2);
+    assert_eq!(play.last, [], "a daemon of an older build does not name it");
     play.assign_as("b1", 1, 2);
     let stops = |effect: &Effect| matches!(effect, Effect::Notify(cause) if cause.contains("generation 1"));
     assert!(play.last.iter().any(stops), "{:?}", play.last);

@@ -301,7 +301,7 @@ async fn errors_of_the_store_keep_their_meaning() {
     let client = daemon.client().await;
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
-    let (generation, _) = next_assignment(&mut a).await;
+    let (generation, assignment) = next_assignment(&mut a).await;
     client.kv_put(&scope(generation), "k", vec![1]).await.unwrap();
     for bound in [Duration::ZERO, Duration::from_millis(20)] {
         assert_eq!(client.kv_get(&scope(generation), "never", bound).await, Ok(None));
@@ -310,8 +310,13 @@ async fn errors_of_the_store_keep_their_meaning() {
         job_id: "no-job".into(),
         ..scope(generation)
     };
+    let another = KvScope {
+        assignment_id: "another".into(),
+        ..scope(generation)
+    };
     let errors = [
         client.kv_put(&scope(generation), "k", vec![2]).await.unwrap_err(),
+        client.kv_put(&another, "k", vec![1]).await.unwrap_err(),
         client
             .kv_put(
                 &scope(generation),
@@ -324,10 +329,12 @@ async fn errors_of_the_store_keep_their_meaning() {
     ];
     let words = errors
         .map(|e| e.to_string().replace(&daemon.endpoint, "HOST:PORT"))
+        .map(|words| words.replace(&assignment.assignment_id[..8], "OWN"))
         .join("\n");
     insta::assert_snapshot!(words, @r"
     cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with a different value (1 bytes, now 1 bytes)
       hint: keys are write-once in a generation; use a different key for each value
+    generation superseded: this rendezvous daemon has assigned generation 1 anew (assignment `OWN`, not `another`)
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
     cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job`
     ");
