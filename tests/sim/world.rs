@@ -75,9 +75,8 @@ pub(crate) struct World {
     streams: BTreeMap<ConnId, Stream>,
     calls: BTreeMap<CallId, Duration>,
     witness: Witness,
-    /// What the daemon's ledger has of the job; it is not lost with the daemon where it has one.
-    record: Option<Record>,
-    has_ledger: bool,
+    /// What the daemon's ledger has of the job, in worlds where it has one: it is not lost with the daemon.
+    ledger: Option<Vec<Record>>,
     /// How likely workers fail and how often the network breaks, in this world.
     failing: f64,
     troubles: u32,
@@ -118,8 +117,7 @@ impl World {
             streams: BTreeMap::new(),
             calls: BTreeMap::new(),
             witness: Witness::default(),
-            record: None,
-            has_ledger: rng.random_bool(0.5),
+            ledger: rng.random_bool(0.5).then(Vec::new),
             failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
             troubles: rng.random_range(0..12),
             min_nodes,
@@ -312,7 +310,11 @@ impl World {
                 Effect::Answer { call, .. } => {
                     assert!(self.calls.remove(&call).is_some(), "{call:?} was answered twice");
                 }
-                Effect::Record(record) => self.record = Some(*record),
+                Effect::Record(record) => {
+                    if let Some(ledger) = &mut self.ledger {
+                        *ledger = vec![*record];
+                    }
+                }
                 Effect::Note { words, .. } => {
                     if self.loud {
                         println!("{:>9.3}      {words}", self.now.as_secs_f64());
