@@ -10,7 +10,7 @@ use super::config::Config;
 use super::difference::disagreement;
 use super::event::{ConnId, Peer, Turn};
 use super::failures::tell;
-use super::job::{Job, Node, Phase, Readiness};
+use super::job::{Job, Node, Phase, Readiness, Speech};
 use super::unnamed::is_unnamed;
 use super::words;
 
@@ -216,7 +216,11 @@ impl Job {
             assignment_id,
             join,
         } = joining;
-        let told = (generation, assignment_id.as_str());
+        let from = Speech {
+            incarnation: &incarnation,
+            generation,
+            assignment_id: &assignment_id,
+        };
         let timeout = join_timeout(turn.config, &join);
         self.patience = self.patience.max(timeout);
         let (hostname, address) = (join.hostname.clone(), peer.remote);
@@ -233,7 +237,7 @@ impl Job {
         let done = self.has_succeeded(&incarnation);
         if generation == 0 {
             self.learn_of_generation(turn, &node.join);
-        } else if let Err(cause) = self.place_of(turn, &incarnation, told, &node.join) {
+        } else if let Err(cause) = self.place_of(turn, &from, &node.join) {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
             node.readiness = Readiness::Stopping(generation);
@@ -267,14 +271,12 @@ impl Job {
     }
 
     /// Whether a node that comes back may keep its place in its generation; if not, why.
-    fn place_of(
-        &mut self,
-        turn: &mut Turn<'_>,
-        incarnation: &str,
-        told: (u64, &str),
-        join: &Join,
-    ) -> Result<(), String> {
-        let (generation, assignment_id) = told;
+    fn place_of(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, join: &Join) -> Result<(), String> {
+        let Speech {
+            incarnation,
+            generation,
+            assignment_id,
+        } = *from;
         if self.is_of_another_assignment(generation, assignment_id) {
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(format!(
@@ -283,7 +285,7 @@ impl Job {
             ));
         }
         if self.generation == 0 {
-            return self.reclaim(turn, incarnation, told, join);
+            return self.reclaim(turn, from, join);
         }
         if generation == self.generation && self.has_succeeded(incarnation) {
             return Ok(());

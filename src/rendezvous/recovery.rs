@@ -19,7 +19,7 @@ use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 
 use super::config::Config;
 use super::event::Turn;
-use super::job::{Gathering, Job, Phase, Running};
+use super::job::{Gathering, Job, Phase, Running, Speech};
 use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
 use super::ranks::Member;
@@ -201,12 +201,11 @@ impl Job {
     pub(super) fn reclaim(
         &mut self,
         turn: &mut Turn<'_>,
-        incarnation: &str,
-        told: (u64, &str),
+        from: &Speech<'_>,
         join: &Join,
     ) -> Result<(), String> {
-        let (generation, _) = told;
-        let place = self.believe(turn, told, join)?;
+        let generation = from.generation;
+        let place = self.believe(turn, from, join)?;
         self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
@@ -223,7 +222,7 @@ impl Job {
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
-            && recovery.claim(incarnation, place)
+            && recovery.claim(from.incarnation, place)
         {
             return Ok(());
         }
@@ -239,10 +238,11 @@ impl Job {
     fn believe<'a>(
         &mut self,
         turn: &mut Turn<'_>,
-        (generation, assignment_id): (u64, &str),
+        from: &Speech<'_>,
         join: &'a Join,
     ) -> Result<&'a Place, String> {
-        let checked = check_place(turn.config, join, assignment_id);
+        let generation = from.generation;
+        let checked = check_place(turn.config, join, from.assignment_id);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
             turn.decided(format!(
                 "job `{}`: rejected the state that node `{}` reported: {why}",
@@ -294,7 +294,7 @@ impl Job {
                     .is_some_and(|asked| recovery.missing().contains(&asked)) =>
             {
                 if recovery.is_recorded() {
-                    // The node may as well have been given away while it is cut off.
+                    // Another process wants its rank: it may have failed, or be cut off.
                     recovery.hurry(turn.at.now + turn.config.lease);
                 } else {
                     self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
@@ -468,9 +468,10 @@ impl Job {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
-        let (mut claims, held) = (
+        let (mut claims, held, recorded) = (
             std::mem::take(&mut recovery.claims),
             std::mem::take(&mut recovery.held),
+            std::mem::take(&mut recovery.recorded),
         );
         let Some(run) = recovery.run.take() else {
             return held;
@@ -492,8 +493,13 @@ impl Job {
                     has_left: false,
                 }
             });
-            // A name that no agent has.
-            self.previous.push(member.unwrap_or_default());
+            let absent = recorded.get(rank as usize).map(|member| Member {
+                incarnation: member.incarnation.clone(),
+                hostname: member.hostname.clone(),
+                has_left: false,
+            });
+            // Without a ledger, a name that no agent has.
+            self.previous.push(member.or(absent).unwrap_or_default());
         }
         self.phase = Phase::Running(Running {
             assignment: Assignment {

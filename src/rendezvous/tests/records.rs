@@ -141,6 +141,20 @@ fn once_a_node_has_failed_the_others_have_a_lease_to_come_back() {
 }
 
 #[test]
+fn a_node_that_comes_back_too_late_is_still_known_by_name() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").scene.pass(60 * SECOND, &["a"]);
+    insta::assert_snapshot!(r.scene.words("a"), @r"
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 60 s)
+    generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not reconnect within 60.0 s: restarting the workers (no restart spent)
+    ");
+    r.back("b").scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    let (generation, assignment) = r.scene.assignment("b");
+    assert_eq!((generation, assignment.node_rank), (2, 1));
+    assert!(assignment.reason.contains("kept"), "{}", assignment.reason);
+}
+
+#[test]
 fn a_generation_that_had_ended_is_not_waited_for() {
     let mut s = Scene::new();
     s.join("a", 1, 1).exit("a", 1, killed(0, 9));
