@@ -30,6 +30,7 @@ pub(crate) enum LogEvent<'a> {
     /// The daemon gave this node its place.
     Assigned {
         generation: u64,
+        assignment_id: &'a str,
         node_rank: u32,
         nodes: usize,
         restart_count: u32,

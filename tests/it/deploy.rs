@@ -419,11 +419,20 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
     let deployment = documents.iter().find(|document| document["kind"] == "Deployment");
     let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart="));
+    assert!(
+        unit.contains("\nStateDirectory=ddp-rendezvous\n"),
+        "it makes the directory"
+    );
     let of_unit = start.expect("a command").split(' ').map(str::to_owned).collect();
     for words in [command(deployment.expect("a deployment")), of_unit] {
         assert_eq!(words[0], "ddp-rendezvous");
-        // Any free port instead of the service's.
-        let words = words[1..].iter().map(|word| word.replace(":29400", ":0"));
+        // Any free port instead of the service's, and a directory of the test's own.
+        let state = temp_dir();
+        let state = state.path().to_str().expect("unicode");
+        let words = words[1..].iter().map(|word| match word.as_str() {
+            "/state" | "/var/lib/ddp-rendezvous" => state.to_owned(),
+            word => word.replace(":29400", ":0"),
+        });
         let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(words.map(Into::into))
             .start();

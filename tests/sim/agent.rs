@@ -82,6 +82,12 @@ impl Agent {
         greeting
     }
 
+    /// Which assignment of its generation it has.
+    pub(crate) fn assignment_id(&self) -> String {
+        let assignment = self.place.as_ref().and_then(|place| place.assignment.as_ref());
+        assignment.map_or_else(String::new, |assignment| assignment.assignment_id.clone())
+    }
+
     pub(crate) fn receive(&mut self, message: DaemonMessage) -> Vec<AgentAction> {
         let generation = message.generation;
         self.latest_generation = self.latest_generation.max(generation);

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, Join, KvGetRequest, WorkerExit};
-use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, State, apply};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, State, apply};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -75,6 +75,8 @@ pub(crate) struct World {
     streams: BTreeMap<ConnId, Stream>,
     calls: BTreeMap<CallId, Duration>,
     witness: Witness,
+    /// What the daemon's ledger has of the job, in worlds where it has one: it is not lost with the daemon.
+    ledger: Option<Vec<Record>>,
     /// How likely workers fail and how often the network breaks, in this world.
     failing: f64,
     troubles: u32,
@@ -115,6 +117,7 @@ impl World {
             streams: BTreeMap::new(),
             calls: BTreeMap::new(),
             witness: Witness::default(),
+            ledger: rng.random_bool(0.5).then(Vec::new),
             failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
             troubles: rng.random_range(0..12),
             min_nodes,
@@ -285,6 +288,7 @@ impl World {
         let at = At {
             now: self.now,
             dice: self.rng.random(),
+            id: self.rng.random(),
         };
         for effect in apply(at, &mut self.state, event) {
             match effect {
@@ -305,6 +309,11 @@ impl World {
                 }
                 Effect::Answer { call, .. } => {
                     assert!(self.calls.remove(&call).is_some(), "{call:?} was answered twice");
+                }
+                Effect::Record(record) => {
+                    if let Some(ledger) = &mut self.ledger {
+                        *ledger = vec![*record];
+                    }
                 }
                 Effect::Note { words, .. } => {
                     if self.loud {
@@ -366,7 +375,7 @@ impl World {
                 AgentAction::RunWorkers => {
                     let delay = self.pause(20_000);
                     self.later(delay, SimEvent::WorkersEnd(number, generation));
-                    self.read(generation);
+                    self.read(number);
                 }
                 AgentAction::StopWorkers => {
                     let delay = self.pause(5000);
@@ -382,7 +391,7 @@ impl World {
     }
 
     /// A worker waits for a key that no rank writes: the call must end with the generation or at its deadline.
-    fn read(&mut self, generation: u64) {
+    fn read(&mut self, number: usize) {
         self.ids += 1;
         let call = CallId(self.ids);
         let timeout_ms = self.rng.random_range(0..30_000);
@@ -390,9 +399,10 @@ impl World {
             .insert(call, self.now + Duration::from_millis(timeout_ms.into()));
         let request = KvGetRequest {
             job_id: JOB.into(),
-            generation,
+            generation: self.agents[number].generation,
             key: "k".into(),
             timeout_ms,
+            assignment_id: self.agents[number].assignment_id(),
         };
         self.apply(Event::KvGet { call, request });
     }

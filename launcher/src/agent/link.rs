@@ -194,6 +194,12 @@ impl Memory {
         }
     }
 
+    /// Which assignment of the generation it was; empty if that is not known any more.
+    fn assignment_id(&self, generation: Generation) -> &str {
+        let place = self.place.as_ref().filter(|_| generation == self.generation);
+        place.map_or("", |place| &place.assignment.assignment_id)
+    }
+
     /// What a new stream begins with.
     fn greeting(&self) -> Option<Join> {
         let mut join = self.join.clone()?;
@@ -322,7 +328,8 @@ impl Side {
                 }
             };
             self.memory.note(generation, &body);
-            match stream.sender().send(generation, body) {
+            let assignment_id = self.memory.assignment_id(generation);
+            match stream.sender().send(generation, assignment_id, body) {
                 Err(_) if self.memory.is_refused => return self.await_leave().await,
                 Err(error) => return Stop::Broken(error),
                 Ok(()) => {}
@@ -336,11 +343,11 @@ impl Side {
             return Ok(());
         };
         let generation = self.memory.generation;
-        stream.sender().send(generation, Body::Join(join))?;
-        self.memory
-            .reports
-            .iter()
-            .try_for_each(|report| stream.sender().send(generation, report.clone()))
+        let assignment_id = self.memory.assignment_id(generation);
+        let sender = stream.sender();
+        sender.send(generation, assignment_id, Body::Join(join))?;
+        let mut reports = self.memory.reports.iter();
+        reports.try_for_each(|report| sender.send(generation, assignment_id, report.clone()))
     }
 
     async fn take(&mut self, message: DaemonMessage) {
@@ -384,6 +391,7 @@ mod tests {
             node_rank: 1,
             nodes: vec![node("a", 0), node("b", 2)],
             run_token: "run".into(),
+            assignment_id: "a1".into(),
             ..Assignment::default()
         })
     }
@@ -400,6 +408,25 @@ mod tests {
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
         receive(&mut memory, 2, assignment());
         assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
+    fn what_is_said_of_a_generation_names_its_assignment() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(0)), "");
+        receive(&mut memory, 1, assignment());
+        memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(1)), "a1", "also when it is over");
+        let place = memory.greeting().unwrap().place.unwrap();
+        assert_eq!(place.assignment.unwrap().assignment_id, "a1");
+        receive(&mut memory, 2, assignment());
+        assert_eq!(
+            memory.assignment_id(Generation(1)),
+            "",
+            "it is not of the new one"
+        );
     }
 
     #[test]

@@ -51,6 +51,7 @@ impl World {
             job_id: JOB.into(),
             incarnation: agent.incarnation.clone(),
             generation: agent.generation,
+            assignment_id: agent.assignment_id(),
             body: Some(body),
         };
         self.send_up(conn, |conn| SimEvent::Arrives(conn, message));

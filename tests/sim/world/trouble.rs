@@ -74,7 +74,8 @@ impl World {
     /// The daemon dies with all that it knows and that is on its way; another one takes its place.
     pub(super) fn crash_daemon(&mut self) {
         self.outcome.crashes += 1;
-        self.state = State::new(self.config.clone());
+        let records = self.ledger.clone().unwrap_or_default();
+        self.state = State::recall(self.config.clone(), records, self.now);
         self.fresh = true;
         self.calls.clear();
         self.agenda.retain(|_, event| {

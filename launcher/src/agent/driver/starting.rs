@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ddp_proto::client::KvScope;
 use ddp_proto::exit;
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body as Report;
@@ -160,6 +161,11 @@ impl Driver<'_> {
         };
         self.worker_group = prepared.worker_group;
         self.local_failure = None;
+        let scope = KvScope {
+            job_id: self.plan.job_id.clone(),
+            generation,
+            assignment_id: self.machine.assignment_id().to_owned(),
+        };
         self.control.begin(Place {
             generation,
             contracts: prepared
@@ -168,7 +174,7 @@ impl Driver<'_> {
                 .map(ddp_proto::env::WorkerEnv::to_vars)
                 .collect(),
             node_addrs,
-            store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
+            store: Arc::new(Store::new(client, scope)),
             pids: vec![None; self.worker_group.len()],
             spawned: false,
             asked_to_stop: None,
