@@ -72,6 +72,7 @@ pub fn describe(launch: &Launch) -> String {
     let Launch {
         plan,
         sources,
+        checked,
         refusals,
         ..
     } = launch;
@@ -95,6 +96,12 @@ pub fn describe(launch: &Launch) -> String {
         text.push_str("input and output of the worker: this terminal\n");
     }
     let _ = writeln!(text, "{}", ranks_here(plan));
+    if let Some(file) = checked {
+        let _ = writeln!(
+            text,
+            "configuration: {file} is valid, and its data files can be read"
+        );
+    }
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");
     }

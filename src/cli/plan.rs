@@ -51,6 +51,8 @@ pub struct Launch {
     pub sources: Sources,
     /// What `plan` comes to for its first worker.
     pub environment: Vec<Variable>,
+    /// The configuration of a native target: it and its data files are as the workers need them.
+    pub checked: Option<String>,
     /// What the workers would refuse if all nodes had as many of them as this one, in words.
     pub refusals: Vec<String>,
 }
@@ -76,6 +78,9 @@ pub fn resolve(
     let job_signature = target.signature(&agreed);
     let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
+    let checked = validated
+        .is_some()
+        .then(|| target.name.to_string_lossy().into_owned());
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
@@ -129,6 +134,7 @@ pub fn resolve(
         host: host_facts(settings, &plan),
         plan,
         sources,
+        checked,
         refusals,
     })
 }

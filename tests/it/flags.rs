@@ -308,6 +308,7 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
         .expect_exit(0)
         .expect_stdout("PET_MAX_RESTARTS")
         .expect_stdout("command line")
+        .expect_stdout("train.yaml is valid, and its data files can be read")
         .expect_stdout("nothing was started");
     let shown = finished.stdout().join("\n");
     assert!(!shown.contains("could not be started"), "{shown}");
