@@ -6,13 +6,13 @@
     tests/cuts/run.py --programs target/debug --only 'daemon.*20' those whose name matches
     tests/cuts/run.py --list                                      their names
 
-Node A, node B and the machine of `ddp-rendezvous` are network namespaces. Each has one link, limited to 20 Mbit/s, to a
-fourth namespace that forwards between them. A cut is a rule there that drops packets silently, as a broken network does:
-no side sees its link go down. Cases run three at a time, each in namespaces of its own.
+Node A, node B and the machine of `ddp-rendezvous` are network namespaces. Each has one link, limited to 20 Mbit/s, to
+a fourth namespace that forwards between them. A cut is a rule there that drops packets silently, as a broken network
+does: no side sees its link go down. Cases run three at a time, each in namespaces of its own.
 
-Needs root, `ip`, `tc`, `iptables`, `nsenter`, `unshare`. Exit code 77: something is missing, nothing was tested. Exit code
-1: a case did not end as it should. Nothing is left behind, also after `kill -9`: a second process waits for the end of
-this one, and removes processes, namespaces and files.
+Needs root, `ip`, `tc`, `iptables`, `nsenter`, `unshare`. Exit code 77: something is missing, nothing was tested. Exit
+code 1: a case did not end as it should. Nothing is left behind, also after `kill -9`: a second process waits for the
+end of this one, and removes processes, namespaces and files.
 """
 import argparse
 import concurrent.futures
@@ -42,7 +42,7 @@ DAEMON = HOSTS["daemon"] + ":29400"
 # The network sets the pace, about 0.3 s a step, so cases that run side by side do not slow each other down.
 SHORT, LONG = 160, 460  # steps of the job: for cuts of up to 20 s, and for longer ones
 BEGIN_AT = 15  # steps done when the cut begins
-JOIN_TIMEOUT = 60
+JOIN_TIMEOUT = 120
 DEADLINE = JOIN_TIMEOUT + 150  # seconds that a case may take beyond an undisturbed run and its cut
 DOCUMENTED = {0, 69, 75}  # exit codes after the loss of a node or of the rendezvous
 YAML = """
@@ -183,9 +183,9 @@ class Job:
         yaml.write_text(YAML.format(out=self.out, root=ROOT, steps=case.steps))
         self.daemon = self.start("daemon", programs / "ddp-rendezvous", "serve", "--listen", DAEMON)
         self.nodes = {node: self.start(
-            node, programs / "ddp-run", "--nnodes", 2, "--rdzv-endpoint", DAEMON, "--rdzv-id", "cuts", "--node-rank", rank,
-            "--rdzv-conf", f"join_timeout={JOIN_TIMEOUT}", "--event-log-handler", directory / f"events-{node}.jsonl",
-            yaml) for rank, node in enumerate("ab")}
+            node, programs / "ddp-run", "--nnodes", 2, "--rdzv-endpoint", DAEMON, "--rdzv-id", "cuts",
+            "--node-rank", rank, "--rdzv-conf", f"join_timeout={JOIN_TIMEOUT}",
+            "--event-log-handler", directory / f"events-{node}.jsonl", yaml) for rank, node in enumerate("ab")}
 
     def start(self, host, *words):
         own_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"node-{host}"]
@@ -280,8 +280,8 @@ class Outcome:
                 self.message, f"{self.took:.0f} s", same, f"FAIL: {problem}" if problem else "PASS"]
 
 
-HEAD = ["what", "how", "for", "verdict of the daemon", "exit codes A, B", "restarts", "first message after", "then took",
-        "bit-equal", ""]
+HEAD = ["what", "how", "for", "verdict of the daemon", "exit codes A, B", "restarts", "first message after",
+        "then took", "bit-equal", ""]
 
 
 def run(case, network, directory, programs):
@@ -324,7 +324,7 @@ def table(rows):
 
 
 def run_all(cases, options, directory):
-    """Undisturbed runs first; then the outcomes as they come."""
+    """Pairs of the undisturbed run and the outcome, in the order in which they end. The longest begin first."""
     slots = queue.SimpleQueue()
     for slot in range(options.jobs):
         slots.put(slot)
@@ -337,13 +337,13 @@ def run_all(cases, options, directory):
             slots.put(slot)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        calm = {steps: pool.submit(in_a_slot, f"undisturbed-{steps}", Case("nothing", "–", longest))
-                for steps, longest in sorted({case.steps: case.seconds for case in cases}.items())}
-        by_length = sorted(cases, key=lambda case: -case.seconds)
-        running = {case: pool.submit(in_a_slot, re.sub(r"\W+", "-", case.name), case) for case in by_length}
+        calm = {steps: pool.submit(in_a_slot, f"undisturbed-{steps}", Case("nothing", "–", seconds))
+                for steps, seconds in {case.steps: case.seconds for case in cases}.items()}
+        running = [pool.submit(in_a_slot, re.sub(r"\W+", "-", case.name), case)
+                   for case in sorted(cases, key=lambda case: -case.seconds)]
         try:
-            for case in cases:
-                yield calm[case.steps].result(), running[case].result()
+            for done in concurrent.futures.as_completed(running):
+                yield calm[done.result().case.steps].result(), done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -383,20 +383,21 @@ def main():
     # The other end of a pipe: it closes when this process ends, in whatever way.
     cleaner, end = clean_up_at_the_end(directory)
     remove_namespaces(PREFIX)
-    rows = []
+    rows = {}
     try:
         for undisturbed, outcome in run_all(cases, options, directory):
-            rows.append(outcome.row(undisturbed))
-            print(f"{rows[-1][-1]:<40} {outcome.case.name}: {outcome.verdict}; {outcome.message}", flush=True)
+            row = rows[outcome.case] = outcome.row(undisturbed)
+            print(f"{row[-1]:<40} {outcome.case.name}: {outcome.verdict}; {outcome.message}", flush=True)
     finally:
-        if options.out:
-            options.out.write_text(table(rows))
         if options.logs:
             shutil.copytree(directory, options.logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
         os.close(end)
         os.waitpid(cleaner, 0)
-    print(table(rows))
-    return int(any("FAIL" in row[-1] for row in rows))
+    text = table([rows[case] for case in cases])
+    if options.out:
+        options.out.write_text(text)
+    print(text)
+    return int("FAIL" in text)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
     tests/slurm/run.py --programs target/debug --only preemption  those whose name matches
 
 Each slurmd has network, UTS, mount, process and control group namespaces of its own: a machine as far as Slurm and
-`ddp-run` can see. A node fails when the first process of its namespace is killed, which ends all others. Links are limited
-to 20 Mbit/s, which sets the pace of the training. The user `nobody` submits the jobs.
+`ddp-run` can see. A node fails when the first process of its namespace is killed, which ends all others. Links are
+limited to 20 Mbit/s, which sets the pace of the training. The user `nobody` submits the jobs.
 
 Needs root and Debian's `slurm-wlm` and `munge`, which it installs if they are missing. The installed configuration is
-neither used nor changed. Exit code 77: something is missing, nothing was tested. Exit code 1: a case failed. Nothing but
-the packages is left behind, also after `kill -9`: a second process waits for the end of this one, and cleans up.
+neither used nor changed. Exit code 77: something is missing, nothing was tested. Exit code 1: a case failed. Nothing
+but the packages is left behind, also after `kill -9`: a second process waits for the end of this one, and cleans up.
 """
 import argparse
 import contextlib
@@ -138,8 +138,8 @@ def remove_everything(directory):
         sh("ip", "netns", "delete", name)
     for _ in range(50):
         for group in CONTROL_GROUPS:
-            sh("find", f"/sys/fs/cgroup/{group}", "-depth", "-path", f"*/{PREFIX}*", "-type", "d", "-exec", "rmdir", "{}", "+",
-               check=False)
+            sh("find", f"/sys/fs/cgroup/{group}", "-depth", "-path", f"*/{PREFIX}*", "-type", "d",
+               "-exec", "rmdir", "{}", "+", check=False)
         if not list(pathlib.Path("/sys/fs/cgroup").glob(f"*/{PREFIX}*")):
             break
         time.sleep(0.1)
@@ -184,11 +184,14 @@ class Cluster:
         self.start(CONTROLLER, "unshare", "--uts", "sh", "-c", "hostname ctl; exec slurmctld -D")
         for node in NODES:
             self.boot(node)
-        wait_for("all nodes are idle", lambda: self.command("sinfo", "-h", "-o", "%D %t").split() == ["3", "idle"])
+        wait_for("all nodes are idle", self.free)
+
+    def free(self):
+        return self.command("sinfo", "-h", "-o", "%D %t").split()[:2] == [str(len(NODES)), "idle"]
 
     def write(self, proctrack):
         names = {"dir": self.dir, "prefix": PREFIX, "groups": " ".join(CONTROL_GROUPS)}
-        nodes = "\n".join(f"NodeName={node} NodeAddr={ADDRESSES[node]} CPUs={os.cpu_count()} State=UNKNOWN" for node in NODES)
+        nodes = "\n".join(f"NodeName={node} NodeAddr={ADDRESSES[node]} CPUs={os.cpu_count()}" for node in NODES)
         configuration = CONFIGURATION.format(
             dir=self.dir, proctrack=proctrack, task="cgroup" if proctrack == "cgroup" else "none", nodes=nodes,
             controller=ADDRESSES[CONTROLLER])
@@ -210,7 +213,8 @@ class Cluster:
         sh("ip", "-n", hub, "address", "add", ADDRESSES[CONTROLLER] + "/24", "dev", "hub")
         sh("ip", "-n", hub, "link", "set", "dev", "hub", "up")
         for node in NODES:
-            sh("ip", "-n", hub, "link", "add", "name", node, "type", "veth", "peer", "name", "eth0", "netns", PREFIX + node)
+            sh("ip", "-n", hub, "link", "add", "name", node, "type", "veth",
+               "peer", "name", "eth0", "netns", PREFIX + node)
             sh("ip", "-n", hub, "link", "set", "dev", node, "master", "hub", "up")
             sh("ip", "-n", PREFIX + node, "address", "add", ADDRESSES[node] + "/24", "dev", "eth0")
             sh("ip", "-n", PREFIX + node, "link", "set", "dev", "eth0", "up")
@@ -338,34 +342,58 @@ def no_requeue_left(cluster):
     return job.ended(), "FAILED, ExitCode 143:0, Restarts 0", None
 
 
-def signal_to_the_script(cluster):
-    job = cluster.submit()
-    job.under_way()
-    cluster.command("scancel", "--batch", "--signal=USR1", job.number)
-    return job.ended(), "COMPLETED, ExitCode 0:0, Restarts 1", resumed(cluster, job, BEGIN_AT)
+def warned_of_the_time_limit(cluster, warning):
+    """Slurm looks every 30 s, and may send the signal 60 s early. What the second run lacks may need a third one."""
+    job = cluster.submit("--time=1", f"--signal={warning}@45").ended()
+    restarts = max(1, int(job.show()["Restarts"]))
+    return job, f"COMPLETED, ExitCode 0:0, Restarts {restarts}", resumed(cluster, job, 1)
+
+
+def steps_are_warned(cluster):
+    return warned_of_the_time_limit(cluster, "TERM")
+
+
+def script_is_warned(cluster):
+    return warned_of_the_time_limit(cluster, "B:USR1")
+
+
+def saved(job):
+    """Ranks get `KillWait` after SIGTERM, and these save at once."""
+    stopped = json.loads((job.run / "summary.json").read_text())["stopped"]
+    return None if stopped else "the ranks have not saved"
 
 
 def time_limit(cluster):
-    """The signal of `#SBATCH --signal` before the limit: Slurm looks every 30 s, and may send it 60 s early."""
-    job = cluster.submit("--time=1", "--signal=TERM@45")
-    job.ended()
-    restarts = job.show()["Restarts"]
-    return job, f"COMPLETED, ExitCode 0:0, Restarts {max(1, int(restarts))}", resumed(cluster, job, 1)
+    """Without a warning: SIGCONT, which does nothing, takes the place of that of the script."""
+    job = cluster.submit("--time=1", "--signal=CONT@1", target=[
+        cluster.dir / "train.yaml", "--nproc-per-node", "1", "--set", "train.steps=2000"]).ended()
+    return job, "TIMEOUT, ExitCode 0:0, Restarts 0", saved(job)
 
 
 def cancel(cluster):
     job = cluster.submit()
     job.under_way()
     cluster.command("scancel", job.number)
-    return job.ended(), "CANCELLED, ExitCode 0:15, Restarts 0", None
+    job.ended()
+    wait_for("the step has ended", lambda: cluster.free())
+    return job, "CANCELLED, ExitCode 0:15, Restarts 0", saved(job)
 
 
 def node_fails(cluster):
+    return fail(cluster, "n2")
+
+
+def first_node_fails(cluster):
+    """It runs the batch script and hosts the rendezvous."""
+    return fail(cluster, "n1")
+
+
+def fail(cluster, node):
     job = cluster.submit()
     job.under_way()
-    cluster.fail("n2")
+    cluster.fail(node)
     job.ended()
-    cluster.boot("n2")
+    cluster.boot(node)
     return job, "COMPLETED, ExitCode 0:0, Restarts 1", resumed(cluster, job, CHECKPOINT_EVERY)
 
 
@@ -376,10 +404,12 @@ CASES = {
     "preemption, GraceTime=0": preemption_without_grace,
     "scancel --signal=TERM": stop_by_hand,
     "scancel --signal=TERM, MAX_REQUEUES=0": no_requeue_left,
-    "USR1 to the batch script": signal_to_the_script,
-    "time limit, --signal=TERM@45": time_limit,
+    "time limit, --signal=TERM@45": steps_are_warned,
+    "time limit, --signal=B:USR1@45": script_is_warned,
+    "time limit without --signal": time_limit,
     "scancel": cancel,
     "a node fails": node_fails,
+    "the first node fails": first_node_fails,
 }
 
 
@@ -394,8 +424,7 @@ def run_cases(cluster, proctrack, only):
             passed = "PASS" if recorded == wanted and problem is None else f"FAIL: {problem or f'expected {wanted}'}"
         except RuntimeError as error:
             recorded, wanted, passed = "–", "–", f"FAIL: {error}"
-        wait_for("the nodes are free", lambda: cluster.command("sinfo", "-h", "-o", "%D %t").split() == ["3", "idle"]
-                 if passed == "PASS" else True)
+        wait_for("all nodes are idle", cluster.free)
         yield [name, proctrack, recorded, f"{time.monotonic() - begin:.0f} s", passed]
         print(f"{passed:<6} {proctrack}: {name} (job {number}): {recorded}", flush=True)
 
