@@ -358,16 +358,17 @@ def script_is_warned(cluster):
 
 
 def saved(job):
-    """Ranks get `KillWait` after SIGTERM, and these save at once."""
-    stopped = json.loads((job.run / "summary.json").read_text())["stopped"]
-    return None if stopped else "the ranks have not saved"
+    """Ranks get `KillWait` after SIGTERM. For Slurm, the job has ended before."""
+    wait_for("all nodes are idle", job.cluster.free)
+    summary = job.run / "summary.json"
+    return None if summary.exists() and json.loads(summary.read_text())["stopped"] else "the ranks have not saved"
 
 
 def time_limit(cluster):
     """Without a warning: SIGCONT, which does nothing, takes the place of that of the script."""
     job = cluster.submit("--time=1", "--signal=CONT@1", target=[
         cluster.dir / "train.yaml", "--nproc-per-node", "1", "--set", "train.steps=2000"]).ended()
-    return job, "TIMEOUT, ExitCode 0:0, Restarts 0", saved(job)
+    return job, "TIMEOUT, ExitCode 0:15, Restarts 0", saved(job)
 
 
 def cancel(cluster):
@@ -375,7 +376,6 @@ def cancel(cluster):
     job.under_way()
     cluster.command("scancel", job.number)
     job.ended()
-    wait_for("the step has ended", lambda: cluster.free())
     return job, "CANCELLED, ExitCode 0:15, Restarts 0", saved(job)
 
 
