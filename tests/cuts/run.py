@@ -184,8 +184,7 @@ class Job:
         self.daemon = self.start("daemon", programs / "ddp-rendezvous", "serve", "--listen", DAEMON)
         self.nodes = {node: self.start(
             node, programs / "ddp-run", "--nnodes", 2, "--rdzv-endpoint", DAEMON, "--rdzv-id", "cuts",
-            "--node-rank", rank, "--rdzv-conf", f"join_timeout={JOIN_TIMEOUT}",
-            "--event-log-handler", directory / f"events-{node}.jsonl", yaml) for rank, node in enumerate("ab")}
+            "--node-rank", rank, "--rdzv-conf", f"join_timeout={JOIN_TIMEOUT}", yaml) for rank, node in enumerate("ab")}
 
     def start(self, host, *words):
         own_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"node-{host}"]
@@ -222,11 +221,6 @@ class Job:
             if b"\0LOCAL_RANK=0\0" in pathlib.Path(f"/proc/{pid}/environ").read_bytes():
                 return int(pid)
         raise RuntimeError("node B has no worker")
-
-    def events(self):
-        for node in self.nodes:
-            with contextlib.suppress(FileNotFoundError):
-                yield from map(json.loads, (self.directory / f"events-{node}.jsonl").read_text().splitlines())
 
     def result(self):
         """What must be the same as in an undisturbed run: the last step's loss, and every tensor."""
@@ -305,16 +299,17 @@ def run(case, network, directory, programs):
 
 def told(job, begin):
     """The daemon's verdict, restarts that were spent, and the first message that is not about the training."""
-    verdict, first = "–", "–"
+    verdict, first, restarts = "–", "–", 0
     while not job.lines.empty():
         when, host, text = job.lines.get()
         text = re.sub(r"^\S+Z +\w+ |\x1b\[[0-9;]*m", "", text)
         about_training = re.match(r"\[\d+\]", text)
-        if host == "daemon" and (ended := re.search(r"ended: (.*)", text)):
+        if host == "daemon" and (ended := re.search(r"^job `cuts` ended: (.*)", text)):
             verdict = ended[1]
+        elif host == "daemon" and (spent := re.search(r"restarting now \((\d+)/", text)):
+            restarts = int(spent[1])
         elif when > begin and not about_training and first == "–":
             first = f"{when - begin:.1f} s, {'daemon' if host == 'daemon' else host.upper()}: {text}"
-    restarts = max((event.get("restart_count") or 0 for event in job.events()), default=0)
     return verdict, restarts, first
 
 
