@@ -75,7 +75,7 @@ fn what_is_not_yaml() {
     let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
     insta::assert_snapshot!(refused(&job), @r"
     [ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'
-    [ddp-run]   hint: check indentation, colons and brackets on this line and on the line before it
+    [ddp-run]   hint: check indentation, brackets and the space after each colon, here and on the line before
     ");
     expect_nothing_written(&job);
 }

@@ -333,7 +333,7 @@ fn message_of(error: &serde_saphyr::Error) -> (String, Option<String>) {
         .iter()
         .filter_map(|cut| first.find(cut))
         .min();
-    let hint = "check indentation, colons and brackets on this line and on the line before it";
+    let hint = "check indentation, brackets and the space after each colon, here and on the line before";
     (first[..end.unwrap_or(first.len())].to_owned(), Some(hint.into()))
 }
 

@@ -274,12 +274,12 @@ fn missing_sections_and_keys() {
 fn broken_yaml() {
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @r"
     train.yaml:14: not valid YAML: mapping values are not allowed in this context
-      hint: check indentation, colons and brackets on this line and on the line before it
+      hint: check indentation, brackets and the space after each colon, here and on the line before
     ");
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given more than once");
     insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @r"
     train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)
-      hint: check indentation, colons and brackets on this line and on the line before it
+      hint: check indentation, brackets and the space after each colon, here and on the line before
     ");
     insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` starts a second document, but a configuration is a single one");
 }
@@ -606,7 +606,11 @@ fn a_key_that_is_not_indented_or_lacks_its_space_is_found() {
       hint: did you mean `model.vocab_size`?
     ");
     insta::assert_snapshot!(with("  block_size: 16", "  block_size:16"), @r"
-    train.yaml:8: unknown key `model.block_size:16`
+    train.yaml:8: not valid YAML: simple key expected ':'
+      hint: check indentation, brackets and the space after each colon, here and on the line before
+    ");
+    insta::assert_snapshot!(with("model:\n", "model: { block_size:16 }\nrun_:\n"), @r"
+    train.yaml:3: unknown key `model.block_size:16`
       hint: put a space after the colon: `block_size: 16`
     ");
 }
