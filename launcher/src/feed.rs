@@ -143,7 +143,8 @@ impl Feed {
 
     /// Adds text of the current line, of which the console may have the beginning.
     fn add(&mut self, text: &[u8], returns: bool) {
-        let fresh = &text[self.shown..];
+        // A line that was held back as a repeated error can be shorter than what was shown of the line after it.
+        let fresh = text.get(self.shown..).unwrap_or(text);
         if fresh.is_empty() {
             return;
         }

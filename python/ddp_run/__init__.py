@@ -32,6 +32,8 @@ __all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "siz
 PHASES = ("starting", "training", "validating", "saving", "finishing")
 # Longest time to connect or to write one message. A launcher that reads nothing for so long counts as gone.
 SEND_TIMEOUT_S = 5
+# The signals that stop `ddp-run` unless `--signals-to-handle` says otherwise; it sends the same one to its workers.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
 CAUSE_TIMEOUT_S = 1.0
 # The protocol's longest line.
@@ -136,7 +138,7 @@ def _signals_ignored() -> Iterator[None]:
     """Ignores the signals that stop a job: the launcher sends one after half of the time, and saving may need all of it.
     Only the main thread may change handlers; in another one the signals keep theirs.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield

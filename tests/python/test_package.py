@@ -197,7 +197,7 @@ class Stopping(Worker):
 
     def test_the_signal_that_follows_the_request_does_not_end_a_save(self):
         self.ask_to_stop()
-        saved, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        saved, before = [], {number: signal.getsignal(number) for number in ddp_run.STOP_SIGNALS}
 
         def save():
             for number in before:

@@ -40,6 +40,10 @@ pub(super) enum PrepareError {
     Log(#[from] LogError),
     #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
     Pipe(#[from] io::Error),
+    #[error(
+        "cannot host PyTorch's store at MASTER_PORT {port}: {cause}\n  hint: check `ulimit -n`, or choose a free port with `--master-port`"
+    )]
+    Store { port: u32, cause: io::Error },
     #[error("invalid assignment from the rendezvous daemon: {0}")]
     Assignment(String),
     #[error(

@@ -58,22 +58,36 @@ impl TcpStoreServer {
     /// Serves an empty store.
     pub(crate) fn start(listener: StdListener, console: Console) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        let runtime = Builder::new_current_thread().enable_all().build()?;
-        let accepting = {
-            let _on_runtime = runtime.enter();
-            TcpListener::from_std(listener.try_clone()?)?
-        };
+        let accepting = listener.try_clone()?;
         let (open, closed) = oneshot::channel();
-        let serve = async move {
-            // Whichever is dropped, all that is served ends.
-            tokio::select! {
-                () = accept(accepting, Arc::new(Hub::new(console))) => {}
-                _ = closed => {}
-            }
+        let (opened, is_opened) = std::sync::mpsc::sync_channel(1);
+        let serve = move || {
+            // Made and dropped here: a runtime must not be dropped on another one, the agent's.
+            let runtime = match Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(error) => return drop(opened.send(Err(error))),
+            };
+            runtime.block_on(async move {
+                let accepting = TcpListener::from_std(accepting);
+                let accepting = match accepting {
+                    Ok(accepting) => accepting,
+                    Err(error) => return drop(opened.send(Err(error))),
+                };
+                drop(opened.send(Ok(())));
+                // Whichever is dropped, all that is served ends.
+                tokio::select! {
+                    () = accept(accepting, Arc::new(Hub::new(console))) => {}
+                    _ = closed => {}
+                }
+            });
         };
         std::thread::Builder::new()
             .name("tcp-store".into())
-            .spawn(move || runtime.block_on(serve))?;
+            .spawn(serve)?;
+        // The thread answers at once, or ends.
+        is_opened
+            .recv()
+            .map_err(|_| io::Error::other("its thread ended"))??;
         Ok(Self {
             listener,
             _open: open,

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -80,7 +81,13 @@ impl Driver<'_> {
         self.run_token.clone_from(&assignment.run_token);
         self.worker_group = WorkerGroup::none();
         self.preparing = true;
-        let agent_store = self.host_store(&assignment);
+        let agent_store = match self.host_store(&assignment) {
+            Ok(agent_store) => agent_store,
+            Err(error) => {
+                let making = async move { Some(Err(error)) };
+                return tasks::prepare(self.task_results.clone(), generation, making);
+            }
+        };
         let entry = self.group.as_deref().and_then(WorkerCgroup::entry);
         let making = Making {
             plan: self.plan.clone(),
@@ -99,24 +106,30 @@ impl Driver<'_> {
         tasks::prepare(self.task_results.clone(), generation, making);
     }
 
-    /// Hosts the store of the workers' PyTorch, if this is node 0. True if no worker of this node needs to do that.
-    fn host_store(&mut self, assignment: &Assignment) -> bool {
+    /// Hosts the store of the workers' PyTorch, if this is node 0. True if no worker of this node needs to do that. Alone,
+    /// rank 0 can do it instead; with several nodes, the others' workers would look for what they share elsewhere.
+    fn host_store(&mut self, assignment: &Assignment) -> Result<bool, PrepareError> {
         if !self.plan.command.agent_store || assignment.node_rank != 0 {
-            return self.plan.command.agent_store;
+            return Ok(self.plan.command.agent_store);
         }
-        // It was said already if there is none.
-        let Some(port) = &self.master_port else {
-            return false;
+        let listening = match &self.master_port {
+            Some(port) => port.listen(),
+            None => Err(io::Error::other("it could not be reserved")),
         };
-        let listening = port.listen();
         match listening.and_then(|listener| TcpStoreServer::start(listener, self.console.clone())) {
             Ok(store) => self.tcp_store = Some(store),
-            Err(error) => self.console.say(&format!(
-                "cannot host the store of the workers at MASTER_PORT {}; rank 0 has to: {error}",
-                port.get()
-            )),
+            Err(cause) => {
+                let error = PrepareError::Store {
+                    port: assignment.master_port,
+                    cause,
+                };
+                if assignment.nodes.len() > 1 {
+                    return Err(error);
+                }
+                self.console.say(&format!("rank 0 hosts the store: {error}"));
+            }
         }
-        self.tcp_store.is_some()
+        Ok(self.tcp_store.is_some())
     }
 
     /// Starts no more workers. Those that are not even prepared are not waited for.
@@ -141,9 +154,10 @@ impl Driver<'_> {
         if let Err(error) = ready.and_then(|ready| self.request(generation, ready)) {
             let exit_code = match error {
                 PrepareError::Log(_) => exit::USAGE,
-                PrepareError::Pipe(_) | PrepareError::Assignment(_) | PrepareError::Panicked => {
-                    exit::INTERNAL
-                }
+                PrepareError::Pipe(_)
+                | PrepareError::Store { .. }
+                | PrepareError::Assignment(_)
+                | PrepareError::Panicked => exit::INTERNAL,
             };
             let error = error.to_string();
             events.push_back(Event::CannotBegin { exit_code, error });
