@@ -57,48 +57,52 @@ pub struct Launch {
     pub refusals: Vec<String>,
 }
 
+type Merged = (Target, Option<Validated>, Settings, Sources);
+
+/// The target, and what all layers ask for.
+fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
+    refuse_standalone_with_nodes(&args.settings)?;
+    let variables = Settings::from_env(get_env)?;
+    let kind = kind(&args, &variables)?;
+    let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
+    let validated = validate(&target)?;
+    let (settings, sources) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
+    check_target(&target, &settings)?;
+    Ok((target, validated, settings, sources))
+}
+
 /// Merges the layers, looks at the target and at the machine.
 pub fn resolve(
     args: ParsedArgs,
     get_env: impl Fn(&str) -> Option<String>,
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
-    refuse_standalone_with_nodes(&args.settings)?;
-    let variables = Settings::from_env(&get_env)?;
-    let kind = kind(&args, &variables)?;
-    let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
-    let validated = validate(&target)?;
-    let (settings, sources) = layers(args.settings, variables, &target, validated.as_ref(), &get_env)?;
+    let dry_run = args.dry_run;
+    let (target, validated, settings, sources) = merge(args, &get_env)?;
     let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
     check_nodes(nodes, &settings)?;
-    check_target(&target, &settings)?;
-
     let alone = nodes.max == 1;
     let agreed = agreed(&settings, &target, nodes);
     let job_signature = target.signature(&agreed);
     let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
-    let checked = validated
-        .is_some()
-        .then(|| target.name.to_string_lossy().into_owned());
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     check_raw(&settings, alone, workers)?;
     let mut signals = signals(&settings)?;
-    let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
-    let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !args.dry_run)?;
+    let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings, alone, workers);
-    let logs = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
-    let named = settings.log_dir.clone().or(logs);
-    let log_dir = log_dir(named, &output, &job_id, args.dry_run)?;
-    if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
+    let named = named_logs(&settings, out_dir, &output);
+    let log_dir = log_dir(named, &output, &job_id, dry_run)?;
+    let native = target.kind == TargetKind::Native;
+    if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
-    let progress_bar = target.kind == TargetKind::Native && !output.raw && io::stderr().is_terminal();
     let plan = LaunchPlan {
+        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job_id)),
         job_id,
         endpoint: String::new(),
         nodes,
@@ -114,9 +118,9 @@ pub fn resolve(
         connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
         shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
         log_dir,
-        resume_words,
+        progress_bar: native && !output.raw && io::stderr().is_terminal(),
         output,
-        role: settings.role.clone().unwrap_or_else(|| "default".to_owned()),
+        role: settings.role.clone().unwrap_or_else(|| "default".into()),
         master_addr: settings.master_addr.clone(),
         master_port: settings.master_port,
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
@@ -127,16 +131,21 @@ pub fn resolve(
             agent_store: agent_store(&target, &settings, &get_env),
             ..target.command(exe, python)
         },
-        progress_bar,
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan),
         plan,
         sources,
-        checked,
+        checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
         refusals,
     })
+}
+
+/// The directory for log files that the settings name, or the native run has.
+fn named_logs(settings: &Settings, out_dir: Option<PathBuf>, output: &OutputPlan) -> Option<PathBuf> {
+    let of_the_run = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
+    settings.log_dir.clone().or(of_the_run)
 }
 
 /// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own

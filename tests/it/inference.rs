@@ -181,8 +181,8 @@ fn what_cannot_be_done_is_refused_in_words() {
         ("--top-p", "nan", share),
         ("--temperature", "-1", temperature),
         ("--temperature", "inf", temperature),
-        ("--top-k", "0", "number would be zero"),
-        ("--max-tokens", "0", "number would be zero"),
+        ("--top-k", "0", "expected a whole number, 1 or more"),
+        ("--max-tokens", "0", "expected a whole number, 1 or more"),
         (
             "--tokenizer",
             "words",
