@@ -85,6 +85,7 @@ pub fn resolve(
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     check_raw(&settings, alone, workers)?;
+    check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
@@ -119,6 +120,7 @@ pub fn resolve(
         role: settings.role.clone().unwrap_or_else(|| "default".to_owned()),
         master_addr: settings.master_addr.clone(),
         master_port: settings.master_port,
+        worker_ports: settings.worker_ports,
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
         signals,
         cores,
@@ -405,6 +407,24 @@ fn check_raw(settings: &Settings, alone: bool, workers: u32) -> Result<(), CliEr
         });
     }
     Ok(())
+}
+
+/// Each native worker of a job of several nodes listens at one port at a time.
+fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) -> Result<(), CliError> {
+    let Some(ports) = settings.worker_ports else {
+        return Ok(());
+    };
+    if alone || target.kind != TargetKind::Native || ports.count() >= workers {
+        return Ok(());
+    }
+    Err(CliError::Conflict {
+        problem: format!(
+            "`--worker-ports {ports}` is {}, but the {workers} workers of this node need one each",
+            counted(ports.count(), "port")
+        ),
+        hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
+            .into(),
+    })
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
