@@ -11,6 +11,7 @@ use std::net::{Ipv6Addr, SocketAddrV6, TcpListener};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use ddp_proto::ports::PortRange;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, SockaddrIn, SockaddrIn6, bind, getsockname, listen,
@@ -52,6 +53,23 @@ impl MasterPort {
     /// machine that reserve the same port, are not in the way; who listens on it is.
     pub(crate) fn reserve_this(port: u16) -> io::Result<Self> {
         Self::bind_as(port, Sharing::WithWhoDoesNotListen)
+    }
+
+    /// Reserves a port of a range. One that connections of the last generation still have serves if no other is free.
+    pub(crate) fn reserve_within(ports: PortRange) -> io::Result<Self> {
+        let start = rand::random_range(0..ports.count()) as usize;
+        for sharing in [Sharing::WithNobody, Sharing::WithWhoDoesNotListen] {
+            for port in ports.starting_at(start) {
+                match Self::bind_as(port, sharing) {
+                    Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                    reserved => return reserved,
+                }
+            }
+        }
+        Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "none is free\n  hint: choose a larger range, or see who has the ports (`ss -ltnp`)",
+        ))
     }
 
     /// Listens on the port: from now on rank 0 cannot.
@@ -164,6 +182,38 @@ mod tests {
         assert!(second.listen().is_err(), "only one can listen");
         let error = MasterPort::reserve_this(first.get()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn ports_of_a_range_that_are_taken_are_skipped() {
+        // Both addresses, so that it is in the way of every program.
+        let first = MasterPort::reserve().unwrap();
+        let served = first.listen().unwrap();
+        let port = served.local_addr().unwrap().port();
+        let only: PortRange = format!("{port}-{port}").parse().unwrap();
+        let error = MasterPort::reserve_within(only).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "none is free\n  hint: choose a larger range, or see who has the ports (`ss -ltnp`)"
+        );
+        let range: PortRange = format!("{}-{port}", port - 20).parse().unwrap();
+        for _ in 0..20 {
+            let reserved = MasterPort::reserve_within(range).unwrap();
+            assert!(range.contains(reserved.get()) && reserved.get() != port);
+        }
+    }
+
+    #[test]
+    fn connections_of_the_last_generation_do_not_keep_the_only_port() {
+        let last = MasterPort::reserve().unwrap();
+        let only: PortRange = format!("{0}-{0}", last.get()).parse().unwrap();
+        let listener = last.listen().unwrap();
+        let peer = TcpStream::connect(("127.0.0.1", last.get())).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        // This end closes first, so its port is in TIME_WAIT.
+        drop((accepted, listener));
+        drop((peer, last));
+        MasterPort::reserve_within(only).unwrap().listen().unwrap();
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::ids::NodeRank;
+use ddp_proto::ports::PortRange;
 
 use crate::output::OutputPlan;
 
@@ -54,6 +55,9 @@ pub struct LaunchPlan {
     /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; none: a free one, anew in each
     /// generation.
     pub master_port: Option<u16>,
+    /// `--worker-ports`: where native workers listen, and MASTER_PORT of other programs is, unless it is given; none:
+    /// any free ports.
+    pub worker_ports: Option<PortRange>,
     /// `--virtual-local-rank`: every worker is local rank 0, and sees its own GPU only.
     pub virtual_local_rank: bool,
     /// Signals that stop the job, and those that are passed on to the workers.

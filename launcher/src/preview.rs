@@ -37,6 +37,7 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
     contract.agent_store = plan.command.agent_store;
     contract.run_id.clone_from(&plan.job_id);
     contract.master_port = plan.master_port.unwrap_or(0);
+    contract.worker_ports = plan.worker_ports;
     if let Some(address) = &plan.master_addr {
         contract.master_addr.clone_from(address);
     }

@@ -1,10 +1,11 @@
-//! The environment contract between agent and worker, torchrun's plus three variables of our own.
+//! The environment contract between agent and worker, torchrun's plus variables of our own.
 //!
 //! This file is the only one that writes or parses these variables.
 
 use std::collections::BTreeMap;
 
 use crate::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
+use crate::ports::PortRange;
 
 /// Address of the control socket: `@name` is an abstract Unix address.
 pub const DDP_CONTROL: &str = "DDP_CONTROL";
@@ -16,6 +17,8 @@ pub const DDP_RUN_TOKEN: &str = "DDP_RUN_TOKEN";
 pub const DDP_JOB_MARKER: &str = "DDP_JOB_MARKER";
 /// The true local rank, where `LOCAL_RANK` is 0 for every worker (`--virtual-local-rank`).
 pub const DDP_LOCAL_RANK: &str = "DDP_LOCAL_RANK";
+/// `--worker-ports`: where native workers listen for those of other nodes.
+pub const DDP_WORKER_PORTS: &str = "DDP_WORKER_PORTS";
 /// Set to `bar` when the launcher draws the progress bar, so that rank 0 prints no step lines.
 pub const DDP_PROGRESS: &str = "DDP_PROGRESS";
 /// How PyTorch writes `TORCHELASTIC_USE_AGENT_STORE`; it takes no other word for true.
@@ -45,6 +48,7 @@ pub const SCRUBBED: &[&str] = &[
     DDP_GENERATION,
     DDP_RUN_TOKEN,
     DDP_JOB_MARKER,
+    DDP_WORKER_PORTS,
     DDP_PROGRESS,
 ];
 
@@ -89,6 +93,8 @@ pub struct WorkerEnv {
     pub generation: Generation,
     /// `DDP_CONTROL`; none when the worker was started by hand or by another launcher.
     pub control: Option<String>,
+    /// `DDP_WORKER_PORTS`; none: any free port.
+    pub worker_ports: Option<PortRange>,
 }
 
 /// A variable of the contract is missing or malformed.
@@ -135,6 +141,7 @@ impl WorkerEnv {
             error_file: None,
             generation: Generation(1),
             control: None,
+            worker_ports: None,
         }
     }
 
@@ -173,6 +180,9 @@ impl WorkerEnv {
         }
         if let Some(control) = &self.control {
             set(DDP_CONTROL, control.clone());
+        }
+        if let Some(ports) = self.worker_ports {
+            set(DDP_WORKER_PORTS, ports.to_string());
         }
         vars
     }
@@ -221,6 +231,7 @@ impl WorkerEnv {
             error_file: get("TORCHELASTIC_ERROR_FILE"),
             generation: Generation(u64::from(number(DDP_GENERATION)?.unwrap_or(1))),
             control: get(DDP_CONTROL),
+            worker_ports: get(DDP_WORKER_PORTS).map(worker_ports).transpose()?,
         };
         env.check()?;
         Ok(env)
@@ -249,6 +260,14 @@ impl WorkerEnv {
     }
 }
 
+fn worker_ports(value: String) -> Result<PortRange, EnvError> {
+    value.parse().map_err(|_| EnvError::Malformed {
+        name: DDP_WORKER_PORTS,
+        value,
+        expected: "`FIRST-LAST`",
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -267,6 +286,7 @@ mod tests {
         env.generation = Generation(7);
         env.control = Some("@ddp-x".into());
         env.error_file = Some("/tmp/e.json".into());
+        env.worker_ports = Some("29500-29600".parse().unwrap());
         let vars = env.to_vars();
         assert_eq!(WorkerEnv::parse(|n| vars.get(n).cloned()), Ok(env));
         for name in vars.keys() {

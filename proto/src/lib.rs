@@ -11,6 +11,7 @@
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
+//! | [`ports`] | ranges of TCP ports: the command line reads one, a worker listens in it | agent → worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
 //! This package knows nothing of processes, tensors or training.
@@ -22,6 +23,7 @@ pub mod env;
 pub mod exit;
 pub mod ids;
 pub mod mounts;
+pub mod ports;
 pub mod resolver;
 pub mod utc;
 pub mod words;

@@ -55,9 +55,10 @@ const VALUE_WIDTH: usize = 32;
 const VARIABLE_WIDTH: usize = 51;
 
 /// Variables that a setting decides, with its name.
-const SETTING_OF: [(&str, &str); 9] = [
+const SETTING_OF: [(&str, &str); 10] = [
     ("CUDA_VISIBLE_DEVICES", "virtual_local_rank"),
     ("DDP_LOCAL_RANK", "virtual_local_rank"),
+    ("DDP_WORKER_PORTS", "worker_ports"),
     ("GROUP_RANK", "node_rank"),
     ("LOCAL_WORLD_SIZE", "nproc_per_node"),
     ("MASTER_ADDR", "master_addr"),
@@ -246,6 +247,7 @@ fn further(name: &str, launch: &Launch) -> Option<String> {
         },
         "master_addr" => plan.master_addr.clone()?,
         "master_port" => plan.master_port?.to_string(),
+        "worker_ports" => plan.worker_ports?.to_string(),
         "redirects" => streams(&output.redirects),
         "tee" => streams(&output.tee),
         "local_ranks_filter" => ranks(&output.local_ranks),

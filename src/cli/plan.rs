@@ -90,6 +90,7 @@ pub fn resolve(
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     check_raw(&settings, alone, workers)?;
+    check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     // Last of all that can fail: it writes.
     let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !dry_run)?;
@@ -123,6 +124,7 @@ pub fn resolve(
         role: settings.role.clone().unwrap_or_else(|| "default".into()),
         master_addr: settings.master_addr.clone(),
         master_port: settings.master_port,
+        worker_ports: settings.worker_ports,
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
         signals,
         cores,
@@ -414,6 +416,24 @@ fn check_raw(settings: &Settings, alone: bool, workers: u32) -> Result<(), CliEr
         });
     }
     Ok(())
+}
+
+/// Each native worker of a job of several nodes listens at one port at a time.
+fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) -> Result<(), CliError> {
+    let Some(ports) = settings.worker_ports else {
+        return Ok(());
+    };
+    if alone || target.kind != TargetKind::Native || ports.count() >= workers {
+        return Ok(());
+    }
+    Err(CliError::Conflict {
+        problem: format!(
+            "`--worker-ports {ports}` is {}, but the {workers} workers of this node need one each",
+            counted(ports.count(), "port")
+        ),
+        hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
+            .into(),
+    })
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of

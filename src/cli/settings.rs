@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{NodeRange, PrefixTemplate, SignalScope, StreamsByRank};
+use ddp_proto::ports::PortRange;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
@@ -125,6 +126,13 @@ settings! {
     /// MASTER_PORT for the workers [default: a free port, a new one at each restart]
     #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
     master_port: u16 = values::port,
+
+    /// Ports at which workers of several nodes meet, for firewalls [default: any free ports]
+    ///
+    /// Each native worker listens at one of them for those of other nodes. For programs, MASTER_PORT is one of them,
+    /// unless `--master-port` is given. Ports that are taken are skipped.
+    #[arg(value_name = "FIRST-LAST", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
+    worker_ports: PortRange = values::port_range,
 
     /// Restarts after failures [default: 0, YAML: 3]
     ///

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ddp_launcher::{NodeRange, PrefixTemplate};
+use ddp_proto::ports::{BadPortRange, PortRange};
 
 use super::numa::Binding;
 
@@ -143,6 +144,11 @@ pub fn port(text: &str) -> Result<u16, String> {
         Ok(port @ 1..) => Ok(port),
         _ => Err("expected a port from 1 to 65535".to_owned()),
     }
+}
+
+/// `29500-29600`.
+pub fn port_range(text: &str) -> Result<PortRange, String> {
+    text.parse().map_err(|error: BadPortRange| error.to_string())
 }
 
 /// Name of a role.

@@ -45,4 +45,5 @@ mod three_d;
 mod timeline;
 mod tokens;
 mod two_launchers;
+mod worker_ports;
 mod wrong_clock;

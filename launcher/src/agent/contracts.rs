@@ -79,6 +79,7 @@ pub(super) fn contracts_of(
         error_file: None,
         generation,
         control: Some(site.control.to_owned()),
+        worker_ports: site.worker_ports,
     };
     Ok((0..node.workers).map(contract).collect())
 }

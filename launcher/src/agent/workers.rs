@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use ddp_proto::control::{PeerWait, Phase, Sizes};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
+use ddp_proto::ports::PortRange;
 use ddp_proto::rendezvous::{Assignment, Heartbeat};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
@@ -68,6 +69,8 @@ pub(super) struct Site<'a> {
     pub(super) agent_store: bool,
     /// `--master-addr`
     pub(super) master_addr: Option<&'a str>,
+    /// `--worker-ports`
+    pub(super) worker_ports: Option<PortRange>,
     /// By local rank; empty: not bound.
     pub(super) cores: &'a [CoreSet],
     /// The control group that these workers are born in, if there is one.

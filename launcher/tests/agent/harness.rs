@@ -228,6 +228,7 @@ impl Launch {
             role: "default".into(),
             master_addr: None,
             master_port: None,
+            worker_ports: None,
             virtual_local_rank: false,
             signals: SignalPlan {
                 scope: if self.signals_ranks_only {

@@ -187,6 +187,7 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
         local_world_size: env.local_world_size as usize,
         node_rank,
         host_addr,
+        ports: env.worker_ports,
         generation: env.generation.get(),
         spin: env.local_world_size as usize * threads <= cores,
     })

@@ -56,6 +56,7 @@ impl World {
                     local_world_size,
                     node_rank,
                     host_addr: IpAddr::from([127, 0, 0, node_rank as u8 + 1]),
+                    ports: None,
                     generation: 1,
                     spin: self.size() <= cores,
                 });

@@ -34,20 +34,9 @@ impl Driver<'_> {
         }
         // Released before the next one is reserved.
         self.master_port = None;
-        let asked = self.plan.master_port;
-        self.master_port = asked
-            .map_or_else(MasterPort::reserve, MasterPort::reserve_this)
-            .inspect_err(|error| {
-                self.console.say(&match asked {
-                    Some(port) => format!(
-                        "cannot reserve `--master-port {port}`; rank 0 may fail to bind it if it runs on this \
-                         node: {error}"
-                    ),
-                    None => format!("cannot reserve a port for MASTER_PORT: {error}"),
-                });
-            })
-            .ok();
-        let port = self.master_port.as_ref().map(MasterPort::get).or(asked);
+        self.master_port = self.reserve_master_port();
+        let port = self.master_port.as_ref().map(MasterPort::get);
+        let port = port.or(self.plan.master_port);
         self.event_log.put(LogEvent::Joined {
             generation: generation.0,
         });
@@ -74,6 +63,32 @@ impl Driver<'_> {
             ..Join::default()
         };
         self.link.report(generation, Report::Join(join));
+    }
+
+    /// For what may become rank 0; none, which is said, if there is none.
+    fn reserve_master_port(&self) -> Option<MasterPort> {
+        let plan = &self.plan;
+        // Native workers do not use it, and need the range for themselves.
+        let range = plan.worker_ports.filter(|_| !plan.command.native);
+        let (reserved, what) = match (plan.master_port, range) {
+            (Some(port), _) => (
+                MasterPort::reserve_this(port),
+                format!(
+                    "cannot reserve `--master-port {port}`; rank 0 may fail to bind it if it runs on this node"
+                ),
+            ),
+            (None, Some(ports)) => (
+                MasterPort::reserve_within(ports),
+                format!("cannot reserve a port of `--worker-ports {ports}` for MASTER_PORT"),
+            ),
+            (None, None) => (
+                MasterPort::reserve(),
+                "cannot reserve a port for MASTER_PORT".to_owned(),
+            ),
+        };
+        reserved
+            .inspect_err(|error| self.console.say(&format!("{what}: {error}")))
+            .ok()
     }
 
     /// Has all made that the workers of a generation need; [`Driver::spawn`] is what follows.
@@ -266,6 +281,7 @@ impl Making {
             native: plan.command.native,
             agent_store: self.agent_store,
             master_addr: plan.master_addr.as_deref(),
+            worker_ports: plan.worker_ports,
             cores: &plan.cores,
             group: group.as_deref(),
         };

@@ -16,6 +16,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
+use ddp_proto::ports::PortRange;
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
@@ -92,9 +93,7 @@ impl Listener {
         let token: u128 = rand::random();
         let unix = format!("ddp-{token:032x}");
         let listener = listen_unix(&unix, local)?;
-        let tcp = (remote > 0)
-            .then(|| listen_tcp(info.host_addr, remote))
-            .transpose()?;
+        let tcp = (remote > 0).then(|| listen_tcp(info, remote)).transpose()?;
         let (tcp, address) = tcp.unzip();
         let address = Address {
             unix,
@@ -206,18 +205,51 @@ fn listen_unix(name: &str, peers: usize) -> Result<OwnedFd, Failure> {
     Ok(socket)
 }
 
-/// Listens on a free port of an address.
-fn listen_tcp(host: IpAddr, peers: usize) -> Result<(OwnedFd, SocketAddr), Failure> {
+/// Listens at the address of this node, for so many ranks of others.
+fn listen_tcp(info: &RankInfo, peers: usize) -> Result<(OwnedFd, SocketAddr), Failure> {
+    let host = info.host_addr;
     let refused = |error: io::Error| Failure::System {
         what: format!("listening on `{host}`"),
         cause: format!("{error}\n  hint: it must be an address of this node that the other nodes can reach"),
     };
-    let listener = TcpListener::bind((host, 0)).map_err(refused)?;
+    let listener = match info.ports {
+        None => TcpListener::bind((host, 0)).map_err(refused)?,
+        Some(ports) => {
+            let listener = listen_within(ports, host, info.local_rank).map_err(refused)?;
+            listener.ok_or_else(|| none_free(ports, info))?
+        }
+    };
     listener.set_nonblocking(true).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
     let socket = OwnedFd::from(listener);
     listen(&socket, backlog_for(peers + FOREIGN_CONNECTIONS)).map_err(|errno| refused(errno.into()))?;
     Ok((socket, address))
+}
+
+/// Listens on the first port that nobody has, beginning at another one for each rank of the node; none: all are taken.
+/// The library sets `SO_REUSEADDR`, so connections of the last generation are not in the way.
+fn listen_within(ports: PortRange, host: IpAddr, local_rank: usize) -> io::Result<Option<TcpListener>> {
+    // Of two ranks that try a port at the same moment, the kernel may refuse both: hence the second round.
+    for port in ports.starting_at(local_rank).chain(ports.starting_at(local_rank)) {
+        match TcpListener::bind((host, port)) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            listener => return listener.map(Some),
+        }
+    }
+    Ok(None)
+}
+
+fn none_free(ports: PortRange, info: &RankInfo) -> Failure {
+    Failure::System {
+        what: format!(
+            "rank {} on node {} cannot listen at `{}`",
+            info.rank, info.node_rank, info.host_addr
+        ),
+        cause: format!(
+            "no port of `--worker-ports {ports}` is free\n  hint: choose a larger range, or see who has the ports \
+             (`ss -ltnp`): each rank needs one of its own"
+        ),
+    }
 }
 
 /// The system also has a bound (`net.core.somaxconn`).
@@ -348,7 +380,7 @@ fn connect_tcp(address: SocketAddr, rank: usize, wait: &Wait) -> Result<OwnedFd,
         what: format!("cannot reach rank {rank} at `{address}`"),
         cause: format!(
             "{cause}\n  hint: check that the ports between the nodes are open: workers connect to free ports at \
-             each other's addresses; `--local-addr` sets the address at which other nodes reach a node"
+             each other's addresses, which `--worker-ports` limits to a range; `--local-addr` sets the address at which other nodes reach a node"
         ),
     };
     let by_system = |errno: Errno| refused(&errno.desc().to_lowercase());
@@ -390,7 +422,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    fn new(peer: usize, socket: OwnedFd, is_local: bool) -> Result<Self, Failure> {
+    pub(super) fn new(peer: usize, socket: OwnedFd, is_local: bool) -> Result<Self, Failure> {
         if !is_local {
             let failed = |errno| system_failure(format!("preparing the connection to rank {peer}"), errno);
             setsockopt(&socket, sockopt::TcpNoDelay, &true).map_err(failed)?;
@@ -551,6 +583,63 @@ mod tests {
         let wait = Wait::new(Duration::from_millis(5), &Cancel::new());
         let error = left.receive_fd(1, &wait).unwrap_err();
         assert!(matches!(error, Failure::TimedOut { waiting_for, .. } if waiting_for == [3]));
+    }
+
+    #[test]
+    fn a_port_of_the_range_that_is_taken_is_skipped_and_none_left_is_said() {
+        let host = IpAddr::from([127, 0, 0, 1]);
+        // Ports in a row that nobody has now.
+        let taken = TcpListener::bind((host, 0)).unwrap();
+        let first = taken.local_addr().unwrap().port();
+        let ports: PortRange = format!("{first}-{}", first.saturating_add(9)).parse().unwrap();
+        let info = |rank| RankInfo {
+            ports: Some(ports),
+            ..RankInfo::on_one_node(rank, 40)
+        };
+        let mut open = Vec::new();
+        let full = loop {
+            match listen_tcp(&info(open.len()), 1) {
+                Ok((socket, address)) => {
+                    assert!(
+                        ports.contains(address.port()) && address.port() != first,
+                        "{address}"
+                    );
+                    open.push(socket);
+                }
+                Err(full) => break full,
+            }
+        };
+        let rank = open.len();
+        assert!((1..10).contains(&rank), "{rank} listen");
+        assert_eq!(
+            full.to_string(),
+            format!(
+                "rank {rank} on node 0 cannot listen at `127.0.0.1`: no port of `--worker-ports {ports}` is free\n  \
+                 hint: choose a larger range, or see who has the ports (`ss -ltnp`): each rank needs one of its own"
+            )
+        );
+    }
+
+    #[test]
+    fn connections_of_the_last_generation_do_not_keep_a_port() {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let info = RankInfo {
+            ports: Some(format!("{port}-{port}").parse().unwrap()),
+            ..RankInfo::on_one_node(0, 2)
+        };
+        for _ in 0..2 {
+            let (listener, address) = listen_tcp(&info, 1).unwrap();
+            let peer = std::net::TcpStream::connect(address).unwrap();
+            let wait = Wait::new(Duration::from_secs(10), &Cancel::new());
+            wait.until_ready(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], Vec::new)
+                .unwrap();
+            let accepted = next_socket(&listener, false).unwrap().unwrap();
+            // This end closes first, so its port is in TIME_WAIT.
+            drop(accepted);
+            drop(peer);
+        }
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::net::IpAddr;
 
+use ddp_proto::ports::PortRange;
+
 use crate::collective::error::Failure;
 
 /// One rank of the world, and what its transport needs to know of the machine.
@@ -19,6 +21,8 @@ pub struct RankInfo {
     pub node_rank: usize,
     /// Address of this node that the ranks of other nodes reach. Not used on one node.
     pub host_addr: IpAddr,
+    /// Where it listens for them; none: at any free port.
+    pub ports: Option<PortRange>,
     /// The generation of the job: ranks of another one are refused.
     pub generation: u64,
     /// Spin briefly before a wait sleeps. Only useful with a core for each rank of the node.
@@ -36,6 +40,7 @@ impl RankInfo {
             local_world_size: size,
             node_rank: 0,
             host_addr: IpAddr::from([127, 0, 0, 1]),
+            ports: None,
             generation: 1,
             spin: size <= cores,
         }

@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::exchange::{MemoryRange, Transfer};
 use super::header::{OperationHeader, SetUpCall};
 use super::plan::{Peers, Round, RoundPlan, given, is_brief};
+use super::probe::probe_paths;
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{Address, Connection, Listener};
 use super::topology::{Member, RankInfo, Topology};
@@ -73,6 +74,8 @@ pub fn connect(
     let topology = Topology::new(members.collect(), info.rank);
     let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
     let connections = listener.connect(info, &topology, &addresses, &wait)?;
+    // Connections of subgroups take the same paths.
+    probe_paths(&topology, &connections, &wait)?;
     let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
     Ok(Box::new(transport))
 }
