@@ -190,9 +190,9 @@ fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
 }
 
 /// Two ranks train after `edit`, and are at step 7; with the daemon, which is tried for so many seconds.
-fn training(connect_timeout: u32, edit: impl FnOnce(&str) -> String) -> (Daemon, TinyJob, Running) {
+fn training(outage_timeout: u32, edit: impl FnOnce(&str) -> String) -> (Daemon, TinyJob, Running) {
     let (daemon, job) = (Daemon::start(), TinyJob::with(edit));
-    let conf = format!("is_host=false,connect_timeout={connect_timeout}");
+    let conf = format!("is_host=false,outage_timeout={outage_timeout}");
     let running = launch()
         .nproc(2)
         .flag("--rdzv-endpoint", &daemon.endpoint)
