@@ -150,7 +150,7 @@ impl Job {
         let bound = last_word + config.outage_timeout;
         // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
         // closed by its end.
-        let is_connected = node.conn.is_some() || node.excuse.is_some();
+        let is_connected = node.conn.is_some() || node.excuse == Some(Excuse::Proven);
         if is_connected && progress.success.is_some_and(|at| at > last_word) {
             return Some((Excuse::Proven, bound));
         }
