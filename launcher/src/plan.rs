@@ -35,8 +35,10 @@ pub struct LaunchPlan {
     pub join_timeout: Duration,
     /// How long more nodes are waited for; none: as long as the daemon thinks right.
     pub last_call: Option<Duration>,
-    /// How long the daemon may stay unreachable before the agent gives up.
+    /// How long the daemon may stay unreachable before the agent gives up, while it has no workers that run.
     pub connect_timeout: Duration,
+    /// The same while workers run.
+    pub outage_timeout: Duration,
     /// `--shutdown-timeout`: from SIGTERM to SIGKILL when workers are stopped.
     pub shutdown_timeout: Duration,
     /// `--hang-timeout`: a worker that sent heartbeats and sends none for this long has failed; none: never.

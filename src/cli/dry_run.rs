@@ -207,6 +207,7 @@ fn conf(launch: &Launch) -> String {
         is_host,
         Some(seconds("join_timeout", plan.join_timeout)),
         Some(seconds("connect_timeout", plan.connect_timeout)),
+        Some(seconds("outage_timeout", plan.outage_timeout)),
         last_call,
     ]
     .into_iter()

@@ -33,6 +33,8 @@ use crate::rendezvous::unnamed_job_id;
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 /// How long the daemon may be unreachable: nodes of one job rarely start further apart.
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
+/// How long the daemon may be unreachable while workers run.
+const OUTAGE_TIMEOUT: Duration = Duration::from_mins(10);
 /// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
 const MOST_COUNTS_TRIED: usize = 64;
 /// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
@@ -102,6 +104,7 @@ pub fn resolve(
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
+    let connect_timeout = conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
     let plan = LaunchPlan {
         resume_words: (validated.as_ref()).map(|config| config.resume_words(&job_id)),
         job_id,
@@ -116,7 +119,8 @@ pub fn resolve(
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
         last_call: conf.last_call_timeout,
         hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
-        connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
+        connect_timeout,
+        outage_timeout: conf.outage_timeout.unwrap_or(OUTAGE_TIMEOUT.max(connect_timeout)),
         shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
         log_dir,
         progress_bar: native && !output.raw && io::stderr().is_terminal(),

@@ -56,12 +56,15 @@ struct Settings {
     /// Keep what must not be forgotten in this directory: a daemon that is restarted waits for the nodes of its jobs
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
-    /// A node that says nothing for this long is lost
+    /// A node that says nothing for this long is lost, unless the steps of its peers show that it trains
     #[arg(long, value_name = "S", default_value = "9", value_parser = lease)]
     lease: Duration,
     /// A node whose connection broke is lost after this long
     #[arg(long, value_name = "S", default_value = "5", value_parser = values::seconds)]
     reconnect_grace: Duration,
+    /// A node that says nothing while training advances is lost after this long
+    #[arg(long, value_name = "S", default_value = "600", value_parser = values::seconds)]
+    outage_timeout: Duration,
     /// With `--state-dir`: how long a daemon that was restarted waits for the nodes of a running generation
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     reattach_wait: Duration,
@@ -84,6 +87,7 @@ impl Settings {
         rendezvous::Config {
             lease: self.lease,
             reconnect_grace: self.reconnect_grace,
+            outage_timeout: self.outage_timeout,
             reattach_wait: self.reattach_wait,
             culprit_wait: self.culprit_wait,
             last_call: self.last_call,

@@ -95,7 +95,8 @@ settings! {
     #[arg(value_name = "ID", help_heading = NODES)]
     rdzv_id: String = values::job_id,
 
-    /// Rendezvous options: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `last_call_timeout=S` (10)
+    /// Rendezvous options: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `outage_timeout=S`
+    /// (600), `last_call_timeout=S` (10)
     #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES, hide_short_help = true)]
     rdzv_conf: RdzvConf = values::rdzv_conf,
 

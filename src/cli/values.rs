@@ -71,6 +71,8 @@ pub struct RdzvConf {
     pub join_timeout: Option<Duration>,
     /// `connect_timeout`, torchrun's `timeout`: how long the daemon may be unreachable.
     pub connect_timeout: Option<Duration>,
+    /// `outage_timeout`: the same while workers run.
+    pub outage_timeout: Option<Duration>,
     /// `last_call_timeout`: how long to wait for more nodes once MIN are there.
     pub last_call_timeout: Option<Duration>,
     /// Other keys, which torchrun takes and its rendezvous may know: they change nothing here.
@@ -78,8 +80,8 @@ pub struct RdzvConf {
 }
 
 /// Keys of [`RdzvConf`], for the message on others.
-pub const RDZV_CONF_KEYS: &str =
-    "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`";
+pub const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `outage_timeout`, \
+     `last_call_timeout`";
 
 /// `--rdzv-backend`: names that torchrun's users have; all mean the daemon of this program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,6 +262,7 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
         let twice = match key {
             "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
             "join_timeout" => conf.join_timeout.replace(time()?).is_some(),
+            "outage_timeout" => conf.outage_timeout.replace(time()?).is_some(),
             "last_call_timeout" => conf.last_call_timeout.replace(time()?).is_some(),
             "connect_timeout" | "timeout" => conf.connect_timeout.replace(time()?).is_some(),
             other => {

@@ -12,6 +12,7 @@ use super::job::{Job, Node, Phase, Running};
 use super::kv::clip;
 use super::ranks::{self, Candidate, Member};
 use super::record::Stage;
+use super::silence::Progress;
 
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;
@@ -57,6 +58,7 @@ impl Job {
             assignment,
             succeeded: BTreeSet::new(),
             suspect: None,
+            progress: Progress::default(),
             since: turn.at.now,
             ran_before: Duration::ZERO,
             scale_up: None,

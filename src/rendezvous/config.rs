@@ -16,10 +16,12 @@ pub struct Config {
     pub host: Option<String>,
     /// A stream on which no node has joined after this long is ended.
     pub join_wait: Duration,
-    /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
+    /// A node that says nothing for this long is lost, unless its peers show that it is at work. Agents send a heartbeat every third of it.
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
     pub reconnect_grace: Duration,
+    /// A silent node is lost after this long at the latest, however much its peers advance.
+    pub outage_timeout: Duration,
     /// A daemon that was restarted with its ledger waits so long for the nodes of a generation that runs.
     pub reattach_wait: Duration,
     /// A worker that names another rank as the cause of its failure is not blamed for this long.
@@ -95,6 +97,7 @@ impl Default for Config {
             join_wait: Duration::from_secs(5),
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
+            outage_timeout: Duration::from_mins(10),
             reattach_wait: Duration::from_mins(1),
             culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),

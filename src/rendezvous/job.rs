@@ -17,6 +17,7 @@ use super::outcome::GenerationEnd;
 use super::policy::Account;
 use super::ranks::{Candidate, Member};
 use super::recovery::Recovery;
+use super::silence::{Excuse, Progress};
 use super::size::RankLimits;
 use super::unnamed::Lookalike;
 use super::words;
@@ -96,6 +97,7 @@ pub(super) struct Running {
     pub(super) succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
     pub(super) suspect: Option<Suspect>,
+    pub(super) progress: Progress,
     /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,
     /// How long it ran before that, under an earlier daemon.
@@ -135,6 +137,10 @@ pub(super) struct Node {
     pub(super) join: Join,
     pub(super) arrival: u64,
     pub(super) lease_until: Duration,
+    /// When it spoke last, or its connection broke.
+    pub(super) last_word: Duration,
+    /// Why it is not lost although its lease has run out.
+    pub(super) excuse: Option<Excuse>,
     pub(super) readiness: Readiness,
     pub(super) step: Option<u64>,
 }
@@ -195,7 +201,8 @@ impl Job {
         let Some(node) = self.nodes.get_mut(incarnation) else {
             return;
         };
-        node.lease_until = turn.at.now + turn.config.lease;
+        let silence = node.heard(turn);
+        self.tell_back(turn, incarnation, silence);
         let hurry = turn.at.now + turn.config.lease;
         let Some(body) = self.hold(incarnation, generation, body, hurry) else {
             return;
@@ -209,6 +216,7 @@ impl Job {
                     node.step = heartbeat.step;
                 }
                 turn.send(node.conn, self.generation, Reply::HeartbeatAck(HeartbeatAck {}));
+                self.note_progress(turn, incarnation, generation, heartbeat.step);
                 // Also of a generation that an earlier daemon assigned.
                 if generation == self.highest_generation()
                     && let Some(limits) = RankLimits::of(&heartbeat)
@@ -283,6 +291,11 @@ impl Job {
             self.consider_last_word(turn);
         } else {
             node.conn = None;
+            if node.excuse.is_some() {
+                // Nothing new: what is silent for long is cut off at some time.
+                return;
+            }
+            node.last_word = turn.at.now;
             node.lease_until = node.lease_until.min(turn.at.now + turn.config.reconnect_grace);
             turn.detail(format!(
                 "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
@@ -305,7 +318,9 @@ impl Job {
             .map(|(id, _)| id.clone())
             .collect();
         for incarnation in lost {
-            self.lease_lost(turn, &incarnation);
+            if !self.excuse(turn, &incarnation) {
+                self.lease_lost(turn, &incarnation);
+            }
         }
         match &self.phase {
             Phase::Gathering(_) => self.consider_start(turn),

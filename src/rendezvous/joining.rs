@@ -107,7 +107,7 @@ impl Job {
                     turn.close(node.conn);
                     node.conn = Some(joining.conn);
                 }
-                node.lease_until = turn.at.now + turn.config.lease;
+                node.heard(turn);
             }
             None => turn.close(Some(joining.conn)),
         }
@@ -230,6 +230,8 @@ impl Job {
             join,
             arrival: self.arrivals,
             lease_until: turn.at.now + turn.config.lease,
+            last_word: turn.at.now,
+            excuse: None,
             readiness: Readiness::Joined,
             step: None,
         };
@@ -359,7 +361,7 @@ impl Job {
             node.conn = Some(conn);
             node.peer = peer;
         }
-        node.lease_until = turn.at.now + turn.config.lease;
+        let silence = node.heard(turn);
         let asked = node.join.node_rank;
         node.join = join;
         node.join.node_rank = asked;
@@ -369,6 +371,10 @@ impl Job {
             // same stream its `Join` may have crossed the assignment.
             node.readiness = Readiness::Stopped;
         }
+        self.tell_back(turn, &incarnation, silence);
+        let Some(node) = self.nodes.get_mut(&incarnation) else {
+            return;
+        };
         match node.readiness {
             Readiness::Joined if member => {
                 turn.detail(format!(

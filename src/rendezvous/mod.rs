@@ -14,6 +14,7 @@
 //! | `assignment` | the start | what every node receives |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
+//! | `silence` | silent members | whose peers vouch for them, and for how long |
 //! | `failures` | all failures | their order, the last word on them |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
@@ -50,6 +51,7 @@ mod record;
 mod recovery;
 mod scale;
 mod server;
+mod silence;
 mod size;
 mod state;
 #[cfg(test)]

@@ -85,6 +85,7 @@ impl Job {
             let times = (running.suspect.take()).map(|suspect| (suspect.until, suspect.latest));
             let (until, latest) = times.unwrap_or((turn.at.now + wait, latest));
             running.suspect = Some(Suspect { end, until, latest });
+            self.end_excuses(turn.at.now);
         }
     }
 
@@ -117,7 +118,7 @@ impl Job {
         }
     }
 
-    /// Members whose connection is broken before they are done, and when each is lost.
+    /// Members that are out of reach before they are done, and when each is lost.
     fn away(&self) -> impl Iterator<Item = (&Node, Duration)> {
         let members = self
             .previous
@@ -125,7 +126,7 @@ impl Job {
             .filter(|member| !self.has_succeeded(&member.incarnation));
         let nodes = members.filter_map(|member| self.nodes.get(&member.incarnation));
         nodes
-            .filter(|node| node.conn.is_none())
+            .filter(|node| node.conn.is_none() || node.excuse.is_some())
             .map(|node| (node, node.lease_until))
     }
 
@@ -147,6 +148,7 @@ impl Job {
             return;
         };
         running.succeeded.insert(incarnation.to_owned());
+        running.progress.success = Some(turn.at.now);
         if running.succeeded.len() == self.previous.len() {
             let reason = match self.previous.as_slice() {
                 [alone] => format!("node `{}` succeeded", alone.hostname),
@@ -227,7 +229,11 @@ impl Job {
         let Some(node) = self.nodes.get(incarnation) else {
             return;
         };
-        let why = if node.conn.is_some() {
+        let is_open = node.conn.is_some() || node.excuse.is_some();
+        let why = if node.excuse.is_some() {
+            let silence = turn.at.now.saturating_sub(node.last_word).as_secs_f64();
+            format!("no word of it for {silence:.1} s")
+        } else if is_open {
             format!("no heartbeat for {:.1} s", turn.config.lease.as_secs_f64())
         } else {
             format!(
@@ -236,7 +242,7 @@ impl Job {
             )
         };
         let cause = format!("{} was lost: {why}", self.node_name(incarnation));
-        let fell_silent = node.conn.is_some() && !matches!(self.phase, Phase::Over(_));
+        let fell_silent = is_open && !matches!(self.phase, Phase::Over(_));
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         if fell_silent && self.silent.len() < MAX_LOST {
             let until = turn.at.now + turn.config.lease;
@@ -364,6 +370,7 @@ impl Job {
             self.id, self.generation, over.cause
         ));
         self.attempts += 1;
+        self.end_excuses(turn.at.now);
         let members = self.previous.iter().map(|member| &member.incarnation);
         let timeouts = self
             .nodes
@@ -429,6 +436,7 @@ impl Job {
     /// The last word to every node that is there; those that are away get it when they come back.
     pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply, reason: String) {
         turn.decided(format!("job `{}` ended: {reason}", self.id));
+        self.end_excuses(turn.at.now);
         let reports = self.reports_to_come(&verdict);
         let last_word = reports
             .as_ref()

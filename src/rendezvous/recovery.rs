@@ -24,6 +24,7 @@ use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
 use super::ranks::Member;
 use super::record::{Record, RecordedMember, Stage};
+use super::silence::Progress;
 use super::size::RankLimits;
 use super::words;
 
@@ -510,6 +511,7 @@ impl Job {
             },
             succeeded: BTreeSet::new(),
             suspect: None,
+            progress: Progress::default(),
             since: turn.at.now,
             ran_before: run.ran,
             scale_up: None,

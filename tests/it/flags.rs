@@ -381,7 +381,9 @@ fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
     );
     let conf = row("rdzv_conf").expect("a row");
     assert!(
-        conf.contains("is_host=false,join_timeout=600,connect_timeout=60,last_call_timeout=3"),
+        conf.contains(
+            "is_host=false,join_timeout=600,connect_timeout=60,outage_timeout=600,last_call_timeout=3"
+        ),
         "{conf}"
     );
     finished.expect_stdout("ranks of this node if each lower-ranked node also has 2 workers: 2 to 3");
@@ -511,7 +513,7 @@ fn torchruns_details_of_the_rendezvous_are_taken_with_their_quotes() {
         .run();
     finished
         .expect_exit(0)
-        .expect_stdout("join_timeout=5,connect_timeout=60,last_call_timeout=1 ")
+        .expect_stdout("join_timeout=5,connect_timeout=60,outage_timeout=600,last_call_timeout=1 ")
         .expect_stderr("ignored `--rdzv-conf colour`: it has no effect here")
         .expect_stderr("ignored `--rdzv-conf read_timeout`: it has no effect here");
 }

@@ -4,8 +4,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Daemon, Finished, Launch, ReservedPort, Running, TinyJob, children, environment_of, launch, metrics,
-    temp_dir, wait_for_step, worker,
+    Daemon, Finished, Launch, Proxy, ReservedPort, Running, TinyJob, children, environment_of, launch,
+    metrics, temp_dir, wait_for_step, worker,
 };
 
 /// Two nodes of one worker each, which work until a file exists.
@@ -190,9 +190,9 @@ fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
 }
 
 /// Two ranks train after `edit`, and are at step 7; with the daemon, which is tried for so many seconds.
-fn training(connect_timeout: u32, edit: impl FnOnce(&str) -> String) -> (Daemon, TinyJob, Running) {
+fn training(outage_timeout: u32, edit: impl FnOnce(&str) -> String) -> (Daemon, TinyJob, Running) {
     let (daemon, job) = (Daemon::start(), TinyJob::with(edit));
-    let conf = format!("is_host=false,connect_timeout={connect_timeout}");
+    let conf = format!("is_host=false,outage_timeout={outage_timeout}");
     let running = launch()
         .nproc(2)
         .flag("--rdzv-endpoint", &daemon.endpoint)
@@ -246,6 +246,47 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
         .expect_exit(0)
         .expect_stderr("assuming that the job succeeded too: cannot reach the rendezvous at `");
     assert_eq!(metrics(&job.out()).len(), 120);
+}
+
+#[test]
+fn a_node_that_is_cut_off_while_training_advances_keeps_its_place() {
+    let flags = ["--lease", "3", "--reconnect-grace", "1"];
+    let mut daemon = Daemon::start_with("127.0.0.1:0", &flags);
+    let (proxy, nobody) = (Proxy::to(&daemon.endpoint), ReservedPort::new());
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
+    let node = |rank: &str, endpoint: &str| {
+        let node = launch()
+            .nproc(1)
+            .node_of(2, endpoint, "cut")
+            .flag("--node-rank", rank)
+            .flag("--rdzv-conf", "is_host=false")
+            .dir(job.dir());
+        node.target("tiny.yaml").start()
+    };
+    let nodes = [node("0", &daemon.endpoint), node("1", &proxy.endpoint())];
+    wait_for_step(&job.out(), 7);
+    // Nothing arrives.
+    proxy.hold();
+    daemon.wait_for("but training advances: waiting up to 600 s for it");
+    proxy.release();
+    daemon.wait_for(" is back after ");
+    // Its connection breaks, and every other one is refused.
+    proxy.aim(&nobody.endpoint);
+    proxy.cut();
+    daemon.wait_for("but training advances: waiting up to 600 s for it");
+    proxy.aim(&daemon.endpoint);
+    daemon.wait_for(" is back after ");
+    nodes[0].signal(Signal::SIGTERM);
+    for node in nodes {
+        let finished = node.finish();
+        finished.expect_exit(143);
+        let said = finished.transcript();
+        assert!(
+            !said.contains("was lost") && !said.contains("restarting"),
+            "{said}"
+        );
+    }
+    stop(Some(daemon));
 }
 
 #[track_caller]

@@ -8,7 +8,7 @@ use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, Leave};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -54,8 +54,10 @@ type LatestHeartbeat = Arc<Mutex<Option<(Generation, Heartbeat)>>>;
 pub(super) struct LinkConfig {
     pub(super) endpoint: String,
     pub(super) identity: AgentIdentity,
-    /// How long it may be unreachable.
+    /// How long it may be unreachable at the beginning.
     pub(super) connect_timeout: Duration,
+    /// How long it may be unreachable later on, unless the agent gives up before.
+    pub(super) outage_timeout: Duration,
 }
 
 /// The agent's handle to its stream.
@@ -64,6 +66,7 @@ pub(super) struct Link {
     /// generation, and the daemon assigns the next one when it has received them. One heartbeat waits at most.
     commands: mpsc::UnboundedSender<Command>,
     heartbeat: LatestHeartbeat,
+    gives_up: watch::Sender<Instant>,
     /// Ends with the handle.
     _task: JoinSet<()>,
 }
@@ -76,11 +79,13 @@ impl Link {
         let heartbeat = LatestHeartbeat::default();
         let mut task = JoinSet::new();
         let latest = heartbeat.clone();
+        let (gives_up, end_of_attempts) = watch::channel(Instant::now());
         task.spawn(async move {
             let mut side = Side {
                 config,
                 queue,
                 heartbeat: latest,
+                gives_up: end_of_attempts,
                 events,
                 memory: Memory::default(),
                 is_known: false,
@@ -93,6 +98,7 @@ impl Link {
         let link = Self {
             commands,
             heartbeat,
+            gives_up,
             _task: task,
         };
         (link, receiver)
@@ -111,6 +117,11 @@ impl Link {
             // As above.
             let _ = self.commands.send(Command::Heartbeat);
         }
+    }
+
+    /// Sets when a daemon that is out of reach is given up.
+    pub(super) fn give_up_at(&self, moment: Instant) {
+        self.gives_up.send_replace(moment);
     }
 
     /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`. False if there is no stream.
@@ -217,6 +228,8 @@ struct Side {
     config: LinkConfig,
     queue: mpsc::UnboundedReceiver<Command>,
     heartbeat: LatestHeartbeat,
+    /// When a daemon that is out of reach is given up. Counts when it changes, until the next break.
+    gives_up: watch::Receiver<Instant>,
     events: mpsc::Sender<LinkEvent>,
     memory: Memory,
     /// The daemon has spoken to us: who answers at its address is no stranger.
@@ -237,18 +250,25 @@ impl Side {
     async fn run(&mut self) -> Result<(), ClientError> {
         let client = self.connect().await?;
         self.tell(LinkEvent::Connected(client.clone())).await;
-        let patience = self.config.connect_timeout;
-        let mut attempts = client.attempts(patience);
+        let mut attempts = client.attempts(self.config.connect_timeout);
         loop {
             let identity = self.config.identity.clone();
-            let stream = client.agent_stream(identity, &mut attempts).await?;
-            let error = match self.serve(stream, &attempts).await {
+            // Cancel safe: a stream that was not opened is given up.
+            let stream = tokio::select! {
+                stream = client.agent_stream(identity, &mut attempts) => stream?,
+                () = changed(&mut self.gives_up) => {
+                    attempts = self.attempts_left(&client);
+                    continue;
+                }
+            };
+            let error = match self.serve(stream, &client, &mut attempts).await {
                 Stop::Done => return Ok(()),
                 Stop::Broken(error) => error,
             };
             if self.is_known && !self.is_lost {
                 // It has worked until now.
-                attempts = client.attempts(patience);
+                self.gives_up.mark_unchanged();
+                attempts = client.attempts(self.config.outage_timeout);
             } else if !self.is_known && matches!(error, ClientError::Stranger { .. }) {
                 return Err(error);
             }
@@ -256,8 +276,17 @@ impl Side {
                 self.is_lost = true;
                 self.tell(LinkEvent::Broken(error.clone())).await;
             }
-            attempts.broke(&error).await?;
+            tokio::select! {
+                goes_on = attempts.broke(&error) => goes_on?,
+                () = changed(&mut self.gives_up) => attempts = self.attempts_left(&client),
+            }
         }
+    }
+
+    /// Attempts until the daemon is given up.
+    fn attempts_left(&self, client: &Client) -> Attempts {
+        let left = self.gives_up.borrow().saturating_duration_since(Instant::now());
+        client.attempts(left)
     }
 
     async fn connect(&self) -> Result<Client, ClientError> {
@@ -287,7 +316,7 @@ impl Side {
 
     /// Uses a stream until it breaks or the agent leaves. What is opened is the daemon's only when it says something,
     /// which it does at once; the `attempts` end when it did not.
-    async fn serve(&mut self, mut stream: AgentStream, attempts: &Attempts) -> Stop {
+    async fn serve(&mut self, mut stream: AgentStream, client: &Client, attempts: &mut Attempts) -> Stop {
         if let Err(error) = self.replay(&stream) {
             return Stop::Broken(error);
         }
@@ -302,6 +331,10 @@ impl Side {
                         Err(_) if self.memory.is_refused => return self.await_leave().await,
                         Err(error) => return Stop::Broken(error),
                     }
+                    continue;
+                }
+                () = changed(&mut self.gives_up), if is_silent => {
+                    *attempts = self.attempts_left(client);
                     continue;
                 }
                 () = tokio::time::sleep_until(attempts.deadline()), if is_silent => {
@@ -362,6 +395,14 @@ impl Side {
     async fn tell(&self, event: LinkEvent) {
         // The agent is gone: so will this task be.
         let _ = self.events.send(event).await;
+    }
+}
+
+/// Waits for another moment. Cancel safe.
+async fn changed(moment: &mut watch::Receiver<Instant>) {
+    if moment.changed().await.is_err() {
+        // The agent is gone: so will this task be.
+        std::future::pending().await
     }
 }
 

@@ -34,6 +34,7 @@ pub(crate) struct Launch {
     log_dir: Option<PathBuf>,
     stdout_filter: Option<String>,
     connect_timeout_ms: u64,
+    outage_timeout_ms: u64,
     shutdown_timeout_ms: u64,
     hang_timeout_ms: u64,
     signals_ranks_only: bool,
@@ -57,6 +58,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         log_dir: None,
         stdout_filter: None,
         connect_timeout_ms: 10_000,
+        outage_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
         hang_timeout_ms: 0,
         signals_ranks_only: false,
@@ -141,6 +143,11 @@ impl Launch {
         self
     }
 
+    pub(crate) fn outage_timeout(mut self, timeout: Duration) -> Self {
+        self.outage_timeout_ms = timeout.as_millis() as u64;
+        self
+    }
+
     pub(crate) fn shutdown_timeout(mut self, timeout: Duration) -> Self {
         self.shutdown_timeout_ms = timeout.as_millis() as u64;
         self
@@ -207,6 +214,7 @@ impl Launch {
             last_call: None,
             hang_timeout: (self.hang_timeout_ms > 0).then(|| Duration::from_millis(self.hang_timeout_ms)),
             connect_timeout: Duration::from_millis(self.connect_timeout_ms),
+            outage_timeout: Duration::from_millis(self.outage_timeout_ms),
             shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
             log_dir: self.log_dir,
             resume_words: None,

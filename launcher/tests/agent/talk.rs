@@ -351,7 +351,7 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     let script = r"trap 'echo stopped; exit 0' TERM; echo ready; while :; do tail -f /dev/null & wait; done";
     let launch = launch(&daemon)
         .sh(script)
-        .connect_timeout(std::time::Duration::from_millis(500));
+        .outage_timeout(std::time::Duration::from_millis(500));
     let mut launcher = launch.start();
     launcher.stdout.expect("[0] ready");
     let endpoint = daemon.endpoint();
@@ -361,6 +361,33 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     assert!(end.stdout.contains("[0] stopped"), "{}", end.stdout);
     let gone = format!("error: cannot reach the rendezvous at `{endpoint}`");
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
+}
+
+#[test]
+fn workers_that_run_outlast_the_time_in_which_a_daemon_has_to_be_found() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .connect_timeout(Duration::from_millis(500))
+        .outage_timeout(Duration::from_mins(10))
+        .env("FIFO", &meeting.fifo)
+        .sh(r#"echo ready; cat "$FIFO"; exit 3"#)
+        .start();
+    launcher.stdout.expect("[0] ready");
+    drop(daemon);
+    launcher
+        .stderr
+        .expect("the workers keep running; retrying for 600 s, then exiting with code 69");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    // Who waits for a decision does not wait as long.
+    let end = launcher.wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(end.stderr.contains("exited with code 3"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("cannot reach the rendezvous at `"),
+        "{}",
+        end.stderr
+    );
 }
 
 /// Writes more lines `sizes` than wait in any queue when it is asked to, and ends with success.
@@ -395,7 +422,7 @@ fn a_success_is_reported_however_much_the_workers_said_while_the_daemon_was_stal
     let meeting = Meeting::new();
     let launch = launch(&daemon)
         .env("FIFO", &meeting.fifo)
-        .connect_timeout(DEADLINE * 4)
+        .outage_timeout(DEADLINE * 4)
         .role("role_changes_sizes");
     let mut launcher = launch.start();
     launcher.stdout.expect("ready");
@@ -459,7 +486,9 @@ fn without_a_verdict(change: impl FnOnce(Launch) -> Launch) -> End {
         decides: false,
         ..Policy::default()
     });
-    let launch = change(launch(&daemon)).connect_timeout(Duration::from_millis(500));
+    let launch = change(launch(&daemon))
+        .connect_timeout(Duration::from_millis(500))
+        .outage_timeout(Duration::from_millis(500));
     let launcher = launch.start();
     daemon.expect("its success", |message| {
         matches!(message.body, Some(Report::NodeSucceeded(_))).then_some(())
@@ -512,7 +541,7 @@ fn native_workers_save_when_the_daemon_is_gone_for_good() {
     let launch = launch(&daemon)
         .role_in("listening", "role_stops_at_boundary")
         .native()
-        .connect_timeout(Duration::from_millis(500));
+        .outage_timeout(Duration::from_millis(500));
     let mut launcher = launch.start();
     launcher.stdout.expect("ready");
     drop(daemon);

@@ -9,6 +9,7 @@ mod records;
 mod recovery;
 mod scale;
 mod server;
+mod silence;
 mod store;
 
 use std::collections::BTreeMap;

@@ -24,8 +24,12 @@ pub(super) struct DaemonLink {
     last_waiting: String,
     /// The stream is broken.
     pub(super) is_broken: bool,
+    /// When it broke.
+    broke: Instant,
     /// When the daemon is given up, if it is broken.
     gives_up: Instant,
+    /// What goes on at this node cannot wait as long as workers that train.
+    is_pressing: bool,
     /// What was said last to go on at this node while it is broken.
     meanwhile: &'static str,
     pub(super) heartbeat_clock: HeartbeatClock,
@@ -38,7 +42,9 @@ impl DaemonLink {
         Self {
             last_waiting: String::new(),
             is_broken: false,
+            broke: Instant::now(),
             gives_up: Instant::now(),
+            is_pressing: false,
             meanwhile: "",
             heartbeat_clock: HeartbeatClock::start(since_boot()),
             suspension: None,
@@ -64,10 +70,10 @@ impl Driver<'_> {
                 ));
             }
             LinkEvent::Broken(error) => {
-                let patience = self.plan.connect_timeout;
                 let exit_code = self.exit_code_without_daemon();
                 self.daemon_link.is_broken = true;
-                self.daemon_link.gives_up = Instant::now() + patience;
+                self.daemon_link.broke = Instant::now();
+                let patience = self.set_patience();
                 self.daemon_link.meanwhile = self.machine.meanwhile();
                 self.console.say(&format!(
                     "{error}; {}; retrying for {} s, then exiting with code {exit_code}",
@@ -93,6 +99,30 @@ impl Driver<'_> {
                 error: error.to_string(),
             }),
             LinkEvent::Left => events.push_back(Event::Left),
+        }
+    }
+
+    /// Sets when the daemon is given up: workers that train, or have done all of their work, need it least.
+    fn set_patience(&mut self) -> Duration {
+        let is_pressing = !self.machine.is_running() && !self.machine.has_succeeded();
+        let latest = self.daemon_link.broke + self.plan.outage_timeout;
+        self.daemon_link.is_pressing = is_pressing;
+        self.daemon_link.gives_up = if is_pressing {
+            latest.min(Instant::now() + self.plan.connect_timeout)
+        } else {
+            latest
+        };
+        self.link.give_up_at(self.daemon_link.gives_up);
+        self.daemon_link
+            .gives_up
+            .saturating_duration_since(self.daemon_link.broke)
+    }
+
+    /// Notices that workers of this node have come to an end while the daemon is out of reach.
+    pub(super) fn reconsider_patience(&mut self) {
+        let is_pressing = !self.machine.is_running() && !self.machine.has_succeeded();
+        if self.daemon_link.is_broken && is_pressing != self.daemon_link.is_pressing {
+            self.set_patience();
         }
     }
 

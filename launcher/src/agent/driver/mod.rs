@@ -190,6 +190,7 @@ impl<'a> Driver<'a> {
                     self.carry_out(effect, &mut events);
                 }
             }
+            self.reconsider_patience();
             self.tell_meanwhile();
             if let Some(exit_reason) = self.finished.take() {
                 let report = self.report(&exit_reason);
@@ -500,6 +501,7 @@ fn link_of(plan: &LaunchPlan, guardian: &Guardian) -> LinkConfig {
             incarnation: NodeId(guardian.launcher_id().to_owned()),
         },
         connect_timeout: plan.connect_timeout,
+        outage_timeout: plan.outage_timeout,
     }
 }
 

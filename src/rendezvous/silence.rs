@@ -1,0 +1,169 @@
+//! Members that fall silent while training goes on: their peers are asked before they are lost.
+//!
+//! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
+//! members took part in one after the earlier of them: the first of the two may have been under way. Such a proof is as
+//! good as a word of the silent node itself, up to [`Config::outage_timeout`] after its last one. Nothing is proved where
+//! workers report no steps, nor once a worker has failed.
+
+use std::time::Duration;
+
+use super::config::Config;
+use super::event::Turn;
+use super::job::{Job, Node, Phase};
+
+/// Steps within which peers have to show that they advance.
+const PATIENCE_STEPS: u32 = 3;
+
+/// How far the generation has come, by the heartbeats of all members.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// The last two times at which the highest step had grown, and that step; the latest first.
+    seen: [Option<(Duration, u64)>; 2],
+    /// How long a step takes.
+    step_time: Option<Duration>,
+    /// All members took part in a step after this moment.
+    pub(super) proven: Option<Duration>,
+    /// When the last member ended with success.
+    pub(super) success: Option<Duration>,
+}
+
+/// A silent node that is not lost yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Excuse {
+    /// Its peers are to show that training advances.
+    Asked,
+    /// They have.
+    Proven,
+}
+
+impl Progress {
+    /// A member tells its highest step.
+    pub(super) fn note(&mut self, now: Duration, step: u64) {
+        let [last, before] = self.seen;
+        let Some((at, reached)) = last else {
+            self.seen = [Some((now, step)), None];
+            return;
+        };
+        if step <= reached {
+            return;
+        }
+        // Over two of them: members tell of the same step at different times.
+        let (since, from) = before.unwrap_or((at, reached));
+        let steps = u32::try_from(step - from).unwrap_or(u32::MAX);
+        self.step_time = Some(now.saturating_sub(since) / steps);
+        let two_steps = [last, before]
+            .into_iter()
+            .flatten()
+            .find(|(_, seen)| step >= seen + 2);
+        self.proven = self.proven.max(two_steps.map(|(at, _)| at));
+        self.seen = [Some((now, step)), last];
+    }
+
+    /// How long after it was known to be alive a silent member is lost; none if no steps are reported.
+    fn patience(&self, config: &Config) -> Option<Duration> {
+        let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
+        Some(config.lease.max(peers_time))
+    }
+}
+
+impl Node {
+    /// The node has spoken. Returns how long it was silent, if that was worth an excuse.
+    pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
+        let silence = turn.at.now.saturating_sub(self.last_word);
+        self.last_word = turn.at.now;
+        self.lease_until = turn.at.now + turn.config.lease;
+        self.excuse.take().map(|_| silence)
+    }
+}
+
+impl Job {
+    /// A member of the running generation tells its highest step.
+    pub(super) fn note_progress(
+        &mut self,
+        turn: &Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        step: Option<u64>,
+    ) {
+        if generation == self.generation
+            && self.is_member(incarnation)
+            && let Phase::Running(running) = &mut self.phase
+            && let Some(step) = step
+        {
+            running.progress.note(turn.at.now, step);
+        }
+    }
+
+    /// What a node's silence is worth saying when it is over.
+    pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
+        if let Some(silence) = silence {
+            let name = self.node_name(incarnation);
+            turn.decided(format!(
+                "job `{}`: {name} is back after {:.1} s",
+                self.id,
+                silence.as_secs_f64()
+            ));
+        }
+    }
+
+    /// The lease of a node has run out: gives it more time if its peers vouch for it, and returns whether they do.
+    pub(super) fn excuse(&mut self, turn: &mut Turn<'_>, incarnation: &str) -> bool {
+        let Some((excuse, until)) = self.excused_until(turn.config, incarnation) else {
+            return false;
+        };
+        if until <= turn.at.now {
+            return false;
+        }
+        let Some(node) = self.nodes.get_mut(incarnation) else {
+            return false;
+        };
+        node.lease_until = until;
+        let before = node.excuse.replace(excuse);
+        if before != Some(excuse) && before != Some(Excuse::Proven) {
+            let silence = turn.at.now.saturating_sub(node.last_word).as_secs_f64();
+            let bound = turn.config.outage_timeout.as_secs_f64();
+            let hostname = &node.join.hostname;
+            let awaited = match excuse {
+                Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
+                Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),
+            };
+            turn.decided(format!(
+                "job `{}`: node `{hostname}` has been silent for {silence:.1} s{awaited}",
+                self.id
+            ));
+        }
+        true
+    }
+
+    /// What speaks for a silent member, and until when.
+    fn excused_until(&self, config: &Config, incarnation: &str) -> Option<(Excuse, Duration)> {
+        let Phase::Running(running) = &self.phase else {
+            return None;
+        };
+        let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
+        if !is_at_work || self.previous.len() == 1 || running.suspect.is_some() {
+            return None;
+        }
+        let node = self.nodes.get(incarnation)?;
+        let (progress, last_word) = (&running.progress, node.last_word);
+        let patience = progress.patience(config)?;
+        let bound = last_word + config.outage_timeout;
+        // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
+        // closed by its end.
+        let is_connected = node.conn.is_some() || node.excuse == Some(Excuse::Proven);
+        if is_connected && progress.success.is_some_and(|at| at > last_word) {
+            return Some((Excuse::Proven, bound));
+        }
+        Some(match progress.proven {
+            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
+            _ => (Excuse::Asked, bound.min(last_word + patience)),
+        })
+    }
+
+    /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
+    pub(super) fn end_excuses(&mut self, now: Duration) {
+        for node in self.nodes.values_mut().filter(|node| node.excuse.is_some()) {
+            node.lease_until = node.lease_until.min(now);
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! A node whose link to the daemon is cut while its workers train, and one that is gone.
+
+use super::*;
+
+/// Two nodes whose workers are at step 100.
+fn training() -> Scene {
+    training_with(Config::default())
+}
+
+fn training_with(config: Config) -> Scene {
+    let mut s = Scene::with(config);
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.words("a");
+    s.words("b");
+    s.train(30 * SECOND, &["a", "b"], 0, 10);
+    s
+}
+
+impl Scene {
+    fn step(&mut self, node: &str, step: u64) -> &mut Self {
+        let heartbeat = Heartbeat {
+            step: Some(step),
+            ..Heartbeat::default()
+        };
+        self.say(node, 1, Body::Heartbeat(heartbeat))
+    }
+
+    /// Lets time pass while these nodes tell of so many more steps with each heartbeat; returns the last step.
+    fn train(&mut self, time: Duration, alive: &[&str], from: u64, pace: u64) -> u64 {
+        let beat = Config::default().heartbeat_interval();
+        let (end, mut step) = (self.now + time, from);
+        while self.now < end {
+            self.pass(beat, &[]);
+            step += pace;
+            for node in alive {
+                self.step(node, step);
+            }
+        }
+        step
+    }
+}
+
+#[test]
+fn a_node_that_is_cut_off_while_training_advances_is_waited_for() {
+    let mut s = training();
+    let step = s.train(90 * SECOND, &["a"], 100, 10);
+    assert_eq!(s.words("a"), "", "nothing is restarted");
+    // It comes back on another stream, and nobody notices.
+    let (_, before) = {
+        s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+        s.assignment("b")
+    };
+    assert_eq!(before.restart_count, 0);
+    s.train(30 * SECOND, &["a", "b"], step, 10);
+    assert_eq!(s.words("a"), "");
+    // The proof was for that silence only.
+    s.pass(9 * SECOND, &[]);
+    assert!(s.words("a").contains("no heartbeat for 9.0 s"));
+}
+
+#[test]
+fn a_node_whose_connection_breaks_meanwhile_is_waited_for_too() {
+    let mut s = training();
+    let step = s.train(30 * SECOND, &["a"], 100, 10);
+    s.break_stream("b");
+    let step = s.train(30 * SECOND, &["a"], step, 10);
+    assert_eq!(s.words("a"), "");
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    s.train(30 * SECOND, &["a", "b"], step, 10);
+    assert_eq!(s.words("a"), "");
+
+    // Refused at once, and again and again.
+    let mut s = training();
+    s.break_stream("b");
+    s.train(60 * SECOND, &["a"], 100, 10);
+    assert_eq!(s.words("a"), "");
+}
+
+#[test]
+fn a_node_is_lost_a_lease_after_training_stops() {
+    let mut s = training();
+    let step = s.train(30 * SECOND, &["a"], 100, 10);
+    s.train(3 * SECOND, &["a"], step, 0);
+    assert_eq!(s.words("a"), "");
+    // It took part after the heartbeat before the last one that told of progress.
+    s.train(3 * SECOND, &["a"], step, 0);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no word of it for 36.0 s (failure on ``, restart 1/3, back-off 0 ms)");
+}
+
+#[test]
+fn one_more_step_proves_nothing_as_it_may_have_been_under_way() {
+    let mut s = training();
+    s.train(3 * SECOND, &["a"], 100, 1);
+    s.train(6 * SECOND, &["a"], 101, 0);
+    assert!(
+        s.words("a")
+            .contains("(node rank 1) was lost: no heartbeat for 9.0 s")
+    );
+}
+
+#[test]
+fn steps_from_before_the_silence_prove_nothing() {
+    let mut s = training();
+    // Node `a` tells late of what was done before.
+    s.train(9 * SECOND, &["b"], 100, 10);
+    s.step("a", 130);
+    s.pass(3 * SECOND, &[]);
+    s.step("a", 131).pass(6 * SECOND, &[]);
+    assert!(s.words("a").contains("was lost"));
+}
+
+#[test]
+fn slow_steps_have_the_time_that_they_need() {
+    let mut s = training();
+    // A step takes 12 s.
+    let mut step = 100;
+    for _ in 0..4 {
+        step = s.train(9 * SECOND, &["a", "b"], step, 0);
+        step = s.train(3 * SECOND, &["a", "b"], step, 1);
+    }
+    for _ in 0..10 {
+        step = s.train(9 * SECOND, &["a"], step, 0);
+        step = s.train(3 * SECOND, &["a"], step, 1);
+    }
+    assert_eq!(s.words("a"), "");
+    s.train(42 * SECOND, &["a"], step, 0);
+    assert!(s.words("a").contains("was lost: no word of it for 138.0 s"));
+}
+
+#[test]
+fn no_progress_excuses_a_silence_without_end() {
+    let mut s = training_with(Config {
+        outage_timeout: 60 * SECOND,
+        ..Config::default()
+    });
+    let step = s.train(57 * SECOND, &["a"], 100, 10);
+    assert_eq!(s.words("a"), "");
+    s.train(3 * SECOND, &["a"], step, 10);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no word of it for 60.0 s (failure on ``, restart 1/3, back-off 0 ms)");
+}
+
+#[test]
+fn a_failure_while_a_node_is_silent_ends_the_wait_for_it() {
+    let mut s = training();
+    s.train(30 * SECOND, &["a"], 100, 10);
+    s.exit(
+        "a",
+        1,
+        WorkerExit {
+            consequence: true,
+            ..exited(0, 1)
+        },
+    );
+    s.pass(SECOND / 100, &[]);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no word of it for 30.0 s (failure on ``, restart 1/3, back-off 0 ms)");
+
+    // Its own words are awaited where it was not silent for long.
+    let mut s = training();
+    s.break_stream("b")
+        .exit("a", 1, exited(0, 1))
+        .pass(4 * SECOND, &["a"]);
+    assert_eq!(s.words("a"), "");
+    s.pass(SECOND, &["a"]);
+    assert!(s.words("a").contains("did not reconnect within 5.0 s"));
+}
+
+#[test]
+fn a_job_that_ends_while_a_node_is_cut_off_waits_for_its_verdict() {
+    let mut s = training();
+    s.train(6 * SECOND, &["a"], 100, 10);
+    s.succeed("a", 1).pass(300 * SECOND, &["a"]);
+    assert_eq!(s.words("a"), "");
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    s.succeed("b", 1);
+    assert!(s.words("a").contains("job over 0: all 2 nodes succeeded"));
+
+    // It does not come back.
+    let mut s = training();
+    s.train(6 * SECOND, &["a"], 100, 10);
+    s.succeed("a", 1).pass(593 * SECOND, &["a"]);
+    assert_eq!(s.words("a"), "");
+    s.pass(SECOND, &["a"]);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no word of it for 600.0 s (failure on ``, restart 1/3, back-off 0 ms)");
+
+    // What dies closes its connection.
+    let mut s = training();
+    s.succeed("a", 1).break_stream("b").pass(9 * SECOND, &["a"]);
+    assert!(s.words("a").contains("was lost"));
+}
+
+#[test]
+fn programs_that_report_no_steps_are_judged_by_the_lease_alone() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.words("a");
+    s.pass(9 * SECOND, &["a"]);
+    assert!(s.words("a").contains("no heartbeat for 9.0 s"));
+}
