@@ -257,6 +257,7 @@ impl Job {
         if self.generation == 0 {
             return self.reclaim(turn, incarnation, generation, join);
         }
+        self.learn_cost(turn, generation, join);
         Err(match &self.last_over {
             // It missed that its generation has ended.
             Some(over)
@@ -355,6 +356,7 @@ impl Job {
                         );
                         GenerationOver {
                             cause,
+                            membership: true,
                             ..GenerationOver::default()
                         }
                     }
