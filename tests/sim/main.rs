@@ -5,7 +5,7 @@
 //! them, and how each launcher ends; [`words`] checks what each daemon says. At the end every world must have come to
 //! rest: each launcher has ended, each call was answered.
 //!
-//! A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim -- --nocapture` replays it alone.
+//! A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim any_trouble -- --nocapture` replays it alone.
 //! `DDP_SIM_SEEDS=<n>` runs more of them.
 
 mod node;
@@ -34,7 +34,7 @@ fn any_trouble_ends_well() {
     let seeds = number("DDP_SIM_SEEDS").unwrap_or(SEEDS);
     let mut tally = Tally::default();
     for seed in 0..seeds {
-        let replay = Replay(seed);
+        let replay = Replay(seed, "any_trouble");
         tally.count(seed, &World::new(seed, false).run());
         std::mem::forget(replay);
     }
@@ -73,7 +73,7 @@ fn an_outage_of_the_daemon_restarts_no_healthy_worker() {
     }
     let mut crashes = 0;
     for seed in 0..HEALTHY_SEEDS {
-        let replay = Replay(seed);
+        let replay = Replay(seed, "an_outage");
         let outcome = World::healthy(seed, false).run();
         let all_succeed = outcome.exit_codes.iter().all(|code| *code == 0);
         assert!(all_succeed && outcome.generations == 1, "{outcome:?}");
@@ -128,14 +128,14 @@ impl Tally {
     }
 }
 
-/// Names the seed if the world panics.
-struct Replay(u64);
+/// Names the seed, and the test, if the world panics.
+struct Replay(u64, &'static str);
 
 impl Drop for Replay {
     fn drop(&mut self) {
+        let Self(seed, test) = self;
         eprintln!(
-            "seed {} failed; replay: DDP_SIM_SEED={} cargo test --test sim -- --nocapture",
-            self.0, self.0
+            "seed {seed} failed; replay: DDP_SIM_SEED={seed} cargo test --test sim {test} -- --nocapture"
         );
     }
 }

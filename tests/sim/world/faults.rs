@@ -15,8 +15,8 @@ use super::network::{AGENT_PINGS, DAEMON_PINGS};
 use super::{SimEvent, World};
 use crate::node::NodeEvent;
 
-/// Every kind of fault, as [`World::note`] counts them: a run of the simulation that lacks one proves less.
-pub(crate) const KINDS: [&str; 21] = [
+/// Every kind of fault and of world, as [`World::note`] counts them: a run of the simulation that lacks one proves less.
+pub(crate) const KINDS: [&str; 24] = [
     "agent killed",
     "agent stalled",
     "agent stopped by a signal",
@@ -29,9 +29,12 @@ pub(crate) const KINDS: [&str; 21] = [
     "half-open stream at the agent",
     "half-open stream at the daemon",
     "hostile message",
+    "job that may shrink and grow",
+    "job with spares",
     "late message on an old stream",
     "late node",
     "report that is sent again",
+    "several jobs",
     "slow reader",
     "slow reader that is disconnected",
     "store: a write that is sent twice",

@@ -126,6 +126,17 @@ impl World {
         if world.has_drift {
             world.note("clocks that differ");
         }
+        if world.jobs.len() > 1 {
+            world.note("several jobs");
+        }
+        for job in world.jobs.clone() {
+            if job.min_nodes < job.max_nodes {
+                world.note("job that may shrink and grow");
+            }
+            if job.hosts.len() > job.max_nodes as usize {
+                world.note("job with spares");
+            }
+        }
         world.start_daemon();
         world
     }
