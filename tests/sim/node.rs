@@ -21,6 +21,10 @@ use crate::world::{SimEvent, World};
 
 /// One agent process and its workers.
 #[derive(Debug)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "they are independent, as in the driver and the link"
+)]
 pub(crate) struct Node {
     pub(crate) incarnation: String,
     pub(crate) job: usize,
@@ -416,7 +420,7 @@ impl World {
             let rank = own.first_rank + local_rank;
             self.witness.born(worker, &origin, &id, rank);
             // Some failures only follow from another rank's, real or not.
-            let by_code = number % 2 == 0;
+            let by_code = number.is_multiple_of(2);
             self.nodes[number].group.workers.push(Worker {
                 id: worker,
                 rank,

@@ -195,25 +195,13 @@ impl World {
                 }
             }
             (Ok(value), None) => {
-                let writer = self.writer(origin, value);
+                let writer = writer(origin, value);
                 self.witness.register(origin, &writer, key, value);
             }
             (Err(KvError::Exists(_)), _) => self.witness.conflict(origin, key),
             // It does not know the generation yet.
             (Err(KvError::Unknown(_)), _) => self.later(RETRY, SimEvent::Asks(call)),
             (Err(KvError::Superseded(_) | KvError::NotWritten(_) | KvError::TooMuch(_)), _) => {}
-        }
-    }
-
-    /// The assignment in which this value was written.
-    fn writer(&self, reader: &Origin, value: &[u8]) -> Origin {
-        let words = String::from_utf8_lossy(value).into_owned();
-        let mut words = words.split(' ');
-        Origin {
-            job: reader.job.clone(),
-            run_token: words.next().unwrap_or_default().to_owned(),
-            generation: words.next().and_then(|word| word.parse().ok()).unwrap_or(0),
-            hosts: words.next().unwrap_or_default().to_owned(),
         }
     }
 
@@ -247,5 +235,17 @@ impl World {
         for (id, asked) in self.calls.iter().filter(|(_, asked)| asked.daemon == daemon) {
             assert!(now <= asked.deadline + slack, "{id:?} is past its deadline");
         }
+    }
+}
+
+/// The assignment in which this value was written.
+fn writer(reader: &Origin, value: &[u8]) -> Origin {
+    let words = String::from_utf8_lossy(value).into_owned();
+    let mut words = words.split(' ');
+    Origin {
+        job: reader.job.clone(),
+        run_token: words.next().unwrap_or_default().to_owned(),
+        generation: words.next().and_then(|word| word.parse().ok()).unwrap_or(0),
+        hosts: words.next().unwrap_or_default().to_owned(),
     }
 }

@@ -20,7 +20,7 @@ pub(crate) struct Words {
     run_of: BTreeMap<String, String>,
     exit_codes: BTreeMap<String, i32>,
     /// The last word on each run: all nodes receive the same.
-    last_words: BTreeMap<String, Failures>,
+    last_said: BTreeMap<String, Failures>,
     last_generation: u64,
 }
 
@@ -41,7 +41,7 @@ impl Words {
             Reply::JobOver(over) => self.job_over(to, over),
             Reply::LastWord(failures) => {
                 let run = self.run_of.get(to).cloned().unwrap_or_default();
-                let first = self.last_words.entry(run).or_insert_with(|| failures.clone());
+                let first = self.last_said.entry(run).or_insert_with(|| failures.clone());
                 assert_eq!(first, failures, "two last words");
             }
             Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
