@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 
-use crate::piece::{Piece, Source, Start};
 use crate::progress::Bar;
 use crate::sinks::{SinkKind, Sinks};
 
@@ -32,7 +31,10 @@ const WRITE_BYTES: usize = 64 << 10;
 /// Prefix of the launcher's own messages.
 pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
 /// The launcher itself, whose lines always have their ends.
-const OWN: Source = Source(u64::MAX);
+const OWN: Source = Source {
+    stream: Stream::Stderr,
+    id: u64::MAX,
+};
 
 /// One of the two standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +43,27 @@ pub(crate) enum Stream {
     Stdout,
     /// Descriptor 2.
     Stderr,
+}
+
+/// A stream of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Source {
+    /// Where it is shown.
+    pub(crate) stream: Stream,
+    /// The rank, for one.
+    pub(crate) id: u64,
+}
+
+/// What one source has written: any number of whole lines, then perhaps a line without its end. In front of an update
+/// of a line there is `\r`.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    pub(crate) source: Source,
+    /// Precedes its lines and updates.
+    pub(crate) prefix: Arc<str>,
+    pub(crate) bytes: Vec<u8>,
+    /// It goes on with a line that the console has the beginning of.
+    pub(crate) continues: bool,
 }
 
 /// Handle to the writer thread; cheap to clone.
@@ -60,7 +83,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    pieces: VecDeque<(Stream, Piece)>,
+    pieces: VecDeque<Piece>,
     /// Of workers.
     queued_bytes: usize,
     /// Of the launcher itself.
@@ -103,12 +126,12 @@ impl Console {
     }
 
     /// True if the last line is this one's, and can go on.
-    pub(crate) fn is_open(&self, stream: Stream, source: Source) -> bool {
-        self.lock().open[stream as usize] == Some(source)
+    pub(crate) fn is_open(&self, source: Source) -> bool {
+        self.lock().open[source.stream as usize] == Some(source)
     }
 
     /// Writes lines of a worker. Waits for room, but not for a blocked console.
-    pub(crate) fn put(&self, stream: Stream, piece: Piece) {
+    pub(crate) fn put(&self, piece: Piece) {
         let mut state = self.lock();
         let (mut deadline, mut seen) = (Instant::now() + STALL, state.written);
         while state.queued_bytes >= QUEUE_BYTES && !state.blocked && !state.closed {
@@ -123,18 +146,13 @@ impl Console {
                 deadline = Instant::now() + STALL;
             }
         }
-        self.enqueue(state, stream, piece);
+        self.enqueue(state, piece);
     }
 
     /// Writes a message of the launcher itself, each of its lines prefixed. Never waits.
     pub(crate) fn say(&self, text: &str) {
-        let mut lines = Vec::with_capacity(text.len() + 2 * OWN_PREFIX.len());
-        for line in text.lines() {
-            lines.extend_from_slice(OWN_PREFIX.as_bytes());
-            lines.extend_from_slice(line.as_bytes());
-            lines.push(b'\n');
-        }
-        self.enqueue(self.lock(), Stream::Stderr, own(lines));
+        let lines: String = text.lines().flat_map(|line| [line, "\n"]).collect();
+        self.enqueue(self.lock(), own(lines));
     }
 
     /// Shows the numbers of a step on the bar, if one is drawn. Never waits.
@@ -170,15 +188,16 @@ impl Console {
         }
     }
 
-    fn enqueue(&self, mut state: MutexGuard<'_, State>, stream: Stream, piece: Piece) {
+    fn enqueue(&self, mut state: MutexGuard<'_, State>, piece: Piece) {
         let (waiting, bound) = state.waiting_beside(&piece);
         let is_full = *waiting >= bound;
         if is_full || state.closed {
-            state.dropped_lines += piece.lines();
+            let lines = piece.bytes.split_inclusive(|byte| *byte == b'\n');
+            state.dropped_lines += lines.count() as u64;
             return;
         }
         *state.waiting_beside(&piece).0 += piece.bytes.len() + PIECE_COST;
-        state.pieces.push_back((stream, piece));
+        state.pieces.push_back(piece);
         drop(state);
         self.shared.filled.notify_one();
     }
@@ -212,19 +231,18 @@ impl Shared {
 }
 
 /// Lines of the launcher itself.
-fn own(bytes: Vec<u8>) -> Piece {
+fn own(lines: String) -> Piece {
     Piece {
         source: OWN,
         prefix: OWN_PREFIX.into(),
-        start: Start::Fresh,
-        bytes,
-        open: false,
+        bytes: lines.into_bytes(),
+        continues: false,
     }
 }
 
 /// What the writer does next.
 struct Work {
-    pieces: Vec<(Stream, Piece)>,
+    pieces: Vec<Piece>,
     progress: Option<(u64, Progress)>,
     last: bool,
 }
@@ -271,7 +289,7 @@ impl Writer {
         }
     }
 
-    fn write(&mut self, pieces: &[(Stream, Piece)]) {
+    fn write(&mut self, pieces: &[Piece]) {
         let sinks = &mut self.sinks;
         match &self.bar {
             // It is drawn below whole lines.
@@ -296,17 +314,17 @@ fn next_work(shared: &Shared) -> Work {
     };
     let mut bytes = 0;
     while bytes < WRITE_BYTES
-        && let Some((stream, piece)) = state.pieces.pop_front()
+        && let Some(piece) = state.pieces.pop_front()
     {
         bytes += piece.bytes.len();
         *state.waiting_beside(&piece).0 -= piece.bytes.len() + PIECE_COST;
-        work.pieces.push((stream, piece));
+        work.pieces.push(piece);
     }
     if state.pieces.is_empty() {
         if state.dropped_lines > 0 {
             let dropped = std::mem::take(&mut state.dropped_lines);
-            let notice = format!("{OWN_PREFIX}{dropped} lines not shown: the console was blocked\n");
-            work.pieces.push((Stream::Stderr, own(notice.into_bytes())));
+            let notice = format!("{dropped} lines not shown: the console was blocked\n");
+            work.pieces.push(own(notice));
         }
         work.last = state.closing;
     }
@@ -354,13 +372,12 @@ mod tests {
         (Console::start(sinks, false).unwrap(), ticket, output)
     }
 
-    fn lines(bytes: Vec<u8>) -> Piece {
+    fn lines(stream: Stream, bytes: Vec<u8>) -> Piece {
         Piece {
-            source: Source(0),
-            prefix: "[0] ".into(),
-            start: Start::Fresh,
+            source: Source { stream, id: 0 },
+            prefix: "".into(),
             bytes,
-            open: false,
+            continues: false,
         }
     }
 
@@ -369,7 +386,7 @@ mod tests {
         let (console, tickets, output) = gated();
         (0..1000).for_each(|_| tickets.send(()).unwrap());
         for line in 0..1000 {
-            console.put(Stream::Stdout, lines(format!("line {line}\n").into_bytes()));
+            console.put(lines(Stream::Stdout, format!("line {line}\n").into_bytes()));
         }
         console.close(Duration::from_secs(20));
         let text: Vec<u8> = output.try_iter().flatten().collect();
@@ -385,7 +402,7 @@ mod tests {
         let mut line = vec![b'x'; 1 << 20];
         line.extend_from_slice(b"\n\n");
         for _ in 0..10 {
-            console.put(Stream::Stdout, lines(line.clone()));
+            console.put(lines(Stream::Stdout, line.clone()));
         }
         // Some are in the writer's hands, some in the queue; the rest is lost, and nothing waits again.
         let dropped = console.lock().dropped_lines;
@@ -401,7 +418,7 @@ mod tests {
         let mut line = vec![b'x'; 1 << 20];
         line.push(b'\n');
         for _ in 0..10 {
-            console.put(Stream::Stderr, lines(line.clone()));
+            console.put(lines(Stream::Stderr, line.clone()));
         }
         console.say("rank 1 failed");
         // They have a bound too.
@@ -429,8 +446,10 @@ mod tests {
             let _ = tickets.send(());
             bytes
         });
+        let mut line = vec![b'x'; (1 << 20) - 1];
+        line.push(b'\n');
         for _ in 0..20 {
-            console.put(Stream::Stdout, lines(vec![b'x'; 1 << 20]));
+            console.put(lines(Stream::Stdout, line.clone()));
         }
         assert_eq!(reader.join().unwrap(), 20 << 20);
         assert_eq!(console.lock().dropped_lines, 0);

@@ -7,10 +7,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use crate::logs::LogError;
 
@@ -28,6 +30,7 @@ pub(crate) enum LogEvent<'a> {
     /// The daemon gave this node its place.
     Assigned {
         generation: u64,
+        assignment_id: &'a str,
         node_rank: u32,
         nodes: usize,
         restart_count: u32,
@@ -76,11 +79,11 @@ pub(crate) struct EventLog {
     dropped: AtomicU64,
 }
 
-/// The end of the queue; dropping it waits until all is written, or the file takes nothing for [`PATIENCE`].
+/// The end of the queue.
 struct Writer {
-    lines: Option<SyncSender<Vec<u8>>>,
+    lines: SyncSender<Vec<u8>>,
     /// Closed by the thread when it ends.
-    ended: Receiver<()>,
+    ended: oneshot::Receiver<()>,
 }
 
 impl EventLog {
@@ -121,12 +124,18 @@ impl EventLog {
             return;
         };
         bytes.push(b'\n');
-        let sent = writer
-            .lines
-            .as_ref()
-            .is_some_and(|lines| lines.try_send(bytes).is_ok());
-        if !sent {
+        if writer.lines.try_send(bytes).is_err() {
             self.dropped.fetch_add(dropped + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes no more lines; returns when all are written, or after [`PATIENCE`]. Without it, the thread writes what is
+    /// left for as long as the process lives.
+    pub(crate) async fn shutdown(&mut self) {
+        if let Some(Writer { lines, ended }) = self.writer.take() {
+            drop(lines);
+            // Nothing is ever sent: the wait ends when the thread does.
+            let _ = timeout(PATIENCE, ended).await;
         }
     }
 }
@@ -134,29 +143,18 @@ impl EventLog {
 impl Writer {
     fn start(mut file: File) -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(QUEUE);
-        let (open, ended) = channel();
+        let (open, ended) = oneshot::channel();
         std::thread::Builder::new()
             .name("event-log".into())
             .stack_size(128 << 10)
             .spawn(move || {
-                let _open: Sender<()> = open;
+                let _open: oneshot::Sender<()> = open;
                 for line in queue {
                     // A full disk loses events, never the job.
                     let _ = file.write_all(&line);
                 }
             })?;
-        Ok(Self {
-            lines: Some(lines),
-            ended,
-        })
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        self.lines = None;
-        // Nothing is ever sent: the wait ends when the thread does.
-        let _ = self.ended.recv_timeout(PATIENCE);
+        Ok(Self { lines, ended })
     }
 }
 
@@ -164,12 +162,12 @@ impl Drop for Writer {
 mod tests {
     use super::*;
 
-    #[test]
-    fn every_line_is_an_object_of_its_own() {
+    #[tokio::test]
+    async fn every_line_is_an_object_of_its_own() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("events.jsonl");
         for _ in 0..2 {
-            let log = EventLog::start(Some(EventLog::open(&path).unwrap()), "job", "a").unwrap();
+            let mut log = EventLog::start(Some(EventLog::open(&path).unwrap()), "job", "a").unwrap();
             log.put(LogEvent::Joined { generation: 0 });
             log.put(LogEvent::WorkerStarted {
                 generation: 1,
@@ -177,6 +175,7 @@ mod tests {
                 local_rank: 0,
                 pid: 77,
             });
+            log.shutdown().await;
         }
         let text = std::fs::read_to_string(&path).unwrap();
         let lines: Vec<serde_json::Value> = text
@@ -188,6 +187,30 @@ mod tests {
         assert_eq!(lines[1]["job_id"], "job");
         assert_eq!(lines[1]["rank"], 4);
         assert!(lines[1].get("dropped_before").is_none());
+    }
+
+    #[tokio::test]
+    async fn others_go_on_while_the_last_lines_are_written() {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let file = File::from(std::os::fd::OwnedFd::from(writer));
+        let mut log = EventLog::start(Some(file), "job", "a").unwrap();
+        // More than a pipe holds.
+        let report = "x".repeat(1 << 20);
+        log.put(LogEvent::Finished {
+            exit_code: 1,
+            report: Some(&report),
+        });
+        let began = std::cell::Cell::new(false);
+        let shutdown = async {
+            log.shutdown().await;
+            assert!(began.get(), "it blocked the runtime");
+        };
+        let reading = async {
+            began.set(true);
+            std::thread::spawn(move || std::io::read_to_string(&mut reader))
+        };
+        let ((), text) = tokio::join!(shutdown, reading);
+        assert!(text.join().unwrap().unwrap().contains(&report));
     }
 
     #[test]

@@ -9,22 +9,23 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::console::{Console, Stream};
-use crate::lines::{End, Segment};
-use crate::piece::{Piece, Source, Start};
+use crate::console::{Console, Piece, Source};
+use crate::lines::Line;
 use crate::sinks::SinkKind;
 
 /// From the first byte of something unfinished until it is shown.
 const QUIET: Duration = Duration::from_millis(100);
 /// From one update to the next of a bar that others write below.
 const CALM: Duration = Duration::from_secs(1);
-/// More than this is not gathered.
+/// What is longer is no prompt and no bar: it is shown when nothing has come for [`QUIET`], so that a long line that
+/// arrives in parts stays whole.
+const PROMPT_BYTES: usize = 4 << 10;
+/// More than this is not gathered, but for one line.
 const BATCH_BYTES: usize = 64 << 10;
 
 /// Gathers pieces of one stream.
 pub(crate) struct Feed {
     console: Console,
-    stream: Stream,
     source: Source,
     prefix: Arc<str>,
     kind: SinkKind,
@@ -32,11 +33,11 @@ pub(crate) struct Feed {
     out: Vec<u8>,
     /// Length of the whole lines in `out`.
     whole: usize,
-    /// How `out` begins.
-    start: Start,
+    /// `out` begins within a line that the console has the beginning of.
+    continues: bool,
     /// Something of the current line is in `out` or on the console.
     begun: bool,
-    /// Bytes of the current segment that the console has.
+    /// Bytes of the current text that the console has.
     shown: usize,
     /// Where the text in `out` begins that the next update may replace.
     replaceable: Option<usize>,
@@ -46,16 +47,15 @@ pub(crate) struct Feed {
 }
 
 impl Feed {
-    pub(crate) fn new(console: Console, stream: Stream, source: Source, prefix: &str) -> Self {
+    pub(crate) fn new(console: Console, source: Source, prefix: &str) -> Self {
         Self {
-            kind: console.kind(stream),
+            kind: console.kind(source.stream),
             console,
-            stream,
             source,
             prefix: prefix.into(),
             out: Vec::new(),
             whole: 0,
-            start: Start::Fresh,
+            continues: false,
             begun: false,
             shown: 0,
             replaceable: None,
@@ -69,19 +69,13 @@ impl Feed {
         self.begun
     }
 
-    /// Takes a segment that has ended.
-    pub(crate) fn take(&mut self, segment: &Segment<'_>) {
-        self.add(segment.text, segment.returns);
-        if segment.end == End::Newline {
-            if self.begun {
-                self.begin(Start::Continued);
-                let bare = segment.text.is_empty() && segment.returns;
-                self.out.extend_from_slice(if bare { b"\r" } else { b"" });
-            } else {
-                self.begin(Start::Fresh);
-                self.out.extend_from_slice(self.prefix.trim_end().as_bytes());
-            }
-            self.out.push(b'\n');
+    /// Takes what was ended, by `\n` or by `\r`.
+    pub(crate) fn take(&mut self, line: &Line<'_>) {
+        self.add(line.text, line.returns);
+        if line.ended {
+            self.begin();
+            let bare = self.begun && line.text.is_empty() && line.returns;
+            self.out.extend_from_slice(if bare { b"\r\n" } else { b"\n" });
             self.whole = self.out.len();
             self.begun = false;
             self.replaceable = None;
@@ -93,7 +87,7 @@ impl Feed {
         }
     }
 
-    /// After all segments of what was read: `unfinished` is the text behind the last one, and whether it returns.
+    /// After all lines of what was read: `unfinished` is the text behind the last one, and whether it returns.
     pub(crate) fn flush(&mut self, unfinished: (&[u8], bool), now: Instant) {
         self.send(match self.kind {
             SinkKind::Terminal => self.whole,
@@ -106,8 +100,8 @@ impl Feed {
             return;
         }
         let deadline = match self.deadline {
-            Some(deadline) => deadline,
-            None => self
+            Some(deadline) if unfinished.0.len() <= PROMPT_BYTES => deadline,
+            _ => self
                 .not_before(unfinished.1)
                 .map_or(now + QUIET, |calm| calm.max(now + QUIET)),
         };
@@ -121,7 +115,7 @@ impl Feed {
     fn not_before(&self, returns: bool) -> Option<Instant> {
         let is_update = self.kind == SinkKind::Terminal && (returns || !self.out.is_empty());
         let last = self.last_shown.filter(|_| is_update)?;
-        (!self.console.is_open(self.stream, self.source)).then_some(last + CALM)
+        (!self.console.is_open(self.source)).then_some(last + CALM)
     }
 
     /// When [`Feed::show`] is to be called, if nothing comes before.
@@ -147,30 +141,23 @@ impl Feed {
         self.send(self.out.len());
     }
 
-    /// Adds text of the current segment, of which the console may have the beginning.
+    /// Adds text of the current line, of which the console may have the beginning.
     fn add(&mut self, text: &[u8], returns: bool) {
         let fresh = &text[self.shown..];
         if fresh.is_empty() {
             return;
         }
-        if !self.begun {
-            self.begin(Start::Fresh);
-            self.begun = true;
-            self.out.extend_from_slice(self.prefix.as_bytes());
-            self.replaceable = Some(self.out.len());
-        } else if self.shown > 0 || !returns {
-            self.begin(Start::Continued);
+        self.begin();
+        if self.shown > 0 {
             self.replaceable = None;
-        } else if self.out.is_empty() {
-            self.begin(Start::Returned);
-            self.replaceable = Some(0);
         } else if let Some(at) = self.hidden_by(fresh) {
             self.out.truncate(at);
         } else {
-            self.out.push(b'\r');
-            self.out.extend_from_slice(self.prefix.as_bytes());
+            let is_update = self.begun && returns;
+            self.out.extend_from_slice(if is_update { b"\r" } else { b"" });
             self.replaceable = Some(self.out.len());
         }
+        self.begun = true;
         self.out.extend_from_slice(fresh);
     }
 
@@ -180,9 +167,9 @@ impl Feed {
         (characters(&self.out[at..]) <= characters(update)).then_some(at)
     }
 
-    fn begin(&mut self, start: Start) {
+    fn begin(&mut self) {
         if self.out.is_empty() {
-            self.start = start;
+            self.continues = self.begun;
         }
     }
 
@@ -195,17 +182,15 @@ impl Feed {
         let piece = Piece {
             source: self.source,
             prefix: self.prefix.clone(),
-            start: self.start,
             bytes: std::mem::replace(&mut self.out, rest),
-            open: all && self.begun,
+            continues: std::mem::take(&mut self.continues),
         };
-        self.start = Start::Fresh;
         self.whole = self.whole.saturating_sub(length);
         self.replaceable = self
             .replaceable
             .and_then(|at| at.checked_sub(length))
             .filter(|_| !all);
-        self.console.put(self.stream, piece);
+        self.console.put(piece);
     }
 }
 
@@ -220,8 +205,14 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+    use crate::console::Stream;
     use crate::lines::LineSplitter;
     use crate::sinks::Sinks;
+
+    const SOURCE: Source = Source {
+        stream: Stream::Stdout,
+        id: 0,
+    };
 
     struct Screen(mpsc::Sender<Vec<u8>>);
 
@@ -252,7 +243,7 @@ mod tests {
             let console = Console::start(Sinks::new(writers, [kind; 2], false), false).unwrap();
             Self {
                 splitter: LineSplitter::default(),
-                feed: Feed::new(console.clone(), Stream::Stdout, Source(0), "[0] "),
+                feed: Feed::new(console.clone(), SOURCE, "[0] "),
                 console,
                 screen,
                 begin: Instant::now(),
@@ -262,7 +253,7 @@ mod tests {
         /// The worker writes this, so many milliseconds after the beginning.
         fn write(&mut self, ms: u64, text: &str) -> &mut Self {
             let feed = &mut self.feed;
-            self.splitter.push(text.as_bytes(), |segment| feed.take(&segment));
+            self.splitter.push(text.as_bytes(), |line| feed.take(&line));
             let now = self.begin + Duration::from_millis(ms);
             feed.flush(self.splitter.unfinished(), now);
             self
@@ -279,7 +270,7 @@ mod tests {
         /// Waits until the writer of the console has noted whose line the last one is.
         fn until_open(&self, open: bool) {
             let deadline = Instant::now() + Duration::from_secs(20);
-            while self.console.is_open(Stream::Stdout, Source(0)) != open {
+            while self.console.is_open(SOURCE) != open {
                 assert!(Instant::now() < deadline, "the console writes nothing");
                 std::thread::yield_now();
             }
@@ -287,7 +278,7 @@ mod tests {
 
         fn end(self) -> String {
             let mut feed = self.feed;
-            self.splitter.finish(|segment| feed.take(&segment));
+            self.splitter.finish(|line| feed.take(&line));
             feed.finish();
             self.console.close(Duration::from_secs(20));
             String::from_utf8(self.screen.try_iter().flatten().collect()).unwrap()
@@ -313,6 +304,20 @@ mod tests {
             play.end(),
             "[0] breakpoint\n[0] (Pdb) 1\n[0] ....\n[0] xy\n[0] z\n"
         );
+    }
+
+    #[test]
+    fn a_long_line_is_shown_when_it_is_whole_or_nothing_more_comes() {
+        let mut play = Play::on(SinkKind::Pipe);
+        let part = "x".repeat(PROMPT_BYTES);
+        play.write(0, &part).write(90, &part).write(180, &part);
+        assert_eq!(
+            play.feed.deadline(),
+            Some(play.begin + Duration::from_millis(280))
+        );
+        play.write(270, "y\n").write(300, &part).write(390, "z");
+        assert_eq!(play.wait(), Some(490));
+        assert_eq!(play.end(), format!("[0] {0}{0}{0}y\n[0] {0}z\n", part));
     }
 
     #[test]
@@ -376,7 +381,7 @@ mod tests {
             play.feed.deadline(),
             Some(play.begin + Duration::from_millis(250))
         );
-        let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1] ");
+        let other = Feed::new(play.console.clone(), Source { id: 1, ..SOURCE }, "[1] ");
         let mut other = Play {
             feed: other,
             ..Play::on(SinkKind::Terminal)

@@ -7,18 +7,19 @@
 //! | `guardian` | kills the workers of a launcher that was killed |
 //! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
 //! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `tcp_store` | hosts the store that the workers' PyTorch uses at `MASTER_PORT` |
 //! | `hang`, `waits` | find workers that say nothing any more, and tell who waits for whom |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `repeated_errors`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `repeated_errors`, `feed`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause`, `local_end`, `failures` | the failure report, for people and for programs; what else failed, here and elsewhere |
 //! | `event_log` | what happened, as JSON lines |
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
 //!
 //! Threads: the caller's runtime runs the agent; `spawner` starts workers, `pump` reads their output, `console`
-//! writes. Only the agent decides, and it never waits for the others.
+//! writes, `tcp-store` serves. Only the agent decides, and it never waits for the others.
 #![deny(unsafe_code)]
 
 mod agent;
@@ -38,7 +39,6 @@ mod logs;
 mod master_port;
 mod oom;
 mod output;
-mod piece;
 mod plan;
 mod preview;
 mod proc_table;
@@ -52,6 +52,7 @@ mod root_cause;
 mod sinks;
 mod spawn;
 mod sweep;
+mod tcp_store;
 mod terminal;
 mod waits;
 
@@ -61,7 +62,7 @@ pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;
 pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
-pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
+pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::SpawnError;
 

@@ -1,25 +1,27 @@
 //! Cuts a stream of bytes into lines, and lines where they are written over.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 /// A longer line is cut, so that one worker cannot make the launcher keep an endless line in memory.
-pub(crate) const MAX_LINE_BYTES: usize = 64 << 10;
+pub(crate) const MAX_LINE_BYTES: usize = 1 << 20;
+/// The same while all streams together keep more than [`MAX_PENDING_BYTES`].
+const MAX_LINE_BYTES_WHEN_FULL: usize = 64 << 10;
+/// Of all lines that have no end yet.
+const MAX_PENDING_BYTES: usize = 64 << 20;
+/// Ends the first part of a line that is cut; its other parts follow as lines of their own.
+const CUT_MARK: &[u8] = b" [line too long: continued below]";
 
 /// A line, or the part of one between two `\r`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Segment<'a> {
+pub(crate) struct Line<'a> {
     /// Without what ends it.
     pub(crate) text: &'a [u8],
     /// It is written over what the line showed before: `\r` came in front of it.
     pub(crate) returns: bool,
-    pub(crate) end: End,
-}
-
-/// What ends a segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// `\n`, the end of the stream, or a length that is too much.
-    Newline,
-    /// `\r`: the line goes on from its beginning.
-    Return,
+    /// By `\n`, the end of the stream, or a length that is too much; else by `\r`, and the line goes on from its
+    /// beginning.
+    pub(crate) ended: bool,
 }
 
 /// Cuts at `\n` and `\r`; keeps what has no end yet. A `\r` belongs to what follows: programs write it first, or last.
@@ -27,37 +29,63 @@ pub(crate) enum End {
 pub(crate) struct LineSplitter {
     pending: Vec<u8>,
     returns: bool,
+    /// A part of the present line was passed on already, because of its length.
+    is_cut: bool,
+    /// What all streams keep, this one included.
+    total: Arc<AtomicUsize>,
+    /// This one's part in it.
+    counted: usize,
 }
 
 impl LineSplitter {
-    /// Passes each segment that `bytes` completes to `emit`. That of a `\n` right behind a `\r` is empty, and returns.
-    pub(crate) fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(Segment<'_>)) {
+    /// For one of the streams that keep `total` together.
+    pub(crate) fn new(total: Arc<AtomicUsize>) -> Self {
+        Self {
+            total,
+            ..Self::default()
+        }
+    }
+
+    /// Passes each line that `bytes` completes to `emit`. That of a `\n` right behind a `\r` is empty, and returns.
+    pub(crate) fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(Line<'_>)) {
+        let others = self.total.load(Ordering::Relaxed).saturating_sub(self.counted);
+        let longest = if others + self.pending.len() < MAX_PENDING_BYTES {
+            MAX_LINE_BYTES
+        } else {
+            MAX_LINE_BYTES_WHEN_FULL
+        };
         while !bytes.is_empty() {
-            let room = MAX_LINE_BYTES - self.pending.len();
-            let found = bytes
+            let room = longest.saturating_sub(self.pending.len());
+            let end = bytes
                 .iter()
-                .take(room)
+                .take(room + 1)
                 .position(|byte| matches!(byte, b'\n' | b'\r'));
-            let (text, rest) = bytes.split_at(found.unwrap_or_else(|| bytes.len().min(room)));
-            let end = match found {
-                Some(_) if rest[0] == b'\r' => End::Return,
-                None if text.len() < room => {
-                    self.pending.extend_from_slice(text);
-                    return;
-                }
-                _ => End::Newline,
+            if end.is_none() && bytes.len() <= room {
+                self.pending.extend_from_slice(bytes);
+                break;
+            }
+            let (text, rest) = bytes.split_at(end.unwrap_or(room));
+            bytes = &rest[usize::from(end.is_some())..];
+            let ended = end.is_none() || rest[0] == b'\n';
+            let returns = std::mem::replace(&mut self.returns, !ended);
+            let mark = if end.is_none() && !self.is_cut {
+                CUT_MARK
+            } else {
+                b""
             };
-            bytes = &rest[usize::from(found.is_some())..];
-            let returns = std::mem::replace(&mut self.returns, end == End::Return);
-            if self.pending.is_empty() {
-                emit(Segment { text, returns, end });
+            self.is_cut = end.is_none() || self.is_cut && !ended;
+            if self.pending.is_empty() && mark.is_empty() {
+                emit(Line { text, returns, ended });
             } else {
                 self.pending.extend_from_slice(text);
+                self.pending.extend_from_slice(mark);
                 let text = &self.pending;
-                emit(Segment { text, returns, end });
+                emit(Line { text, returns, ended });
                 self.pending.clear();
+                self.pending.shrink_to(MAX_LINE_BYTES_WHEN_FULL);
             }
         }
+        self.count(self.pending.len());
     }
 
     /// What has no end yet, and whether it is written over something.
@@ -66,14 +94,21 @@ impl LineSplitter {
     }
 
     /// Passes what is left at the end of the stream.
-    pub(crate) fn finish(self, emit: impl FnOnce(Segment<'_>)) {
+    pub(crate) fn finish(mut self, emit: impl FnOnce(Line<'_>)) {
+        self.count(0);
         if !self.pending.is_empty() || self.returns {
-            emit(Segment {
+            emit(Line {
                 text: &self.pending,
                 returns: self.returns,
-                end: End::Newline,
+                ended: true,
             });
         }
+    }
+
+    fn count(&mut self, bytes: usize) {
+        self.total.fetch_add(bytes, Ordering::Relaxed);
+        self.total.fetch_sub(self.counted, Ordering::Relaxed);
+        self.counted = bytes;
     }
 }
 
@@ -85,10 +120,10 @@ mod tests {
     fn split(chunks: &[&[u8]]) -> Vec<Vec<u8>> {
         let mut splitter = LineSplitter::default();
         let mut seen = Vec::new();
-        let mut emit = |segment: Segment<'_>| {
-            let mut bytes = Vec::from(if segment.returns { &b"\r"[..] } else { b"" });
-            bytes.extend_from_slice(segment.text);
-            bytes.extend_from_slice(if segment.end == End::Newline { b"\n" } else { b"" });
+        let mut emit = |line: Line<'_>| {
+            let mut bytes = Vec::from(if line.returns { &b"\r"[..] } else { b"" });
+            bytes.extend_from_slice(line.text);
+            bytes.extend_from_slice(if line.ended { b"\n" } else { b"" });
             seen.push(bytes);
         };
         for chunk in chunks {
@@ -125,16 +160,40 @@ mod tests {
     }
 
     #[test]
-    fn endless_lines_are_cut() {
+    fn a_line_of_a_mebibyte_stays_whole() {
+        let mut line = vec![b'x'; MAX_LINE_BYTES];
+        line.push(b'\n');
+        for chunks in [vec![&line[..]], line.chunks(1000).collect()] {
+            assert!(split(&chunks) == [&line[..]]);
+        }
+    }
+
+    #[test]
+    fn an_endless_line_is_cut_and_marked_once() {
         let endless = vec![b'x'; 3 * MAX_LINE_BYTES + 5];
         for chunks in [vec![&endless[..]], endless.chunks(1000).collect()] {
-            let lines = split(&chunks);
-            assert_eq!(lines.len(), 4);
-            let fits = |line: &Vec<u8>| line.len() <= MAX_LINE_BYTES + 1 && line.ends_with(b"\n");
-            assert!(lines.iter().all(fits));
-            let total: usize = lines.iter().map(|line| line.len() - 1).sum();
-            assert_eq!(total, endless.len());
+            let lines = split(&[&chunks[..], &[b"\nnext"]].concat());
+            let lengths: Vec<usize> = lines.iter().map(|line| line.len() - 1).collect();
+            let (longest, mark) = (MAX_LINE_BYTES, CUT_MARK.len());
+            assert_eq!(lengths, [longest + mark, longest, longest, 5, 4]);
+            assert!(lines[0].ends_with(&[CUT_MARK, b"\n"].concat()));
         }
+    }
+
+    #[test]
+    fn what_all_streams_keep_is_bounded() {
+        let total = Arc::<AtomicUsize>::default();
+        let mut splitter = LineSplitter::new(total.clone());
+        let half = vec![b'x'; MAX_LINE_BYTES / 2];
+        splitter.push(&half, |_| panic!("there is room"));
+        assert_eq!(total.load(Ordering::Relaxed), half.len());
+        total.fetch_add(MAX_PENDING_BYTES, Ordering::Relaxed);
+        splitter.push(b"y", |line| {
+            assert_eq!(line.text.len(), half.len() + CUT_MARK.len())
+        });
+        assert_eq!(splitter.unfinished().0, b"y");
+        splitter.finish(|_| ());
+        assert_eq!(total.load(Ordering::Relaxed), MAX_PENDING_BYTES);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A port that rank 0 will be able to bind.
+//! A port that rank 0 will be able to bind, or the agent's store for it.
 //!
 //! The port is bound first without `SO_REUSEADDR`, which fails if anybody else holds it in any way; the option
 //! is set afterwards, and nothing listens: from then on a program that sets `SO_REUSEADDR`, as every server does,
@@ -7,14 +7,14 @@
 
 use std::fs;
 use std::io;
-use std::net::{Ipv6Addr, SocketAddrV6};
+use std::net::{Ipv6Addr, SocketAddrV6, TcpListener};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, SockFlag, SockType, SockaddrIn, SockaddrIn6, bind, getsockname, setsockopt, socket,
-    sockopt,
+    AddressFamily, Backlog, SockFlag, SockType, SockaddrIn, SockaddrIn6, bind, getsockname, listen,
+    setsockopt, socket, sockopt,
 };
 
 /// Ports below are for well-known services.
@@ -28,7 +28,7 @@ const DEFAULT_LOCAL_RANGE: RangeInclusive<u16> = 32_768..=60_999;
 #[derive(Debug)]
 pub(crate) struct MasterPort {
     port: u16,
-    _socket: OwnedFd,
+    socket: OwnedFd,
 }
 
 impl MasterPort {
@@ -48,9 +48,17 @@ impl MasterPort {
         Self::bind(0)
     }
 
-    /// Reserves the port that was asked for.
+    /// Reserves the port that was asked for. Connections of the last generation, and agents of the same job on this
+    /// machine that reserve the same port, are not in the way; who listens on it is.
     pub(crate) fn reserve_this(port: u16) -> io::Result<Self> {
-        Self::bind(port)
+        Self::bind_as(port, Sharing::WithWhoDoesNotListen)
+    }
+
+    /// Listens on the port: from now on rank 0 cannot.
+    pub(crate) fn listen(&self) -> io::Result<TcpListener> {
+        let socket = self.socket.try_clone()?;
+        listen(&socket, Backlog::MAXALLOWABLE)?;
+        Ok(socket.into())
     }
 
     /// The port's number.
@@ -59,9 +67,15 @@ impl MasterPort {
     }
 
     fn bind(port: u16) -> io::Result<Self> {
+        Self::bind_as(port, Sharing::WithNobody)
+    }
+
+    fn bind_as(port: u16, sharing: Sharing) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC;
+        let reuse = sharing == Sharing::WithWhoDoesNotListen;
         let dual_stack = socket(AddressFamily::Inet6, SockType::Stream, flags, None).and_then(|socket| {
             setsockopt(&socket, sockopt::Ipv6V6Only, &false)?;
+            setsockopt(&socket, sockopt::ReuseAddr, &reuse)?;
             Ok(socket)
         });
         let (socket, port) = if let Ok(socket) = dual_stack {
@@ -72,16 +86,21 @@ impl MasterPort {
         } else {
             // The machine has no IPv6.
             let socket = socket(AddressFamily::Inet, SockType::Stream, flags, None)?;
+            setsockopt(&socket, sockopt::ReuseAddr, &reuse)?;
             bind(socket.as_raw_fd(), &SockaddrIn::new(0, 0, 0, 0, port))?;
             let port = getsockname::<SockaddrIn>(socket.as_raw_fd())?.port();
             (socket, port)
         };
         setsockopt(&socket, sockopt::ReuseAddr, &true)?;
-        Ok(Self {
-            port,
-            _socket: socket,
-        })
+        Ok(Self { port, socket })
     }
+}
+
+/// Who else may have bound the port when it is reserved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharing {
+    WithNobody,
+    WithWhoDoesNotListen,
 }
 
 fn local_range() -> RangeInclusive<u16> {
@@ -104,7 +123,7 @@ pub(crate) fn is_taken(words: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpStream;
 
     use super::*;
 
@@ -132,6 +151,18 @@ mod tests {
     fn a_port_that_is_served_is_not_reserved() {
         let served = TcpListener::bind("127.0.0.1:0").unwrap();
         let error = MasterPort::bind(served.local_addr().unwrap().port()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn who_listens_on_the_port_that_was_asked_for_is_found() {
+        let first = MasterPort::reserve().unwrap();
+        let second = MasterPort::reserve_this(first.get()).unwrap();
+        let listener = first.listen().unwrap();
+        TcpStream::connect(("127.0.0.1", first.get())).unwrap();
+        listener.accept().unwrap();
+        assert!(second.listen().is_err(), "only one can listen");
+        let error = MasterPort::reserve_this(first.get()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 

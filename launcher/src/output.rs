@@ -68,16 +68,32 @@ pub struct OutputPlan {
     /// The only worker of the job is given the launcher's own streams, which are terminals: nothing of its output is
     /// seen by the launcher.
     pub direct: bool,
+    /// `--output raw`: the workers that are shown are given the launcher's own streams, without log files.
+    pub raw: bool,
 }
 
 impl OutputPlan {
     /// True if a stream of a worker is shown on the console.
     pub(crate) fn shows(&self, rank: GlobalRank, local_rank: LocalRank, stream: Stream) -> bool {
-        let among = |filter: &Option<BTreeSet<u32>>, rank: u32| {
-            filter.as_ref().is_none_or(|ranks| ranks.contains(&rank))
-        };
         let kept = !self.redirects.has(local_rank, stream) || self.tee.has(local_rank, stream);
-        kept && among(&self.local_ranks, local_rank.0) && among(&self.global_ranks, rank.0)
+        kept && among(self.local_ranks.as_ref(), local_rank.0) && among(self.global_ranks.as_ref(), rank.0)
+    }
+
+    /// True if a worker is given the launcher's own streams.
+    pub(crate) fn hands_over(&self, rank: GlobalRank, local_rank: LocalRank) -> bool {
+        self.direct || self.raw && self.shows(rank, local_rank, Stream::Stdout)
+    }
+
+    /// How many of this node's workers may be shown; `alone`: their ranks are their local ranks.
+    pub fn most_shown(&self, workers: u32, alone: bool) -> u32 {
+        let shown = (0..workers)
+            .filter(|rank| {
+                among(self.local_ranks.as_ref(), *rank)
+                    && (!alone || among(self.global_ranks.as_ref(), *rank))
+            })
+            .count();
+        let most = self.global_ranks.as_ref().map_or(shown, BTreeSet::len);
+        shown.min(most) as u32
     }
 
     /// Lines of a stream that are written a second time contain one of these.
@@ -96,6 +112,10 @@ impl OutputPlan {
             || !self.stdout_filters.is_empty()
             || !self.stderr_filters.is_empty()
     }
+}
+
+fn among(filter: Option<&BTreeSet<u32>>, rank: u32) -> bool {
+    filter.is_none_or(|ranks| ranks.contains(&rank))
 }
 
 /// What precedes every line of a worker, in parts: text and variables.
@@ -235,6 +255,22 @@ mod tests {
         assert_eq!(shown(&plan, 4, 0), (true, true));
         assert_eq!(shown(&plan, 5, 1), (false, false));
         assert_eq!(shown(&plan, 4, 2), (false, false));
+    }
+
+    #[test]
+    fn the_ranks_of_several_nodes_may_all_be_on_this_one() {
+        let shown = |local: &[u32], global: &[u32], alone| {
+            let filter = |ranks: &[u32]| (!ranks.is_empty()).then(|| ranks.iter().copied().collect());
+            let plan = OutputPlan {
+                local_ranks: filter(local),
+                global_ranks: filter(global),
+                ..OutputPlan::default()
+            };
+            plan.most_shown(4, alone)
+        };
+        assert_eq!((shown(&[], &[], true), shown(&[2], &[], true)), (4, 1));
+        assert_eq!((shown(&[], &[1, 5], true), shown(&[], &[1, 5], false)), (1, 2));
+        assert_eq!((shown(&[3], &[1, 3], false), shown(&[3], &[1], true)), (1, 0));
     }
 
     #[test]

@@ -79,6 +79,18 @@ pub struct SignalPlan {
     pub stop: Vec<i32>,
     /// `--forward-signals`: each worker gets it, and goes on.
     pub forward: Vec<i32>,
+    /// `--signal-scope`: who is sent the signal that stops a worker.
+    pub scope: SignalScope,
+}
+
+/// The processes of a worker that get its stop signal. SIGKILL always goes to all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SignalScope {
+    /// Its process group: itself and its children, such as data loaders.
+    #[default]
+    Group,
+    /// Itself. Its children live until it has ended, or its grace has.
+    Rank,
 }
 
 impl Default for SignalPlan {
@@ -86,6 +98,7 @@ impl Default for SignalPlan {
         Self {
             stop: vec![libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT],
             forward: Vec::new(),
+            scope: SignalScope::default(),
         }
     }
 }
@@ -116,4 +129,6 @@ pub struct WorkerCommand {
     pub display_name: String,
     /// True for the native worker, which stops at a step boundary when asked through the control socket.
     pub native: bool,
+    /// The agent of node 0 hosts PyTorch's store for it at `MASTER_PORT`; otherwise the port is free for rank 0.
+    pub agent_store: bool,
 }

@@ -34,6 +34,7 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
     contract.role_world_size = plan.workers;
     contract.role.clone_from(&plan.role);
     contract.max_restarts = plan.max_restarts;
+    contract.agent_store = plan.command.agent_store;
     contract.run_id.clone_from(&plan.job_id);
     contract.master_port = plan.master_port.unwrap_or(0);
     if let Some(address) = &plan.master_addr {

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ddp_proto::ids::GlobalRank;
@@ -17,10 +18,9 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
-use crate::console::{Console, Stream};
+use crate::console::{Console, Source, Stream};
 use crate::feed::Feed;
-use crate::lines::{End, LineSplitter, Segment};
-use crate::piece::Source;
+use crate::lines::{Line, LineSplitter};
 use crate::repeated_errors::RankErrors;
 
 /// Lines of stderr kept for the failure report.
@@ -86,8 +86,10 @@ impl Pump {
                     return;
                 };
                 runtime.block_on(async move {
+                    let pending = Arc::<AtomicUsize>::default();
                     while let Some(tap) = queue.recv().await {
-                        tokio::spawn(read(tap, console.clone()));
+                        let splitter = LineSplitter::new(pending.clone());
+                        tokio::spawn(read(tap, splitter, console.clone()));
                     }
                 });
             })?;
@@ -105,7 +107,7 @@ impl Pump {
     }
 }
 
-async fn read(tap: Tap, console: Console) {
+async fn read(tap: Tap, mut splitter: LineSplitter, console: Console) {
     let Tap {
         rank,
         stream,
@@ -119,21 +121,18 @@ async fn read(tap: Tap, console: Console) {
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
         return;
     };
-    let mut splitter = LineSplitter::default();
-    let source = Source(u64::from(rank.0) << 1 | stream as u64);
-    let mut feed = prefix.map(|prefix| Feed::new(console.clone(), stream, source, &prefix));
-    let mut take = |segment: Segment<'_>, feed: &mut Option<Feed>| {
-        tail.push(&segment);
+    let id = u64::from(rank.0);
+    let mut feed = prefix.map(|prefix| Feed::new(console.clone(), Source { stream, id }, &prefix));
+    let mut take = |line: Line<'_>, feed: &mut Option<Feed>| {
+        tail.push(&line);
         if let Some(feed) = feed {
-            let is_whole = segment.end == End::Newline && !segment.returns && !feed.is_within_line();
+            let is_whole = line.ended && !line.returns && !feed.is_within_line();
             match &mut errors {
-                Some(errors) => errors.say(segment.text, is_whole, |text| {
-                    feed.take(&Segment { text, ..segment });
-                }),
-                None => feed.take(&segment),
+                Some(errors) => errors.say(line.text, is_whole, |text| feed.take(&Line { text, ..line })),
+                None => feed.take(&line),
             }
         }
-        let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(segment.text));
+        let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(line.text));
         if let Err(error) = duplicated {
             console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
             duplicate = None;
@@ -163,12 +162,12 @@ async fn read(tap: Tap, console: Console) {
             console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
             log = None;
         }
-        splitter.push(bytes, |segment| take(segment, &mut feed));
+        splitter.push(bytes, |line| take(line, &mut feed));
         if let Some(feed) = &mut feed {
             feed.flush(splitter.unfinished(), Instant::now());
         }
     }
-    splitter.finish(|segment| take(segment, &mut feed));
+    splitter.finish(|line| take(line, &mut feed));
     if let Some(feed) = feed {
         feed.finish();
     }
@@ -189,17 +188,17 @@ pub(crate) fn tail() -> (TailWriter, TailReader) {
 /// Filled by the pump; dropping it says that the stream has ended.
 pub(crate) struct TailWriter {
     lines: Arc<Mutex<VecDeque<String>>>,
-    /// The last line may be written over by the next segment.
+    /// The last line may be written over by the next update.
     overwritten: bool,
     _open: watch::Sender<()>,
 }
 
 impl TailWriter {
     /// Keeps what a terminal would still show: of a progress bar its last state.
-    fn push(&mut self, segment: &Segment<'_>) {
-        let line = &segment.text[..segment.text.len().min(TAIL_LINE_BYTES)];
-        let text = String::from_utf8_lossy(line).trim_end().to_owned();
-        let goes_on = segment.end == End::Return;
+    fn push(&mut self, line: &Line<'_>) {
+        let text = &line.text[..line.text.len().min(TAIL_LINE_BYTES)];
+        let text = String::from_utf8_lossy(text).trim_end().to_owned();
+        let goes_on = !line.ended;
         if text.is_empty() {
             self.overwritten &= goes_on;
             return;
@@ -259,9 +258,9 @@ mod tests {
         let mut splitter = LineSplitter::default();
         for line in 0..100 {
             let text = format!("line {line}\r\n\r 1%\r 2%\n");
-            splitter.push(text.as_bytes(), |segment| writer.push(&segment));
+            splitter.push(text.as_bytes(), |line| writer.push(&line));
         }
-        splitter.push(b"\n", |segment| writer.push(&segment));
+        splitter.push(b"\n", |line| writer.push(&line));
         drop(writer);
         reader.ended().await;
         let lines = reader.lines();

@@ -128,10 +128,13 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         };
         let _ = write!(text, "\n    log file{on}: {}", failure.log_file);
     }
-    if facts.output_unseen {
-        // It is on the terminal, right above.
-    } else if failure.stderr_tail.is_empty() {
-        text.push_str("\n    no output on stderr");
+    if failure.stderr_tail.is_empty() {
+        // What was not seen is right above.
+        text.push_str(if facts.output_unseen {
+            ""
+        } else {
+            "\n    no output on stderr"
+        });
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of stderr:");
         for line in &failure.stderr_tail {

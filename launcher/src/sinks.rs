@@ -1,10 +1,12 @@
 //! What the console writes to: standard output and standard error, which may lead to one place.
+//!
+//! A line is usually written whole. A prompt, or a progress bar, is shown before its line has an end: then that line is
+//! open, and the next writer either goes on with it or begins a new one.
 
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
 
-use crate::console::{OWN_PREFIX, Stream};
-use crate::piece::{Pen, Piece, Source};
+use crate::console::{OWN_PREFIX, Piece, Source, Stream};
 
 const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
@@ -56,7 +58,7 @@ impl Sinks {
 
     /// Whose lines have no end yet.
     pub(crate) fn open(&self) -> [Option<Source>; 2] {
-        BOTH.map(|stream| self.pens[self.pen_of(stream)].open())
+        BOTH.map(|stream| self.pens[self.pen_of(stream)].open)
     }
 
     fn pen_of(&self, stream: Stream) -> usize {
@@ -64,11 +66,11 @@ impl Sinks {
     }
 
     /// Neighbouring pieces of one stream go out together.
-    pub(crate) fn write(&mut self, pieces: &[(Stream, Piece)]) {
-        for run in pieces.chunk_by(|a, b| a.0 == b.0) {
-            let (stream, mut bytes) = (run[0].0, Vec::new());
+    pub(crate) fn write(&mut self, pieces: &[Piece]) {
+        for run in pieces.chunk_by(|a, b| a.source.stream == b.source.stream) {
+            let (stream, mut bytes) = (run[0].source.stream, Vec::new());
             let pen = self.pen_of(stream);
-            for (_, piece) in run {
+            for piece in run {
                 self.pens[pen].write(piece, &mut bytes);
             }
             self.put(stream, &bytes);
@@ -107,6 +109,55 @@ impl Sinks {
         words.extend_from_slice(text.as_bytes());
         // Should this one fail too, there is no place left to complain.
         let _ = self.writers[other as usize].write_all(&words);
+    }
+}
+
+/// Where the last line of a place stands.
+#[derive(Debug, Default)]
+struct Pen {
+    /// Whose line has no end yet.
+    open: Option<Source>,
+}
+
+impl Pen {
+    /// Adds what the piece comes to, after all that was written before it, to `out`.
+    fn write(&mut self, piece: &Piece, out: &mut Vec<u8>) {
+        let (prefix, mut bytes) = (piece.prefix.as_bytes(), piece.bytes.as_slice());
+        let goes_on = piece.continues && self.open == Some(piece.source);
+        if piece.continues && !goes_on {
+            // The piece in between has ended the line, or the part of it.
+            let ends = [&b"\n"[..], b"\r\n", b"\r"].into_iter();
+            bytes = ends
+                .filter_map(|end| bytes.strip_prefix(end))
+                .next()
+                .unwrap_or(bytes);
+            if bytes.is_empty() {
+                return;
+            }
+        }
+        if !goes_on {
+            self.end_line(out);
+        }
+        let (mut begins, mut returned) = (!goes_on, false);
+        for part in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            match part {
+                b"\n" if returned => {}
+                b"\n" if begins => out.extend_from_slice(prefix.trim_ascii_end()),
+                _ if begins => out.extend_from_slice(prefix),
+                _ => {}
+            }
+            out.extend_from_slice(part);
+            returned = part.ends_with(b"\r");
+            begins = returned || part.ends_with(b"\n");
+        }
+        self.open = (!bytes.ends_with(b"\n")).then_some(piece.source);
+    }
+
+    /// Ends the line, if it is open.
+    fn end_line(&mut self, out: &mut Vec<u8>) {
+        if self.open.take().is_some() {
+            out.push(b'\n');
+        }
     }
 }
 
@@ -165,7 +216,6 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
-    use crate::piece::Start;
 
     /// Takes what it is given, or nothing.
     enum Sink {
@@ -191,14 +241,23 @@ mod tests {
         }
     }
 
-    fn piece(text: &str) -> Piece {
+    fn piece(stream: Stream, id: u64, text: &str) -> Piece {
+        let (text, continues) = text.strip_prefix('+').map_or((text, false), |text| (text, true));
         Piece {
-            source: Source(0),
-            prefix: "[0] ".into(),
-            start: Start::Fresh,
+            source: Source { stream, id },
+            prefix: format!("[{id}] ").into(),
             bytes: text.into(),
-            open: !text.ends_with('\n'),
+            continues,
         }
+    }
+
+    /// What pieces come to; those that go on with a line begin with a plus sign.
+    fn written(pieces: &[(u64, &str)]) -> String {
+        let (mut pen, mut out) = (Pen::default(), Vec::new());
+        for (id, text) in pieces {
+            pen.write(&piece(Stream::Stdout, *id, text), &mut out);
+        }
+        String::from_utf8(out).unwrap()
     }
 
     /// What arrives on standard error when three lines are written to a standard output of this kind.
@@ -209,9 +268,9 @@ mod tests {
             [SinkKind::Pipe; 2],
             false,
         );
-        sinks.write(&[(Stream::Stderr, piece("[0] asks:"))]);
+        sinks.write(&[piece(Stream::Stderr, 0, "asks:")]);
         for _ in 0..3 {
-            sinks.write(&[(Stream::Stdout, piece("[0] line\n"))]);
+            sinks.write(&[piece(Stream::Stdout, 0, "line\n")]);
         }
         sinks.end_lines();
         drop(sinks);
@@ -236,11 +295,42 @@ mod tests {
                 [Box::new(Sink::Open(sender.clone())), Box::new(Sink::Open(sender))];
             let mut sinks = Sinks::new(writers, [SinkKind::Terminal; 2], together);
             sinks.write(&[
-                (Stream::Stderr, piece("[0] asks:")),
-                (Stream::Stdout, piece("[0] line\n")),
+                piece(Stream::Stderr, 0, "asks:"),
+                piece(Stream::Stdout, 0, "line\n"),
             ]);
             drop(sinks);
             assert_eq!(place.iter().collect::<String>(), expected);
         }
+    }
+
+    #[test]
+    fn a_line_goes_on_where_it_stopped() {
+        let pieces = [(0, "(Pdb) "), (0, "+x = 1\n\n(Pdb) ")];
+        assert_eq!(written(&pieces), "[0] (Pdb) x = 1\n[0]\n[0] (Pdb) ");
+    }
+
+    #[test]
+    fn a_line_in_between_begins_anew_and_so_does_what_it_interrupted() {
+        let pieces = [(0, "loading ..."), (1, "ready\n"), (0, "+ done\n"), (1, "go\n")];
+        assert_eq!(
+            written(&pieces),
+            "[0] loading ...\n[1] ready\n[0]  done\n[1] go\n"
+        );
+    }
+
+    #[test]
+    fn a_line_that_was_ended_by_others_is_not_ended_again() {
+        for end in ["+\n", "+\r\n"] {
+            let pieces = [(0, "100%"), (1, "7%"), (0, end), (1, "+\n")];
+            assert_eq!(written(&pieces), "[0] 100%\n[1] 7%\n");
+        }
+        let with_more = [(0, "100%"), (1, "ready\n"), (0, "+\nmore\n")];
+        assert_eq!(written(&with_more), "[0] 100%\n[1] ready\n[0] more\n");
+    }
+
+    #[test]
+    fn a_bar_is_drawn_over_itself_and_never_over_another_one() {
+        let pieces = [(0, "1%"), (0, "+\r2%"), (1, "1%"), (0, "+\r3%"), (0, "+\r4%\r\n")];
+        assert_eq!(written(&pieces), "[0] 1%\r[0] 2%\n[1] 1%\n[0] 3%\r[0] 4%\r\n");
     }
 }

@@ -436,6 +436,7 @@ mod tests {
                 open_files: None,
                 env: BTreeMap::new(),
                 display_name: "x".into(),
+                agent_store: false,
                 native: false,
             },
             workers: vec![WorkerSpec {

@@ -4,7 +4,7 @@
 //! let client = Client::connect("node0:29400", Instant::now() + connect_timeout).await?;
 //! let mut attempts = client.attempts(connect_timeout);
 //! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
-//! stream.sender().send(Generation(0), Body::Join(join))?;            // never waits
+//! stream.sender().send(Generation(0), "", Body::Join(join))?;        // never waits
 //! let message = stream.next().await?;                                // cancel safe
 //! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has received it
 //! ```
@@ -64,6 +64,17 @@ pub struct AgentIdentity {
     pub job_id: String,
     /// Name of this agent's process.
     pub incarnation: NodeId,
+}
+
+/// The entries of one generation of a job, as one daemon has assigned it: fences every call on the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvScope {
+    /// Name of the job, `--rdzv-id`.
+    pub job_id: String,
+    /// The generation.
+    pub generation: Generation,
+    /// `Assignment.assignment_id` of that generation; empty from a daemon of an older build.
+    pub assignment_id: String,
 }
 
 /// A connection to one daemon. Cheap to clone; clones share the connection, and it is opened again when it broke.
@@ -157,17 +168,12 @@ impl Client {
     }
 
     /// Writes an entry of the generation's store. The same value again succeeds, another one is refused.
-    pub async fn kv_put(
-        &self,
-        job_id: &str,
-        generation: Generation,
-        key: &str,
-        value: Vec<u8>,
-    ) -> Result<(), ClientError> {
+    pub async fn kv_put(&self, scope: &KvScope, key: &str, value: Vec<u8>) -> Result<(), ClientError> {
         let what = format!("store `{key}`");
         let request = KvPutRequest {
-            job_id: job_id.to_owned(),
-            generation: generation.0,
+            job_id: scope.job_id.clone(),
+            generation: scope.generation.0,
+            assignment_id: scope.assignment_id.clone(),
             key: key.to_owned(),
             value,
         };
@@ -181,15 +187,15 @@ impl Client {
     /// when that was over, or when the daemon's own longest wait was.
     pub async fn kv_get(
         &self,
-        job_id: &str,
-        generation: Generation,
+        scope: &KvScope,
         key: &str,
         timeout: Duration,
     ) -> Result<Option<Vec<u8>>, ClientError> {
         let what = format!("read `{key}`");
         let request = KvGetRequest {
-            job_id: job_id.to_owned(),
-            generation: generation.0,
+            job_id: scope.job_id.clone(),
+            generation: scope.generation.0,
+            assignment_id: scope.assignment_id.clone(),
             key: key.to_owned(),
             timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
         };
@@ -299,7 +305,8 @@ impl AgentStream {
     /// Returns false if the deadline passed or the stream broke first.
     pub async fn leave(self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
         let Self { sender, mut receiver } = self;
-        if sender.send(generation, Body::Leave(leave)).is_err() {
+        // It speaks of the node, whatever it was assigned.
+        if sender.send(generation, "", Body::Leave(leave)).is_err() {
             return false;
         }
         drop(sender);
@@ -325,12 +332,13 @@ pub struct AgentSender {
 }
 
 impl AgentSender {
-    /// Queues a message; never waits, so supervision never does.
-    pub fn send(&self, generation: Generation, body: Body) -> Result<(), ClientError> {
+    /// Queues a message that speaks of this assignment of this generation; never waits, so supervision never does.
+    pub fn send(&self, generation: Generation, assignment_id: &str, body: Body) -> Result<(), ClientError> {
         let message = AgentMessage {
             job_id: self.identity.job_id.clone(),
             incarnation: self.identity.incarnation.0.clone(),
             generation: generation.0,
+            assignment_id: assignment_id.to_owned(),
             body: Some(body),
         };
         self.queue.try_send(message).map_err(|error| match error {

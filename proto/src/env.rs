@@ -18,6 +18,9 @@ pub const DDP_JOB_MARKER: &str = "DDP_JOB_MARKER";
 pub const DDP_LOCAL_RANK: &str = "DDP_LOCAL_RANK";
 /// Set to `bar` when the launcher draws the progress bar, so that rank 0 prints no step lines.
 pub const DDP_PROGRESS: &str = "DDP_PROGRESS";
+/// How PyTorch writes `TORCHELASTIC_USE_AGENT_STORE`; it takes no other word for true.
+const PYTHON_TRUE: &str = "True";
+const PYTHON_FALSE: &str = "False";
 
 /// Variables that are never inherited from the launcher's own environment.
 pub const SCRUBBED: &[&str] = &[
@@ -76,6 +79,8 @@ pub struct WorkerEnv {
     pub max_restarts: u32,
     /// `TORCHELASTIC_RUN_ID`
     pub run_id: String,
+    /// `TORCHELASTIC_USE_AGENT_STORE`: the agent of node 0 hosts PyTorch's store at `MASTER_PORT`, so rank 0 does not.
+    pub agent_store: bool,
     /// `DDP_RUN_TOKEN`; none under another launcher.
     pub run_token: Option<String>,
     /// `TORCHELASTIC_ERROR_FILE`; none when the worker was not started by an agent.
@@ -125,6 +130,7 @@ impl WorkerEnv {
             restart_count: 0,
             max_restarts: 0,
             run_id: "single".into(),
+            agent_store: false,
             run_token: None,
             error_file: None,
             generation: Generation(1),
@@ -152,7 +158,12 @@ impl WorkerEnv {
         set("TORCHELASTIC_RESTART_COUNT", self.restart_count.to_string());
         set("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string());
         set("TORCHELASTIC_RUN_ID", self.run_id.clone());
-        set("TORCHELASTIC_USE_AGENT_STORE", "False".into());
+        let agent_store = if self.agent_store {
+            PYTHON_TRUE
+        } else {
+            PYTHON_FALSE
+        };
+        set("TORCHELASTIC_USE_AGENT_STORE", agent_store.into());
         if let Some(file) = &self.error_file {
             set("TORCHELASTIC_ERROR_FILE", file.clone());
         }
@@ -205,6 +216,7 @@ impl WorkerEnv {
             restart_count: number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
             max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?.unwrap_or(0),
             run_id: get("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".into()),
+            agent_store: get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == PYTHON_TRUE),
             run_token: get(DDP_RUN_TOKEN),
             error_file: get("TORCHELASTIC_ERROR_FILE"),
             generation: Generation(u64::from(number(DDP_GENERATION)?.unwrap_or(1))),
@@ -251,6 +263,7 @@ mod tests {
         env.local_world_size = 2;
         env.node_count = 2;
         env.master_port = 29_500;
+        env.agent_store = true;
         env.generation = Generation(7);
         env.control = Some("@ddp-x".into());
         env.error_file = Some("/tmp/e.json".into());

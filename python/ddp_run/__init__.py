@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -99,7 +100,8 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
     Yields `boundary(step)`, which every rank calls once per step. It sends a heartbeat. If any rank was asked to stop,
-    all ranks leave the block there, call `save` and exit. A failure that another rank or node caused is raised as
+    all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
+    signals that stop a job are ignored. A failure that another rank or node caused is raised as
     `GenerationOver`.
 
     `agree` combines the ranks' answers: it returns whether any rank was asked, so that no rank leaves the others
@@ -120,12 +122,28 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
         yield boundary
     except _Stop:
         heartbeat(done, "saving")
-        save()
+        with _signals_ignored():
+            save()
         raise SystemExit(0) from None
     except (RuntimeError, OSError) as error:  # what collectives raise when a peer is gone
         if _launcher.over.wait(CAUSE_TIMEOUT_S) and _launcher.cause is not None:
             raise GenerationOver(_launcher.cause) from error
         raise
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Ignores the signals that stop a job: the launcher sends one after half of the time, and saving may need all of it.
+    Only the main thread may change handlers; in another one the signals keep theirs.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: a handler that Python did not install.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _Stop(BaseException):

@@ -23,7 +23,7 @@ def main() -> None:
     if program is None:
         sys.stderr.write(
             f"error: `ddp-run` is neither in {' nor in '.join(f'`{folder}`' for folder in _folders())}, nor in PATH\n"
-            f"  hint: `{sys.executable} -m pip install --force-reinstall ddp-run` installs it\n"
+            "  hint: install the wheel of ddp-run, or add the directory with `ddp-run` (in a checkout: `target/release`) to PATH\n"
         )
         sys.exit(127)
     os.environ.setdefault("PYTHON_EXEC", sys.executable)

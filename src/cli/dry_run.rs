@@ -3,18 +3,19 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, Variable, WorkerCommand, parent_of_workers,
-    signal_name,
+    CoreSet, LaunchPlan, NodeRange, SignalScope, StreamSet, StreamsByRank, Variable, WorkerCommand,
+    parent_of_workers, signal_name,
 };
 
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
-use super::host::{HostFacts, HostRole, host_role};
+use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::plan::Launch;
 
 /// Where the value of a setting comes from.
@@ -71,6 +72,7 @@ pub fn describe(launch: &Launch) -> String {
     let Launch {
         plan,
         sources,
+        checked,
         refusals,
         ..
     } = launch;
@@ -94,6 +96,12 @@ pub fn describe(launch: &Launch) -> String {
         text.push_str("input and output of the worker: this terminal\n");
     }
     let _ = writeln!(text, "{}", ranks_here(plan));
+    if let Some(file) = checked {
+        let _ = writeln!(
+            text,
+            "configuration: {file} is valid, and its data files can be read"
+        );
+    }
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");
     }
@@ -232,12 +240,17 @@ fn further(name: &str, launch: &Launch) -> Option<String> {
             .map_or_else(|| "never".to_owned(), |time| format!("{} s", time.as_secs_f64())),
         "signals_to_handle" => signals(&plan.signals.stop),
         "forward_signals" => signals(&plan.signals.forward),
+        "signal_scope" => match plan.signals.scope {
+            SignalScope::Group => "group".to_owned(),
+            SignalScope::Rank => "rank".to_owned(),
+        },
         "master_addr" => plan.master_addr.clone()?,
         "master_port" => plan.master_port?.to_string(),
         "redirects" => streams(&output.redirects),
         "tee" => streams(&output.tee),
         "local_ranks_filter" => ranks(&output.local_ranks),
         "global_ranks_filter" => ranks(&output.global_ranks),
+        "output" => if output.raw { "raw" } else { "prefixed" }.to_owned(),
         "duplicate_stdout_filters" => words(&output.stdout_filters),
         "duplicate_stderr_filters" => words(&output.stderr_filters),
         "event_log_handler" => plan
@@ -298,8 +311,13 @@ fn rendezvous(host: &HostFacts) -> String {
         .endpoint
         .as_ref()
         .map_or_else(String::new, ToString::to_string);
+    let literal = (host.endpoint.as_ref()).and_then(|endpoint| endpoint.host.parse::<IpAddr>().ok());
+    let is_foreign = literal.is_some_and(|ip| !is_own_address(ip));
     match host_role(host) {
         HostRole::Alone => "private, on this node".to_owned(),
+        HostRole::Host if is_foreign && host.is_host.is_none() => {
+            format!("{endpoint}, on the node with that address: this one lacks it")
+        }
         HostRole::Host => format!("{endpoint}, on this node"),
         HostRole::HostIfLocal => format!("{endpoint}, on the node with that address"),
         HostRole::Join => format!("{endpoint}, on a different node"),
@@ -358,6 +376,28 @@ mod tests {
                 text
             );
         }
+    }
+
+    #[test]
+    fn the_rendezvous_is_shown_where_it_will_be() {
+        let of_first_node = |endpoint: &str, is_host| HostFacts {
+            endpoint: Some(super::super::values::endpoint(endpoint).expect("valid")),
+            is_host,
+            node_rank: Some(0),
+            job_id: "job".to_owned(),
+            one_node: false,
+        };
+        let shown = |endpoint, is_host| rendezvous(&of_first_node(endpoint, is_host));
+        assert_eq!(shown("127.0.0.1:29400", None), "127.0.0.1:29400, on this node");
+        assert_eq!(
+            shown("192.0.2.1:29400", None),
+            "192.0.2.1:29400, on the node with that address: this one lacks it"
+        );
+        assert_eq!(
+            shown("192.0.2.1:29400", Some(true)),
+            "192.0.2.1:29400, on this node",
+            "address translation"
+        );
     }
 
     #[test]

@@ -178,6 +178,9 @@ pub enum CliError {
         /// How many workers, in words.
         workers: String,
     },
+    /// The state of the daemon cannot be used.
+    #[error(transparent)]
+    Ledger(#[from] crate::rendezvous::LedgerError),
     /// The machine refused something essential.
     #[error("{what}: {source}{}", hint_of(source))]
     Machine {
@@ -201,6 +204,7 @@ impl CliError {
             | Self::NoGpu { .. }
             | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
+            | Self::Ledger(_)
             | Self::Listen { .. } => exit::USAGE,
             Self::FolderInUse(_) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,

@@ -1,7 +1,8 @@
 //! Who hosts the rendezvous daemon.
 //!
 //! One node hosts its own on loopback. Of several nodes, the host is the one that `is_host` names, else
-//! node rank 0, else the node to which the endpoint's address belongs. Where the port is taken already,
+//! node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a client too if the endpoint is
+//! an address that it lacks. Where the port is taken already,
 //! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
 //! job's `ddp-run`, which ends with that job, is a stranger too.
 

@@ -177,7 +177,7 @@ impl Daemon {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve(listener, config, shutdown).await {
+            if let Err(error) = rendezvous::serve(listener, config, None, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });

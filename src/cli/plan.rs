@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, environment_of, signal_name,
+    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, WorkerCommand, environment_of,
+    signal_name,
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
@@ -22,7 +23,7 @@ use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_w
 use super::native::{self, Backend, Validated};
 use super::numa::bind;
 use super::settings::Settings;
-use super::streams::{Signals, Words};
+use super::streams::{OutputStyle, Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind, python};
 use super::topology::Topology;
 use super::values::{EventLog, ProcCount};
@@ -34,6 +35,8 @@ const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
 /// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
 const MOST_COUNTS_TRIED: usize = 64;
+/// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
+const NO_AGENT_STORE: &str = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE";
 /// From SIGTERM to SIGKILL, as torchrun.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -48,6 +51,8 @@ pub struct Launch {
     pub sources: Sources,
     /// What `plan` comes to for its first worker.
     pub environment: Vec<Variable>,
+    /// The configuration of a native target: it and its data files are as the workers need them.
+    pub checked: Option<String>,
     /// What the workers would refuse if all nodes had as many of them as this one, in words.
     pub refusals: Vec<String>,
 }
@@ -73,20 +78,26 @@ pub fn resolve(
     let job_signature = target.signature(&agreed);
     let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
+    let checked = validated
+        .is_some()
+        .then(|| target.name.to_string_lossy().into_owned());
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    check_raw(&settings, alone, workers)?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
     let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !args.dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings, alone, workers);
-    let named = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let logs = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
+    let named = settings.log_dir.clone().or(logs);
     let log_dir = log_dir(named, &output, &job_id, args.dry_run)?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
+    let progress_bar = target.kind == TargetKind::Native && !output.raw && io::stderr().is_terminal();
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -112,16 +123,27 @@ pub fn resolve(
         signals,
         cores,
         event_log: event_log(&settings),
-        command: target.command(exe, python),
-        progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
+        command: WorkerCommand {
+            agent_store: agent_store(&target, &settings, &get_env),
+            ..target.command(exe, python)
+        },
+        progress_bar,
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan),
         plan,
         sources,
+        checked,
         refusals,
     })
+}
+
+/// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own
+/// variable says that rank 0 does. Other programs have `MASTER_PORT` to themselves.
+fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> Option<String>) -> bool {
+    let is_python = matches!(target.kind, TargetKind::Python | TargetKind::Module);
+    (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
 /// What all nodes of the job must say alike, beside the target.
@@ -321,7 +343,8 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
             .filter(|number| !is_forwarded(number))
             .collect(),
     };
-    Ok(SignalPlan { stop, forward })
+    let scope = settings.signal_scope.unwrap_or_default();
+    Ok(SignalPlan { stop, forward, scope })
 }
 
 fn event_log(settings: &Settings) -> Option<PathBuf> {
@@ -334,8 +357,16 @@ fn event_log(settings: &Settings) -> Option<PathBuf> {
 
 /// What becomes of the output of this node's `workers`. Ranks that it names and there are not are said.
 fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
+    let output = output_plan(settings);
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("{OWN_PREFIX}{words}");
+    }
+    output
+}
+
+fn output_plan(settings: &Settings) -> OutputPlan {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
-    let output = OutputPlan {
+    OutputPlan {
         redirects: settings.redirects.clone().unwrap_or_default(),
         tee: settings.tee.clone().unwrap_or_default(),
         local_ranks: settings.local_ranks_filter.clone(),
@@ -344,11 +375,36 @@ fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
         direct: false,
-    };
-    for words in words_on_absent_ranks(&output, workers, alone) {
-        eprintln!("{OWN_PREFIX}{words}");
+        raw: settings.output == Some(OutputStyle::Raw),
     }
-    output
+}
+
+/// `--output raw` is for one rank, whose bytes the launcher does not see.
+fn check_raw(settings: &Settings, alone: bool, workers: u32) -> Result<(), CliError> {
+    let output = output_plan(settings);
+    if !output.raw {
+        return Ok(());
+    }
+    if settings.log_dir.is_some() || output.needs_files() {
+        return Err(CliError::Conflict {
+            problem:
+                "`--output raw` passes the output of a rank by the launcher, which cannot write it to files"
+                    .into(),
+            hint:
+                "omit `--log-dir`, `--redirects`, `--tee` and `--duplicate-…-filters`, or omit `--output raw`"
+                    .into(),
+        });
+    }
+    let shown = output.most_shown(workers, alone);
+    if shown > 1 {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "`--output raw` shows one rank, but up to {shown} ranks of this node would be shown"
+            ),
+            hint: "`--local-ranks-filter 0` shows local rank 0 only; or use `--nproc-per-node 1`".into(),
+        });
+    }
+    Ok(())
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
@@ -448,6 +504,19 @@ mod tests {
             (inherited[0].name.as_str(), inherited[0].value.as_str()),
             ("OMP_NUM_THREADS", "77")
         );
+    }
+
+    #[test]
+    fn the_agent_hosts_the_store_of_what_torchrun_would_run() {
+        let hosts = |words: &[&str], env: &[(&str, &str)]| {
+            let launch = resolve_words(words, env).expect("valid");
+            launch.plan.command.agent_store
+        };
+        assert!(hosts(&["-m", "train"], &[]));
+        assert!(hosts(&["--no-python", "python3", "train.py"], &[]));
+        assert!(hosts(&["python3", "train.py"], &[("PET_NO_PYTHON", "1")]));
+        assert!(!hosts(&["./server"], &[]), "it may bind MASTER_PORT itself");
+        assert!(!hosts(&["-m", "train"], &[(NO_AGENT_STORE, "1")]));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -21,6 +22,9 @@ use super::limits;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 
+/// A shorter one would be lost to the scheduling of any loaded machine.
+const SHORTEST_LEASE: Duration = Duration::from_millis(300);
+
 /// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-rendezvous", version, max_term_width = 100)]
@@ -36,12 +40,67 @@ enum Command {
         /// Address to listen on; port 0 picks a free port
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
+        #[command(flatten)]
+        settings: Settings,
     },
     /// Print the completions of a shell
     Completions {
         /// The shell
         shell: Shell,
     },
+}
+
+/// How patient the daemon is, and what outlives it.
+#[derive(Debug, clap::Args)]
+struct Settings {
+    /// Keep what must not be forgotten in this directory: a daemon that is restarted waits for the nodes of its jobs
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+    /// A node that says nothing for this long is lost
+    #[arg(long, value_name = "S", default_value = "9", value_parser = lease)]
+    lease: Duration,
+    /// A node whose connection broke is lost after this long
+    #[arg(long, value_name = "S", default_value = "5", value_parser = values::seconds)]
+    reconnect_grace: Duration,
+    /// With `--state-dir`: how long a daemon that was restarted waits for the nodes of a running generation
+    #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
+    reattach_wait: Duration,
+    /// How long a node's failure waits for its cause on another node
+    #[arg(long, value_name = "S", default_value = "0.5", value_parser = values::seconds)]
+    culprit_wait: Duration,
+    /// Elastic jobs that do not say: how long to wait for more nodes once the least number is there
+    #[arg(long, value_name = "S", default_value = "10", value_parser = values::seconds)]
+    last_call: Duration,
+    /// Elastic jobs that do not say: how long to wait for more nodes once one has come to a job that runs
+    #[arg(long, value_name = "S", default_value = "10", value_parser = values::seconds)]
+    scale_up_wait: Duration,
+    /// How long the verdict on a job is kept for nodes that do not leave
+    #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
+    linger: Duration,
+}
+
+impl Settings {
+    fn config(&self) -> rendezvous::Config {
+        rendezvous::Config {
+            lease: self.lease,
+            reconnect_grace: self.reconnect_grace,
+            reattach_wait: self.reattach_wait,
+            culprit_wait: self.culprit_wait,
+            last_call: self.last_call,
+            scale_up_wait: self.scale_up_wait,
+            linger: self.linger,
+            ..rendezvous::Config::default()
+        }
+    }
+}
+
+/// A lease: launchers send a heartbeat every third of it.
+fn lease(text: &str) -> Result<Duration, String> {
+    let lease = values::seconds(text)?;
+    if lease < SHORTEST_LEASE {
+        return Err(format!("expected at least {} s", SHORTEST_LEASE.as_secs_f64()));
+    }
+    Ok(lease)
 }
 
 /// The command line, for its manual page.
@@ -55,19 +114,21 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let listen = match args.command {
-        Command::Serve { listen } => listen,
+    let (listen, settings) = match args.command {
+        Command::Serve { listen, settings } => (listen, settings),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     limits::raise_open_files_fully();
-    match serve(&listen) {
+    match serve(&listen, &settings) {
         Ok(code) => ExitCode::from(code),
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 /// Exit code: success, if it was stopped while it served.
-fn serve(listen: &Endpoint) -> Result<u8, CliError> {
+fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
+    let state_dir = settings.state_dir.as_deref();
+    let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -85,7 +146,7 @@ fn serve(listen: &Endpoint) -> Result<u8, CliError> {
             bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
         };
         announce(&listener)?;
-        rendezvous::serve(listener, rendezvous::Config::default(), stops.stop())
+        rendezvous::serve(listener, settings.config(), ledger, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",
@@ -176,6 +237,29 @@ fn announce(listener: &TcpListener) -> Result<(), CliError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_settings_are_the_daemons_defaults_unless_they_are_given() {
+        let settings = |flags: &[&str]| {
+            let argv = ["ddp-rendezvous", "serve"].iter().chain(flags);
+            let Command::Serve { settings, .. } = Args::try_parse_from(argv).expect("valid").command else {
+                panic!("another command");
+            };
+            format!("{:?}", settings.config())
+        };
+        let defaults = rendezvous::Config::default();
+        assert_eq!(settings(&[]), format!("{defaults:?}"));
+        let given = rendezvous::Config {
+            lease: Duration::from_secs(30),
+            reattach_wait: Duration::from_millis(1500),
+            ..defaults
+        };
+        assert_eq!(
+            settings(&["--lease", "30", "--reattach-wait", "1.5"]),
+            format!("{given:?}")
+        );
+        assert!(Args::try_parse_from(["ddp-rendezvous", "serve", "--lease", "0"]).is_err());
+    }
 
     #[test]
     fn a_look_up_that_takes_too_long_is_no_mistake_of_the_user() {

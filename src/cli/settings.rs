@@ -8,13 +8,13 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ddp_launcher::{NodeRange, PrefixTemplate, StreamsByRank};
+use ddp_launcher::{NodeRange, PrefixTemplate, SignalScope, StreamsByRank};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
 use super::error::CliError;
 use super::numa::Binding;
-use super::streams::{self, Signals, Words};
+use super::streams::{self, OutputStyle, Signals, Words};
 use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
 /// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
@@ -153,6 +153,12 @@ settings! {
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
 
+    /// Who gets a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
+    ///
+    /// With `rank`, the children of a worker, such as PyTorch's data loaders, live until it has exited.
+    #[arg(value_name = "group|rank", help_heading = LIFE, hide_short_help = true)]
+    signal_scope: SignalScope = streams::signal_scope,
+
     /// TARGET is a Python module, run by `python3 -u -m`
     #[arg(short = 'm', num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
     module: bool = values::boolean,
@@ -197,6 +203,13 @@ settings! {
     /// Show only these ranks of the job on the console
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
+
+    /// `prefixed` lines of all ranks, or the `raw` bytes of one [default: prefixed]
+    ///
+    /// With `raw`, one rank is given the standard output and error of ddp-run: there is no prefix, and no byte changes.
+    /// With several ranks, `--local-ranks-filter` chooses one.
+    #[arg(value_name = "prefixed|raw", help_heading = OUTPUT, hide_short_help = true)]
+    output: OutputStyle = streams::output_style,
 
     /// Prefix of each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ddp_launcher::{StreamSet, StreamsByRank, signal_name};
+use ddp_launcher::{SignalScope, StreamSet, StreamsByRank, signal_name};
 use nix::sys::signal::Signal;
 
 /// Words of a filter.
@@ -12,6 +12,24 @@ pub struct Words(pub Vec<String>);
 /// Signals by number, in the order in which they were given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Signals(pub Vec<i32>);
+
+/// `--output`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputStyle {
+    /// Lines of all ranks, each behind a prefix.
+    Prefixed,
+    /// The bytes of one rank.
+    Raw,
+}
+
+/// `prefixed` or `raw`.
+pub fn output_style(text: &str) -> Result<OutputStyle, String> {
+    match text {
+        "prefixed" => Ok(OutputStyle::Prefixed),
+        "raw" => Ok(OutputStyle::Raw),
+        _ => Err("expected `prefixed` or `raw`".to_owned()),
+    }
+}
 
 /// `0` none, `1` stdout, `2` stderr, `3` both; for all ranks, or `rank:set,…` by local rank.
 pub fn streams_by_rank(text: &str) -> Result<StreamsByRank, String> {
@@ -73,6 +91,15 @@ pub fn words(text: &str) -> Result<Words, String> {
     words.push(word);
     words.retain(|word| !word.is_empty());
     Ok(Words(words))
+}
+
+/// `group` or `rank`.
+pub fn signal_scope(text: &str) -> Result<SignalScope, String> {
+    match text {
+        "group" => Ok(SignalScope::Group),
+        "rank" => Ok(SignalScope::Rank),
+        _ => Err("expected `group` or `rank`".to_owned()),
+    }
 }
 
 /// `SIGTERM,INT,10`: names with or without `SIG`, or numbers.

@@ -209,6 +209,7 @@ impl Target {
             env: BTreeMap::new(),
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,
+            agent_store: false,
         }
     }
 

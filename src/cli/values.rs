@@ -5,6 +5,7 @@
 use std::fmt;
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use ddp_launcher::{NodeRange, PrefixTemplate};
@@ -19,6 +20,12 @@ const MAX_COUNT: u32 = 65_536;
 
 /// Longest time-out that is accepted, in seconds (30 days).
 const MAX_TIMEOUT_S: f64 = 30.0 * 86_400.0;
+
+/// A whole number above 0, of any of the types that hold no other.
+pub fn one_or_more<N: FromStr>(text: &str) -> Result<N, String> {
+    let number = text.parse();
+    number.map_err(|_| "expected a whole number, 1 or more".to_owned())
+}
 
 /// How many workers a node runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -330,6 +337,22 @@ pub fn assignment(text: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_number_above_zero_is_expected_in_words() {
+        assert_eq!(
+            one_or_more("3"),
+            std::num::NonZeroUsize::new(3).ok_or_else(String::new)
+        );
+        for bad in ["0", "-1", "x", ""] {
+            let refused = one_or_more::<std::num::NonZeroUsize>(bad);
+            assert_eq!(
+                refused.unwrap_err(),
+                "expected a whole number, 1 or more",
+                "`{bad}`"
+            );
+        }
+    }
 
     #[test]
     fn nodes_are_a_number_or_a_range() {

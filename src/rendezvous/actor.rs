@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
+use super::ledger::{Ledger, LedgerError};
 use super::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
@@ -36,6 +37,7 @@ pub(super) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
 #[derive(Debug)]
 pub(super) struct Actor {
     state: State,
+    ledger: Option<Ledger>,
     inbox: mpsc::Receiver<Request>,
     born: Instant,
     agents: HashMap<ConnId, mpsc::Sender<DaemonMessage>>,
@@ -48,11 +50,14 @@ pub(super) struct Actor {
 }
 
 impl Actor {
-    pub(super) fn new(config: Config) -> (Self, mpsc::Sender<Request>) {
+    /// With the ledger, if there is one, it takes up what an earlier daemon has written into it.
+    pub(super) fn new(config: Config, ledger: Option<Ledger>) -> (Self, mpsc::Sender<Request>) {
         let (outbox, inbox) = mpsc::channel(config.inbox);
+        let records = ledger.as_ref().map_or_else(Vec::new, Ledger::records);
         let actor = Self {
             tick_slack: config.heartbeat_interval() / 2,
-            state: State::new(config),
+            state: State::recall(config, records, Duration::ZERO),
+            ledger,
             inbox,
             born: Instant::now(),
             agents: HashMap::new(),
@@ -64,8 +69,8 @@ impl Actor {
         (actor, outbox)
     }
 
-    /// Runs until all senders are gone.
-    pub(super) async fn run(mut self) {
+    /// Runs until all senders are gone, or the ledger cannot be written.
+    pub(super) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
             if !self.drained.is_empty() && self.state.is_idle() {
                 for drained in self.drained.drain(..) {
@@ -88,7 +93,7 @@ impl Actor {
             let wake = wake.map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
-                self.apply(Event::Tick);
+                self.apply(Event::Tick)?;
                 continue;
             }
             // Cancel safe: `recv` takes a message only when it returns it, and a deadline is computed anew.
@@ -96,15 +101,15 @@ impl Actor {
             tokio::select! {
                 biased;
                 request = self.inbox.recv() => match request {
-                    Some(request) => self.handle(request),
-                    None => return,
+                    Some(request) => self.handle(request)?,
+                    None => return Ok(()),
                 },
-                () = sleep_until(wake) => self.apply(Event::Tick),
+                () = sleep_until(wake) => self.apply(Event::Tick)?,
             }
         }
     }
 
-    fn handle(&mut self, request: Request) {
+    fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
         match request {
             Request::Opened(conn, agent) => {
                 self.agents.insert(conn, agent);
@@ -113,15 +118,15 @@ impl Actor {
                 if let Event::Closed { conn, .. } = event {
                     self.agents.remove(&conn);
                 }
-                self.apply(event);
+                self.apply(event)?;
             }
             Request::KvPut(request, answer) => {
                 let call = self.call(answer);
-                self.apply(Event::KvPut { call, request });
+                self.apply(Event::KvPut { call, request })?;
             }
             Request::KvGet(request, answer) => {
                 let call = self.call(answer);
-                self.apply(Event::KvGet { call, request });
+                self.apply(Event::KvGet { call, request })?;
             }
             Request::Status(job, answer) => {
                 // A caller that went away needs no answer.
@@ -130,6 +135,7 @@ impl Actor {
             Request::Drain(drained) => self.drained.push(drained),
             Request::Reunite(reunited) => self.reunited.push(reunited),
         }
+        Ok(())
     }
 
     fn call(&mut self, answer: Answer) -> CallId {
@@ -139,13 +145,25 @@ impl Actor {
         call
     }
 
-    fn apply(&mut self, event: Event) {
+    /// Writes down what is to be written, then carries out the rest. The disk is waited for here: what follows from a
+    /// record must not be sent before it.
+    fn apply(&mut self, event: Event) -> Result<(), LedgerError> {
         let at = At {
             now: self.now_for(&event),
             dice: rand::random(),
+            id: rand::random(),
         };
-        for effect in apply(at, &mut self.state, event) {
+        let effects = apply(at, &mut self.state, event);
+        if let Some(ledger) = &mut self.ledger {
+            for effect in &effects {
+                if let Effect::Record(record) = effect {
+                    ledger.append(record)?;
+                }
+            }
+        }
+        for effect in effects {
             match effect {
+                Effect::Record(_) => {}
                 Effect::Send { conn, message } => self.send(conn, message),
                 Effect::Close { conn } => {
                     // Dropping the sender ends the stream after what is queued.
@@ -167,6 +185,7 @@ impl Actor {
                 } => tracing::debug!("{words}"),
             }
         }
+        Ok(())
     }
 
     /// The timer's precision is a millisecond: a deadline that it was set for has come when it fires.

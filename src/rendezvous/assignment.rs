@@ -9,10 +9,20 @@ use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 use super::config::Config;
 use super::event::Turn;
 use super::job::{Job, Node, Phase, Running};
+use super::kv::clip;
 use super::ranks::{self, Candidate, Member};
+use super::record::Stage;
+
+/// How much of an assignment's name people are shown.
+const SHOWN_ID_BYTES: usize = 8;
 
 /// How many names a run may have: as many as a die has faces.
 const TOKENS: f64 = (1_u64 << 53) as f64;
+
+/// Whether two names may be of one assignment: agents and daemons of older builds give none.
+pub(super) fn is_same(a: &str, b: &str) -> bool {
+    a.is_empty() || b.is_empty() || a == b
+}
 
 /// Beyond it, what a node says of its log files is not believed.
 const MAX_ATTEMPT: u32 = 1 << 20;
@@ -31,6 +41,7 @@ impl Job {
             })
             .collect();
         self.generation = self.highest_generation() + 1;
+        self.assignment_id = turn.assignment_id();
         let reason = format!("generation {}: {reason}; {rank_reason}", self.generation);
         if self.run_token.is_empty() {
             self.run_token = format!("{:014x}", (turn.at.dice * TOKENS) as u64);
@@ -50,6 +61,7 @@ impl Job {
             ran_before: Duration::ZERO,
             scale_up: None,
         });
+        self.record(turn, Stage::Running);
         let members: Vec<String> = self
             .previous
             .iter()
@@ -93,10 +105,36 @@ impl Job {
             lease_ms: config.lease_ms(),
             reason,
             run_token: self.run_token.clone(),
+            assignment_id: self.assignment_id.clone(),
             ..Assignment::default()
         };
         self.account.deposit(&mut assignment);
         assignment
+    }
+
+    /// Whether this generation has another assignment here than the one of this name.
+    pub(super) fn is_of_another_assignment(&self, generation: u64, assignment_id: &str) -> bool {
+        self.own_assignment(generation)
+            .is_some_and(|own| !is_same(own, assignment_id))
+    }
+
+    /// The name of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up.
+    fn own_assignment(&self, generation: u64) -> Option<&str> {
+        match &self.phase {
+            Phase::Recovering(recovery) if recovery.generation == generation => Some(&recovery.assignment_id),
+            _ if generation == self.generation => Some(&self.assignment_id),
+            _ => None,
+        }
+    }
+
+    /// Why what is said of an assignment changes nothing here.
+    pub(super) fn another_assignment_words(&self, generation: u64, assignment_id: &str) -> String {
+        let own = self.own_assignment(generation).unwrap_or_default();
+        format!(
+            "this rendezvous daemon has assigned generation {generation} anew (assignment `{}`, not `{}`)",
+            clip(own, SHOWN_ID_BYTES),
+            clip(assignment_id, SHOWN_ID_BYTES)
+        )
     }
 
     /// Tells a member its place, for the first time or again.

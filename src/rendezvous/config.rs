@@ -14,10 +14,14 @@ pub struct Config {
     pub only_job: Option<String>,
     /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
     pub host: Option<String>,
+    /// A stream on which no node has joined after this long is ended.
+    pub join_wait: Duration,
     /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
     pub reconnect_grace: Duration,
+    /// A daemon that was restarted with its ledger waits so long for the nodes of a generation that runs.
+    pub reattach_wait: Duration,
     /// A worker that names another rank as the cause of its failure is not blamed for this long.
     pub culprit_wait: Duration,
     /// With `--nnodes MIN:MAX`: how long to wait for more nodes once MIN are there.
@@ -88,8 +92,10 @@ impl Default for Config {
         Self {
             only_job: None,
             host: None,
+            join_wait: Duration::from_secs(5),
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
+            reattach_wait: Duration::from_mins(1),
             culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),
             scale_up_wait: Duration::from_secs(10),

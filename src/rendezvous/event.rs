@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest};
 
 use super::config::Config;
+use super::record::Record;
 
 /// One stream of an agent. Never used again for another stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -33,6 +34,8 @@ pub struct At {
     pub now: Duration,
     /// A random number in 0..1, for jitter.
     pub dice: f64,
+    /// 128 random bits, for the name of an assignment.
+    pub id: u128,
 }
 
 /// What happened.
@@ -91,6 +94,8 @@ pub enum Effect {
         /// The stream.
         conn: ConnId,
     },
+    /// Write this down before anything else of the same turn is carried out.
+    Record(Box<Record>),
     /// Answer a call on the key-value store.
     Answer {
         /// The call.
@@ -144,6 +149,13 @@ pub(super) struct Turn<'a> {
 }
 
 impl Turn<'_> {
+    /// The name of a new assignment. Two jobs may start in one turn.
+    pub(super) fn assignment_id(&mut self) -> String {
+        let id = self.at.id;
+        self.at.id = id.wrapping_add(1);
+        format!("{id:032x}")
+    }
+
     /// Sends to a node, if it is connected.
     pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
         if let Some(conn) = conn {

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, NodeStatus, StatusReply};
+use ddp_proto::rendezvous::{
+    Assignment, GenerationOver, Heartbeat, HeartbeatAck, Join, NodeStatus, NodeStopped, StatusReply,
+};
 
 use super::event::{ConnId, Peer, Turn};
 use super::failures::{Failures, Reports};
@@ -25,6 +27,8 @@ pub(super) struct Job {
     pub(super) id: String,
     /// Last generation that was assigned; 0: none yet.
     pub(super) generation: u64,
+    /// Random name of its assignment; empty if an earlier daemon of an older build has assigned it.
+    pub(super) assignment_id: String,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
     /// Generations up to this one of an earlier run or daemon are over for certain: none of them is taken up again.
@@ -135,6 +139,13 @@ pub(super) struct Node {
     pub(super) step: Option<u64>,
 }
 
+/// Who speaks, and of what.
+pub(super) struct Speech<'a> {
+    pub(super) incarnation: &'a str,
+    pub(super) generation: u64,
+    pub(super) assignment_id: &'a str,
+}
+
 /// How far a node is from running workers of the next generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {
@@ -152,6 +163,7 @@ impl Job {
         Self {
             id: id.to_owned(),
             generation: 0,
+            assignment_id: String::new(),
             floor,
             highest_ended: floor,
             attempts: 0,
@@ -184,7 +196,8 @@ impl Job {
             return;
         };
         node.lease_until = turn.at.now + turn.config.lease;
-        let Some(body) = self.hold(incarnation, generation, body) else {
+        let hurry = turn.at.now + turn.config.lease;
+        let Some(body) = self.hold(incarnation, generation, body, hurry) else {
             return;
         };
         let Some(node) = self.nodes.get_mut(incarnation) else {
@@ -213,6 +226,36 @@ impl Job {
         }
         self.consider_last_word(turn);
         self.plan_wake();
+    }
+
+    /// What a node says of another assignment of the same generation changes nothing, but that the node is there, that
+    /// its workers are gone, and that it leaves.
+    pub(super) fn message_of_another(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, body: Body) {
+        let Speech {
+            incarnation,
+            generation,
+            assignment_id,
+        } = *from;
+        let body = match body {
+            Body::Heartbeat(_) => Body::Heartbeat(Heartbeat::default()),
+            Body::NodeStopped(_) => Body::NodeStopped(NodeStopped::default()),
+            Body::Leave(leave) => Body::Leave(leave),
+            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
+                let cause = self.another_assignment_words(generation, assignment_id);
+                self.ignore(turn, incarnation, generation, &format!("a report ({cause})"));
+                let over = GenerationOver {
+                    cause,
+                    membership: true,
+                    ..GenerationOver::default()
+                };
+                let node = self.nodes.get(incarnation);
+                if let Some(node) = node.filter(|node| node.readiness == Readiness::Joined) {
+                    turn.send(node.conn, generation, Reply::GenerationOver(over));
+                }
+                return;
+            }
+        };
+        self.message(turn, incarnation, generation, body);
     }
 
     /// Says why a message changes nothing.
@@ -391,6 +434,7 @@ impl Job {
             generation: self.generation,
             phase: phase.into(),
             restart_count: self.account.spent(),
+            assignment_id: self.assignment_id.clone(),
             nodes: self.nodes.iter().map(node).collect(),
             reason: self.waiting_words(now),
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
 
@@ -9,16 +10,16 @@ use super::config::Config;
 use super::difference::disagreement;
 use super::event::{ConnId, Peer, Turn};
 use super::failures::tell;
-use super::job::{Job, Node, Phase, Readiness};
+use super::job::{Job, Node, Phase, Readiness, Speech};
 use super::unnamed::is_unnamed;
 use super::words;
 
 /// Version of the protocol that this daemon speaks.
 pub(super) const PROTOCOL: u32 = 1;
 
-/// Highest generation that an agent may claim, beyond those that this daemon has counted itself. Workers parse 32 bits:
-/// as many generations again may follow.
-pub(super) const MAX_GENERATION: u64 = (1 << 31) - 1;
+/// Highest generation that an agent may claim, beyond those that this daemon has counted itself. Generations are below
+/// 2^31, because workers parse 32 bits: as many again may follow.
+pub(super) const MAX_GENERATION: u64 = (1 << 30) - 1;
 
 /// A `Join` and where it comes from.
 pub(super) struct Joining {
@@ -27,6 +28,8 @@ pub(super) struct Joining {
     pub(super) incarnation: String,
     /// Generation that the agent was in last; 0: none.
     pub(super) generation: u64,
+    /// Which assignment of that generation it was.
+    pub(super) assignment_id: String,
     pub(super) join: Join,
 }
 
@@ -41,6 +44,7 @@ impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(super) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         self.silent.remove(&joining.incarnation);
+        self.lose_if_assigned_elsewhere(turn, &joining);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
             _ => self.admit(turn, &joining),
@@ -55,6 +59,22 @@ impl Job {
             self.join_first(turn, joining);
         }
         self.plan_wake();
+    }
+
+    /// A node that is known here comes back on a new stream from a generation of another daemon: it has given up its place
+    /// here, and comes like any node that this daemon does not know.
+    fn lose_if_assigned_elsewhere(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+        let is_elsewhere = joining.generation > self.highest_generation()
+            || self.is_of_another_assignment(joining.generation, &joining.assignment_id);
+        let is_back = |node: &Node| node.conn != Some(joining.conn) && node.readiness == Readiness::Joined;
+        if is_elsewhere && self.nodes.get(&joining.incarnation).is_some_and(is_back) {
+            let name = self.node_name(&joining.incarnation);
+            let cause = format!(
+                "{name} was assigned to generation {} elsewhere",
+                joining.generation
+            );
+            self.node_lost(turn, &joining.incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        }
     }
 
     fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
@@ -137,7 +157,7 @@ impl Job {
             Some((incarnation, false, hostname)) => {
                 // Its connection is gone and its place is claimed: a new process took over.
                 let cause = format!("node `{hostname}` was restarted");
-                self.node_lost(turn, &incarnation, &cause, ddp_proto::exit::RENDEZVOUS_TIMED_OUT);
+                self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
                 Ok(())
             }
             None => Ok(()),
@@ -193,8 +213,14 @@ impl Job {
             peer,
             incarnation,
             generation,
+            assignment_id,
             join,
         } = joining;
+        let from = Speech {
+            incarnation: &incarnation,
+            generation,
+            assignment_id: &assignment_id,
+        };
         let timeout = join_timeout(turn.config, &join);
         self.patience = self.patience.max(timeout);
         let (hostname, address) = (join.hostname.clone(), peer.remote);
@@ -211,9 +237,7 @@ impl Job {
         let done = self.has_succeeded(&incarnation);
         if generation == 0 {
             self.learn_of_generation(turn, &node.join);
-        } else if !(done && generation == self.generation)
-            && let Err(cause) = self.place_of(turn, &incarnation, generation, &node.join)
-        {
+        } else if let Err(cause) = self.place_of(turn, &from, &node.join) {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
             node.readiness = Readiness::Stopping(generation);
@@ -247,17 +271,27 @@ impl Job {
     }
 
     /// Whether a node that comes back may keep its place in its generation; if not, why.
-    fn place_of(
-        &mut self,
-        turn: &mut Turn<'_>,
-        incarnation: &str,
-        generation: u64,
-        join: &Join,
-    ) -> Result<(), String> {
-        if self.generation == 0 {
-            return self.reclaim(turn, incarnation, generation, join);
+    fn place_of(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, join: &Join) -> Result<(), String> {
+        let Speech {
+            incarnation,
+            generation,
+            assignment_id,
+        } = *from;
+        if self.is_of_another_assignment(generation, assignment_id) {
+            self.learn_cost(turn, from, join);
+            let words = self.another_assignment_words(generation, assignment_id);
+            return Err(format!(
+                "{words}: restarting the workers of node `{}`",
+                join.hostname
+            ));
         }
-        self.learn_cost(turn, generation, join);
+        if self.generation == 0 {
+            return self.reclaim(turn, from, join);
+        }
+        if generation == self.generation && self.has_succeeded(incarnation) {
+            return Ok(());
+        }
+        self.learn_cost(turn, from, join);
         Err(match &self.last_over {
             // It missed that its generation has ended.
             Some(over)
@@ -314,6 +348,7 @@ impl Job {
             peer,
             incarnation,
             generation,
+            assignment_id: _,
             join,
         } = joining;
         let member = self.is_member(&incarnation);
@@ -426,6 +461,7 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
         &join.run_token,
         &join.role,
         &joining.incarnation,
+        &joining.assignment_id,
     ];
     if names.iter().any(|name| name.len() > config.max_name_bytes) {
         return Err(format!(

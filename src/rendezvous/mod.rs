@@ -9,6 +9,7 @@
 //! | `job` | one job | leases, timers, dispatch |
 //! | `joining` | joining | who may take part, who comes back, who is refused |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
+//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
 //! | `gather` | gathering | when a generation starts |
 //! | `assignment` | the start | what every node receives |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
@@ -22,6 +23,7 @@
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
+//! | `ledger` | [`Ledger`] | the file in which records are kept |
 //! | `server` | [`serve`] | gRPC, sockets |
 //! | `incoming` | connections | how many may wait, a lack of open files |
 //!
@@ -40,9 +42,11 @@ mod incoming;
 mod job;
 mod joining;
 mod kv;
+mod ledger;
 mod outcome;
 mod policy;
 mod ranks;
+mod record;
 mod recovery;
 mod scale;
 mod server;
@@ -56,6 +60,8 @@ mod words;
 pub use config::{Config, KvLimits};
 pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
 pub use incoming::listen;
+pub use ledger::{Ledger, LedgerError};
+pub use record::Record;
 pub use server::{ServeError, serve};
 pub use state::{State, apply};
 pub use unnamed::{DEFAULT_JOB_ID, unnamed_job_id};

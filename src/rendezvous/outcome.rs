@@ -14,6 +14,7 @@ use super::joining::join_timeout;
 use super::kv::clip;
 use super::policy::{Ended, Verdict, Why};
 use super::ranks::Member;
+use super::record::Stage;
 use super::words;
 
 /// Lost nodes that a job remembers, to give them the verdict should they come back.
@@ -246,6 +247,11 @@ impl Job {
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
         self.note_node_gone(turn, incarnation, cause);
+        if let Phase::Recovering(recovery) = &mut self.phase
+            && recovery.has(incarnation)
+        {
+            recovery.hurry(turn.at.now + turn.config.lease);
+        }
         if self.is_member(incarnation) && !self.has_succeeded(incarnation) {
             let cause = cause.to_owned();
             let (min, _) = self.limits();
@@ -373,6 +379,7 @@ impl Job {
         self.kv.end(&over.cause, &mut turn.effects);
         let not_before = turn.at.now + Duration::from_millis(over.backoff_ms.into());
         self.last_over = Some(over);
+        self.record(turn, Stage::Ended);
         self.phase = Phase::Gathering(Gathering {
             began: turn.at.now,
             until: not_before + timeout,
@@ -432,6 +439,9 @@ impl Job {
         }
         self.kv
             .end(&format!("the job has ended: {reason}"), &mut turn.effects);
+        if let Some(stage) = Stage::of_verdict(&verdict) {
+            self.record(turn, stage);
+        }
         let told = self.nodes.keys().chain(&self.lost).cloned().collect();
         let until = turn.at.now + turn.config.linger;
         self.phase = Phase::Over(Over {

@@ -12,6 +12,7 @@
 use std::time::Duration;
 
 use ddp_proto::rendezvous::Assignment;
+use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 
@@ -63,7 +64,7 @@ pub(super) enum Verdict {
 }
 
 /// The account of one job.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Account {
     /// Restarts spent since the last progress.
     spent: u32,

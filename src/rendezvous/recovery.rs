@@ -5,6 +5,10 @@
 //! does not come within a lease, or disagrees, the generation is over, as if that node had been lost, but no restart is
 //! spent for it. Nodes that have no part in the generation wait meanwhile.
 //!
+//! A daemon with a ledger knows from its start which generation ran, under which assignment and on which nodes. It waits
+//! for them for [`Config::reattach_wait`], and no longer than a lease once one of them has failed. What was given to nodes
+//! of another assignment does not concern it.
+//!
 //! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,10 +19,11 @@ use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 
 use super::config::Config;
 use super::event::Turn;
-use super::job::{Gathering, Job, Phase, Running};
+use super::job::{Gathering, Job, Phase, Running, Speech};
 use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
 use super::ranks::Member;
+use super::record::{Record, RecordedMember, Stage};
 use super::size::RankLimits;
 use super::words;
 
@@ -29,20 +34,25 @@ const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 #[derive(Debug)]
 pub(super) struct Recovery {
     pub(super) generation: u64,
+    /// Random name of its assignment; empty while that is not known, and from older builds.
+    pub(super) assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
     /// By node rank.
     claims: BTreeMap<u32, Claim>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
     held: Vec<(String, Body)>,
+    began: Duration,
     /// When it is given up.
     pub(super) until: Duration,
+    /// Its nodes in order of their ranks, if the daemon has them in its ledger.
+    recorded: Vec<RecordedMember>,
 }
 
 /// What all nodes of the generation were told.
 #[derive(Debug)]
 struct Run {
-    /// Without the nodes, and without a node rank.
+    /// Without the nodes, without a node rank, and without its name.
     assignment: Assignment,
     node_count: u32,
     /// How long it has run.
@@ -57,14 +67,36 @@ struct Claim {
 }
 
 impl Recovery {
-    fn of(generation: u64, until: Duration) -> Self {
+    fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,
+            assignment_id: String::new(),
             run: None,
             claims: BTreeMap::new(),
             held: Vec::new(),
-            until,
+            began,
+            until: began + wait,
+            recorded: Vec::new(),
         }
+    }
+
+    /// As the ledger has it, for a daemon that starts.
+    pub(super) fn recorded(record: Record, now: Duration, wait: Duration) -> Self {
+        Self {
+            assignment_id: record.assignment_id,
+            recorded: record.members,
+            ..Self::of(record.generation, now, wait)
+        }
+    }
+
+    /// The daemon knows from its ledger that the generation ran.
+    pub(super) fn is_recorded(&self) -> bool {
+        !self.recorded.is_empty()
+    }
+
+    /// A node has failed: the others are not waited for any longer than for a node that was lost.
+    pub(super) fn hurry(&mut self, until: Duration) {
+        self.until = self.until.min(until);
     }
 
     /// Whether the node has a place in the generation.
@@ -78,7 +110,7 @@ impl Recovery {
             generation, claims, ..
         } = self;
         let more = words::time_left(self.until, now);
-        let Some(run) = &self.run else {
+        let Some(count) = self.node_count() else {
             return format!(
                 "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to reconnect{more}"
             );
@@ -86,15 +118,20 @@ impl Recovery {
         format!(
             "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
-            words::nodes(run.node_count),
+            words::nodes(count),
             words::node_ranks(&self.missing())
         )
     }
 
+    /// How many nodes the generation has, if that is known.
+    fn node_count(&self) -> Option<u32> {
+        let recorded = self.is_recorded().then_some(self.recorded.len() as u32);
+        self.run.as_ref().map(|run| run.node_count).or(recorded)
+    }
+
     /// Node ranks whose node has not come back.
     fn missing(&self) -> Vec<u32> {
-        let count = self.run.as_ref().map_or(0, |run| run.node_count);
-        (0..count)
+        (0..self.node_count().unwrap_or(0))
             .filter(|rank| !self.claims.contains_key(rank))
             .collect()
     }
@@ -123,8 +160,13 @@ impl Recovery {
         let assignment = Assignment {
             node_rank: 0,
             nodes: Vec::new(),
+            // Nodes of older builds do not tell it.
+            assignment_id: String::new(),
             ..told.clone()
         };
+        if self.assignment_id.is_empty() {
+            self.assignment_id.clone_from(&told.assignment_id);
+        }
         let held = Duration::from_millis(place.held_ms);
         let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
         let run = self.run.get_or_insert_with(|| Run {
@@ -159,11 +201,11 @@ impl Job {
     pub(super) fn reclaim(
         &mut self,
         turn: &mut Turn<'_>,
-        incarnation: &str,
-        generation: u64,
+        from: &Speech<'_>,
         join: &Join,
     ) -> Result<(), String> {
-        let place = self.believe(turn, generation, join)?;
+        let generation = from.generation;
+        let place = self.believe(turn, from, join)?;
         self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
@@ -176,12 +218,11 @@ impl Job {
             // A newer one has come to light.
             Phase::Recovering(_) => self.switch_to_newer(turn, generation),
             _ => {
-                let until = turn.at.now + turn.config.lease;
-                self.phase = Phase::Recovering(Recovery::of(generation, until));
+                self.phase = Phase::Recovering(Recovery::of(generation, turn.at.now, turn.config.lease));
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
-            && recovery.claim(incarnation, place)
+            && recovery.claim(from.incarnation, place)
         {
             return Ok(());
         }
@@ -197,10 +238,11 @@ impl Job {
     fn believe<'a>(
         &mut self,
         turn: &mut Turn<'_>,
-        generation: u64,
+        from: &Speech<'_>,
         join: &'a Join,
     ) -> Result<&'a Place, String> {
-        let checked = check_place(turn.config, join);
+        let generation = from.generation;
+        let checked = check_place(turn.config, join, from.assignment_id);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
             turn.decided(format!(
                 "job `{}`: rejected the state that node `{}` reported: {why}",
@@ -236,9 +278,9 @@ impl Job {
 
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
-    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, generation: u64, join: &Join) {
-        if generation >= self.generation
-            && let Ok((_, assignment)) = check_place(turn.config, join)
+    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech<'_>, join: &Join) {
+        if from.generation >= self.generation
+            && let Ok((_, assignment)) = check_place(turn.config, join, from.assignment_id)
             && assignment.run_token == self.run_token
         {
             let account = Account::withdraw(assignment);
@@ -252,14 +294,12 @@ impl Job {
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
         self.drop_lost_claims();
         let latest = join.latest_generation;
+        let highest = self.highest_generation();
         let has_state = self.generation > 0 || turn.config.only_job.is_some();
-        match &self.phase {
-            Phase::Gathering(_)
-                if !has_state && latest > self.highest_generation() && latest <= MAX_GENERATION =>
-            {
+        match &mut self.phase {
+            Phase::Gathering(_) if !has_state && latest > highest && latest <= MAX_GENERATION => {
                 self.floor = latest;
-                let until = turn.at.now + turn.config.lease;
-                self.phase = Phase::Recovering(Recovery::of(latest, until));
+                self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.
             Phase::Recovering(recovery)
@@ -267,7 +307,12 @@ impl Job {
                     .node_rank
                     .is_some_and(|asked| recovery.missing().contains(&asked)) =>
             {
-                self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
+                if recovery.is_recorded() {
+                    // Another process wants its rank: it may have failed, or be cut off.
+                    recovery.hurry(turn.at.now + turn.config.lease);
+                } else {
+                    self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
+                }
             }
             _ => {}
         }
@@ -293,6 +338,7 @@ impl Job {
             self.id,
             self.previous.len()
         ));
+        self.record(turn, Stage::Running);
         let members: Vec<String> = self
             .previous
             .iter()
@@ -308,14 +354,24 @@ impl Job {
         self.tell_spares(turn);
     }
 
-    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now.
-    pub(super) fn hold(&mut self, incarnation: &str, generation: u64, body: Body) -> Option<Body> {
+    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now. After a failure the
+    /// other nodes have until `hurry` to come back.
+    pub(super) fn hold(
+        &mut self,
+        incarnation: &str,
+        generation: u64,
+        body: Body,
+        hurry: Duration,
+    ) -> Option<Body> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Some(body);
         };
         let is_report = matches!(body, Body::WorkerExit(_) | Body::NodeSucceeded(_));
         if !is_report || recovery.generation != generation || !recovery.has(incarnation) {
             return Some(body);
+        }
+        if matches!(body, Body::WorkerExit(_)) {
+            recovery.hurry(hurry);
         }
         if !recovery.held.iter().any(|(who, _)| who == incarnation) {
             recovery.held.push((incarnation.to_owned(), body));
@@ -332,8 +388,18 @@ impl Job {
         let why = format!(
             ", and {} did not reconnect within {:.1} s",
             words::node_ranks(&recovery.missing()),
-            turn.config.lease.as_secs_f64()
+            recovery.until.saturating_sub(recovery.began).as_secs_f64()
         );
+        if recovery.is_recorded() && recovery.run.is_none() {
+            // All of its nodes are gone: what comes is a new run of the job.
+            turn.decided(format!(
+                "job `{}`: generation {} of an earlier daemon is given up{why}",
+                self.id, recovery.generation
+            ));
+            self.account = Account::default();
+            self.attempts = 0;
+            self.run_token.clear();
+        }
         self.give_up_recovery(turn, &why);
     }
 
@@ -359,8 +425,7 @@ impl Job {
 
     /// A newer generation has come to light than the one that was to be taken up.
     fn switch_to_newer(&mut self, turn: &mut Turn<'_>, newer: u64) {
-        let until = turn.at.now + turn.config.lease;
-        let recovery = Recovery::of(newer, until);
+        let recovery = Recovery::of(newer, turn.at.now, turn.config.lease);
         let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
             return;
         };
@@ -380,14 +445,21 @@ impl Job {
         let generation = recovery.generation;
         self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
+            let is_recorded = recovery.is_recorded();
             self.kv.end("its generation has ended", &mut turn.effects);
             let timeouts = self
                 .nodes
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
+            let timeout = timeouts.max().unwrap_or(self.patience);
+            let nobody_came = is_recorded && self.nodes.is_empty();
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
-                until: turn.at.now + timeouts.max().unwrap_or(self.patience),
+                until: if nobody_came {
+                    Duration::MAX
+                } else {
+                    turn.at.now + timeout
+                },
                 not_before: turn.at.now,
                 last_call: None,
             });
@@ -410,14 +482,16 @@ impl Job {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
-        let (mut claims, held) = (
+        let (mut claims, held, recorded) = (
             std::mem::take(&mut recovery.claims),
             std::mem::take(&mut recovery.held),
+            std::mem::take(&mut recovery.recorded),
         );
         let Some(run) = recovery.run.take() else {
             return held;
         };
         self.generation = recovery.generation;
+        self.assignment_id = std::mem::take(&mut recovery.assignment_id);
         self.attempts = run.assignment.attempt;
         self.run_token.clone_from(&run.assignment.run_token);
         self.rank_limits = run.rank_limits.unwrap_or(self.rank_limits);
@@ -433,13 +507,19 @@ impl Job {
                     has_left: false,
                 }
             });
-            // A name that no agent has.
-            self.previous.push(member.unwrap_or_default());
+            let absent = recorded.get(rank as usize).map(|member| Member {
+                incarnation: member.incarnation.clone(),
+                hostname: member.hostname.clone(),
+                has_left: false,
+            });
+            // Without a ledger, a name that no agent has.
+            self.previous.push(member.or(absent).unwrap_or_default());
         }
         self.phase = Phase::Running(Running {
             assignment: Assignment {
                 nodes,
                 lease_ms: turn.config.lease_ms(),
+                assignment_id: self.assignment_id.clone(),
                 ..run.assignment
             },
             succeeded: BTreeSet::new(),
@@ -458,7 +538,11 @@ fn started_again(generation: u64, why: &str) -> String {
 }
 
 /// The place that a node tells, if it can have been given it.
-fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a Assignment), &'static str> {
+fn check_place<'a>(
+    config: &Config,
+    join: &'a Join,
+    assignment_id: &str,
+) -> Result<(&'a Place, &'a Assignment), &'static str> {
     let Some((place, told)) = join
         .place
         .as_ref()
@@ -493,6 +577,9 @@ fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a As
     }
     if told.run_token.is_empty() || told.run_token != join.run_token {
         return Err("it belongs to a different run");
+    }
+    if told.assignment_id != assignment_id {
+        return Err("it belongs to a different assignment");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
         return Err("its MASTER_PORT is invalid");

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, DaemonMessage, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply,
@@ -13,6 +14,7 @@ use ddp_proto::rendezvous::{
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
@@ -22,6 +24,7 @@ use super::actor::{Actor, Request};
 use super::config::Config;
 use super::event::{ConnId, Event, KvError, Peer};
 use super::incoming::unhurried;
+use super::ledger::{Ledger, LedgerError};
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
@@ -34,6 +37,9 @@ pub enum ServeError {
     /// The server failed on its socket.
     #[error("rendezvous daemon failed on its socket: {0}")]
     Transport(#[from] tonic::transport::Error),
+    /// A decision could not be written down, and so was not sent.
+    #[error("rendezvous daemon stopped before it sent what it could not write down: {0}")]
+    Ledger(#[from] LedgerError),
 }
 
 /// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
@@ -46,15 +52,18 @@ pub enum ServeError {
 ///    left, else when the last one has left, at most [`Config::drain`] later. Nodes that fell silent have until one
 ///    [`Config::lease`] after that to come back for the verdict.
 ///
+/// With a `ledger`, it takes up the jobs of an earlier daemon, and writes its own down before it sends what follows.
+///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
     listener: TcpListener,
     config: Config,
+    ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
-    let (actor, requests) = Actor::new(config.clone());
-    let actor = AbortOnDrop(tokio::spawn(actor.run()));
+    let (actor, requests) = Actor::new(config.clone(), ledger);
+    let mut actor = AbortOnDrop(tokio::spawn(actor.run()));
     let service = Service {
         requests: requests.clone(),
         last_conn: Arc::new(AtomicU64::new(0)),
@@ -81,6 +90,10 @@ pub async fn serve(
     // Cancel safe: both futures are polled to their end or dropped for good.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
+        ended = &mut actor.0 => return match ended {
+            Ok(written) => Ok(written?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        },
         () = shutdown => {}
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
@@ -114,7 +127,7 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 }
 
 /// The actor holds the state of agents; it must not outlive the server.
-struct AbortOnDrop(tokio::task::JoinHandle<()>);
+struct AbortOnDrop(tokio::task::JoinHandle<Result<(), LedgerError>>);
 
 impl Drop for AbortOnDrop {
     fn drop(&mut self) {
@@ -159,7 +172,8 @@ impl Rendezvous for Service {
                 ..message
             })
         });
-        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone()));
+        let join_wait = self.config.join_wait;
+        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone(), join_wait));
         Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
     }
 
@@ -202,16 +216,33 @@ impl Rendezvous for Service {
     }
 }
 
-/// Carries the messages of one agent to the actor, in order, then the end of the stream.
+/// Carries the messages of one agent to the actor, in order, then the end of the stream. One on which nobody joins ends
+/// after `join_wait`.
 async fn pump(
     conn: ConnId,
     peer: Peer,
     mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin,
     requests: mpsc::Sender<Request>,
+    join_wait: Duration,
 ) {
+    let deadline = Instant::now() + join_wait;
+    let mut has_joined = false;
     let clean = loop {
-        match messages.next().await {
+        let next = if has_joined {
+            messages.next().await
+        } else if let Ok(next) = timeout_at(deadline, messages.next()).await {
+            next
+        } else {
+            let waited = join_wait.as_secs_f64();
+            tracing::info!(
+                "ended a stream from {}: no node joined on it within {waited:.1} s",
+                peer.remote
+            );
+            break false;
+        };
+        match next {
             Some(Ok(message)) => {
+                has_joined |= matches!(message.body, Some(Body::Join(_)));
                 let message = Box::new(message);
                 let event = Event::Message { conn, peer, message };
                 if requests.send(Request::Event(event)).await.is_err() {

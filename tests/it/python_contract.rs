@@ -55,7 +55,7 @@ fn an_unmodified_script_sees_the_contract() {
             ("TORCHELASTIC_RESTART_COUNT", "0"),
             ("TORCHELASTIC_MAX_RESTARTS", "4"),
             ("TORCHELASTIC_RUN_ID", "job-7"),
-            ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
             ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ] {
             assert_eq!(contract[name], value, "{name}");

@@ -52,7 +52,7 @@ fn a_second_ctrl_c_kills_at_once() {
         }
         screen.type_in(CTRL_C);
         screen.wait_for("stopping the workers");
-        screen.type_in(CTRL_C);
+        screen.insist(CTRL_C, "killing the workers");
         let (code, shown) = screen.finish();
         assert_eq!(code, Some(130), "{shown}");
         assert!(shown.contains(": terminated by ddp-run (SIGKILL)"), "{shown}");

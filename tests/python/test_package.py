@@ -2,6 +2,7 @@
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -194,6 +195,20 @@ class Stopping(Worker):
         beats = [connection.next() for _ in range(2)]
         self.assertEqual([(beat["step"], beat["phase"]) for beat in beats], [(9, "training"), (9, "saving")])
 
+    def test_the_signal_that_follows_the_request_does_not_end_a_save(self):
+        self.ask_to_stop()
+        saved, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def save():
+            for number in before:
+                os.kill(os.getpid(), number)
+                saved.append(number)
+
+        with self.assertRaises(SystemExit), ddp_run.stoppable(save) as boundary:
+            boundary(1)
+        self.assertEqual(saved, list(before))
+        self.assertEqual({number: signal.getsignal(number) for number in before}, before)
+
     def test_no_rank_leaves_before_all_agree(self):
         self.ask_to_stop()
         answers, asked, saved = [False, True], [], []
@@ -300,7 +315,7 @@ class Program(unittest.TestCase):
             with self.assertRaises(SystemExit) as left:
                 program.main()
         self.assertEqual(left.exception.code, 127)
-        self.assertIn("pip install --force-reinstall ddp-run", stderr.write.call_args.args[0])
+        self.assertIn("install the wheel of ddp-run", stderr.write.call_args.args[0])
 
 
 if __name__ == "__main__":

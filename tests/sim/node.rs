@@ -79,7 +79,7 @@ pub(crate) enum Life {
 /// The workers of one generation on one node.
 #[derive(Debug, Default)]
 pub(crate) struct Group {
-    pub(crate) assignment: Option<(Origin, AssignmentId, Assignment)>,
+    pub(crate) assignment: Option<(Origin, Assignment)>,
     /// Nothing was started yet.
     preparing: bool,
     workers: Vec<Worker>,
@@ -124,7 +124,7 @@ impl Node {
     /// Which run it is in; empty before its first assignment.
     pub(crate) fn run_token(&self) -> String {
         let assignment = self.group.assignment.as_ref();
-        assignment.map_or_else(String::new, |(origin, ..)| origin.run_token.clone())
+        assignment.map_or_else(String::new, |(origin, _)| origin.run_token.clone())
     }
 
     pub(crate) fn has_live_workers(&self) -> bool {
@@ -385,17 +385,15 @@ impl World {
             "node {number} starts workers beside others"
         );
         let job = &self.jobs[node.job].name;
-        let hosts: Vec<&str> = assignment.nodes.iter().map(|node| &*node.hostname).collect();
         let origin = Origin {
             job: job.clone(),
             run_token: assignment.run_token.clone(),
             generation: generation.0,
-            hosts: hosts.join(","),
+            id: AssignmentId::of(&assignment),
         };
-        let id = AssignmentId::of(job, generation.0, &assignment);
         node.written.clear();
         node.group = Group {
-            assignment: Some((origin, id, assignment)),
+            assignment: Some((origin, assignment)),
             preparing: true,
             workers: Vec::new(),
         };
@@ -407,7 +405,7 @@ impl World {
         if generation != node.machine.generation() || !std::mem::take(&mut node.group.preparing) {
             return;
         }
-        let Some((origin, id, assignment)) = node.group.assignment.clone() else {
+        let Some((origin, assignment)) = node.group.assignment.clone() else {
             return;
         };
         let fails = self.rng.random_bool(self.failing);
@@ -418,7 +416,7 @@ impl World {
             self.ids += 1;
             let worker = self.ids;
             let rank = own.first_rank + local_rank;
-            self.witness.born(worker, &origin, &id, rank);
+            self.witness.born(worker, &origin, rank);
             // Some failures only follow from another rank's, real or not.
             let by_code = number.is_multiple_of(2);
             self.nodes[number].group.workers.push(Worker {
@@ -467,8 +465,8 @@ impl World {
         }
         worker.ending = Some(ending);
         worker.is_finished = is_finished && ending.is_success();
-        if let Some((_, assignment, _)) = &node.group.assignment {
-            self.witness.died(id, assignment, worker.rank);
+        if let Some((origin, _)) = &node.group.assignment {
+            self.witness.died(id, origin, worker.rank);
         }
         let exited = Event::Exited {
             local_rank: LocalRank(local_rank as u32),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::{KvGetRequest, KvPutRequest};
 use ddp_run::rendezvous::{CallId, Event, KvError};
 
-use crate::witness::Origin;
+use crate::witness::{AssignmentId, Origin};
 use crate::world::{SimEvent, World};
 
 /// How long a call is tried again while no daemon answers it.
@@ -38,7 +38,7 @@ impl World {
     /// Each node writes its own key, the first also the meeting's; each reads the key of the next node, the meeting's,
     /// and one that nobody writes.
     pub(crate) fn use_store(&mut self, number: usize) {
-        let Some((origin, _, assignment)) = self.nodes[number].group.assignment.clone() else {
+        let Some((origin, assignment)) = self.nodes[number].group.assignment.clone() else {
             return;
         };
         let rank = assignment.node_rank;
@@ -83,7 +83,7 @@ impl World {
 
     /// What the workers have written goes to a daemon that may have lost it.
     pub(crate) fn write_again(&mut self, number: usize) {
-        let Some((origin, ..)) = self.nodes[number].group.assignment.clone() else {
+        let Some((origin, _)) = self.nodes[number].group.assignment.clone() else {
             return;
         };
         for (key, value) in self.nodes[number].written.clone() {
@@ -104,11 +104,11 @@ impl World {
         let Origin {
             run_token,
             generation,
-            hosts,
+            id,
             ..
         } = origin;
         let incarnation = &self.nodes[number].incarnation;
-        format!("{run_token} {generation} {hosts} {incarnation}").into_bytes()
+        format!("{run_token} {generation} {} {incarnation}", id.as_str()).into_bytes()
     }
 
     /// A call goes on its way, if its worker's generation still runs there.
@@ -118,7 +118,7 @@ impl World {
             .group
             .assignment
             .as_ref()
-            .is_some_and(|(origin, ..)| *origin == call.origin);
+            .is_some_and(|(origin, _)| *origin == call.origin);
         if node.is_gone() || !is_current || self.now > call.gives_up {
             return;
         }
@@ -145,6 +145,7 @@ impl World {
         self.ids += 1;
         let id = CallId(self.ids);
         let (job_id, generation, key) = (call.origin.job.clone(), call.origin.generation, call.key.clone());
+        let assignment_id = call.origin.id.as_str().to_owned();
         let event = match call.value.clone() {
             Some(value) => Event::KvPut {
                 call: id,
@@ -153,6 +154,7 @@ impl World {
                     generation,
                     key,
                     value,
+                    assignment_id,
                 },
             },
             None => Event::KvGet {
@@ -162,6 +164,7 @@ impl World {
                     generation,
                     key,
                     timeout_ms: call.timeout.as_millis() as u32,
+                    assignment_id,
                 },
             },
         };
@@ -246,6 +249,6 @@ fn writer(reader: &Origin, value: &[u8]) -> Origin {
         job: reader.job.clone(),
         run_token: words.next().unwrap_or_default().to_owned(),
         generation: words.next().and_then(|word| word.parse().ok()).unwrap_or(0),
-        hosts: words.next().unwrap_or_default().to_owned(),
+        id: AssignmentId::named(words.next().unwrap_or_default()),
     }
 }

@@ -7,30 +7,32 @@ use ddp_proto::rendezvous::{Assignment, GenerationOver};
 
 use crate::words::Words;
 
-/// Whether assignments have ids of their own that daemons and agents compare. While they have none, a daemon that lost
-/// its state can give the same generation again, and [`Witness::breaches`] only counts.
-pub(crate) const IS_FENCED: bool = false;
-
-/// Names one assignment, as far as the protocol can tell two of them apart.
+/// Names one assignment, as daemons and agents tell two of them apart.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct AssignmentId(String);
 
 impl AssignmentId {
-    /// The one place to change when an assignment has an id of its own.
-    pub(crate) fn of(job: &str, generation: u64, _assignment: &Assignment) -> Self {
-        Self(format!("generation {generation} of `{job}`"))
+    pub(crate) fn of(assignment: &Assignment) -> Self {
+        assert!(!assignment.assignment_id.is_empty(), "{assignment:?}");
+        Self::named(&assignment.assignment_id)
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
+        Self(name.to_owned())
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
     }
 }
 
-/// One assignment as it was really made: two daemons that do not know of each other may give one run the same
-/// generation, but not to the same hosts.
+/// One assignment and what it belongs to: two daemons that do not know of each other may count one generation twice.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Origin {
     pub(crate) job: String,
     pub(crate) run_token: String,
     pub(crate) generation: u64,
-    /// In order of node rank.
-    pub(crate) hosts: String,
+    pub(crate) id: AssignmentId,
 }
 
 /// Sees everything.
@@ -48,32 +50,37 @@ pub(crate) struct Witness {
     /// Generations after whose end a restart was spent, by node and run.
     spent: BTreeMap<(String, String), BTreeSet<u64>>,
     generations: BTreeSet<(String, String, u64)>,
+    /// Assignments of which a worker has lived, by job and generation.
+    assignments: BTreeMap<(String, u64), BTreeSet<AssignmentId>>,
     /// Two living holders of one place, or a value from another assignment.
     pub(crate) breaches: Vec<String>,
 }
 
 impl Witness {
-    /// What the daemon with this number says to a job.
+    /// What this daemon says to a job, with those whose ledger it has.
     pub(crate) fn words(&mut self, daemon: usize, job: &str) -> &mut Words {
         self.words.entry((daemon, job.to_owned())).or_default()
     }
 
     /// A worker begins to live.
-    pub(crate) fn born(&mut self, worker: u64, origin: &Origin, id: &AssignmentId, rank: u32) {
+    pub(crate) fn born(&mut self, worker: u64, origin: &Origin, rank: u32) {
         let (job, run) = (origin.job.clone(), origin.run_token.clone());
         self.generations.insert((job, run, origin.generation));
-        let holders = self.holders.entry((id.clone(), rank)).or_default();
+        let number = (origin.job.clone(), origin.generation);
+        let assignments = self.assignments.entry(number).or_default();
+        assignments.insert(origin.id.clone());
+        let holders = self.holders.entry((origin.id.clone(), rank)).or_default();
         holders.insert(worker);
         if holders.len() > 1 {
             let count = holders.len();
             self.breaches
-                .push(format!("{count} living workers are rank {rank} of {}", id.0));
+                .push(format!("{count} living workers are rank {rank} of {origin:?}"));
         }
     }
 
     /// A worker is gone.
-    pub(crate) fn died(&mut self, worker: u64, id: &AssignmentId, rank: u32) {
-        if let Some(holders) = self.holders.get_mut(&(id.clone(), rank)) {
+    pub(crate) fn died(&mut self, worker: u64, origin: &Origin, rank: u32) {
+        if let Some(holders) = self.holders.get_mut(&(origin.id.clone(), rank)) {
             holders.remove(&worker);
         }
     }
@@ -129,6 +136,12 @@ impl Witness {
     /// Runs that were told two different exit codes, by daemons that did not know of each other.
     pub(crate) fn changed_verdicts(&self) -> u64 {
         self.verdicts.values().filter(|codes| codes.len() > 1).count() as u64
+    }
+
+    /// Generations that a job has counted twice: the daemons did not know of each other.
+    pub(crate) fn counted_twice(&self) -> u64 {
+        let all = self.assignments.values();
+        all.filter(|assignments| assignments.len() > 1).count() as u64
     }
 
     /// Generations of which a worker has lived.

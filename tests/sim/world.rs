@@ -15,7 +15,7 @@ use ddp_launcher::{Ending, ExitReason};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
-use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, State, apply};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, State, apply};
 use rand::Rng;
 use rand::rngs::StdRng;
 use tokio::time::Instant;
@@ -56,8 +56,8 @@ pub(crate) enum SimEvent {
     NodeWakes(usize),
     /// A stopped daemon goes on.
     DaemonWakes(usize),
-    /// A daemon takes the place of one that died.
-    DaemonStarts,
+    /// A daemon takes the place of this one, which died.
+    DaemonStarts(usize),
     /// The older of two daemons dies.
     DaemonLeaves(usize),
     /// Some fault.
@@ -77,6 +77,10 @@ pub(crate) struct Daemon {
     /// It is stopped until then; what comes meanwhile waits.
     stalled: Option<Duration>,
     backlog: Vec<Event>,
+    /// The last record of each job, in worlds with ledgers.
+    ledger: Option<BTreeMap<String, Record>>,
+    /// Number of the first daemon with this ledger.
+    first: usize,
 }
 
 impl Daemon {
@@ -108,6 +112,8 @@ pub(crate) struct Outcome {
     /// Exit codes of the launchers that were not killed.
     pub(crate) exit_codes: Vec<i32>,
     pub(crate) generations: u64,
+    /// Generations with several assignments.
+    pub(crate) counted_twice: u64,
     /// Two living holders of one place, or values of other assignments, in words.
     pub(crate) breaches: Vec<String>,
     /// Runs to which two daemons gave different verdicts.
@@ -140,6 +146,8 @@ pub(crate) struct World {
     pub(crate) work_ms: Range<u64>,
     /// Longest time until a worker writes in the store.
     pub(crate) put_ms: u64,
+    /// What daemons write down is there when one is started in the place of a dead one.
+    has_ledgers: bool,
     /// Clocks differ.
     has_drift: bool,
     /// A message that must change nothing is being told.
@@ -202,10 +210,14 @@ impl World {
         for number in 0..self.nodes.len() {
             exit_codes.extend(self.check_end(number));
         }
+        let counted_twice = self.witness.counted_twice();
+        let must_know = self.has_ledgers && !self.faults.contains_key("two daemons");
+        assert!(!must_know || counted_twice == 0, "a generation was counted twice");
         let breaches = std::mem::take(&mut self.witness.breaches);
         Outcome {
             exit_codes,
             generations: self.witness.generations(),
+            counted_twice,
             breaches,
             changed_verdicts: self.witness.changed_verdicts(),
             faults: self.faults,
@@ -228,7 +240,10 @@ impl World {
             _ => false,
         };
         let owed = self.witness.owed(&node.incarnation);
-        let owed = owed.filter(|(daemon, _)| self.daemons[*daemon].is_alive);
+        let owed = owed.filter(|(first, _)| {
+            let same = |daemon: &&Daemon| daemon.first == *first;
+            self.daemons.iter().filter(same).any(|daemon| daemon.is_alive)
+        });
         let verdict = node.told.or(owed.map(|(_, code)| code));
         if let Some(verdict) = verdict
             && !has_own_end
@@ -282,7 +297,7 @@ impl World {
                 }
             }
             SimEvent::DaemonWakes(number) => self.daemon_wakes(number),
-            SimEvent::DaemonStarts => self.start_daemon(),
+            SimEvent::DaemonStarts(dead) => self.start_daemon(Some(dead)),
             SimEvent::DaemonLeaves(number) => self.daemon_leaves(number),
             SimEvent::Fault => self.fault(),
             SimEvent::Crashes if self.is_well() => self.crash_daemon(),
@@ -301,7 +316,8 @@ impl World {
         };
         let (daemon, host) = (stream.daemon, self.nodes[stream.node].host);
         if let Some(Body::Join(join)) = &message.body {
-            let words = self.witness.words(daemon, &message.job_id);
+            let first = self.daemons[daemon].first;
+            let words = self.witness.words(first, &message.job_id);
             words.joins(&message.incarnation, &join.run_token);
         }
         let peer = Peer {
@@ -332,6 +348,7 @@ impl World {
         let at = At {
             now,
             dice: self.rng.random(),
+            id: self.rng.random(),
         };
         let is_hostile = self.is_hostile;
         for effect in apply(at, &mut daemon.state, event) {
@@ -347,8 +364,15 @@ impl World {
                 Effect::Answer { call, result } => {
                     let is_asked = self.calls.contains_key(&call);
                     assert!(is_hostile != is_asked, "{call:?} was answered twice");
+                    assert!(!is_hostile || result.is_err(), "the store obeys a hostile call");
                     if is_asked {
                         self.answer(call, result.as_ref().map(|v| v.as_slice()).map_err(Clone::clone));
+                    }
+                }
+                Effect::Record(record) => {
+                    assert!(!is_hostile, "a hostile message is written down as {record:?}");
+                    if let Some(ledger) = &mut self.daemons[number].ledger {
+                        ledger.insert(record.job().to_owned(), *record);
                     }
                 }
                 Effect::Note { words, .. } => {
@@ -378,11 +402,12 @@ impl World {
         stream.is_dropped = is_full;
         let node = &self.nodes[stream.node];
         let job = &self.jobs[node.job].name;
-        self.witness.words(daemon, job).says(&node.incarnation, &message);
+        let first = self.daemons[daemon].first;
+        self.witness.words(first, job).says(&node.incarnation, &message);
         if let (Some(Reply::JobOver(over)), false) = (&message.body, is_full) {
             let run_token = node.run_token();
             self.witness
-                .verdict(daemon, &node.incarnation, &run_token, over.exit_code);
+                .verdict(first, &node.incarnation, &run_token, over.exit_code);
         }
         if is_full {
             self.note("slow reader that is disconnected");

@@ -85,19 +85,30 @@ impl MeshShape {
             } else {
                 nearest.join(" or ")
             };
+            let (key, group, keys) = match (stages > 1, tensor > 1) {
+                (true, true) => (
+                    "parallel.pipeline.stages",
+                    format!("{cell}: {stages} pipeline ranks × {tensor} tensor ranks"),
+                    "`parallel.pipeline.stages` or `parallel.tensor`",
+                ),
+                (true, false) => (
+                    "parallel.pipeline.stages",
+                    format!("{cell} pipeline ranks"),
+                    "`parallel.pipeline.stages`",
+                ),
+                (false, _) => (
+                    "parallel.tensor",
+                    format!("{cell} tensor ranks"),
+                    "`parallel.tensor`",
+                ),
+            };
             return Err(MeshError {
-                key: if stages > 1 {
-                    "parallel.pipeline.stages"
-                } else {
-                    "parallel.tensor"
-                },
+                key,
                 what: format!(
-                    "{} cannot be divided into {stages} pipeline stages × {tensor} tensor ranks, which are {cell}",
+                    "{} cannot be divided into groups of {group}",
                     counted(ranks as u64, "rank")
                 ),
-                hint: format!(
-                    "start {nearest} ranks, or change `parallel.pipeline.stages` or `parallel.tensor`"
-                ),
+                hint: format!("start {nearest} ranks, or change {keys}"),
             });
         }
         check_tensor_groups(parallel, env)?;
@@ -575,7 +586,7 @@ mod tests {
                 .to_string()
         };
         insta::assert_snapshot!(refused(1, 6), @r"
-        6 ranks cannot be divided into 2 pipeline stages × 2 tensor ranks, which are 4
+        6 ranks cannot be divided into groups of 4: 2 pipeline ranks × 2 tensor ranks
           hint: start 4 or 8 ranks, or change `parallel.pipeline.stages` or `parallel.tensor`
         ");
         let per_node = Parallel {

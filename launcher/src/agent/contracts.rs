@@ -74,6 +74,7 @@ pub(super) fn contracts_of(
         restart_count: assignment.restart_count,
         max_restarts: assignment.max_restarts,
         run_id: site.job_id.to_owned(),
+        agent_store: site.agent_store,
         run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
         error_file: None,
         generation,

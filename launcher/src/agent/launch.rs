@@ -98,6 +98,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     let stop = SignalPlan {
         stop: plan.signals.stop.clone(),
         forward: Vec::new(),
+        ..SignalPlan::default()
     };
     let LaunchParts {
         console,
@@ -236,7 +237,7 @@ mod tests {
         // No other test of this binary listens to it or sends it.
         let stop = SignalPlan {
             stop: vec![Signal::SIGURG as i32],
-            forward: Vec::new(),
+            ..SignalPlan::default()
         };
         let never = std::future::poll_fn(|_| {
             // The wait has begun.

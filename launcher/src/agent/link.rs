@@ -201,6 +201,12 @@ impl Memory {
         self.is_refused
     }
 
+    /// Which assignment of the generation it was; empty if that is not known any more.
+    pub fn assignment_id(&self, generation: Generation) -> &str {
+        let place = self.place.as_ref().filter(|_| generation == self.generation);
+        place.map_or("", |place| &place.assignment.assignment_id)
+    }
+
     /// What a new stream begins with: `Join`, then the reports of the generation of which they speak; nothing before
     /// the agent has joined.
     pub fn greeting(&self, now: Instant) -> (Generation, Vec<Body>) {
@@ -337,7 +343,8 @@ impl Side {
                 }
             };
             self.memory.note(generation, &body);
-            match stream.sender().send(generation, body) {
+            let assignment_id = self.memory.assignment_id(generation);
+            match stream.sender().send(generation, assignment_id, body) {
                 Err(_) if self.memory.is_refused => return self.await_leave().await,
                 Err(error) => return Stop::Broken(error),
                 Ok(()) => {}
@@ -348,8 +355,9 @@ impl Side {
     /// The first message of every stream is `Join`; the reports of the generation follow.
     fn replay(&self, stream: &AgentStream) -> Result<(), ClientError> {
         let (generation, greeting) = self.memory.greeting(Instant::now());
+        let assignment_id = self.memory.assignment_id(generation);
         let mut bodies = greeting.into_iter();
-        bodies.try_for_each(|body| stream.sender().send(generation, body))
+        bodies.try_for_each(|body| stream.sender().send(generation, assignment_id, body))
     }
 
     async fn take(&mut self, message: DaemonMessage) {
@@ -394,6 +402,7 @@ mod tests {
             node_rank: 1,
             nodes: vec![node("a", 0), node("b", 2)],
             run_token: "run".into(),
+            assignment_id: "a1".into(),
             ..Assignment::default()
         })
     }
@@ -410,6 +419,25 @@ mod tests {
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
         receive(&mut memory, 2, assignment());
         assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
+    fn what_is_said_of_a_generation_names_its_assignment() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(0)), "");
+        receive(&mut memory, 1, assignment());
+        memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(1)), "a1", "also when it is over");
+        let place = memory.join(Instant::now()).unwrap().place.unwrap();
+        assert_eq!(place.assignment.unwrap().assignment_id, "a1");
+        receive(&mut memory, 2, assignment());
+        assert_eq!(
+            memory.assignment_id(Generation(1)),
+            "",
+            "it is not of the new one"
+        );
     }
 
     #[test]

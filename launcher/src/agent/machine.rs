@@ -36,6 +36,9 @@ pub const LEAVE_WAIT: Duration = Duration::from_secs(2);
 /// Beyond the time that the daemon itself waits for the other nodes, which begins after its pause before a restart.
 const JOIN_MARGIN: Duration = RESTART_BACKOFF_CAP.saturating_add(Duration::from_secs(15));
 
+/// Generations are below this: workers parse 32 bits.
+const MAX_GENERATIONS: u64 = 1 << 31;
+
 /// What the decisions depend on and never changes.
 #[derive(Clone, Debug)]
 pub struct Rules {
@@ -114,6 +117,8 @@ pub struct Machine {
     pub(super) rules: Rules,
     pub(super) phase: Phase,
     pub(super) generation: Generation,
+    /// Random name of the assignment of this generation; empty from a daemon of an older build.
+    assignment_id: String,
     pub(super) first_rank: u32,
     pub(super) workers: Vec<Worker>,
     pub(super) spawning: bool,
@@ -135,6 +140,7 @@ impl Machine {
         let machine = Self {
             phase: Phase::Joining,
             generation: Generation(0),
+            assignment_id: String::new(),
             first_rank: 0,
             workers: Vec::new(),
             spawning: false,
@@ -152,6 +158,17 @@ impl Machine {
     /// Generation that was last assigned.
     pub fn generation(&self) -> Generation {
         self.generation
+    }
+
+    /// Which assignment of the generation it was.
+    pub(super) fn assignment_id(&self) -> &str {
+        &self.assignment_id
+    }
+
+    /// Whether this is the assignment that the node has. Daemons of older builds do not name it.
+    pub(super) fn is_own(&self, generation: Generation, assignment: &Assignment) -> bool {
+        let (told, own) = (&assignment.assignment_id, &self.assignment_id);
+        generation == self.generation && (told.is_empty() || own.is_empty() || told == own)
     }
 
     /// Whether any worker listens on the control socket, and so can do something with a notice.
@@ -244,15 +261,19 @@ impl Machine {
         match self.phase {
             Phase::Joining => {}
             // "Keep your place", after a reconnect.
-            Phase::Running | Phase::Succeeded if generation == self.generation => return Vec::new(),
+            Phase::Running | Phase::Succeeded if self.is_own(generation, &assignment) => return Vec::new(),
             Phase::Running => {
                 // A daemon that lost its state: it takes us for a node without workers.
-                let cause = format!("the daemon started generation {generation}");
+                let cause = format!("the daemon assigned generation {generation} anew");
                 return self.stop(&cause, Then::Rejoin);
             }
             _ => return Vec::new(),
         }
-        self.first_rank = match contracts::first_rank(&assignment, self.rules.workers) {
+        let place = match generation {
+            Generation(1..MAX_GENERATIONS) => contracts::first_rank(&assignment, self.rules.workers),
+            Generation(number) => Err(format!("its generation is {number}")),
+        };
+        self.first_rank = match place {
             Ok(rank) => rank.0,
             Err(nonsense) => {
                 let error = format!("invalid assignment from the rendezvous daemon: {nonsense}");
@@ -263,6 +284,7 @@ impl Machine {
             }
         };
         self.generation = generation;
+        self.assignment_id.clone_from(&assignment.assignment_id);
         self.suspects.clear();
         self.workers = vec![Worker::Waiting; self.rules.workers as usize];
         self.spawning = true;

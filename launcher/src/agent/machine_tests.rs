@@ -55,6 +55,10 @@ impl Play {
     }
 
     fn assign(&mut self, generation: u64, workers: u32) -> &mut Self {
+        self.assign_as("a1", generation, workers)
+    }
+
+    fn assign_as(&mut self, assignment_id: &str, generation: u64, workers: u32) -> &mut Self {
         self.machine.rules.workers = workers;
         let node = |first_rank, workers| NodeAssignment {
             first_rank,
@@ -66,6 +70,7 @@ impl Play {
             Word::Assignment(Assignment {
                 node_rank: 1,
                 nodes: vec![node(0, 4), node(4, workers)],
+                assignment_id: assignment_id.into(),
                 ..Assignment::default()
             }),
         )
@@ -650,4 +655,30 @@ fn the_notice_of_a_restart_names_the_log_file() {
     rank 0 (node `b`) died of SIGKILL; restarting in 0.5 s (1/3)
       log file: logs/attempt_0/0/stderr.log
     ");
+}
+
+#[test]
+fn another_assignment_of_the_same_generation_is_not_this_nodes_own() {
+    let mut play = Play::running(false, 2);
+    play.assign(1, 2);
+    assert_eq!(play.last, [], "it keeps its place");
+    play.assign_as("", 1, 2);
+    assert_eq!(play.last, [], "a daemon of an older build does not name it");
+    play.assign_as("b1", 1, 2);
+    let stops = |effect: &Effect| matches!(effect, Effect::Notify(cause) if cause.contains("generation 1"));
+    assert!(play.last.iter().any(stops), "{:?}", play.last);
+    assert_eq!(play.machine.assignment_id(), "a1");
+}
+
+#[test]
+fn a_generation_that_workers_cannot_parse_is_refused() {
+    for generation in [0, 1 << 31, u64::MAX] {
+        let mut play = Play::begin(false);
+        play.assign(generation, 2);
+        let words = format!("{:?}", play.last);
+        assert!(
+            words.contains(&format!("its generation is {generation}")),
+            "{words}"
+        );
+    }
 }

@@ -25,6 +25,7 @@ impl HeldPlace {
                 reason: assignment.reason.clone(),
                 master_addr: assignment.master_addr.clone(),
                 run_token: assignment.run_token.clone(),
+                assignment_id: assignment.assignment_id.clone(),
                 ..*assignment
             },
             node_count: u32::try_from(assignment.nodes.len()).ok()?,

@@ -3,16 +3,23 @@
 use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 
 use crate::plan::SignalPlan;
 
+/// A signal that stops the job and comes again this soon is the same request: `timeout` signals the program, and then
+/// its process group. People take longer.
+const SAME_REQUEST: Duration = Duration::from_millis(100);
+
 /// Listens from its creation on: a signal that comes between two calls is kept.
 pub(super) struct Signals {
     /// In order of precedence.
     streams: Vec<(Stream, Call)>,
+    /// The last request to stop, and when it came.
+    stopped: Option<(i32, Instant)>,
 }
 
 /// What a signal says.
@@ -43,21 +50,39 @@ impl Signals {
                 streams.push((signal(SignalKind::from_raw(number))?, call));
             }
         }
-        Ok(Self { streams })
+        Ok(Self {
+            streams,
+            stopped: None,
+        })
     }
 
     /// The next signal. Cancel safe: a signal that was not returned is kept.
     pub(super) async fn next(&mut self) -> Call {
         poll_fn(|context| {
             for (stream, call) in &mut self.streams {
-                if stream.poll_recv(context).is_ready() {
-                    return Poll::Ready(*call);
+                while stream.poll_recv(context).is_ready() {
+                    if !is_repeated(&mut self.stopped, *call, Instant::now()) {
+                        return Poll::Ready(*call);
+                    }
                 }
             }
             Poll::Pending
         })
         .await
     }
+}
+
+/// True for the last request, delivered twice. It does not begin the time anew: who insists is heard.
+fn is_repeated(stopped: &mut Option<(i32, Instant)>, call: Call, now: Instant) -> bool {
+    let Call::Stop(signal) = call else {
+        return false;
+    };
+    let is_repeated =
+        stopped.is_some_and(|(last, at)| last == signal && now.duration_since(at) < SAME_REQUEST);
+    if !is_repeated {
+        *stopped = Some((signal, now));
+    }
+    is_repeated
 }
 
 /// True if our parent process had the signal ignored.
@@ -76,6 +101,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_stop_that_is_delivered_twice_counts_once() {
+        let (mut stopped, start) = (None, Instant::now());
+        let mut repeated = |call, ms| is_repeated(&mut stopped, call, start + Duration::from_millis(ms));
+        assert!(!repeated(Call::Stop(15), 0));
+        assert!(repeated(Call::Stop(15), 0) && repeated(Call::Stop(15), 99));
+        assert!(!repeated(Call::Stop(15), 100), "who insists is heard");
+        assert!(!repeated(Call::Stop(2), 101), "another signal is another request");
+        assert!(!repeated(Call::Child, 102) && !repeated(Call::Child, 102));
+        assert!(!repeated(Call::Forward(10), 102) && !repeated(Call::Forward(10), 102));
+    }
+
+    #[test]
     fn ignored_signals_are_seen() {
         // The Rust runtime ignores SIGPIPE in every program; SIGKILL cannot be ignored.
         assert!(is_ignored(Signal::SIGPIPE));
@@ -87,6 +124,7 @@ mod tests {
         let plan = SignalPlan {
             stop: vec![],
             forward: vec![Signal::SIGUSR2 as i32],
+            ..SignalPlan::default()
         };
         let mut signals = Signals::listen(&plan).unwrap();
         nix::sys::signal::raise(Signal::SIGUSR2).unwrap();

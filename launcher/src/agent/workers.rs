@@ -27,7 +27,7 @@ use crate::local_end::LocalEnd;
 use crate::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
 use crate::oom::OomCounter;
 use crate::output::{LineSource, OutputPlan};
-use crate::plan::CoreSet;
+use crate::plan::{CoreSet, SignalScope};
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::repeated_errors::RepeatedErrors;
 use crate::spawn::WorkerSpec;
@@ -57,8 +57,11 @@ pub(super) struct Site<'a> {
     pub(super) hostname: &'a str,
     pub(super) control: &'a str,
     pub(super) output: &'a OutputPlan,
+    pub(super) signal_scope: SignalScope,
     /// The workers are the native ones.
     pub(super) native: bool,
+    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
+    pub(super) agent_store: bool,
     /// `--master-addr`
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
@@ -169,6 +172,9 @@ pub(super) struct WorkerGroup {
     /// Since the generation began.
     oom: OomCounter,
     told_waits: ToldWaits,
+    signal_scope: SignalScope,
+    /// Rank 0 has no port to bind.
+    agent_store: bool,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -183,10 +189,10 @@ pub(super) struct Prepared {
 impl WorkerGroup {
     /// The worker group before the first assignment.
     pub(super) fn none() -> Self {
-        Self::empty(None)
+        Self::empty(None, SignalScope::default())
     }
 
-    fn empty(group: Option<&Path>) -> Self {
+    fn empty(group: Option<&Path>, signal_scope: SignalScope) -> Self {
         Self {
             workers: Vec::new(),
             began: Instant::now(),
@@ -194,6 +200,8 @@ impl WorkerGroup {
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
             told_waits: ToldWaits::default(),
+            signal_scope,
+            agent_store: false,
             cancelled: Arc::default(),
         }
     }
@@ -205,7 +213,8 @@ impl WorkerGroup {
         site: &Site<'_>,
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
-        let mut worker_group = Self::empty(site.group);
+        let mut worker_group = Self::empty(site.group, site.signal_scope);
+        worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
@@ -243,7 +252,7 @@ impl WorkerGroup {
                     Err(PrepareError::Pipe(io::Error::other(silent)))
                 }
             };
-            let (output, [stdout, stderr]) = if site.output.direct {
+            let (output, [stdout, stderr]) = if site.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
                 let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
@@ -352,19 +361,25 @@ impl WorkerGroup {
         self.trouble.map(|trouble| trouble - self.began)
     }
 
-    /// Sends a signal to the process groups of live workers, all or one. One that got it last does not get it again: a
-    /// second SIGINT would interrupt what a program does because of the first.
+    /// Sends a signal to live workers, all or one: to their process groups, or to them alone if that is their scope. One
+    /// that got it last does not get it again: a second SIGINT would interrupt what a program does because of the first.
     pub(super) fn signal(&mut self, signal: i32, only: Option<LocalRank>) {
         let Ok(number) = Signal::try_from(signal) else {
             return;
         };
+        let alone = self.signal_scope == SignalScope::Rank && number != Signal::SIGKILL;
         for (local_rank, worker) in self.workers.iter_mut().enumerate() {
             let meant = only.is_none_or(|only| only.0 as usize == local_rank) && worker.sent != Some(signal);
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
+                let pid = Pid::from_raw(pid);
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
-                let _ = killpg(Pid::from_raw(pid), number);
+                let _ = if alone {
+                    kill(pid, number)
+                } else {
+                    killpg(pid, number)
+                };
                 // One that is stopped would not act on it.
-                let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
+                let _ = killpg(pid, Signal::SIGCONT);
                 worker.sent = Some(signal);
             }
         }

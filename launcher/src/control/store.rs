@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use ddp_proto::client::{Client, ClientError};
+use ddp_proto::client::{Client, ClientError, KvScope};
 use ddp_proto::control::{ANSWER_GRACE, KvRefusal, MAX_VALUE_BYTES, PUT_BOUND};
-use ddp_proto::ids::Generation;
 use tokio::time::{Instant, timeout_at};
 
 /// Pause before a call is repeated on a connection that broke.
@@ -39,8 +38,7 @@ struct Cell {
 /// The store of one generation, as the workers of this node see it.
 pub(crate) struct Store {
     client: Client,
-    job_id: String,
-    generation: Generation,
+    scope: KvScope,
     read: Mutex<HashMap<String, Arc<Cell>>>,
     written: Mutex<Written>,
 }
@@ -53,11 +51,10 @@ struct Written {
 }
 
 impl Store {
-    pub(crate) fn new(client: Client, job_id: String, generation: Generation) -> Self {
+    pub(crate) fn new(client: Client, scope: KvScope) -> Self {
         Self {
             client,
-            job_id,
-            generation,
+            scope,
             read: Mutex::default(),
             written: Mutex::default(),
         }
@@ -101,10 +98,7 @@ impl Store {
         let deadline = Instant::now() + PUT_BOUND;
         let write = async {
             loop {
-                let put = self
-                    .client
-                    .kv_put(&self.job_id, self.generation, key, value.to_vec());
-                match put.await {
+                match self.client.kv_put(&self.scope, key, value.to_vec()).await {
                     Ok(()) => return Ok(()),
                     Err(error) => pause_or_refuse(error, deadline).await?,
                 }
@@ -156,7 +150,7 @@ impl Store {
     async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, Refusal> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.client.kv_get(&self.job_id, self.generation, key, left).await {
+            match self.client.kv_get(&self.scope, key, left).await {
                 Ok(Some(value)) => return Ok(STANDARD.encode(value).into()),
                 // The daemon has a longest wait of its own.
                 Ok(None) if Instant::now() < deadline => {}

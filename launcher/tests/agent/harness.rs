@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, WorkerCommand};
+use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, SignalScope, WorkerCommand};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -29,12 +29,14 @@ pub(crate) struct Launch {
     args: Vec<String>,
     env: BTreeMap<String, String>,
     native: bool,
+    agent_store: bool,
     progress_bar: bool,
     log_dir: Option<PathBuf>,
     stdout_filter: Option<String>,
     connect_timeout_ms: u64,
     shutdown_timeout_ms: u64,
     hang_timeout_ms: u64,
+    signals_ranks_only: bool,
 }
 
 pub(crate) fn launch(daemon: &Daemon) -> Launch {
@@ -50,12 +52,14 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         args: Vec::new(),
         env: BTreeMap::new(),
         native: false,
+        agent_store: false,
         progress_bar: false,
         log_dir: None,
         stdout_filter: None,
         connect_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
         hang_timeout_ms: 0,
+        signals_ranks_only: false,
     }
 }
 
@@ -111,6 +115,11 @@ impl Launch {
         self
     }
 
+    pub(crate) fn agent_store(mut self) -> Self {
+        self.agent_store = true;
+        self
+    }
+
     pub(crate) fn progress_bar(mut self) -> Self {
         self.progress_bar = true;
         self
@@ -134,6 +143,12 @@ impl Launch {
 
     pub(crate) fn shutdown_timeout(mut self, timeout: Duration) -> Self {
         self.shutdown_timeout_ms = timeout.as_millis() as u64;
+        self
+    }
+
+    /// `--signal-scope rank`
+    pub(crate) fn signals_ranks_only(mut self) -> Self {
+        self.signals_ranks_only = true;
         self
     }
 
@@ -203,6 +218,7 @@ impl Launch {
                 env: self.env,
                 display_name: "the program".into(),
                 native: self.native,
+                agent_store: self.agent_store,
             },
             progress_bar: self.progress_bar,
             output: OutputPlan {
@@ -213,7 +229,14 @@ impl Launch {
             master_addr: None,
             master_port: None,
             virtual_local_rank: false,
-            signals: SignalPlan::default(),
+            signals: SignalPlan {
+                scope: if self.signals_ranks_only {
+                    SignalScope::Rank
+                } else {
+                    SignalScope::Group
+                },
+                ..SignalPlan::default()
+            },
             cores: Vec::new(),
             event_log: None,
         }
@@ -265,6 +288,22 @@ impl Launcher {
 
     pub(crate) fn signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.pid()), signal).unwrap();
+    }
+
+    /// Sends a signal until standard error has a line with `text`: one that comes at once after the one before does not
+    /// count.
+    pub(crate) fn insist(&mut self, signal: Signal, text: &str) {
+        let deadline = Instant::now() + DEADLINE;
+        while Instant::now() < deadline {
+            self.signal(signal);
+            if self
+                .stderr
+                .comes(text, Instant::now() + Duration::from_millis(200))
+            {
+                return;
+            }
+        }
+        panic!("no line with `{text}` in:\n{}", self.stderr.seen);
     }
 
     /// Waits for the end. Both streams end too: no process that was left behind holds them.
@@ -332,6 +371,20 @@ impl Lines {
                     }
                 }
                 Err(error) => panic!("no line with `{text}` ({error}) in:\n{}", self.seen),
+            }
+        }
+    }
+
+    /// True if a line that contains `text` comes before `deadline`.
+    pub(crate) fn comes(&mut self, text: &str, deadline: Instant) -> bool {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(line) = self.lines.recv_timeout(left) else {
+                return false;
+            };
+            self.seen.push_str(&line);
+            if line.contains(text) {
+                return true;
             }
         }
     }

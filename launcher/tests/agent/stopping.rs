@@ -67,6 +67,33 @@ fn a_first_signal_stops_with_its_code() {
     }
 }
 
+/// It cannot save without an answer of its child, which dies of the signal.
+#[test]
+fn with_the_scope_of_a_rank_its_children_live_until_it_has_saved() {
+    let script = r#"dir=$(dirname "$FIFO"); mkfifo "$dir/ask" "$dir/answer"
+        (while read -r ask <"$dir/ask"; do echo "$ask too" >"$dir/answer"; done) &
+        trap 'echo please >"$dir/ask"; read -r words <"$dir/answer"; echo "saved: $words"; exit 0' TERM
+        echo ready; while :; do tail -f /dev/null & wait $!; done"#;
+    for ranks_only in [true, false] {
+        let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
+        let launch = launch(&daemon).env("FIFO", &meeting.fifo).sh(script);
+        let launch = if ranks_only {
+            launch
+                .signals_ranks_only()
+                .shutdown_timeout(Duration::from_hours(1))
+        } else {
+            launch.shutdown_timeout(Duration::from_millis(300))
+        };
+        let mut launcher = launch.start();
+        launcher.stdout.expect("[0] ready");
+        launcher.signal(Signal::SIGTERM);
+        let end = launcher.wait();
+        assert_eq!(end.code, 143, "{}", end.stderr);
+        let saved = end.stdout.contains("[0] saved: please too");
+        assert_eq!(saved, ranks_only, "{} {}", end.stdout, end.stderr);
+    }
+}
+
 #[test]
 fn a_second_signal_kills_at_once() {
     let daemon = Daemon::start(Policy::default());
@@ -78,7 +105,7 @@ fn a_second_signal_kills_at_once() {
     launcher.stdout.expect("[0] ready");
     launcher.signal(Signal::SIGINT);
     launcher.stderr.expect("stopping the workers");
-    launcher.signal(Signal::SIGINT);
+    launcher.insist(Signal::SIGINT, "killing the workers");
     let end = launcher.wait();
     assert_eq!(end.code, 130);
     assert!(
@@ -86,6 +113,32 @@ fn a_second_signal_kills_at_once() {
         "{}",
         end.stderr
     );
+}
+
+/// `timeout 30 ddp-run` signals the program and then its process group.
+#[test]
+fn a_signal_that_is_delivered_twice_leaves_time_to_save() {
+    let script = r#"trap 'read -r go <"$FIFO"; echo saved; exit 0' TERM
+        echo ready; while :; do tail -f /dev/null & wait $!; done"#;
+    let saves = || {
+        let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
+        let mut launcher = launch(&daemon).env("FIFO", &meeting.fifo).sh(script).start();
+        launcher.stdout.expect("[0] ready");
+        launcher.signal(Signal::SIGTERM);
+        // The first is known to have been taken.
+        launcher.stderr.expect("stopping the workers");
+        launcher.signal(Signal::SIGTERM);
+        if launcher
+            .stderr
+            .comes("killing", Instant::now() + Duration::from_millis(300))
+        {
+            return false;
+        }
+        fs::write(&meeting.fifo, "go\n").unwrap();
+        launcher.wait().stdout.contains("[0] saved")
+    };
+    // The second one may come late on a machine that is busy with something else.
+    assert!((0..5).any(|_| saves()), "the workers are killed");
 }
 
 #[test]

@@ -16,6 +16,7 @@ fn workers_see_the_environment_contract() {
         .workers(2)
         .max_restarts(4)
         .log_dir(logs.path())
+        .agent_store()
         .env("MINE", "1")
         .program("env", &[]);
     let end = launch
@@ -40,7 +41,7 @@ fn workers_see_the_environment_contract() {
         ("TORCHELASTIC_MAX_RESTARTS", "4"),
         ("TORCHELASTIC_RUN_ID", "test-job"),
         ("TORCHELASTIC_ERROR_FILE", &error_file),
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ("OMP_NUM_THREADS", "7"),
         ("DDP_GENERATION", "1"),
@@ -65,6 +66,21 @@ fn lines_are_prefixed_and_whole() {
         end.stdout
     );
     assert_eq!(end.stderr, "[0] \u{fffd}\n");
+}
+
+#[test]
+fn lines_of_a_megabyte_stay_whole_beside_those_of_other_ranks() {
+    let daemon = Daemon::start(Policy::default());
+    let script =
+        r#"for line in 1 2 3 4; do head -c 1000000 /dev/zero | tr '\000' "$RANK"; echo; echo short; done"#;
+    let end = launch(&daemon).workers(2).sh(script).start().wait();
+    let mut lines: Vec<&str> = end.stdout.lines().filter(|line| line.starts_with('[')).collect();
+    lines.sort_unstable();
+    let expected = ["0", "1"].map(|rank| {
+        let of = |text: &str| vec![format!("[{rank}] {text}"); 4];
+        [of(&rank.repeat(1_000_000)), of("short")].concat()
+    });
+    assert!(lines == expected.concat(), "{} lines", lines.len());
 }
 
 #[test]

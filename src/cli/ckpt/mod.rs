@@ -21,6 +21,7 @@ use ddp_worker::checkpoint::{
 
 use super::answer;
 use super::error::print_error;
+use super::values::one_or_more;
 use find::Named;
 
 /// Exit code where a checkpoint is damaged, or could not be rewritten.
@@ -59,7 +60,7 @@ pub(super) enum Command {
         #[command(flatten)]
         which: Which,
         /// Number of ranks to write for
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
         ranks: NonZeroUsize,
         /// Run directory to create, for `run.out_dir` with `run.resume: require`
         #[arg(long, value_name = "DIR")]

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::{ModelArgs, Opened, precision, refuse};
 use crate::cli::answer;
+use crate::cli::values::one_or_more;
 
 /// Evaluate a trained model on a text: loss, perplexity, bits per byte.
 ///
@@ -25,10 +26,10 @@ pub(in crate::cli) struct EvalArgs {
     #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Vec<PathBuf>,
     /// Evaluate the first N tokens only, rounded up to whole samples
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroU64>)]
     tokens: Option<NonZeroU64>,
     /// Samples that go through the model at once [default: the run's]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
     micro_batch: Option<NonZeroUsize>,
     /// Type of parameters and activations: `f32` or `bf16` [default: the run's]
     #[arg(long, value_name = "TYPE", value_parser = precision)]

@@ -12,6 +12,7 @@ use serde_json::json;
 
 use super::{ModelArgs, Opened, precision, refuse};
 use crate::cli::answer;
+use crate::cli::values::one_or_more;
 
 /// Longest prompt that is read from standard input: no model has positions for more.
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
@@ -31,7 +32,7 @@ pub(in crate::cli) struct GenerateArgs {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: String,
     /// Maximum number of tokens to generate
-    #[arg(long, value_name = "N", default_value = "200")]
+    #[arg(long, value_name = "N", default_value = "200", value_parser = one_or_more::<NonZeroUsize>)]
     max_tokens: NonZeroUsize,
     /// Token at which generation stops early [default: `<|endoftext|>`, `<|end_of_text|>` or
     /// `</s>`, if the vocabulary has it]
@@ -42,7 +43,7 @@ pub(in crate::cli) struct GenerateArgs {
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
     temperature: f32,
     /// Sample from the K most probable tokens only
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = one_or_more::<NonZeroUsize>)]
     top_k: Option<NonZeroUsize>,
     /// Sample from the smallest set of most probable tokens whose probabilities add up to P
     #[arg(long, value_name = "P", value_parser = share)]

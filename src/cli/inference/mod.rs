@@ -20,6 +20,7 @@ use ddp_worker::inference::{
 
 use super::ckpt;
 use super::error::print_error;
+use super::values::one_or_more;
 pub(super) use evaluate::{EvalArgs, run as evaluate};
 pub(super) use generate::{GenerateArgs, run as generate};
 
@@ -38,7 +39,7 @@ pub(super) struct ModelArgs {
     #[arg(long, value_name = "DEVICE", value_parser = ["cpu", "gpu"])]
     device: Option<String>,
     /// Number of CPU threads [default: one per core]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
     threads: Option<NonZeroUsize>,
 }
 

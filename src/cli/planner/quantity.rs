@@ -4,6 +4,9 @@
 pub(super) fn size(text: &str) -> Result<u64, String> {
     const EXPECTED: &str = "expected a size, for example `80GB` or `24GiB`";
     let (number, unit) = split(text).ok_or(EXPECTED)?;
+    if unit.is_empty() {
+        return Err(format!("without a unit; {EXPECTED}"));
+    }
     let unit = unit.strip_suffix('B').unwrap_or(unit);
     let factor = match unit.strip_suffix('i') {
         Some(prefix) if !prefix.is_empty() => 1024_f64.powi(exponent(prefix).ok_or(EXPECTED)?),
@@ -99,7 +102,12 @@ mod tests {
         assert_eq!(size("80GB"), Ok(80_000_000_000));
         assert_eq!(size("80 GiB"), Ok(80 << 30));
         assert_eq!(size("1.5M"), Ok(1_500_000));
-        assert_eq!(size("4096"), Ok(4096));
+        assert_eq!(size("4096B"), Ok(4096));
+        let bare = size("24").unwrap_err();
+        assert_eq!(
+            bare,
+            "without a unit; expected a size, for example `80GB` or `24GiB`"
+        );
         for bad in [
             "",
             "GB",

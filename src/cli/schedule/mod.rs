@@ -7,6 +7,7 @@ use std::process::{self, ExitCode};
 use std::{fs, io};
 
 use clap::ArgGroup;
+use ddp_proto::words::{counted, numbered};
 use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
 use ddp_worker::parallel::pipeline::{
     Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, bubble_fraction, grid, picture,
@@ -19,6 +20,9 @@ use super::{answer, values};
 
 /// Most ranks, chunks and micro-batches: a larger number is a typing error.
 const MAX_COUNT: u64 = 1 << 12;
+/// Of the table, which [`grid`] makes.
+const LEGEND: &str =
+    "`.` is a time in which the rank does not compute, `---` the rest of the action before it\n";
 /// Longest timeline that is read.
 const MAX_TRACE_BYTES: u64 = 1 << 30;
 /// The timeline in the directory of a run.
@@ -118,18 +122,22 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
         "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
         panel.in_words()
     );
-    show(args, &title, &[panel], &words, &grid(&simulation))
+    show(args, &title, &[panel], &words, &(grid(&simulation) + LEGEND))
 }
 
 /// Shows the schedule of a run next to a simulation with the same durations.
 fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
     let in_run = path.join(TIMELINE);
-    let trace = read(if path.is_dir() { &in_run } else { path }, MAX_TRACE_BYTES)?;
+    let trace = match path.is_dir() {
+        true if !in_run.exists() => return Err(without_timeline(path)),
+        true => read(&in_run, MAX_TRACE_BYTES)?,
+        false => read(path, MAX_TRACE_BYTES)?,
+    };
     let run = MeasuredRun::of_trace(&trace).map_err(refused)?;
     if args.csv {
         return Ok(csv::write(run.schedule(), CsvFormat::ComputeOnly));
     }
-    let numbers: Vec<String> = run.steps().keys().map(u64::to_string).collect();
+    let numbers: Vec<u64> = run.steps().keys().copied().collect();
     let Some((last, step)) = run.steps().last_key_value() else {
         return Ok(String::new());
     };
@@ -152,10 +160,10 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
     ];
     let words = format!(
         "step {last} measured: {}\nsimulated with the measured durations: {}\n\
-         bubble of steps {}: measured {:.2} %, simulated {:.2} %\n",
+         bubble of {}: measured {:.2} %, simulated {:.2} %\n",
         panels[0].in_words(),
         panels[1].in_words(),
-        numbers.join(", "),
+        numbered("step", &numbers),
         measured * 100.0,
         simulated * 100.0
     );
@@ -166,15 +174,26 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
     show(args, &title, &panels, &words, "")
 }
 
+/// A run that recorded no timeline.
+fn without_timeline(run: &Path) -> CliError {
+    CliError::Config(format!(
+        "`{}` has no `{TIMELINE}`\n  hint: record a timeline by training with `--set run.timeline=10`",
+        run.display()
+    ))
+}
+
 /// `4 ranks, 8 micro-batches`
 fn sizes(schedule: &Schedule) -> String {
     let placement = schedule.placement();
     let stages = match placement.stages() {
         stages if stages == placement.ranks() => String::new(),
-        stages => format!("{stages} stages on "),
+        stages => format!("{} on ", counted(stages, "stage")),
     };
-    let (ranks, micro_batches) = (placement.ranks(), schedule.micro_batches());
-    format!("{stages}{ranks} ranks, {micro_batches} micro-batches")
+    let ranks = counted(placement.ranks(), "rank");
+    format!(
+        "{stages}{ranks}, {}",
+        counted(schedule.micro_batches(), "micro-batch")
+    )
 }
 
 /// Draws the picture if `--output` is set. Otherwise the text includes the table.

@@ -18,6 +18,7 @@ use ddp_proto::exit;
 use ddp_worker::tokenize::{Request, TokenizeError, Tokenizer, tokenize};
 
 use super::error::fail;
+use super::values::one_or_more;
 
 /// Exit code where the machine is at fault, and not what was asked for.
 const FAILED: u8 = 1;
@@ -48,7 +49,7 @@ pub struct Args {
     #[arg(long)]
     overwrite: bool,
     /// Encoding threads, at most 128 [default: one per core]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
     threads: Option<NonZeroUsize>,
 }
 

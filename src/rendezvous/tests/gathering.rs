@@ -428,6 +428,7 @@ fn jobs_do_not_touch_each_other() {
         job_id: "job2".into(),
         incarnation: "a".into(),
         generation: 0,
+        assignment_id: String::new(),
         body: Some(Body::Join(join("a", 1, 1))),
     };
     s.apply(Event::Message {

@@ -1,9 +1,11 @@
 //! Decisions of the state machine, told as scenes: who says what, and what every node receives.
 
 mod failures;
+mod fences;
 mod gathering;
 mod outcomes;
 mod reconnects;
+mod records;
 mod recovery;
 mod scale;
 mod server;
@@ -20,7 +22,8 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, WorkerExit,
 };
 
-use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, State, apply};
+use super::record::Stage;
+use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
 
 const JOB: &str = "job1";
 const SECOND: Duration = Duration::from_secs(1);
@@ -35,6 +38,11 @@ struct Scene {
     current: BTreeMap<String, ConnId>,
     answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
     last_id: u64,
+    last_assignment: u32,
+    /// The ledger.
+    records: BTreeMap<String, Record>,
+    /// What each node tells of its generation.
+    assignment_ids: BTreeMap<(String, u64), String>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +66,9 @@ impl Scene {
             current: BTreeMap::new(),
             answers: BTreeMap::new(),
             last_id: 0,
+            last_assignment: 0,
+            records: BTreeMap::new(),
+            assignment_ids: BTreeMap::new(),
         }
     }
 
@@ -66,6 +77,7 @@ impl Scene {
             At {
                 now: self.now,
                 dice: 1.0,
+                id: self.next_assignment(),
             },
             &mut self.state,
             event,
@@ -77,9 +89,18 @@ impl Scene {
                     let old = self.answers.insert(call.0, result.map(|value| value.to_vec()));
                     assert_eq!(old, None, "call {} was answered twice", call.0);
                 }
+                Effect::Record(record) => {
+                    self.records.insert(record.job.clone(), *record);
+                }
                 Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
             }
         }
+    }
+
+    /// The state machine's random number. No two daemons have the same.
+    fn next_assignment(&mut self) -> u128 {
+        self.last_assignment += 1;
+        u128::from(self.last_assignment) << 96
     }
 
     fn receive(&mut self, conn: ConnId, received: Received) {
@@ -89,6 +110,15 @@ impl Scene {
             Some(&Received::Closed),
             "stream {conn:?} received {received:?} after its end"
         );
+        if let Received::Message(DaemonMessage {
+            generation,
+            body: Some(Reply::Assignment(assignment)),
+        }) = &received
+            && let Some((node, _)) = self.current.iter().find(|(_, current)| **current == conn)
+        {
+            let of = (node.clone(), *generation);
+            self.assignment_ids.insert(of, assignment.assignment_id.clone());
+        }
         stream.push(received);
     }
 
@@ -107,10 +137,17 @@ impl Scene {
             job_id: self.job.into(),
             incarnation: node.into(),
             generation,
+            assignment_id: self.assignment_id(node, generation),
             body: Some(body),
         };
         let message = Box::new(message);
         self.apply(Event::Message { conn, peer, message });
+    }
+
+    /// Which assignment of the generation this node has received; empty if none.
+    fn assignment_id(&self, node: &str, generation: u64) -> String {
+        let id = self.assignment_ids.get(&(node.to_owned(), generation));
+        id.cloned().unwrap_or_default()
     }
 
     /// Opens a new stream for the node and joins on it.
@@ -202,8 +239,13 @@ impl Scene {
     }
 
     fn put(&mut self, generation: u64, key: &str, value: &[u8]) -> u64 {
+        self.put_as("", generation, key, value)
+    }
+
+    fn put_as(&mut self, assignment_id: &str, generation: u64, key: &str, value: &[u8]) -> u64 {
         self.last_id += 1;
         let request = KvPutRequest {
+            assignment_id: assignment_id.into(),
             job_id: JOB.into(),
             generation,
             key: key.into(),
@@ -223,6 +265,7 @@ impl Scene {
             generation,
             key: key.into(),
             timeout_ms,
+            ..KvGetRequest::default()
         };
         self.apply(Event::KvGet {
             call: CallId(self.last_id),

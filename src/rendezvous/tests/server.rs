@@ -1,6 +1,6 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
+use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError, KvScope};
 use ddp_proto::ids::{Generation, NodeId};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::super::actor::{Actor, Request};
-use super::super::{ServeError, serve};
+use super::super::{Ledger, ServeError, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
@@ -22,10 +22,14 @@ struct Daemon {
 
 impl Daemon {
     async fn start(config: Config) -> Self {
+        Self::with(config, None).await
+    }
+
+    async fn with(config: Config, ledger: Option<Ledger>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(serve(listener, config, async {
+        let task = tokio::spawn(serve(listener, config, ledger, async {
             let _ = stopped.await;
         }));
         Self { endpoint, stop, task }
@@ -82,7 +86,15 @@ async fn next_assignment(agent: &mut AgentStream) -> (Generation, Assignment) {
 }
 
 fn send(agent: &AgentStream, generation: u64, body: Body) {
-    agent.sender().send(Generation(generation), body).unwrap();
+    agent.sender().send(Generation(generation), "", body).unwrap();
+}
+
+fn scope(generation: Generation) -> KvScope {
+    KvScope {
+        job_id: JOB.into(),
+        generation,
+        assignment_id: String::new(),
+    }
 }
 
 async fn leave(agent: AgentStream) {
@@ -107,11 +119,13 @@ async fn two_agents_go_through_a_failure_to_success() {
     assert_eq!(seen_by_a.master_addr, "127.0.0.1", "both come from the loopback");
 
     let (at_a, at_b) = (daemon.client().await, daemon.client().await);
-    let read = tokio::spawn(async move { at_b.kv_get(JOB, first, "id", PATIENCE).await });
-    at_a.kv_put(JOB, first, "id", b"unique".to_vec()).await.unwrap();
+    let read = tokio::spawn(async move { at_b.kv_get(&scope(first), "id", PATIENCE).await });
+    at_a.kv_put(&scope(first), "id", b"unique".to_vec())
+        .await
+        .unwrap();
     assert_eq!(read.await.unwrap().unwrap().as_deref(), Some(&b"unique"[..]));
     let blocked = at_a.clone();
-    let blocked = tokio::spawn(async move { blocked.kv_get(JOB, first, "never", PATIENCE).await });
+    let blocked = tokio::spawn(async move { blocked.kv_get(&scope(first), "never", PATIENCE).await });
 
     send(&b, 1, Body::WorkerExit(killed(2, 9)));
     for agent in [&mut a, &mut b] {
@@ -124,7 +138,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         assert_eq!(over.first_failure.unwrap().stderr_tail, ["last words"]);
     }
     let words = "generation superseded: rank 2 (node `b`) died of SIGKILL".to_owned();
-    let late = at_a.kv_get(JOB, first, "id", PATIENCE).await;
+    let late = at_a.kv_get(&scope(first), "id", PATIENCE).await;
     assert_eq!(late, Err(ClientError::Superseded { cause: words.clone() }));
     match blocked.await.unwrap() {
         // The read may have come before or after the end; both return the cause.
@@ -212,6 +226,40 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
 }
 
 #[tokio::test]
+async fn what_cannot_be_written_down_is_not_sent() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = Daemon::with(Config::default(), Some(Ledger::on_a_full_disk(dir.path()))).await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let gone = timeout(PATIENCE, a.next())
+        .await
+        .expect("the stream ends")
+        .unwrap_err();
+    assert!(gone.is_broken(), "{gone:?}");
+    let ended = timeout(PATIENCE, daemon.task)
+        .await
+        .expect("so does the daemon")
+        .unwrap();
+    assert!(matches!(ended, Err(ServeError::Ledger(_))), "{ended:?}");
+}
+
+#[tokio::test]
+async fn a_stream_on_which_nobody_joins_is_ended() {
+    let daemon = Daemon::start(Config {
+        join_wait: Duration::from_millis(10),
+        ..Config::default()
+    })
+    .await;
+    let mut silent = daemon.agent("silent").await;
+    let gone = timeout(PATIENCE, silent.next())
+        .await
+        .expect("it ends")
+        .unwrap_err();
+    assert!(gone.is_broken(), "{gone:?}");
+    daemon.end().await;
+}
+
+#[tokio::test]
 async fn status_and_health_answer() {
     let daemon = Daemon::start(Config::default()).await;
     let client = daemon.client().await;
@@ -253,33 +301,40 @@ async fn errors_of_the_store_keep_their_meaning() {
     let client = daemon.client().await;
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
-    let (generation, _) = next_assignment(&mut a).await;
-    client.kv_put(JOB, generation, "k", vec![1]).await.unwrap();
+    let (generation, assignment) = next_assignment(&mut a).await;
+    client.kv_put(&scope(generation), "k", vec![1]).await.unwrap();
     for bound in [Duration::ZERO, Duration::from_millis(20)] {
-        assert_eq!(client.kv_get(JOB, generation, "never", bound).await, Ok(None));
+        assert_eq!(client.kv_get(&scope(generation), "never", bound).await, Ok(None));
     }
+    let elsewhere = KvScope {
+        job_id: "no-job".into(),
+        ..scope(generation)
+    };
+    let another = KvScope {
+        assignment_id: "another".into(),
+        ..scope(generation)
+    };
     let errors = [
-        client.kv_put(JOB, generation, "k", vec![2]).await.unwrap_err(),
+        client.kv_put(&scope(generation), "k", vec![2]).await.unwrap_err(),
+        client.kv_put(&another, "k", vec![1]).await.unwrap_err(),
         client
             .kv_put(
-                JOB,
-                generation,
+                &scope(generation),
                 "big",
                 vec![0; Config::default().kv.value_bytes + 1],
             )
             .await
             .unwrap_err(),
-        client
-            .kv_get("no-job", generation, "k", PATIENCE)
-            .await
-            .unwrap_err(),
+        client.kv_get(&elsewhere, "k", PATIENCE).await.unwrap_err(),
     ];
     let words = errors
         .map(|e| e.to_string().replace(&daemon.endpoint, "HOST:PORT"))
+        .map(|words| words.replace(&assignment.assignment_id[..8], "OWN"))
         .join("\n");
     insta::assert_snapshot!(words, @r"
     cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with a different value (1 bytes, now 1 bytes)
       hint: keys are write-once in a generation; use a different key for each value
+    generation superseded: this rendezvous daemon has assigned generation 1 anew (assignment `OWN`, not `another`)
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
     cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job`
     ");
@@ -333,7 +388,7 @@ async fn many_nodes_meet() {
 
 #[tokio::test]
 async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
-    let (actor, requests) = Actor::new(Config::default());
+    let (actor, requests) = Actor::new(Config::default(), None);
     let actor = tokio::spawn(actor.run());
     let peer = Peer {
         remote: [127, 0, 0, 1].into(),
@@ -344,6 +399,7 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
             job_id: JOB.into(),
             incarnation: node.into(),
             generation: 0,
+            assignment_id: String::new(),
             body: Some(body),
         };
         Request::Event(Event::Message {
@@ -389,5 +445,6 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
     timeout(PATIENCE, actor)
         .await
         .expect("the actor ends when all senders are gone")
+        .unwrap()
         .unwrap();
 }

@@ -23,12 +23,26 @@ impl Daemon {
     /// On the port of one that was killed, for instance.
     #[track_caller]
     pub(crate) fn start_at(address: &str) -> Self {
-        let args = ["serve", "--listen", address].map(Into::into);
+        Self::start_with(address, &[])
+    }
+
+    /// With more flags.
+    #[track_caller]
+    pub(crate) fn start_with(address: &str, flags: &[&str]) -> Self {
+        let args = ["serve", "--listen", address]
+            .into_iter()
+            .chain(flags.iter().copied());
         let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(args)
+            .args(args.map(Into::into))
             .start();
         let endpoint = running.wait_for("127.0.0.1:");
         Self { running, endpoint }
+    }
+
+    /// Waits for a line of its log.
+    #[track_caller]
+    pub(crate) fn wait_for(&mut self, pattern: &str) {
+        self.running.wait_for(pattern);
     }
 
     /// Ends it as a crash does.

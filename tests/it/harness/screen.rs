@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::process::{Child, Command};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::pty::{Winsize, openpty};
@@ -98,6 +98,26 @@ impl Screen {
         self.keyboard
             .write_all(text.as_bytes())
             .expect("a terminal takes it");
+    }
+
+    /// Types `text` until the screen shows `answer`: a launcher does not count a signal that comes at once after the one
+    /// before.
+    pub(crate) fn insist(&mut self, text: &str, answer: &str) {
+        let last = Instant::now() + PATIENCE;
+        while Instant::now() < last {
+            self.type_in(text);
+            let deadline = Instant::now() + Duration::from_millis(200);
+            while let Ok(bytes) = self
+                .output
+                .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            {
+                self.seen.push_str(&String::from_utf8_lossy(&bytes));
+                if self.seen[self.read..].contains(answer) {
+                    return;
+                }
+            }
+        }
+        panic!("no `{answer}`; the screen shows:\n{}", self.seen);
     }
 
     /// True if the terminal shows what is typed.

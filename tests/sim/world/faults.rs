@@ -16,7 +16,7 @@ use super::{SimEvent, World};
 use crate::node::NodeEvent;
 
 /// Every kind of fault and of world, as [`World::note`] counts them: a run of the simulation that lacks one proves less.
-pub(crate) const KINDS: [&str; 24] = [
+pub(crate) const KINDS: [&str; 25] = [
     "agent killed",
     "agent stalled",
     "agent stopped by a signal",
@@ -25,6 +25,7 @@ pub(crate) const KINDS: [&str; 24] = [
     "cut from the daemon",
     "cut to the daemon",
     "daemon killed",
+    "daemon with a ledger",
     "daemon stalled",
     "half-open stream at the agent",
     "half-open stream at the daemon",
@@ -122,7 +123,7 @@ impl World {
         self.note("daemon killed");
         self.kill_daemon(newest);
         let delay = self.pause(1500);
-        self.later(delay, SimEvent::DaemonStarts);
+        self.later(delay, SimEvent::DaemonStarts(newest));
     }
 
     fn kill_daemon(&mut self, daemon: usize) {
@@ -160,7 +161,7 @@ impl World {
             return;
         }
         self.note("two daemons");
-        self.start_daemon();
+        self.start_daemon(None);
         for host in 0..self.routes.len() {
             if self.happens(0.5) {
                 self.routes[host] = old;
@@ -321,13 +322,15 @@ impl World {
     fn hostile_message(&mut self, number: usize, call: CallId) -> Result<AgentMessage, Event> {
         let node = &self.nodes[number];
         let job_id = self.jobs[node.job].name.clone();
+        let own = node.machine.generation().0;
+        let own_id = node.memory.assignment_id(node.machine.generation()).to_owned();
         let message = |incarnation: &str, generation, body| AgentMessage {
             job_id: job_id.clone(),
             incarnation: incarnation.to_owned(),
             generation,
+            assignment_id: own_id.clone(),
             body,
         };
-        let own = node.machine.generation().0;
         let nonsense = Join {
             protocol: 7,
             place: Some(Box::new(Place::default())),
@@ -342,13 +345,14 @@ impl World {
             ..WorkerExit::default()
         });
         let success = Some(Body::NodeSucceeded(NodeSucceeded {}));
-        let put = |generation, key: &str, bytes| Event::KvPut {
+        let put = |generation, assignment_id: &str, key: &str, bytes| Event::KvPut {
             call,
             request: KvPutRequest {
                 job_id: job_id.clone(),
                 generation,
                 key: key.to_owned(),
                 value: vec![0; bytes],
+                assignment_id: assignment_id.to_owned(),
             },
         };
         let get = KvGetRequest {
@@ -356,16 +360,18 @@ impl World {
             generation: own,
             key: "meeting".into(),
             timeout_ms: u32::MAX,
+            assignment_id: own_id.clone(),
         };
-        match self.rng.random_range(0..9) {
+        match self.rng.random_range(0..10) {
             0 => Ok(message(&node.incarnation, own, success)),
             1 => Ok(message(&node.incarnation, own, Some(exit))),
             2 => Ok(message("stranger", u64::MAX, Some(Body::Join(node.join.clone())))),
             3 => Ok(message("stranger", 0, Some(Body::Join(nonsense)))),
             4 => Ok(message("stranger", 0, Some(Body::Join(is_long)))),
             5 => Ok(message("", 0, None)),
-            6 => Err(put(u64::MAX, "meeting", 1)),
-            7 => Err(put(own, &"k".repeat(10_000), 1)),
+            6 => Err(put(u64::MAX, &own_id, "meeting", 1)),
+            7 => Err(put(own, &own_id, &"k".repeat(10_000), 1)),
+            8 => Err(put(own, "another assignment", "meeting", 1)),
             _ => Err(Event::KvGet { call, request: get }),
         }
     }

@@ -116,6 +116,7 @@ impl World {
             job_id: self.jobs[node.job].name.clone(),
             incarnation: node.incarnation.clone(),
             generation: generation.0,
+            assignment_id: node.memory.assignment_id(generation).to_owned(),
             body: Some(body),
         };
         self.send_up(conn, |conn| SimEvent::Arrives(conn, message));

@@ -78,8 +78,10 @@ impl World {
     }
 
     /// One job of `--nnodes 1`, with two hosts for it; nothing happens by itself.
-    pub(crate) fn of_one_node(seed: u64, loud: bool) -> Self {
-        let mut world = Self::quiet(seed, loud);
+    pub(crate) fn of_one_node(seed: u64, has_ledgers: bool) -> Self {
+        let mut world = Self::quiet(seed, false);
+        world.has_ledgers = has_ledgers;
+        world.daemons[0].ledger = has_ledgers.then(BTreeMap::new);
         world.jobs.truncate(1);
         let job = &mut world.jobs[0];
         (job.min_nodes, job.max_nodes, job.hosts) = (1, 1, 0..2);
@@ -114,6 +116,7 @@ impl World {
             failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / (hosts as f64).sqrt(),
             work_ms: 0..20_000,
             put_ms: 3000,
+            has_ledgers: rng.random_bool(0.5),
             has_drift: rng.random_bool(0.5),
             is_hostile: false,
             ids: 0,
@@ -137,7 +140,10 @@ impl World {
                 world.note("job with spares");
             }
         }
-        world.start_daemon();
+        if world.has_ledgers {
+            world.note("daemon with a ledger");
+        }
+        world.start_daemon(None);
         world
     }
 
@@ -150,19 +156,29 @@ impl World {
         }
     }
 
-    /// From now on all hosts reach a new daemon.
-    pub(super) fn start_daemon(&mut self) {
+    /// From now on all hosts reach a new daemon; it has the ledger of a dead one if it takes its place.
+    pub(super) fn start_daemon(&mut self, in_place_of: Option<usize>) {
+        let number = self.daemons.len();
+        let mut ledger = self.has_ledgers.then(BTreeMap::new);
+        let mut first = number;
+        if let Some(dead) = in_place_of.map(|dead| &mut self.daemons[dead])
+            && dead.ledger.is_some()
+        {
+            (ledger, first) = (dead.ledger.take(), dead.first);
+        }
+        let records = ledger.iter().flat_map(BTreeMap::values).cloned().collect();
         let daemon = Daemon {
-            state: State::new(self.config.clone()),
+            state: State::recall(self.config.clone(), records, Duration::ZERO),
             born: self.now,
             pace: self.pace(),
             is_alive: true,
             stalled: None,
             backlog: Vec::new(),
+            ledger,
+            first,
         };
         self.daemons.push(daemon);
-        let newest = self.daemons.len() - 1;
-        self.routes.fill(newest);
+        self.routes.fill(number);
     }
 
     pub(crate) fn start(&mut self, host: usize) {

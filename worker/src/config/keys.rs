@@ -14,7 +14,7 @@ use super::schema::{
     Model, ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Pipeline, PipelineSchedule,
     Run, Schedule, ShardGroup, StepRange, Tokenizer, Train,
 };
-use super::source::{ConfigError, Node, Source, Value};
+use super::source::{ConfigError, Node, Origin, Source, Value};
 
 /// A row of the table.
 pub(super) struct Key {
@@ -314,7 +314,7 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
         other => {
             let (subject, found) = (subject(prefix), found(other));
             let problem = format!("{subject} is {found}, expected a section with keys");
-            return Err(source.error_at(node.origin, problem, None));
+            return Err(source.error_at(node.origin, problem, meant_key(prefix, other)));
         }
     };
     let mut values = serde_json::Map::new();
@@ -335,20 +335,25 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
         };
         values.insert(entry.key.clone(), value);
     }
-    match missing(prefix, &values) {
+    match missing(source, prefix, &values) {
         None => Ok(values.into()),
         Some((problem, hint)) => Err(source.error_at(node.origin, problem, Some(hint))),
     }
 }
 
 /// A required section or key with this prefix that `values` lacks, and what to write.
-fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<(String, String)> {
+fn missing(
+    source: &Source,
+    prefix: &str,
+    values: &serde_json::Map<String, Json>,
+) -> Option<(String, String)> {
     let required = KEYS.iter().filter(|key| key.presence == Required);
     let mut below = required.filter_map(|key| key.path.strip_prefix(prefix));
     below.find_map(|rest| match rest.split_once('.') {
         None if !values.contains_key(rest) => Some((
             format!("`{prefix}{rest}` is missing"),
-            format!("add `{rest}: …` under `{}:`", prefix.trim_end_matches('.')),
+            outside(source, prefix, rest)
+                .unwrap_or_else(|| format!("add `{rest}: …` under `{}:`", prefix.trim_end_matches('.'))),
         )),
         Some((section, key)) if prefix.is_empty() && !key.contains('.') && !values.contains_key(section) => {
             Some((
@@ -358,6 +363,21 @@ fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<(Stri
         }
         _ => None,
     })
+}
+
+/// What to write if a key of this section stands outside of all sections in the file.
+fn outside(source: &Source, prefix: &str, key: &str) -> Option<String> {
+    let Value::Map(entries) = &source.root().value else {
+        return None;
+    };
+    let entry = entries.iter().find(|entry| entry.key == key)?;
+    let Origin::Line(line) = entry.origin else {
+        return None;
+    };
+    let section = prefix.trim_end_matches('.');
+    Some(format!(
+        "line {line} has `{key}` at the top level: indent it under `{section}:`"
+    ))
 }
 
 impl Key {
@@ -459,6 +479,51 @@ const WORDS_OF_OTHERS: &[(&str, &str)] = &[
     ("cuda", "nccl"),
     ("gpu", "nccl"),
 ];
+
+/// Keys of other programs, in whichever section, with what they are here.
+pub(super) const KEYS_OF_OTHERS: &[(&str, &str)] = &[
+    ("batch_size", "train.micro_batch"),
+    ("micro_batch_size", "train.micro_batch"),
+    ("epochs", "train.steps"),
+    ("num_epochs", "train.steps"),
+    ("max_steps", "train.steps"),
+    ("learning_rate", "train.optimizer.lr"),
+    ("gradient_accumulation_steps", "train.grad_accumulation"),
+    ("micro_batches", "train.grad_accumulation"),
+    ("num_micro_batches", "train.grad_accumulation"),
+    ("zero", "parallel.strategy"),
+    ("zero_stage", "parallel.strategy"),
+    ("fsdp", "parallel.strategy"),
+    ("tp", "parallel.tensor"),
+    ("tp_size", "parallel.tensor"),
+    ("pp", "parallel.pipeline.stages"),
+    ("pp_size", "parallel.pipeline.stages"),
+    ("hidden_size", "model.n_embd"),
+    ("d_model", "model.n_embd"),
+    ("num_layers", "model.n_layer"),
+    ("num_hidden_layers", "model.n_layer"),
+    ("num_heads", "model.n_head"),
+    ("num_attention_heads", "model.n_head"),
+    ("intermediate_size", "model.n_inner"),
+    ("seq_len", "model.block_size"),
+    ("n_ctx", "model.block_size"),
+    ("max_seq_len", "model.block_size"),
+    ("context_length", "model.block_size"),
+];
+
+/// The key that a value was meant for which stands in the place of its section: the section's first, if it takes it.
+fn meant_key(prefix: &str, value: &Value) -> Option<String> {
+    let (key, name) = KEYS
+        .iter()
+        .find_map(|key| Some((key, key.path.strip_prefix(prefix)?)))?;
+    let is_meant = !prefix.is_empty() && name != "<flag>" && key.allowed.refusal(value).is_none();
+    let section = prefix
+        .trim_end_matches('.')
+        .rsplit('.')
+        .next()
+        .unwrap_or_default();
+    is_meant.then(|| format!("did you mean `{section}: {{ {name}: {value} }}`?"))
+}
 
 /// What a word means that other programs have, or that is only spelled otherwise.
 fn meant_word(found: &str, words: &[&str]) -> Option<String> {
@@ -568,6 +633,14 @@ fn subject(prefix: &str) -> String {
 
 /// What to write instead of an unknown key of a section.
 fn suggestion(prefix: &str, key: &str) -> String {
+    if let Some((name, value)) = key.split_once(':')
+        && (find(&format!("{prefix}{name}")).is_some() || is_section(&format!("{prefix}{name}")))
+    {
+        return format!("put a space after the colon: `{name}: {}`", value.trim_start());
+    }
+    if let Some((_, ours)) = KEYS_OF_OTHERS.iter().find(|(theirs, _)| *theirs == key) {
+        return format!("did you mean `{ours}`?");
+    }
     let mut siblings: Vec<&str> = Vec::new();
     for known in KEYS.iter().filter_map(|key| key.path.strip_prefix(prefix)) {
         let name = known.split('.').next().unwrap_or(known);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::keys;
 use super::schema::{
     Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerConfig, OptimizerKind, OptimizerOffload,
-    Paths, Precision, ReduceDtype, Resume, Strategy, Sync, TrainConfig,
+    Paths, Pipeline, Precision, ReduceDtype, Resume, Strategy, Sync, TrainConfig,
 };
 use super::source::{ConfigError, Source};
 use crate::data::{DataError, HELD_OUT_PART, Tokens, Vocabulary};
@@ -35,6 +35,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigErro
 /// As [`load`], for callers that report their own errors at the place of a key.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let located = load_without_data(path, overrides)?;
+    check_schedule(&located.config, &located.source)?;
     check_data(&located.config, &located.source)?;
     Ok(located)
 }
@@ -341,6 +342,19 @@ fn accumulate(config: &TrainConfig, source: &Source) -> Option<Broken> {
             "leave it out, or set `parallel.accumulate: full`".into(),
         )
     })
+}
+
+/// A schedule without `stages` would train without a pipeline. With `stages: 1` that is asked for; and a search for
+/// layouts, which reads no data, finds the stages itself.
+fn check_schedule(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
+    let (key, stages) = ("parallel.pipeline.schedule", "parallel.pipeline.stages");
+    let has_default = config.parallel.pipeline.schedule == Pipeline::default().schedule;
+    if has_default || source.entries().iter().any(|(entry, _)| entry == stages) {
+        return Ok(());
+    }
+    let problem = format!("`{key}` is set, but `{stages}` is not: there is no pipeline");
+    let hint = format!("set `{stages}`, or leave `schedule` out");
+    Err(source.error(key, problem, Some(hint)))
 }
 
 /// The number of heads must divide the number of channels. The error names the key of the two that

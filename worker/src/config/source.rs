@@ -30,10 +30,10 @@ pub struct Source {
 impl Source {
     /// Reads the text of the file at `path`, and applies the overrides in order.
     pub(super) fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
-        let root = Node::parse(text).map_err(|(line, words)| ConfigError {
+        let root = Node::parse(text).map_err(|(line, words, hint)| ConfigError {
             place: place_in(path, line),
             problem: format!("not valid YAML: {words}"),
-            hint: None,
+            hint,
         })?;
         let mut source = Self {
             path: path.to_owned(),
@@ -155,8 +155,8 @@ impl Value {
 }
 
 impl Node {
-    /// Reads one YAML document. The error is a line, 0 where it is not known, and words.
-    fn parse(text: &str) -> Result<Self, (u64, String)> {
+    /// Reads one YAML document. The error is a line, 0 where it is not known, words, and a hint if it is one of syntax.
+    fn parse(text: &str) -> Result<Self, (u64, String, Option<String>)> {
         let options = serde_saphyr::options! {
             with_snippet: false,
             strict_booleans: true,
@@ -171,7 +171,11 @@ impl Node {
                 }
                 Ok(root)
             }
-            Err(error) => Err((error.location().map_or(0, |l| l.line()), message_of(&error))),
+            Err(error) => {
+                let line = error.location().map_or(0, |l| l.line());
+                let (words, hint) = message_of(&error);
+                Err((line, words, hint))
+            }
         }
     }
 
@@ -194,7 +198,7 @@ impl Node {
         }
         let origin = Origin::Set(index);
         let mut node =
-            Self::parse(value).map_err(|(_, words)| format!("the value is not valid YAML: {words}"))?;
+            Self::parse(value).map_err(|(_, words, _)| format!("the value is not valid YAML: {words}"))?;
         node.set_origin(origin);
         *self.entry(path, origin)? = node;
         Ok(())
@@ -312,11 +316,11 @@ impl fmt::Display for Value {
     }
 }
 
-/// The parser's words, without the place, which is reported in our own form, and without advice to
-/// programmers.
-fn message_of(error: &serde_saphyr::Error) -> String {
+/// The parser's words, without the place, which is reported in our own form, and without advice to programmers; and where
+/// to look: a parser notices a wrong indentation only on the line after it.
+fn message_of(error: &serde_saphyr::Error) -> (String, Option<String>) {
     if let Some(words) = own_words(error) {
-        return words;
+        return (words, None);
     }
     let rendered = error.render_with_formatter(&serde_saphyr::UserMessageFormatter);
     let first = rendered.lines().next().unwrap_or("the parser gives no reason");
@@ -329,7 +333,8 @@ fn message_of(error: &serde_saphyr::Error) -> String {
         .iter()
         .filter_map(|cut| first.find(cut))
         .min();
-    first[..end.unwrap_or(first.len())].to_owned()
+    let hint = "check indentation, colons and brackets on this line and on the line before it";
+    (first[..end.unwrap_or(first.len())].to_owned(), Some(hint.into()))
 }
 
 /// Where the parser's own words are those of its authors.

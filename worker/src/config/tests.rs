@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
-use super::keys::{Allowed, KEYS, Presence};
+use super::keys::{Allowed, KEYS, KEYS_OF_OTHERS, Presence};
 use super::{
     CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, RopeScaling,
     Run, ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
@@ -272,9 +272,15 @@ fn missing_sections_and_keys() {
 
 #[test]
 fn broken_yaml() {
-    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @"train.yaml:14: not valid YAML: mapping values are not allowed in this context");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @r"
+    train.yaml:14: not valid YAML: mapping values are not allowed in this context
+      hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given more than once");
-    insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @"train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)");
+    insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @r"
+    train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)
+      hint: check indentation, colons and brackets on this line and on the line before it
+    ");
     insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` starts a second document, but a configuration is a single one");
 }
 
@@ -538,6 +544,84 @@ fn words_and_units_of_other_programs_lead_to_ours() {
     ] {
         assert_eq!(hint(assignment), None, "{assignment}");
     }
+}
+
+#[test]
+fn keys_of_other_programs_lead_to_ours() {
+    insta::assert_snapshot!(set("train.batch_size=4"), @r"
+    `--set train.batch_size=4`: unknown key `train.batch_size`
+      hint: did you mean `train.micro_batch`?
+    ");
+    for (theirs, ours) in [
+        ("train.epochs", "train.steps"),
+        ("train.optimizer.learning_rate", "train.optimizer.lr"),
+        ("parallel.zero", "parallel.strategy"),
+        ("parallel.tp", "parallel.tensor"),
+        ("parallel.pp", "parallel.pipeline.stages"),
+        ("parallel.pipeline.micro_batches", "train.grad_accumulation"),
+        ("model.hidden_size", "model.n_embd"),
+        ("model.d_model", "model.n_embd"),
+        ("model.seq_len", "model.block_size"),
+        ("model.n_ctx", "model.block_size"),
+        ("model.max_seq_len", "model.block_size"),
+        ("model.n_layers", "model.n_layer"),
+        ("model.num_layers", "model.n_layer"),
+        ("train.lr", "train.optimizer.lr"),
+        ("train.seed", "run.seed"),
+    ] {
+        let words = set(&format!("{theirs}=1"));
+        let expected = format!("unknown key `{theirs}`\n  hint: did you mean `{ours}`?");
+        assert!(words.ends_with(&expected), "{words}");
+    }
+}
+
+#[test]
+fn every_key_of_another_program_leads_to_one_of_ours() {
+    for (theirs, ours) in KEYS_OF_OTHERS {
+        assert!(KEYS.iter().any(|key| key.path == *ours), "{ours}");
+        let is_ours = |key: &super::keys::Key| key.path.split('.').any(|name| name == *theirs);
+        assert!(!KEYS.iter().any(is_ours), "{theirs}");
+    }
+}
+
+#[test]
+fn a_value_in_the_place_of_its_section_is_shown_the_key() {
+    insta::assert_snapshot!(set("parallel.pipeline=2"), @r"
+    `--set parallel.pipeline=2`: `parallel.pipeline` is the number `2`, expected a section with keys
+      hint: did you mean `pipeline: { stages: 2 }`?
+    ");
+    assert!(set("train.optimizer=sgd").ends_with("hint: did you mean `optimizer: { kind: sgd }`?"));
+    assert!(set("parallel.pipeline=zbv").ends_with("expected a section with keys"));
+    assert!(set("launch=2").ends_with("expected a section with keys"));
+}
+
+#[test]
+fn a_key_that_is_not_indented_or_lacks_its_space_is_found() {
+    insta::assert_snapshot!(with("  block_size: 16", "block_size: 16"), @r"
+    train.yaml:3: `model.block_size` is missing
+      hint: line 8 has `block_size` at the top level: indent it under `model:`
+    ");
+    insta::assert_snapshot!(with("block_size: 16\n", "block_size: 16\nvocab_size: 300\n"), @r"
+    train.yaml:9: unknown key `vocab_size`
+      hint: did you mean `model.vocab_size`?
+    ");
+    insta::assert_snapshot!(with("  block_size: 16", "  block_size:16"), @r"
+    train.yaml:8: unknown key `model.block_size:16`
+      hint: put a space after the colon: `block_size: 16`
+    ");
+}
+
+#[test]
+fn a_schedule_needs_a_pipeline() {
+    insta::assert_snapshot!(set("parallel.pipeline.schedule=zbv"), @r"
+    `--set parallel.pipeline.schedule=zbv`: `parallel.pipeline.schedule` is set, but `parallel.pipeline.stages` is not: there is no pipeline
+      hint: set `parallel.pipeline.stages`, or leave `schedule` out
+    ");
+    for stages in ["1", "2"] {
+        let stages = format!("parallel.pipeline.stages={stages}");
+        assert!(load_good(&["parallel.pipeline.schedule=zbv", &stages]).is_ok());
+    }
+    assert!(load_good(&["parallel.pipeline.schedule=1f1b"]).is_ok());
 }
 
 #[test]

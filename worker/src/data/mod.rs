@@ -7,7 +7,7 @@
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
 //! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_eval_batch`] |
-//! | `entropy.rs` | [`Entropies`]: what a model without context can reach |
+//! | `entropy.rs` | [`Entropies`]: what models that only count reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
 //! run goes on at the same place from the number of consumed samples alone.

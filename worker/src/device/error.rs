@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use ddp_proto::words;
+
 use super::DType;
 use crate::libraries::LibraryError;
 
@@ -9,7 +11,7 @@ use crate::libraries::LibraryError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
     /// Memory ran out.
-    #[error("cannot allocate {bytes} bytes for `{what}`: {cause}\n  hint: {hint}")]
+    #[error("cannot allocate {} for `{what}`: {cause}\n  hint: {hint}", words::bytes(*bytes as u64))]
     OutOfMemory {
         /// Name of the arena.
         what: String,

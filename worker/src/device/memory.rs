@@ -19,6 +19,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 
 use ddp_proto::mounts::SeenGroup;
+use ddp_proto::words;
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, posix_fallocate};
@@ -87,11 +88,12 @@ impl HostMemory {
         let limit = limit_of(Resource::RLIMIT_FSIZE);
         let wanted = (bytes as u64).saturating_mul(count as u64);
         let (cause, hint, never_fits) = if bytes as u64 > limit {
-            let cause =
-                format!("the limit on file sizes, which also applies to shared memory, is {limit} bytes");
+            let limit = words::bytes(limit);
+            let cause = format!("the limit on file sizes, which also applies to shared memory, is {limit}");
             (cause, "raise it with `ulimit -f unlimited`", true)
         } else if let Some(available) = available_bytes().filter(|available| wanted > *available) {
-            let cause = format!("this node needs {count} of these, but only {available} bytes are available");
+            let available = words::bytes(available);
+            let cause = format!("this node needs {count} of these, but only {available} are available");
             let hint = "lower the model's size or `--nproc-per-node`, or raise the memory limit";
             (cause, hint, most_bytes().is_some_and(|most| wanted > most))
         } else {
@@ -191,11 +193,14 @@ fn out_of_memory(name: &str, bytes: usize, error: impl Into<io::Error>) -> Devic
 fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<(String, bool)> {
     let mapped = held.mapped;
     if mapped.saturating_add(bytes) > limit {
-        let cause =
-            format!("this process may map {limit} bytes (`ulimit -v`) and has already mapped {mapped}");
+        let cause = format!(
+            "this process may map {} (`ulimit -v`) and has already mapped {}",
+            words::bytes(limit),
+            words::bytes(mapped)
+        );
         Some((cause, held.resident.saturating_add(bytes) > limit))
     } else {
-        (bytes > machine).then(|| (format!("the machine has {machine} bytes"), true))
+        (bytes > machine).then(|| (format!("the machine has {}", words::bytes(machine)), true))
     }
 }
 
@@ -241,7 +246,8 @@ impl FileMemory {
         let limit = limit_of(Resource::RLIMIT_FSIZE);
         if length as u64 > limit {
             // The kernel would send SIGXFSZ.
-            return Err(refuse(format!("the limit on file sizes is {limit} bytes"), true));
+            let cause = format!("the limit on file sizes is {}", words::bytes(limit));
+            return Err(refuse(cause, true));
         }
         let file = nameless(dir).map_err(|error| refuse(error.to_string(), false))?;
         allocate(&file, length).map_err(|error| refuse(error.desc().to_lowercase(), false))?;
@@ -437,7 +443,7 @@ mod tests {
         let unlimited = (u64::MAX, 1000);
         let limit = |always| {
             Some((
-                "this process may map 1000 bytes (`ulimit -v`) and has already mapped 800",
+                "this process may map 1000 B (`ulimit -v`) and has already mapped 800 B",
                 always,
             ))
         };
@@ -446,7 +452,7 @@ mod tests {
             (300, 800, (1000, 1000), limit(false)),
             (200, 800, (1000, 1000), None),
             (900, 800, unlimited, None),
-            (1001, 0, unlimited, Some(("the machine has 1000 bytes", true))),
+            (1001, 0, unlimited, Some(("the machine has 1000 B", true))),
         ] {
             let held = AddressSpace {
                 mapped,
@@ -490,7 +496,7 @@ mod tests {
         let missing = dir.path().join("nowhere");
         let error = FileMemory::create(&missing, "moments", 10, "make it").unwrap_err();
         let expected = format!(
-            "cannot allocate 10 bytes for `moments`: `{}`: No such file or directory (os error 2)\n  hint: make it",
+            "cannot allocate 10 B for `moments`: `{}`: No such file or directory (os error 2)\n  hint: make it",
             missing.display()
         );
         assert_eq!(error.to_string(), expected);

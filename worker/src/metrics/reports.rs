@@ -241,7 +241,7 @@ pub struct Summary {
     /// The step after which it was measured.
     #[serde(default)]
     pub best_val_step: Option<u64>,
-    /// What a model without context reaches on the same data.
+    /// What models that only count reach on the validation data.
     pub entropies: Entropies,
     /// Bytes of text to a token of the validation data; none if their files do not record it.
     #[serde(default)]
@@ -482,8 +482,8 @@ mod tests {
             best_val_loss: Some(2.25),
             best_val_step: Some(2),
             entropies: Entropies {
-                unigram: 3.26,
-                bigram: Some(2.45),
+                unigram: 3.25,
+                bigram: Some(2.32),
             },
             bytes_per_token: Some(1.0),
             seconds: 1.5,

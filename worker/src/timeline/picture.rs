@@ -153,7 +153,7 @@ impl<'a> Rank<'a> {
             );
         }
         if overlap.late_us > 0.0 {
-            let _ = write!(words, "; stalled {:.1} ms for later ranks", ms(overlap.late_us));
+            let _ = write!(words, "; {:.1} ms waiting for slower ranks", ms(overlap.late_us));
         }
         words
     }

@@ -17,7 +17,7 @@ use super::setup::{Prepared, Substitutes, open, prepare};
 use super::startup_table::introduction;
 use super::step::Outcome;
 use crate::config::TrainConfig;
-use crate::data::{Dataset, Entropies};
+use crate::data::{Dataset, Entropies, Tokens};
 use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
 
@@ -222,16 +222,11 @@ fn summary(
     })
 }
 
-/// Entropies of a text as a whole, held-out part included; where tokens are more than bytes, of the validation tokens.
-/// Of long data only the start is counted.
+/// What models that only count reach on the validation data. Of long data only the start is counted.
 fn entropies(dataset: &Dataset) -> Result<Entropies, TrainError> {
-    let measured = if dataset.vocabulary.is_bytes() {
-        dataset.train.whole()
-    } else {
-        dataset.val.clone()
-    };
-    let part = measured.part(0..measured.len().min(MAX_ENTROPY_TOKENS));
-    Ok(Entropies::of(&part, dataset.vocabulary.size)?)
+    let start = |tokens: &Tokens| tokens.part(0..tokens.len().min(MAX_ENTROPY_TOKENS));
+    let [train, val] = [&dataset.train, &dataset.val].map(start);
+    Ok(Entropies::of(&train, &val, dataset.vocabulary.size)?)
 }
 
 /// What to know of a run that has ended: what it took and came to, where its files are, and what to do next. Every model
@@ -306,8 +301,8 @@ mod tests {
             best_val_loss: Some(1.717_9),
             best_val_step: Some(600),
             entropies: Entropies {
-                unigram: 3.26,
-                bigram: Some(2.45),
+                unigram: 3.25,
+                bigram: Some(2.32),
             },
             bytes_per_token: Some(1.0),
             seconds: 32.4,
@@ -325,7 +320,7 @@ mod tests {
     fn the_end_says_what_to_know() {
         insta::assert_snapshot!(farewell(&summary(), 0, Path::new("runs/a/b")), @"
         done: 600 steps, 0:32 at 38.2k tok/s
-        val loss 1.718 nats/byte (unigram 3.26, bigram 2.45)
+        val loss 1.718 nats/byte (unigram 3.25, bigram 2.32)
         checkpoint  runs/a/b/checkpoints/step_00000600
         metrics     runs/a/b/metrics.jsonl
         next        ddp-train plot runs/a/b
@@ -357,9 +352,9 @@ mod tests {
         tokens.entropies.bigram = None;
         (tokens.val_loss, tokens.bytes_per_token) = (Some(3.2812), None);
         (tokens.best_val_loss, tokens.best_val_step) = (Some(3.19), Some(560));
-        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.26); best val loss 3.190 after step 560");
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.25); best val loss 3.190 after step 560");
         (tokens.bytes_per_token, tokens.best_val_loss) = (Some(4.0), None);
-        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.26), 0.820 nats/byte");
+        insta::assert_snapshot!(validation(&tokens).unwrap(), @"val loss 3.281 nats/token (unigram 3.25), 0.820 nats/byte");
         tokens.val_loss = None;
         assert_eq!(validation(&tokens), None);
     }

@@ -262,7 +262,7 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
     let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
     let what = match scheme.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
-            return "ddp: a single rank, nothing to shard".to_owned();
+            return nothing_to_shard(scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]));
         }
         Strategy::Ddp => match scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]) {
             1 => return "ddp: full replica on each rank".to_owned(),
@@ -283,6 +283,15 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         _ => "; parameters are gathered while the next forward starts",
     };
     format!("{what} sharded over {ranks}{copies}{kept}")
+}
+
+/// Why `ddp` takes the place of a strategy that shards, where a copy of the model lies on so many ranks.
+fn nothing_to_shard(ranks: usize) -> String {
+    let copy = match ranks {
+        1 => "a single rank".to_owned(),
+        ranks => format!("{ranks} ranks hold a single data-parallel copy"),
+    };
+    format!("ddp: {copy}, nothing to shard")
 }
 
 /// How many ranks divide each matrix, if several do.
@@ -449,6 +458,12 @@ mod tests {
         insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 steps are done; increase `train.steps` to continue");
         train.schedule.kind = LearningRate::Constant;
         assert_eq!(stretched(&train, 300, 280, 16), None);
+    }
+
+    #[test]
+    fn the_line_of_a_strategy_that_has_nothing_to_shard() {
+        insta::assert_snapshot!(nothing_to_shard(1), @"ddp: a single rank, nothing to shard");
+        insta::assert_snapshot!(nothing_to_shard(2), @"ddp: 2 ranks hold a single data-parallel copy, nothing to shard");
     }
 
     /// Of parameters, gradients and AdamW's state of seven billion parameters in f32.

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use ddp_proto::exit;
+use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::DaemonMessage;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use tokio::time::Instant;
@@ -137,7 +138,9 @@ impl Driver<'_> {
                 waiting.lease_ms
             }
             Some(Word::Assignment(assignment)) => {
-                if self.machine.is_running() && message.generation == self.machine.generation().0 {
+                if self.machine.is_running()
+                    && self.machine.is_own(Generation(message.generation), assignment)
+                {
                     self.console.say(&format!(
                         "generation {} continues without a restart",
                         message.generation
@@ -146,6 +149,7 @@ impl Driver<'_> {
                 }
                 self.event_log.put(LogEvent::Assigned {
                     generation: message.generation,
+                    assignment_id: &assignment.assignment_id,
                     node_rank: assignment.node_rank,
                     nodes: assignment.nodes.len(),
                     restart_count: assignment.restart_count,

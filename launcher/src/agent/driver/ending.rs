@@ -160,7 +160,7 @@ impl Driver<'_> {
             program: &self.plan.command.display_name,
             executable: &self.plan.command.program,
             hostname: &self.hostname,
-            output_unseen: self.plan.output.direct,
+            output_unseen: self.plan.output.direct || self.plan.output.raw,
             local_failure: self.local_failure.as_ref(),
             local_ends: &self.worker_group.local_ends(),
             failures: &self.failures,

@@ -25,7 +25,7 @@ impl Driver<'_> {
         if !self.told_unwatched && self.worker_group.is_unwatched(bound) {
             self.told_unwatched = true;
             self.console.say(&format!(
-                "`--hang-timeout` has no effect: no worker on this node has sent a heartbeat in {} s
+                "`--hang-timeout` is not active yet: no worker on this node has sent a heartbeat in {} s; each is watched from its first one on
   \
                  hint: Python scripts send them with `ddp_run.heartbeat(step)` (package `ddp_run`)",
                 bound.as_secs_f64()

@@ -43,6 +43,7 @@ use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
 use crate::spawn::{SpawnEvent, SpawnNews, Spawner, check_program};
+use crate::tcp_store::TcpStoreServer;
 use daemon_link::DaemonLink;
 
 /// Version of the protocol that this agent speaks.
@@ -80,6 +81,8 @@ pub(super) struct Driver<'a> {
     link: Link,
     client: Option<Client>,
     master_port: Option<MasterPort>,
+    /// On node 0, if the workers' PyTorch uses one; it stays open until the next generation begins.
+    tcp_store: Option<TcpStoreServer>,
     inbox: Inbox,
     task_results: mpsc::Sender<TaskResult>,
     /// What the workers of the current generation need is being made.
@@ -144,6 +147,7 @@ impl<'a> Driver<'a> {
             worker_group: WorkerGroup::none(),
             client: None,
             master_port: None,
+            tcp_store: None,
             preparing: false,
             deferred: BTreeSet::new(),
             asking: None,
@@ -190,6 +194,7 @@ impl<'a> Driver<'a> {
             if let Some(exit_reason) = self.finished.take() {
                 let report = self.report(&exit_reason);
                 self.publish(&exit_reason, report.as_deref()).await;
+                self.event_log.shutdown().await;
                 return (exit_reason, report);
             }
             let mail = self.inbox.next(self.alarm).await;

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ddp_proto::client::KvScope;
 use ddp_proto::exit;
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body as Report;
@@ -22,9 +23,14 @@ use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::spawn::Batch;
+use crate::tcp_store::TcpStoreServer;
 
 impl Driver<'_> {
     pub(super) fn join(&mut self, generation: Generation) {
+        // What is left of the last generation does not meet the next one.
+        if let Some(last) = self.tcp_store.take() {
+            last.close();
+        }
         // Released before the next one is reserved.
         self.master_port = None;
         let asked = self.plan.master_port;
@@ -74,6 +80,7 @@ impl Driver<'_> {
         self.run_token.clone_from(&assignment.run_token);
         self.worker_group = WorkerGroup::none();
         self.preparing = true;
+        let agent_store = self.host_store(&assignment);
         let entry = self.group.as_deref().and_then(WorkerCgroup::entry);
         let making = Making {
             plan: self.plan.clone(),
@@ -86,9 +93,30 @@ impl Driver<'_> {
             pump: self.pump.clone(),
             generation,
             assignment,
+            agent_store,
         };
         let making = self.files.give(move || making.make());
         tasks::prepare(self.task_results.clone(), generation, making);
+    }
+
+    /// Hosts the store of the workers' PyTorch, if this is node 0. True if no worker of this node needs to do that.
+    fn host_store(&mut self, assignment: &Assignment) -> bool {
+        if !self.plan.command.agent_store || assignment.node_rank != 0 {
+            return self.plan.command.agent_store;
+        }
+        // It was said already if there is none.
+        let Some(port) = &self.master_port else {
+            return false;
+        };
+        let listening = port.listen();
+        match listening.and_then(|listener| TcpStoreServer::start(listener, self.console.clone())) {
+            Ok(store) => self.tcp_store = Some(store),
+            Err(error) => self.console.say(&format!(
+                "cannot host the store of the workers at MASTER_PORT {}; rank 0 has to: {error}",
+                port.get()
+            )),
+        }
+        self.tcp_store.is_some()
     }
 
     /// Starts no more workers. Those that are not even prepared are not waited for.
@@ -133,6 +161,11 @@ impl Driver<'_> {
         };
         self.worker_group = prepared.worker_group;
         self.local_failure = None;
+        let scope = KvScope {
+            job_id: self.plan.job_id.clone(),
+            generation,
+            assignment_id: self.machine.assignment_id().to_owned(),
+        };
         self.control.begin(Place {
             generation,
             contracts: prepared
@@ -141,7 +174,7 @@ impl Driver<'_> {
                 .map(ddp_proto::env::WorkerEnv::to_vars)
                 .collect(),
             node_addrs,
-            store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
+            store: Arc::new(Store::new(client, scope)),
             pids: vec![None; self.worker_group.len()],
             spawned: false,
             asked_to_stop: None,
@@ -193,6 +226,7 @@ struct Making {
     pump: Pump,
     generation: Generation,
     assignment: Assignment,
+    agent_store: bool,
 }
 
 impl Making {
@@ -214,7 +248,9 @@ impl Making {
             hostname: &self.hostname,
             control: &self.control,
             output: &plan.output,
+            signal_scope: plan.signals.scope,
             native: plan.command.native,
+            agent_store: self.agent_store,
             master_addr: plan.master_addr.as_deref(),
             cores: &plan.cores,
             group: group.as_deref(),

@@ -352,10 +352,13 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
         PipelineSchedule::Greedy => greedy(shape),
     };
     made.map_err(|error| {
-        let hint = format!(
-            "change `{CHUNKS}` (chunks per rank), `train.grad_accumulation` (micro-batches) or `{SCHEDULE}`"
-        );
-        refused(SCHEDULE, format!("`{SCHEDULE}`: {error}"), hint)
+        // With the chunks that the schedule has anyway, others would not help.
+        let chunks = match shape.chunks == usual_chunks(kind) {
+            true => String::new(),
+            false => format!("`{CHUNKS}` (chunks per rank), "),
+        };
+        let hint = format!("change {chunks}`train.grad_accumulation` (micro-batches) or `{SCHEDULE}`");
+        refused(SCHEDULE, error.to_string(), hint)
     })
 }
 

@@ -143,12 +143,12 @@ fn what_is_no_pipeline_is_refused_in_words() {
         ..of(PipelineSchedule::OneFOneB, 2)
     };
     insta::assert_snapshot!(refusal(&several, 4, None), @r"
-    parallel.pipeline.schedule: `parallel.pipeline.schedule`: 1F1B does not support 2 ranks, 2 chunks per rank and 4 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several
+    parallel.pipeline.schedule: 1F1B does not support 2 ranks, 2 chunks per rank and 4 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several
       hint: change `parallel.pipeline.chunks` (chunks per rank), `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
     ");
     insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @r"
-    parallel.pipeline.schedule: `parallel.pipeline.schedule`: DualPipeV does not support 2 ranks, 2 chunks per rank and 3 micro-batches: it needs 2 chunks per rank, and at least as many micro-batches as stages
-      hint: change `parallel.pipeline.chunks` (chunks per rank), `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
+    parallel.pipeline.schedule: DualPipeV does not support 2 ranks, 2 chunks per rank and 3 micro-batches: it needs 2 chunks per rank, and at least 4 micro-batches (2 × pipeline ranks)
+      hint: change `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
     ");
     insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @r"
     parallel.pipeline.stages: 8 layers cannot be divided on 9 stages: each stage needs a layer

@@ -221,7 +221,7 @@ fn in_words(file: &TraceFile) -> String {
     let share = all.late_us / whole_us;
     if share >= 0.01 {
         words = format!(
-            "{words}, {:.0} % of the time spent standing still for later ranks",
+            "{words}, {:.0} % of the time spent waiting for slower ranks",
             share * 100.0
         );
     }

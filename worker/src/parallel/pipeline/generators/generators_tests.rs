@@ -149,7 +149,7 @@ fn what_does_not_exist_is_refused_in_words() {
     let refused = |schedule: Result<Schedule, ShapeError>| schedule.expect_err("does not fit").to_string();
     assert_eq!(
         refused(dual_pipe_v(shape(4, 2, 7))),
-        "DualPipeV does not support 4 ranks, 2 chunks per rank and 7 micro-batches: it needs 2 chunks per rank, and at least as many micro-batches as stages"
+        "DualPipeV does not support 4 ranks, 2 chunks per rank and 7 micro-batches: it needs 2 chunks per rank, and at least 8 micro-batches (2 × pipeline ranks)"
     );
     assert_eq!(
         refused(one_f_one_b(shape(4, 2, 8))),

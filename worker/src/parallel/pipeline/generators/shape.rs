@@ -30,7 +30,7 @@ pub struct ShapeError {
     /// The sizes.
     pub shape: PipelineShape,
     /// What the schedule needs.
-    pub reason: &'static str,
+    pub reason: String,
 }
 
 impl PipelineShape {
@@ -41,11 +41,7 @@ impl PipelineShape {
 
     /// Refuses sizes that no schedule supports, and for the reason `unsuitable` those that this one
     /// does not support.
-    pub(super) fn check(
-        self,
-        schedule: &'static str,
-        unsuitable: Option<&'static str>,
-    ) -> Result<(), ShapeError> {
+    pub(super) fn check(self, schedule: &'static str, unsuitable: Option<&str>) -> Result<(), ShapeError> {
         let has_zero = self.ranks == 0 || self.chunks == 0 || self.micro_batches == 0;
         let zero = has_zero.then_some("each must be at least 1");
         match zero.or(unsuitable) {
@@ -53,7 +49,7 @@ impl PipelineShape {
             Some(reason) => Err(ShapeError {
                 schedule,
                 shape: self,
-                reason,
+                reason: reason.to_owned(),
             }),
         }
     }

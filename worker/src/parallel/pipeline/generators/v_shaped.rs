@@ -65,9 +65,11 @@ fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
 /// DualPipe cut in half: forward of one direction overlaps with backward of the other, so that the communication of
 /// experts hides behind computation (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1; as a V in DeepSeek's repository DualPipe).
 pub fn dual_pipe_v(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let fits = shape.chunks == 2 && shape.micro_batches >= 2 * shape.ranks;
-    let reason = "it needs 2 chunks per rank, and at least as many micro-batches as stages";
-    shape.check("DualPipeV", (!fits).then_some(reason))?;
+    let least = 2 * shape.ranks;
+    let fits = shape.chunks == 2 && shape.micro_batches >= least;
+    let reason =
+        format!("it needs 2 chunks per rank, and at least {least} micro-batches (2 × pipeline ranks)");
+    shape.check("DualPipeV", (!fits).then_some(&reason))?;
     let placement = Placement::v_shaped(shape.ranks, 2);
     Ok(shape.schedule(placement, |rank| dual_pipe_v_row(shape, rank)))
 }

@@ -1,0 +1,288 @@
+//! The sockets of the store, on a thread of their own: the agent does not wait for what workers do to the store.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Builder;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::store::{ClientId, Refused, Store};
+use super::wire::{Answer, Command, Decoder, WireError};
+use crate::console::Console;
+
+/// Connections at one time. A rank has a few for each process group.
+const MAX_CONNECTIONS: usize = 16 << 10;
+/// Memory for commands that have not arrived yet and answers that have not left yet, over all connections.
+const MAX_HELD_BYTES: usize = 1 << 30;
+/// How long a connection may take to prove that it is a client.
+const VALIDATION_BOUND: Duration = Duration::from_mins(1);
+/// How long a client may not read an answer.
+const WRITE_BOUND: Duration = Duration::from_mins(5);
+/// Pause after a failure to accept.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Why a connection was closed.
+#[derive(Debug, thiserror::Error)]
+enum ServeError {
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    #[error("all connections together hold {MAX_HELD_BYTES} bytes of unfinished commands and answers")]
+    OutOfMemory,
+    /// The client went away, or does not respond.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The store of one generation, open until it is closed or dropped.
+#[derive(Debug)]
+pub(crate) struct TcpStoreServer {
+    listener: StdListener,
+    /// Ends the thread when it is dropped.
+    _open: oneshot::Sender<Infallible>,
+}
+
+impl TcpStoreServer {
+    /// Serves an empty store.
+    pub(crate) fn start(listener: StdListener, console: Console) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let accepting = {
+            let _on_runtime = runtime.enter();
+            TcpListener::from_std(listener.try_clone()?)?
+        };
+        let (open, closed) = oneshot::channel();
+        let serve = async move {
+            // Whichever is dropped, all that is served ends.
+            tokio::select! {
+                () = accept(accepting, Arc::new(Hub::new(console))) => {}
+                _ = closed => {}
+            }
+        };
+        std::thread::Builder::new()
+            .name("tcp-store".into())
+            .spawn(move || runtime.block_on(serve))?;
+        Ok(Self {
+            listener,
+            _open: open,
+        })
+    }
+
+    /// Takes no connection from now on, and ends those that there are.
+    pub(crate) fn close(self) {
+        // The thread holds the socket for a moment, for which the next generation does not wait.
+        if let Err(error) = shutdown(self.listener.as_raw_fd(), Shutdown::Both) {
+            tracing::warn!("cannot shut the store down: {error}");
+        }
+    }
+}
+
+/// What all connections share.
+struct Hub {
+    shared: Mutex<Shared>,
+    held_bytes: AtomicUsize,
+    console: Console,
+    complained: AtomicBool,
+}
+
+#[derive(Default)]
+struct Shared {
+    store: Store,
+    /// Wakes a connection whose wait is over.
+    wakers: HashMap<ClientId, Arc<Notify>>,
+}
+
+impl Hub {
+    fn new(console: Console) -> Self {
+        Self {
+            shared: Mutex::default(),
+            held_bytes: AtomicUsize::new(0),
+            console,
+            complained: AtomicBool::new(false),
+        }
+    }
+
+    fn shared(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, client: ClientId) -> Arc<Notify> {
+        let waker = Arc::new(Notify::new());
+        self.shared().wakers.insert(client, waker.clone());
+        waker
+    }
+
+    fn leave(&self, client: ClientId) {
+        let mut shared = self.shared();
+        shared.wakers.remove(&client);
+        shared.store.leave(client);
+        shared.wake();
+    }
+
+    fn apply(&self, client: ClientId, command: Command) -> Result<Vec<u8>, Refused> {
+        let mut shared = self.shared();
+        let answer = shared.store.apply(client, command);
+        shared.wake();
+        answer
+    }
+
+    /// Tells people of the first connection that was closed for what it said: it may be what the job fails of.
+    fn complain(&self, peer: SocketAddr, error: &ServeError) {
+        if matches!(error, ServeError::Io(_)) || self.complained.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        self.console.say(&format!(
+            "closed a connection from `{peer}` to the store at MASTER_PORT: {error}\n  hint: with \
+             `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the launcher's environment, rank 0 opens the store itself"
+        ));
+    }
+}
+
+impl Shared {
+    fn wake(&mut self) {
+        for client in self.store.take_woken() {
+            if let Some(waker) = self.wakers.get(&client) {
+                waker.notify_one();
+            }
+        }
+    }
+}
+
+async fn accept(listener: TcpListener, hub: Arc<Hub>) {
+    let mut connections = JoinSet::new();
+    let mut next_id = 0;
+    loop {
+        // Cancel safe: `accept` takes no connection it does not return, `join_next` likewise.
+        tokio::select! {
+            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
+                Ok((stream, peer)) => {
+                    next_id += 1;
+                    connections.spawn(serve(next_id, stream, peer, hub.clone()));
+                }
+                Err(error) => {
+                    // Out of descriptors, most likely: one of the connections has to end first.
+                    tracing::warn!("the store cannot accept a connection: {error}");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn serve(client: ClientId, stream: TcpStream, peer: SocketAddr, hub: Arc<Hub>) {
+    // Small answers are sent at once, and a client whose machine died is noticed.
+    let options = stream
+        .set_nodelay(true)
+        .and_then(|()| Ok(setsockopt(&stream, sockopt::KeepAlive, &true)?));
+    if let Err(error) = options {
+        tracing::warn!("the store cannot set options of the connection from {peer}: {error}");
+    }
+    let waker = hub.enter(client);
+    let held = Held { hub: &hub, bytes: 0 };
+    let mut connection = Connection {
+        client,
+        stream,
+        hub: &hub,
+        held,
+    };
+    let ended = connection.run(&waker).await;
+    drop(connection);
+    hub.leave(client);
+    if let Err(error) = ended {
+        hub.complain(peer, &error);
+    }
+}
+
+struct Connection<'a> {
+    client: ClientId,
+    stream: TcpStream,
+    hub: &'a Hub,
+    held: Held<'a>,
+}
+
+impl Connection<'_> {
+    /// Answers until the client leaves.
+    async fn run(&mut self, waker: &Notify) -> Result<(), ServeError> {
+        let mut decoder = Decoder::default();
+        let validated_by = Instant::now() + VALIDATION_BOUND;
+        loop {
+            // Cancel safe: `read_buf` has read nothing if another branch is taken, and `notified` keeps its notice.
+            tokio::select! {
+                read = self.stream.read_buf(decoder.space()) => {
+                    if read? == 0 {
+                        return Ok(());
+                    }
+                    self.held.set(decoder.held_bytes())?;
+                    while let Some(command) = decoder.next_command()? {
+                        let answer = self.hub.apply(self.client, command)?;
+                        self.write(&answer).await?;
+                    }
+                }
+                () = waker.notified() => {
+                    let is_over = self.hub.shared().store.take_over(self.client);
+                    if is_over {
+                        self.write(&Answer::StopWaiting.encode()).await?;
+                    }
+                }
+                () = sleep_until(validated_by), if !decoder.is_validated() => return Ok(()),
+            }
+        }
+    }
+
+    async fn write(&mut self, answer: &[u8]) -> Result<(), ServeError> {
+        let before = self.held.bytes;
+        self.held.set(before + answer.len())?;
+        timeout(WRITE_BOUND, self.stream.write_all(answer))
+            .await
+            .map_err(io::Error::from)??;
+        self.held.set(before)
+    }
+}
+
+/// A connection's part of the memory that all may hold; given back when it is dropped.
+struct Held<'a> {
+    hub: &'a Hub,
+    bytes: usize,
+}
+
+impl Held<'_> {
+    fn set(&mut self, bytes: usize) -> Result<(), ServeError> {
+        let held = &self.hub.held_bytes;
+        if bytes > self.bytes {
+            let more = bytes - self.bytes;
+            let all = held.fetch_add(more, Ordering::Relaxed) + more;
+            self.bytes = bytes;
+            return if all > MAX_HELD_BYTES {
+                Err(ServeError::OutOfMemory)
+            } else {
+                Ok(())
+            };
+        }
+        held.fetch_sub(self.bytes - bytes, Ordering::Relaxed);
+        self.bytes = bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.hub.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

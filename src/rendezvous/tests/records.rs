@@ -1,0 +1,206 @@
+//! A daemon that has a ledger: what it writes down, and what it makes of that when it starts.
+
+use super::*;
+
+/// The nodes of a job run their first generation; then the daemon starts anew, with its ledger.
+struct Restart {
+    scene: Scene,
+    places: BTreeMap<String, (u64, Assignment)>,
+}
+
+impl Restart {
+    fn of(nodes: &[&str]) -> Self {
+        let mut scene = Scene::new();
+        for node in nodes {
+            scene.join(node, nodes.len() as u32, nodes.len() as u32);
+        }
+        let mut restart = Self {
+            scene,
+            places: BTreeMap::new(),
+        };
+        for node in nodes {
+            let assigned = restart.scene.assignment(node);
+            restart.places.insert((*node).to_owned(), assigned);
+        }
+        restart.restart();
+        restart
+    }
+
+    fn restart(&mut self) {
+        let records = self.scene.records.values().cloned().collect();
+        self.scene.state = State::recall(Config::default(), records, Duration::ZERO);
+        self.scene.now = Duration::ZERO;
+    }
+
+    fn back(&mut self, node: &str) -> &mut Self {
+        let (generation, assignment) = self.places[node].clone();
+        let nodes = assignment.nodes.len() as u32;
+        let rank = assignment.node_rank as usize;
+        let run_token = assignment.run_token.clone();
+        let place = ddp_proto::rendezvous::Place {
+            node_count: nodes,
+            held_ms: 60_000,
+            assignment: Some(Assignment {
+                nodes: vec![assignment.nodes[rank].clone()],
+                ..assignment
+            }),
+            ..Default::default()
+        };
+        let join = Join {
+            run_token,
+            place: Some(Box::new(place)),
+            ..join(node, nodes, nodes)
+        };
+        self.scene.join_with(node, [10, 0, 0, 1], generation, join);
+        self
+    }
+
+    fn phase(&self) -> (String, u64) {
+        let status = self.scene.state.status(self.scene.now, JOB).unwrap();
+        (status.phase, status.generation)
+    }
+}
+
+#[test]
+fn an_assignment_is_written_down_before_it_is_sent_and_so_is_its_end() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1);
+    let first = s.records[JOB].clone();
+    let (generation, assignment) = s.assignment("a");
+    assert_eq!((first.generation, &first.stage), (generation, &Stage::Running));
+    assert_eq!(first.assignment_id, assignment.assignment_id);
+    let members: Vec<_> = first.members.iter().map(|m| m.incarnation.as_str()).collect();
+    assert_eq!(members, ["a"]);
+    s.exit("a", 1, killed(0, 9));
+    let ended = s.records[JOB].clone();
+    assert_eq!((ended.generation, &ended.stage), (1, &Stage::Ended));
+    assert_ne!(ended.account, first.account, "a restart is spent");
+    s.rejoin("a", 1, 1, 1).succeed("a", 2);
+    assert!(s.records[JOB].is_final(), "{:?}", s.records[JOB]);
+    assert_eq!(s.records[JOB].generation, 2);
+}
+
+#[test]
+fn a_daemon_with_a_ledger_waits_for_the_nodes_that_it_knows_of() {
+    let mut r = Restart::of(&["x"]);
+    // A node that no daemon knows does not take the place of one that is cut off.
+    r.scene.join("y", 1, 1);
+    insta::assert_snapshot!(r.scene.words("y"), @"waiting: the rendezvous daemon was restarted; 0 of 1 node of generation 1 reconnected; waiting for node rank 0 (up to 60 s)");
+    r.scene.pass(59 * SECOND, &["y"]);
+    assert_eq!(r.scene.words("y"), "");
+    r.back("x");
+    assert_eq!(r.scene.assignment("x"), r.places["x"]);
+    assert_eq!(r.phase(), ("running".into(), 1));
+    insta::assert_snapshot!(r.scene.words("y"), @"waiting: generation 1 of job `job1` is running with 1 node; this node is on standby");
+}
+
+#[test]
+fn no_number_of_the_ledger_is_used_again() {
+    let mut r = Restart::of(&["x"]);
+    r.scene.join("y", 1, 1).pass(60 * SECOND, &["y"]);
+    assert_eq!(r.scene.assignment("y").0, 2);
+    // It comes too late.
+    r.back("x");
+    assert!(r.scene.words("x").starts_with("generation 1 over: "));
+    assert_eq!(r.phase(), ("running".into(), 2));
+}
+
+#[test]
+fn nodes_of_another_assignment_do_not_concern_the_one_in_the_ledger() {
+    let mut r = Restart::of(&["a", "b"]);
+    let stranger = r.places["a"].1.clone();
+    let stranger = Assignment {
+        assignment_id: "f".repeat(32),
+        ..stranger
+    };
+    r.places.insert("c".into(), (1, stranger));
+    r.scene.assignment_ids.insert(("c".into(), 1), "f".repeat(32));
+    r.back("c");
+    insta::assert_snapshot!(r.scene.words("c"), @"generation 1 over: this rendezvous daemon has assigned generation 1 anew (assignment `00000002`, not `ffffffff`): restarting the workers of node `c` (no restart spent)");
+    r.back("b").back("a");
+    assert_eq!(r.phase(), ("running".into(), 1));
+}
+
+#[test]
+fn once_a_node_has_failed_the_others_have_a_lease_to_come_back() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.now = 10 * SECOND;
+    r.back("a")
+        .scene
+        .exit("a", 1, killed(0, 9))
+        .pass(8 * SECOND, &["a"]);
+    assert_eq!(r.phase().0, "recovering");
+    r.scene.pass(SECOND, &["a"]);
+    assert!(r.scene.words("a").contains("died of SIGKILL"));
+
+    let mut r = Restart::of(&["a", "b", "c"]);
+    r.back("a").back("b");
+    r.scene.break_stream("b").pass(5 * SECOND, &["a"]).words("a");
+    r.scene.pass(9 * SECOND, &["a"]);
+    assert!(r.scene.words("a").contains("did not reconnect"));
+}
+
+#[test]
+fn a_node_that_comes_back_too_late_is_still_known_by_name() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").scene.pass(60 * SECOND, &["a"]);
+    insta::assert_snapshot!(r.scene.words("a"), @r"
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 reconnected; waiting for node rank 1 (up to 60 s)
+    generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not reconnect within 60.0 s: restarting the workers (no restart spent)
+    ");
+    r.back("b").scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    let (generation, assignment) = r.scene.assignment("b");
+    assert_eq!((generation, assignment.node_rank), (2, 1));
+    assert!(assignment.reason.contains("kept"), "{}", assignment.reason);
+}
+
+#[test]
+fn a_generation_that_had_ended_is_not_waited_for() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1).exit("a", 1, killed(0, 9));
+    let records = s.records.values().cloned().collect();
+    let mut r = Scene::new();
+    r.state = State::recall(Config::default(), records, Duration::ZERO);
+    r.join("b", 1, 1);
+    assert_eq!(r.assignment("b").0, 2, "at once");
+}
+
+#[test]
+fn a_verdict_outlives_the_daemon() {
+    let mut r = Restart::of(&["x"]);
+    r.back("x").scene.succeed("x", 1);
+    r.restart();
+    r.back("x");
+    insta::assert_snapshot!(r.scene.words("x"), @r"
+    job over 0: node `x` succeeded (failure on ``)
+    closed
+    ");
+    // A later run of the job has numbers of its own.
+    r.scene.join("z", 1, 1);
+    assert_eq!(r.scene.assignment("z").0, 2);
+}
+
+#[test]
+fn a_job_whose_nodes_are_all_gone_ends_silently() {
+    let mut r = Restart::of(&["x"]);
+    r.scene.pass(61 * SECOND, &[]);
+    assert!(r.scene.state.status(r.scene.now, JOB).is_none());
+    r.scene.join("z", 1, 1);
+    assert_eq!(r.scene.assignment("z").0, 2);
+}
+
+#[test]
+fn the_store_of_a_generation_in_the_ledger_is_open_to_it_alone() {
+    let mut r = Restart::of(&["x"]);
+    let own = r.places["x"].1.assignment_id.clone();
+    let put = r.scene.put_as(&own, 1, "k", b"1");
+    assert_eq!(r.scene.answer(put), Some(Ok(vec![])));
+    let other = r.scene.put_as("another", 1, "k", b"2");
+    assert!(
+        r.scene
+            .answer(other)
+            .unwrap()
+            .unwrap_err()
+            .contains("assigned generation 1 anew")
+    );
+}
