@@ -65,3 +65,8 @@ pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::SpawnError;
+
+/// The pure decisions of the agent, as `tests/sim` runs them: without I/O, clock or processes.
+pub mod decisions {
+    pub use crate::agent::{Effect, Event, LEAVE_WAIT, Machine, Memory, Rules, VERDICT_WAIT};
+}

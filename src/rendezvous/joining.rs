@@ -280,6 +280,7 @@ impl Job {
             assignment_id,
         } = *from;
         if self.is_of_another_assignment(generation, assignment_id) {
+            self.learn_cost(turn, from, join);
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(format!(
                 "{words}: restarting the workers of node `{}`",
@@ -292,6 +293,7 @@ impl Job {
         if generation == self.generation && self.has_succeeded(incarnation) {
             return Ok(());
         }
+        self.learn_cost(turn, from, join);
         Err(match &self.last_over {
             // It missed that its generation has ended.
             Some(over)
@@ -395,6 +397,7 @@ impl Job {
                         );
                         GenerationOver {
                             cause,
+                            membership: true,
                             ..GenerationOver::default()
                         }
                     }

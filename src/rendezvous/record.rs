@@ -54,6 +54,11 @@ pub(super) enum Stage {
 }
 
 impl Record {
+    /// Which job it is.
+    pub fn job(&self) -> &str {
+        &self.job
+    }
+
     /// The job has ended.
     pub(super) fn is_final(&self) -> bool {
         matches!(self.stage, Stage::JobOver { .. } | Stage::Refused { .. })

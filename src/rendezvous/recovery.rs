@@ -277,6 +277,20 @@ impl Job {
         Ok(place)
     }
 
+    /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
+    /// restarts that were spent there are spent here too.
+    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech<'_>, join: &Join) {
+        if from.generation >= self.generation
+            && let Ok((_, assignment)) = check_place(turn.config, join, from.assignment_id)
+            && assignment.run_token == self.run_token
+        {
+            let account = Account::withdraw(assignment);
+            if account.age() > self.account.age() {
+                self.account = account;
+            }
+        }
+    }
+
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
         self.drop_lost_claims();

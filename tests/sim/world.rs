@@ -1,230 +1,272 @@
-//! One world: hosts with agents, a network, a daemon, and a clock that jumps from event to event.
+//! One world: hosts with agents and workers, a network, daemons, and a clock that jumps from event to event.
 
+mod faults;
 mod network;
-mod trouble;
+mod plan;
+
+pub(crate) use faults::KINDS;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::ops::Range;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, Join, KvGetRequest, WorkerExit};
+use ddp_launcher::{Ending, ExitReason};
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
 use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, State, apply};
+use rand::Rng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use tokio::time::Instant;
 
-use crate::agent::{Agent, AgentAction, Life};
-use crate::invariants::Witness;
+use crate::node::{Life, Node, NodeEvent};
+use crate::store::{Asked, Call};
+use crate::witness::Witness;
 
-use network::Stream;
+use network::{Cut, Stream};
+use plan::JobPlan;
 
-const JOB: &str = "sim";
-const MAX_RESTARTS: u32 = 3;
-/// After this the world makes no more trouble.
-const TROUBLE: Duration = Duration::from_mins(1);
-/// By then every world has come to rest: trouble, leases, back-off, join time-out and linger are shorter together.
+/// By then every world has come to rest: faults, leases, back-off, join time-out and linger are shorter together.
 const END: Duration = Duration::from_mins(15);
 /// More than any world needs; a world that does not come to rest hits it.
 const MAX_EVENTS: usize = 400_000;
+/// Millionths.
+const MILLION: u64 = 1_000_000;
 
-/// What happens next, to whom. Agents are numbered in order of their birth.
+/// What happens next, to whom. Nodes are numbered in order of their birth, so are daemons.
 #[derive(Debug)]
-enum SimEvent {
-    /// A message of an agent arrives at the daemon.
+pub(crate) enum SimEvent {
+    /// A message of an agent arrives at its daemon.
     Arrives(ConnId, AgentMessage),
     /// The daemon learns that a stream is gone.
     Ends(ConnId, bool),
     /// A message of the daemon, or the end of the stream, arrives at an agent.
     Delivers(ConnId, Option<DaemonMessage>),
-    Connects(usize),
-    Heartbeats(usize, ConnId),
-    WorkersEnd(usize, u64),
-    WorkersGone(usize, u64),
-    /// The workers of an agent are gone that was stopped by this signal.
-    Leaves(usize, i32),
-    /// An agent has waited long enough for the last word.
-    Listened(usize),
-    /// A new process on a host.
+    Node(usize, NodeEvent),
+    /// A worker of a node ends, by itself or because it was told to; true: with all of its work done.
+    WorkerEnds(usize, u64, Ending, bool),
+    /// A worker calls the store.
+    Asks(Call),
+    /// The call arrives at a daemon.
+    Receives(usize, Call),
+    /// A new agent process on a host.
     Starts(usize),
-    /// Some trouble.
-    Trouble,
+    /// A stopped agent goes on.
+    NodeWakes(usize),
+    /// A stopped daemon goes on.
+    DaemonWakes(usize),
+    /// A daemon takes the place of this one, which died.
+    DaemonStarts(usize),
+    /// The older of two daemons dies.
+    DaemonLeaves(usize),
+    /// Some fault.
+    Fault,
     /// The daemon dies as soon as every node is well.
     Crashes,
 }
 
+/// One daemon process.
+#[derive(Debug)]
+pub(crate) struct Daemon {
+    state: State,
+    born: Duration,
+    /// How fast its clock runs, in millionths.
+    pace: u64,
+    pub(crate) is_alive: bool,
+    /// It is stopped until then; what comes meanwhile waits.
+    stalled: Option<Duration>,
+    backlog: Vec<Event>,
+    /// The last record of each job, in worlds with ledgers.
+    ledger: Option<BTreeMap<String, Record>>,
+    /// Number of the first daemon with this ledger.
+    first: usize,
+}
+
+impl Daemon {
+    /// The time by its own clock.
+    pub(crate) fn clock(&self, now: Duration) -> Duration {
+        scale(now.saturating_sub(self.born), self.pace, MILLION)
+    }
+
+    /// When its timer is due.
+    fn wakes_at(&self) -> Option<Duration> {
+        if !self.is_alive || self.stalled.is_some() {
+            return None;
+        }
+        let wake = self.state.next_wake()?;
+        let after = scale(wake, MILLION, self.pace);
+        Some(self.born.saturating_add(after))
+    }
+}
+
+/// `time * by / of`.
+fn scale(time: Duration, by: u64, of: u64) -> Duration {
+    let nanos = time.as_nanos() * u128::from(by) / u128::from(of);
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
 /// How a world ended.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
-    /// Exit code of the job's nodes; none if every agent was killed.
-    pub(crate) exit_code: Option<i32>,
+    /// Exit codes of the launchers that were not killed.
+    pub(crate) exit_codes: Vec<i32>,
     pub(crate) generations: u64,
-    pub(crate) reconnects: u64,
-    pub(crate) deaths: u64,
-    /// Daemons that died.
-    pub(crate) crashes: u64,
+    /// Generations with several assignments.
+    pub(crate) counted_twice: u64,
+    /// Two living holders of one place, or values of other assignments, in words.
+    pub(crate) breaches: Vec<String>,
+    /// Runs to which two daemons gave different verdicts.
+    pub(crate) changed_verdicts: u64,
+    /// How often each kind of fault has occurred.
+    pub(crate) faults: BTreeMap<&'static str, u64>,
 }
 
 /// Everything there is.
 pub(crate) struct World {
-    rng: StdRng,
-    config: Config,
-    state: State,
-    now: Duration,
+    pub(crate) rng: StdRng,
+    pub(crate) config: Config,
+    pub(crate) now: Duration,
+    /// What `now` is for code that asks a clock.
+    epoch: Instant,
     /// By time and order of creation.
     agenda: BTreeMap<(Duration, u64), SimEvent>,
-    agents: Vec<Agent>,
-    streams: BTreeMap<ConnId, Stream>,
-    calls: BTreeMap<CallId, Duration>,
-    witness: Witness,
-    /// What the daemon's ledger has of the job, in worlds where it has one: it is not lost with the daemon.
-    ledger: Option<Vec<Record>>,
-    /// How likely workers fail and how often the network breaks, in this world.
-    failing: f64,
-    troubles: u32,
-    min_nodes: u32,
-    max_nodes: u32,
-    /// Every node asks for a rank of its own.
-    ranks_asked: bool,
-    /// Longest time until an agent comes back that has lost its stream.
-    away_ms: u64,
-    /// No node has come to this daemon yet.
-    fresh: bool,
-    ids: u64,
-    outcome: Outcome,
-    loud: bool,
+    pub(crate) jobs: Vec<JobPlan>,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) daemons: Vec<Daemon>,
+    /// The daemon that each host reaches.
+    pub(crate) routes: Vec<usize>,
+    cuts: Vec<Cut>,
+    pub(crate) streams: BTreeMap<ConnId, Stream>,
+    pub(crate) calls: BTreeMap<CallId, Asked>,
+    pub(crate) witness: Witness,
+    /// How likely a node's workers fail.
+    pub(crate) failing: f64,
+    /// How long workers work.
+    pub(crate) work_ms: Range<u64>,
+    /// Longest time until a worker writes in the store.
+    pub(crate) put_ms: u64,
+    /// What daemons write down is there when one is started in the place of a dead one.
+    has_ledgers: bool,
+    /// Clocks differ.
+    has_drift: bool,
+    /// A message that must change nothing is being told.
+    is_hostile: bool,
+    pub(crate) ids: u64,
+    faults: BTreeMap<&'static str, u64>,
+    pub(crate) loud: bool,
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, loud: bool) -> Self {
-        let mut rng = StdRng::seed_from_u64(seed);
-        let hosts = match rng.random_range(0..4) {
-            0 => 1,
-            1 => rng.random_range(2..=4),
-            2 => rng.random_range(5..=16),
-            _ => rng.random_range(17..=64),
-        };
-        let min_nodes = if rng.random_bool(0.5) {
-            hosts
-        } else {
-            rng.random_range(1..=hosts)
-        };
-        let max_nodes = hosts.max(min_nodes);
-        let mut world = Self {
-            config: Config::default(),
-            state: State::new(Config::default()),
-            now: Duration::ZERO,
-            agenda: BTreeMap::new(),
-            agents: Vec::new(),
-            streams: BTreeMap::new(),
-            calls: BTreeMap::new(),
-            witness: Witness::default(),
-            ledger: rng.random_bool(0.5).then(Vec::new),
-            failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
-            troubles: rng.random_range(0..12),
-            min_nodes,
-            max_nodes,
-            ranks_asked: rng.random_bool(0.2),
-            away_ms: 8000,
-            fresh: true,
-            ids: 0,
-            outcome: Outcome {
-                exit_code: None,
-                generations: 0,
-                reconnects: 0,
-                deaths: 0,
-                crashes: 0,
-            },
-            loud,
-            rng,
-        };
-        for host in 0..hosts as usize {
-            let delay = world.pause(3000);
-            world.later(delay, SimEvent::Starts(host));
-        }
-        for _ in 0..world.troubles {
-            let delay = world.pause(TROUBLE.as_millis() as u64);
-            world.later(delay, SimEvent::Trouble);
-        }
-        world
-    }
-
-    /// One in which nothing goes wrong but that the daemon dies, up to three times.
-    pub(crate) fn healthy(seed: u64, loud: bool) -> Self {
-        let mut world = Self::new(seed, loud);
-        world
-            .agenda
-            .retain(|_, event| matches!(event, SimEvent::Starts(_)));
-        world.failing = 0.0;
-        world.min_nodes = world.max_nodes;
-        // Soon enough that all are back within a lease of the first.
-        world.away_ms = 5000;
-        for _ in 0..3 {
-            let delay = world.pause(15_000);
-            world.later(delay, SimEvent::Crashes);
-        }
-        world
-    }
-
     /// Runs until nothing is left to happen.
     pub(crate) fn run(mut self) -> Outcome {
+        self.advance(END);
+        self.rest()
+    }
+
+    /// Runs until a moment.
+    pub(crate) fn advance(&mut self, until: Duration) {
         for _ in 0..MAX_EVENTS {
-            let wake = self.state.next_wake().unwrap_or(Duration::MAX);
-            let next = self
-                .agenda
-                .first_key_value()
-                .map_or(Duration::MAX, |((time, _), _)| *time);
-            if wake.min(next) > END {
-                return self.rest();
+            let due = self.daemons.iter().enumerate();
+            let due = due.filter_map(|(number, daemon)| Some((daemon.wakes_at()?, number)));
+            let (wake, daemon) = due.min().unwrap_or((Duration::MAX, 0));
+            let next = self.agenda.first_key_value();
+            let next = next.map_or(Duration::MAX, |((time, _), _)| *time);
+            if wake.min(next) > until {
+                self.now = until;
+                return;
             }
             if wake < next {
                 self.now = wake.max(self.now);
-                self.apply(Event::Tick);
-                let again = self.state.next_wake();
-                assert!(
-                    again.is_none_or(|again| again > self.now),
-                    "the timer spins at {:?}",
-                    self.now
-                );
+                self.tick(daemon);
             } else if let Some(((time, _), event)) = self.agenda.pop_first() {
-                self.now = time;
+                self.now = time.max(self.now);
                 self.happen(event);
             }
         }
-        panic!(
-            "the world does not come to rest; status: {:#?}",
-            self.state.status(self.now, JOB)
-        );
+        let states: Vec<_> = self.daemons.iter().map(|daemon| &daemon.state).collect();
+        panic!("the world does not come to rest; daemons: {states:#?}");
+    }
+
+    fn tick(&mut self, number: usize) {
+        self.apply(number, Event::Tick);
+        let daemon = &self.daemons[number];
+        let (now, again) = (daemon.clock(self.now), daemon.state.next_wake());
+        let is_later = again.is_none_or(|again| again > now);
+        assert!(is_later, "the timer of daemon {number} spins at {now:?}");
+        self.check_calls(number);
     }
 
     /// Nothing more happens: every agent must have ended, and every call must have been answered.
     fn rest(mut self) -> Outcome {
-        for agent in &self.agents {
-            assert_eq!(
-                agent.life,
-                Life::Gone,
-                "`{}` is stuck: {agent:?}",
-                agent.incarnation
-            );
+        for (number, node) in self.nodes.iter().enumerate() {
+            assert!(node.is_gone(), "node {number} is stuck: {node:#?}");
         }
         assert!(self.calls.is_empty(), "calls without an answer: {:?}", self.calls);
-        assert!(
-            self.state.is_idle(),
-            "status: {:#?}",
-            self.state.status(self.now, JOB)
-        );
-        for agent in &self.agents {
-            let (code, verdict) = (agent.exit_code, self.witness.verdict(&agent.incarnation));
-            // A node that comes when the job is over, or that no other node joins in time, ends with 75; one that asks
-            // for a rank while a dead process still seems to hold it, with 2; one that comes to a job of one node while
-            // a dead process still seems to be that node, with 76.
-            let twin = (self.ranks_asked && code == Some(2)) || (self.max_nodes == 1 && code == Some(76));
-            assert!(
-                code.is_none() || code == verdict || code == Some(75) || twin,
-                "{agent:?}, but {verdict:?}"
-            );
-            self.outcome.exit_code = self.outcome.exit_code.or(verdict).or(code);
+        for daemon in self.daemons.iter().filter(|daemon| daemon.is_alive) {
+            assert!(daemon.state.is_idle(), "state: {:#?}", daemon.state);
         }
-        self.outcome.generations = self.witness.generations();
-        self.outcome
+        let mut exit_codes = Vec::new();
+        for number in 0..self.nodes.len() {
+            exit_codes.extend(self.check_end(number));
+        }
+        let counted_twice = self.witness.counted_twice();
+        let must_know = self.has_ledgers && !self.faults.contains_key("two daemons");
+        assert!(!must_know || counted_twice == 0, "a generation was counted twice");
+        let breaches = std::mem::take(&mut self.witness.breaches);
+        Outcome {
+            exit_codes,
+            generations: self.witness.generations(),
+            counted_twice,
+            breaches,
+            changed_verdicts: self.witness.changed_verdicts(),
+            faults: self.faults,
+        }
+    }
+
+    /// An agent ends with the verdict that it was told; it is told each verdict of a daemon that lives, or has a reason
+    /// of its own.
+    fn check_end(&self, number: usize) -> Option<i32> {
+        let node = &self.nodes[number];
+        let Life::Ended(exit_reason) = &node.life else {
+            return None;
+        };
+        let code = i32::from(exit_reason.exit_code());
+        let has_own_end = match exit_reason {
+            // A signal that came before the verdict goes before it.
+            ExitReason::Stopped { signal } => Some(*signal) == node.stopped_by,
+            // So does giving up the daemon.
+            ExitReason::DaemonGone { .. } => true,
+            _ => false,
+        };
+        let owed = self.witness.owed(&node.incarnation);
+        let owed = owed.filter(|(first, _)| {
+            let same = |daemon: &&Daemon| daemon.first == *first;
+            self.daemons.iter().filter(same).any(|daemon| daemon.is_alive)
+        });
+        let verdict = node.told.or(owed.map(|(_, code)| code));
+        if let Some(verdict) = verdict
+            && !has_own_end
+        {
+            let assumed = node.told.is_none() && *exit_reason == ExitReason::Succeeded;
+            assert!(
+                code == verdict || assumed,
+                "node {number} ended with {exit_reason:?}, but the verdict was {verdict}: {node:#?}"
+            );
+            return Some(code);
+        }
+        let job = &self.jobs[node.job];
+        // A node that comes when the job is over, or that no other node joins in time, ends with 75; one that asks for
+        // a rank while a dead process still seems to hold it, with 2; one that comes to a job of one node while a dead
+        // process still seems to be that node, with 76.
+        let is_refused = matches!(exit_reason, ExitReason::Refused { .. })
+            && (code == 75 || (job.ranks_asked && code == 2) || (job.max_nodes == 1 && code == 76));
+        let is_assumed = *exit_reason == ExitReason::Succeeded && node.is_broken;
+        assert!(
+            has_own_end || is_refused || is_assumed,
+            "node {number} ended with {exit_reason:?} without a verdict: {node:#?}"
+        );
+        Some(code)
     }
 
     fn happen(&mut self, event: SimEvent) {
@@ -232,224 +274,174 @@ impl World {
             println!("{:>9.3}  {event:?}", self.now.as_secs_f64());
         }
         match event {
-            SimEvent::Arrives(conn, message) => {
-                let agent = self.streams[&conn].agent;
-                let remote = IpAddr::from([10, 0, 0, self.agents[agent].host as u8]);
-                let peer = Peer {
-                    remote,
-                    local: IpAddr::from([10, 0, 1, 0]),
-                };
-                let message = Box::new(message);
-                self.apply(Event::Message { conn, peer, message });
+            SimEvent::Arrives(conn, message) => self.arrive(conn, message),
+            SimEvent::Ends(conn, clean) => {
+                if let Some(stream) = self.streams.remove(&conn) {
+                    self.tell_daemon(stream.daemon, Event::Closed { conn, clean });
+                }
             }
-            SimEvent::Ends(conn, clean) => self.apply(Event::Closed { conn, clean }),
             SimEvent::Delivers(conn, message) => self.deliver(conn, message),
-            SimEvent::Connects(agent) => self.connect(agent),
-            SimEvent::Heartbeats(agent, conn) => {
-                if self.agents[agent].conn == Some(conn) {
-                    self.send(agent, Agent::heartbeat());
-                    self.later(
-                        self.config.heartbeat_interval(),
-                        SimEvent::Heartbeats(agent, conn),
-                    );
-                }
+            SimEvent::Node(number, event) => self.on_node(number, event),
+            SimEvent::WorkerEnds(number, worker, ending, is_finished) => {
+                self.worker_ends(number, worker, ending, is_finished);
             }
-            SimEvent::WorkersEnd(agent, generation) => self.workers_end(agent, generation),
-            SimEvent::WorkersGone(agent, generation) => {
-                let it = &mut self.agents[agent];
-                if it.life == Life::Stopping && it.generation == generation {
-                    let actions = it.stopped();
-                    self.grant(agent, actions);
-                }
-            }
-            SimEvent::Leaves(agent, signal) => {
-                if self.agents[agent].life == Life::Leaving {
-                    self.exit(agent, Some(signal));
-                }
-            }
-            SimEvent::Listened(agent) => {
-                let actions = self.agents[agent].last_word();
-                self.grant(agent, actions);
-            }
+            SimEvent::Asks(call) => self.ask(call),
+            SimEvent::Receives(daemon, call) => self.receive_call(daemon, call),
             SimEvent::Starts(host) => self.start(host),
-            SimEvent::Trouble => self.trouble(),
+            SimEvent::NodeWakes(number) => {
+                if self.nodes[number].stalled.is_some_and(|until| until <= self.now) {
+                    self.nodes[number].stalled = None;
+                    for event in std::mem::take(&mut self.nodes[number].backlog) {
+                        self.on_node(number, event);
+                    }
+                }
+            }
+            SimEvent::DaemonWakes(number) => self.daemon_wakes(number),
+            SimEvent::DaemonStarts(dead) => self.start_daemon(Some(dead)),
+            SimEvent::DaemonLeaves(number) => self.daemon_leaves(number),
+            SimEvent::Fault => self.fault(),
             SimEvent::Crashes if self.is_well() => self.crash_daemon(),
             // Before all have started, or when the first has left.
             SimEvent::Crashes => {
-                if self.agents.iter().all(|agent| agent.life != Life::Gone) {
+                if self.nodes.iter().all(|node| !node.is_gone()) {
                     self.later(Duration::from_millis(50), SimEvent::Crashes);
                 }
             }
         }
     }
 
-    /// Lets the daemon decide, and carries out what it wants over the network.
-    fn apply(&mut self, event: Event) {
+    fn arrive(&mut self, conn: ConnId, message: AgentMessage) {
+        let Some(stream) = self.streams.get(&conn) else {
+            return;
+        };
+        let (daemon, host) = (stream.daemon, self.nodes[stream.node].host);
+        if let Some(Body::Join(join)) = &message.body {
+            let first = self.daemons[daemon].first;
+            let words = self.witness.words(first, &message.job_id);
+            words.joins(&message.incarnation, &join.run_token);
+        }
+        let peer = Peer {
+            remote: IpAddr::from([10, 0, 0, host as u8]),
+            local: IpAddr::from([10, 0, 1, 0]),
+        };
+        let message = Box::new(message);
+        self.tell_daemon(daemon, Event::Message { conn, peer, message });
+    }
+
+    /// Something arrives at a daemon.
+    pub(crate) fn tell_daemon(&mut self, number: usize, event: Event) {
+        let daemon = &mut self.daemons[number];
+        if daemon.stalled.is_some() {
+            daemon.backlog.push(event);
+        } else if daemon.is_alive {
+            self.apply(number, event);
+        }
+    }
+
+    /// Lets a daemon decide, and carries out what it wants over the network.
+    fn apply(&mut self, number: usize, event: Event) {
+        let daemon = &mut self.daemons[number];
+        let mut now = daemon.clock(self.now);
+        if let (Event::Tick, Some(wake)) = (&event, daemon.state.next_wake()) {
+            now = now.max(wake);
+        }
         let at = At {
-            now: self.now,
+            now,
             dice: self.rng.random(),
             id: self.rng.random(),
         };
-        for effect in apply(at, &mut self.state, event) {
+        let is_hostile = self.is_hostile;
+        for effect in apply(at, &mut daemon.state, event) {
             match effect {
-                Effect::Send { conn, message } => {
-                    let Some(stream) = self.streams.get(&conn) else {
-                        continue;
-                    };
-                    assert!(!stream.ended, "a message after the end of stream {conn:?}");
-                    let agent = stream.agent;
-                    self.witness.receive(&self.agents[agent].incarnation, &message);
-                    self.send_down(conn, Some(message));
-                }
+                Effect::Send { conn, message } => self.carry(number, conn, message),
                 Effect::Close { conn } => {
-                    self.send_down(conn, None);
                     if let Some(stream) = self.streams.get_mut(&conn) {
-                        stream.ended = true;
+                        assert!(!is_hostile, "a hostile message ends stream {conn:?}");
+                        stream.is_ended = true;
+                        self.send_down(conn, None);
                     }
                 }
-                Effect::Answer { call, .. } => {
-                    assert!(self.calls.remove(&call).is_some(), "{call:?} was answered twice");
+                Effect::Answer { call, result } => {
+                    let is_asked = self.calls.contains_key(&call);
+                    assert!(is_hostile != is_asked, "{call:?} was answered twice");
+                    assert!(!is_hostile || result.is_err(), "the store obeys a hostile call");
+                    if is_asked {
+                        self.answer(call, result.as_ref().map(|v| v.as_slice()).map_err(Clone::clone));
+                    }
                 }
                 Effect::Record(record) => {
-                    if let Some(ledger) = &mut self.ledger {
-                        *ledger = vec![*record];
+                    assert!(!is_hostile, "a hostile message is written down as {record:?}");
+                    if let Some(ledger) = &mut self.daemons[number].ledger {
+                        ledger.insert(record.job().to_owned(), *record);
                     }
                 }
                 Effect::Note { words, .. } => {
                     if self.loud {
-                        println!("{:>9.3}      {words}", self.now.as_secs_f64());
+                        println!("{:>9.3}      daemon {number}: {words}", self.now.as_secs_f64());
                     }
                 }
             }
         }
-        match (self.state.is_idle(), self.fresh) {
-            (true, false) => self.witness.idle(),
-            (true, true) => {}
-            (false, _) => self.fresh = false,
-        }
-        for (call, deadline) in &self.calls {
-            assert!(self.now <= *deadline, "{call:?} is past its deadline");
-        }
     }
 
-    fn start(&mut self, host: usize) {
-        let number = self.agents.len();
-        let join = Join {
-            protocol: 1,
-            hostname: format!("n{host}"),
-            node_rank: self.ranks_asked.then_some(host as u32),
-            min_nodes: self.min_nodes,
-            max_nodes: self.max_nodes,
-            workers: 1 + host as u32 % 3,
-            max_restarts: MAX_RESTARTS,
-            local_addr: String::new(),
-            master_port: 29_500,
-            job_signature: "s".into(),
-            job_description: String::new(),
-            join_timeout_ms: 120_000,
-            run_token: String::new(),
-            role: String::new(),
-            last_call_ms: 0,
-            ..Join::default()
-        };
-        self.agents.push(Agent {
-            incarnation: format!("n{host}#{number}"),
-            host,
-            join,
-            conn: None,
-            generation: 0,
-            life: Life::Joining,
-            report: None,
-            place: None,
-            latest_generation: 0,
-            exit_code: None,
-        });
-        self.connect(number);
-    }
-
-    fn grant(&mut self, number: usize, actions: Vec<AgentAction>) {
-        let generation = self.agents[number].generation;
-        for action in actions {
-            match action {
-                AgentAction::Send(body) => self.send(number, body),
-                AgentAction::RunWorkers => {
-                    let delay = self.pause(20_000);
-                    self.later(delay, SimEvent::WorkersEnd(number, generation));
-                    self.read(number);
-                }
-                AgentAction::StopWorkers => {
-                    let delay = self.pause(5000);
-                    self.later(delay, SimEvent::WorkersGone(number, generation));
-                }
-                AgentAction::Listen(bound) => self.later(bound, SimEvent::Listened(number)),
-                AgentAction::Exit(code) => {
-                    self.agents[number].exit_code = Some(code);
-                    self.exit(number, None);
-                }
-            }
-        }
-    }
-
-    /// A worker waits for a key that no rank writes: the call must end with the generation or at its deadline.
-    fn read(&mut self, number: usize) {
-        self.ids += 1;
-        let call = CallId(self.ids);
-        let timeout_ms = self.rng.random_range(0..30_000);
-        self.calls
-            .insert(call, self.now + Duration::from_millis(timeout_ms.into()));
-        let request = KvGetRequest {
-            job_id: JOB.into(),
-            generation: self.agents[number].generation,
-            key: "k".into(),
-            timeout_ms,
-            assignment_id: self.agents[number].assignment_id(),
-        };
-        self.apply(Event::KvGet { call, request });
-    }
-
-    fn workers_end(&mut self, number: usize, generation: u64) {
-        let fails = self.rng.random_bool(self.failing);
-        let agent = &mut self.agents[number];
-        let Life::Running(assignment) = &agent.life else {
+    /// A daemon sends a message.
+    fn carry(&mut self, daemon: usize, conn: ConnId, message: DaemonMessage) {
+        let Some(stream) = self.streams.get_mut(&conn) else {
             return;
         };
-        if agent.generation != generation {
+        assert!(
+            !self.is_hostile,
+            "a hostile message makes the daemon say {message:?}"
+        );
+        assert!(!stream.is_ended, "a message after the end of stream {conn:?}");
+        if stream.is_dropped {
             return;
         }
-        let rank = assignment.nodes[assignment.node_rank as usize].first_rank;
-        let actions = if fails {
-            let signal = number.is_multiple_of(2).then_some(9);
-            let exit_code = signal.is_none().then_some(10 + number as i32 % 100);
-            // Some of them only follow from another rank's failure, real or not.
-            let consequence = exit_code.is_some() && number.is_multiple_of(3);
-            agent.worker_failed(WorkerExit {
-                rank,
-                signal,
-                exit_code,
-                consequence,
-                ..WorkerExit::default()
-            })
-        } else {
-            agent.workers_succeeded()
-        };
-        self.grant(number, actions);
-    }
-
-    /// The agent says good-bye, ends its stream in order, and is gone.
-    fn exit(&mut self, number: usize, signal: Option<i32>) {
-        self.send(number, Agent::farewell(signal));
-        if let Some(conn) = self.agents[number].conn.take() {
-            self.send_up(conn, |conn| SimEvent::Ends(conn, true));
+        stream.unread += 1;
+        let is_full = stream.unread > self.config.agent_queue;
+        stream.is_dropped = is_full;
+        let node = &self.nodes[stream.node];
+        let job = &self.jobs[node.job].name;
+        let first = self.daemons[daemon].first;
+        self.witness.words(first, job).says(&node.incarnation, &message);
+        if let (Some(Reply::JobOver(over)), false) = (&message.body, is_full) {
+            let run_token = node.run_token();
+            self.witness
+                .verdict(first, &node.incarnation, &run_token, over.exit_code);
         }
-        self.agents[number].life = Life::Gone;
+        if is_full {
+            self.note("slow reader that is disconnected");
+        }
+        self.send_down(conn, (!is_full).then_some(message));
     }
 
-    fn pause(&mut self, max_ms: u64) -> Duration {
+    /// Counts a fault.
+    pub(crate) fn note(&mut self, fault: &'static str) {
+        *self.faults.entry(fault).or_default() += 1;
+    }
+
+    pub(crate) fn happens(&mut self, probability: f64) -> bool {
+        self.rng.random_bool(probability)
+    }
+
+    pub(crate) fn pause(&mut self, max_ms: u64) -> Duration {
         Duration::from_micros(self.rng.random_range(0..=max_ms * 1000))
     }
 
-    fn later(&mut self, delay: Duration, event: SimEvent) {
+    pub(crate) fn later(&mut self, delay: Duration, event: SimEvent) {
         self.at(self.now + delay, event);
+    }
+
+    /// After a delay by the clock of a node.
+    pub(crate) fn later_at(&mut self, number: usize, delay: Duration, event: NodeEvent) {
+        let delay = scale(delay, MILLION, self.nodes[number].pace);
+        self.later(delay, SimEvent::Node(number, event));
+    }
+
+    /// After some time of at most so many milliseconds.
+    pub(crate) fn soon(&mut self, number: usize, max_ms: u64, event: NodeEvent) {
+        let delay = self.pause(max_ms);
+        self.later(delay, SimEvent::Node(number, event));
     }
 
     fn at(&mut self, time: Duration, event: SimEvent) {

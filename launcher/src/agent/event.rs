@@ -12,29 +12,51 @@ use crate::spawn::SpawnError;
 
 /// What happened.
 #[derive(Debug)]
-pub(super) enum Event {
+pub enum Event {
     /// The daemon said something.
     Daemon(DaemonMessage),
     /// The daemon cannot be reached any more, or refuses to talk.
-    DaemonGone { exit_code: u8, error: String },
+    DaemonGone {
+        /// Exit code that belongs to the error.
+        exit_code: u8,
+        /// In words.
+        error: String,
+    },
     /// A worker of this generation runs.
     Spawned {
+        /// Its generation.
         generation: Generation,
+        /// Its place on this node.
         local_rank: LocalRank,
+        /// Its process.
         pid: i32,
     },
     /// No more workers of this generation will be started.
     SpawnEnded {
+        /// The generation.
         generation: Generation,
+        /// Why not all of them could be started.
         failure: Option<SpawnError>,
     },
     /// Something that the generation needs failed before any worker was started.
-    CannotBegin { exit_code: u8, error: String },
+    CannotBegin {
+        /// Exit code that belongs to the error.
+        exit_code: u8,
+        /// In words.
+        error: String,
+    },
     /// A worker ended.
-    Exited { local_rank: LocalRank, ending: Ending },
+    Exited {
+        /// Its place on this node.
+        local_rank: LocalRank,
+        /// How it ended.
+        ending: Ending,
+    },
     /// All that a worker said on the control socket before it ended has arrived.
     ControlDrained {
+        /// Its generation.
         generation: Generation,
+        /// Its place on this node.
         local_rank: LocalRank,
         /// It says that it failed only because another rank did.
         consequence: bool,
@@ -46,14 +68,17 @@ pub(super) enum Event {
     /// The time set by [`Effect::Arm`] is over.
     Alarm,
     /// Nothing is left of the workers but these processes, which cannot be killed.
-    Swept { stuck: Vec<String> },
+    Swept {
+        /// In words.
+        stuck: Vec<String>,
+    },
     /// The daemon has received our good-bye, or never will.
     Left,
 }
 
 /// What is to be done.
 #[derive(Debug, PartialEq)]
-pub(super) enum Effect {
+pub enum Effect {
     /// Send `Join` with a fresh port.
     Join,
     /// Send a report that speaks of the current generation.

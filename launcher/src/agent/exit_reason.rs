@@ -55,7 +55,8 @@ pub enum ExitReason {
 }
 
 impl ExitReason {
-    /// The good-bye to the daemon when this ends the agent: a signal or a failed start ends the whole job.
+    /// The good-bye to the daemon when this ends the agent: a signal or a failed start ends the whole job. A daemon that
+    /// took the place of the one that has ended the job learns how.
     pub(super) fn farewell(&self) -> Leave {
         match self {
             Self::Stopped { signal } => Leave {
@@ -67,8 +68,14 @@ impl ExitReason {
                 exit_code: Some(i32::from(self.exit_code())),
                 ..Leave::default()
             },
-            Self::Broken { error, exit_code } => Leave {
-                reason: error.clone(),
+            Self::JobOver {
+                reason, exit_code, ..
+            }
+            | Self::Broken {
+                error: reason,
+                exit_code,
+            } => Leave {
+                reason: reason.clone(),
                 exit_code: Some(i32::from(*exit_code)),
                 ..Leave::default()
             },

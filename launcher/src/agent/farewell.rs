@@ -261,6 +261,15 @@ mod tests {
     }
 
     #[test]
+    fn a_daemon_that_does_not_know_the_end_of_the_job_learns_it_from_the_good_bye() {
+        let effects = end(&mut running(), verdict(0));
+        let [Effect::Leave(leave), _] = effects.as_slice() else {
+            panic!("{effects:?}")
+        };
+        assert_eq!(leave.exit_code, Some(42));
+    }
+
+    #[test]
     fn who_was_stopped_by_a_signal_waits_for_nothing() {
         let mut machine = running();
         machine.on(Event::Signal(libc::SIGTERM));

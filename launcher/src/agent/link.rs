@@ -133,7 +133,7 @@ impl Link {
 
 /// What the agent sends again after the stream broke.
 #[derive(Debug, Default)]
-struct Memory {
+pub struct Memory {
     /// The agent's latest `Join`.
     join: Option<Join>,
     /// Generation last assigned.
@@ -149,7 +149,8 @@ struct Memory {
 }
 
 impl Memory {
-    fn note(&mut self, generation: Generation, body: &Body) {
+    /// The agent reports this.
+    pub fn note(&mut self, generation: Generation, body: &Body) {
         if let Body::Join(join) = body {
             self.join = Some(join.clone());
         }
@@ -179,7 +180,8 @@ impl Memory {
         }
     }
 
-    fn receive(&mut self, message: &DaemonMessage) {
+    /// The daemon says this.
+    pub fn receive(&mut self, now: Instant, message: &DaemonMessage) {
         let generation = Generation(message.generation);
         self.latest = self.latest.max(generation);
         match &message.body {
@@ -187,7 +189,7 @@ impl Memory {
             Some(Word::Assignment(assignment)) if generation > self.generation => {
                 self.generation = generation;
                 self.reports.clear();
-                self.place = HeldPlace::of(assignment);
+                self.place = HeldPlace::of(now, assignment);
             }
             Some(Word::GenerationOver(over)) if generation == self.generation => {
                 if let Some(place) = &mut self.place {
@@ -205,19 +207,32 @@ impl Memory {
         }
     }
 
+    /// The daemon does not take this node: nothing is left to be said but good-bye.
+    pub fn is_refused(&self) -> bool {
+        self.is_refused
+    }
+
     /// Which assignment of the generation it was; empty if that is not known any more.
-    fn assignment_id(&self, generation: Generation) -> &str {
+    pub fn assignment_id(&self, generation: Generation) -> &str {
         let place = self.place.as_ref().filter(|_| generation == self.generation);
         place.map_or("", |place| &place.assignment.assignment_id)
     }
 
-    /// What a new stream begins with.
-    fn greeting(&self) -> Option<Join> {
+    /// What a new stream begins with: `Join`, then the reports of the generation of which they speak; nothing before
+    /// the agent has joined.
+    pub fn greeting(&self, now: Instant) -> (Generation, Vec<Body>) {
+        let join = self.join(now).map(Body::Join);
+        let reports = join.is_some().then_some(&self.reports).into_iter().flatten();
+        let reports = reports.cloned();
+        (self.generation, join.into_iter().chain(reports).collect())
+    }
+
+    fn join(&self, now: Instant) -> Option<Join> {
         let mut join = self.join.clone()?;
         join.latest_generation = self.latest.0;
         if let Some(place) = &self.place {
             join.run_token.clone_from(&place.assignment.run_token);
-            join.place = Some(Box::new(place.told()));
+            join.place = Some(Box::new(place.told(now)));
         }
         Some(join)
     }
@@ -372,19 +387,14 @@ impl Side {
 
     /// The first message of every stream is `Join`; the reports of the generation follow.
     fn replay(&self, stream: &AgentStream) -> Result<(), ClientError> {
-        let Some(join) = self.memory.greeting() else {
-            return Ok(());
-        };
-        let generation = self.memory.generation;
+        let (generation, greeting) = self.memory.greeting(Instant::now());
         let assignment_id = self.memory.assignment_id(generation);
-        let sender = stream.sender();
-        sender.send(generation, assignment_id, Body::Join(join))?;
-        let mut reports = self.memory.reports.iter();
-        reports.try_for_each(|report| sender.send(generation, assignment_id, report.clone()))
+        let mut bodies = greeting.into_iter();
+        bodies.try_for_each(|body| stream.sender().send(generation, assignment_id, body))
     }
 
     async fn take(&mut self, message: DaemonMessage) {
-        self.memory.receive(&message);
+        self.memory.receive(Instant::now(), &message);
         self.is_known = true;
         if std::mem::take(&mut self.is_lost) {
             self.tell(LinkEvent::Restored).await;
@@ -415,10 +425,11 @@ mod tests {
     use super::*;
 
     fn receive(memory: &mut Memory, generation: u64, body: Word) {
-        memory.receive(&DaemonMessage {
+        let message = DaemonMessage {
             generation,
             body: Some(body),
-        });
+        };
+        memory.receive(Instant::now(), &message);
     }
 
     fn assignment() -> Word {
@@ -460,7 +471,7 @@ mod tests {
         memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
         memory.note(Generation(1), &Body::Join(Join::default()));
         assert_eq!(memory.assignment_id(Generation(1)), "a1", "also when it is over");
-        let place = memory.greeting().unwrap().place.unwrap();
+        let place = memory.join(Instant::now()).unwrap().place.unwrap();
         assert_eq!(place.assignment.unwrap().assignment_id, "a1");
         receive(&mut memory, 2, assignment());
         assert_eq!(
@@ -501,7 +512,7 @@ mod tests {
             ..Heartbeat::default()
         };
         memory.note(Generation(1), &Body::Heartbeat(heartbeat));
-        let join = memory.greeting().unwrap();
+        let join = memory.join(Instant::now()).unwrap();
         assert_eq!((join.run_token.as_str(), join.latest_generation), ("run", 1));
         let place = join.place.unwrap();
         let told = place.assignment.unwrap();
@@ -530,14 +541,14 @@ mod tests {
         receive(&mut memory, 1, Word::GenerationOver(over));
         // Its workers are gone, and it waits for the next one.
         memory.note(Generation(1), &Body::Join(Join::default()));
-        let place = memory.greeting().unwrap().place.unwrap();
+        let place = memory.join(Instant::now()).unwrap().place.unwrap();
         let told = place.assignment.unwrap();
         assert_eq!(
             (place.over, told.restart_count, told.best_step),
             (true, 2, Some(7))
         );
         receive(&mut memory, 2, assignment());
-        assert!(!memory.greeting().unwrap().place.unwrap().over);
+        assert!(!memory.join(Instant::now()).unwrap().place.unwrap().over);
     }
 
     #[test]
@@ -545,7 +556,7 @@ mod tests {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
         receive(&mut memory, 3, Word::Waiting(Waiting::default()));
-        let join = memory.greeting().unwrap();
+        let join = memory.join(Instant::now()).unwrap();
         assert_eq!(
             (memory.generation, join.latest_generation, join.place),
             (Generation(0), 3, None)

@@ -30,9 +30,9 @@ use super::exit_reason::ExitReason;
 use crate::ending::{Ending, signal_name};
 
 /// How long the daemon may take to decide what follows a failure of ours.
-pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
+pub const VERDICT_WAIT: Duration = Duration::from_secs(30);
 /// How long saying good-bye to the daemon may take.
-pub(super) const LEAVE_WAIT: Duration = Duration::from_secs(2);
+pub const LEAVE_WAIT: Duration = Duration::from_secs(2);
 /// Beyond the time that the daemon itself waits for the other nodes, which begins after its pause before a restart.
 const JOIN_MARGIN: Duration = RESTART_BACKOFF_CAP.saturating_add(Duration::from_secs(15));
 
@@ -41,17 +41,21 @@ const MAX_GENERATIONS: u64 = 1 << 31;
 
 /// What the decisions depend on and never changes.
 #[derive(Clone, Debug)]
-pub(super) struct Rules {
-    pub(super) hostname: String,
-    pub(super) native: bool,
+pub struct Rules {
+    /// Of this node.
+    pub hostname: String,
+    /// The workers are `ddp-train`'s: they obey no signal but SIGKILL.
+    pub native: bool,
     /// As in the plan.
-    pub(super) resume_words: Option<String>,
-    pub(super) join_timeout: Duration,
-    pub(super) shutdown_timeout: Duration,
+    pub resume_words: Option<String>,
+    /// How long this node would wait for others.
+    pub join_timeout: Duration,
+    /// How long workers may take to end.
+    pub shutdown_timeout: Duration,
     /// Workers that this node offers.
-    pub(super) workers: u32,
+    pub workers: u32,
     /// Nodes may come and go.
-    pub(super) elastic: bool,
+    pub elastic: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -109,7 +113,7 @@ pub(super) enum Phase {
 
 /// The state of the agent.
 #[derive(Debug)]
-pub(super) struct Machine {
+pub struct Machine {
     pub(super) rules: Rules,
     pub(super) phase: Phase,
     pub(super) generation: Generation,
@@ -132,7 +136,7 @@ pub(super) struct Machine {
 
 impl Machine {
     /// The first state, and what is to be done in it.
-    pub(super) fn start(rules: Rules) -> (Self, Vec<Effect>) {
+    pub fn start(rules: Rules) -> (Self, Vec<Effect>) {
         let machine = Self {
             phase: Phase::Joining,
             generation: Generation(0),
@@ -152,7 +156,7 @@ impl Machine {
     }
 
     /// Generation that was last assigned.
-    pub(super) fn generation(&self) -> Generation {
+    pub fn generation(&self) -> Generation {
         self.generation
     }
 
@@ -168,28 +172,28 @@ impl Machine {
     }
 
     /// Whether any worker listens on the control socket, and so can do something with a notice.
-    pub(super) fn set_listening(&mut self, listening: bool) {
+    pub fn set_listening(&mut self, listening: bool) {
         self.listening = listening;
     }
 
     /// Whether all native workers have said that they are done with the last step.
-    pub(super) fn set_finishing(&mut self, finishing: bool) {
+    pub fn set_finishing(&mut self, finishing: bool) {
         self.finishing = finishing;
     }
 
     /// True while all is well.
-    pub(super) fn is_running(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
 
     /// True while the daemon decides what follows a failure on this node.
-    pub(super) fn is_undecided(&self) -> bool {
+    pub fn is_undecided(&self) -> bool {
         self.phase == Phase::Undecided
     }
 
     /// True if all workers have ended with 0, with all of their work done, as far as is known. Native ones say whether
     /// it is: they end with 0 too where ranks of another node were asked to stop.
-    pub(super) fn has_succeeded(&self) -> bool {
+    pub fn has_succeeded(&self) -> bool {
         let ended = match &self.phase {
             Phase::Stopping { then, .. } => *then == Then::Succeed,
             phase => *phase == Phase::Succeeded,
@@ -203,7 +207,7 @@ impl Machine {
     }
 
     /// Takes an event, returns what is to be done, in this order.
-    pub(super) fn on(&mut self, event: Event) -> Vec<Effect> {
+    pub fn on(&mut self, event: Event) -> Vec<Effect> {
         if self.phase == Phase::Done {
             return Vec::new();
         }

@@ -40,6 +40,9 @@ mod suspension;
 mod tasks;
 mod workers;
 
+pub use event::{Effect, Event};
 pub use exit_reason::ExitReason;
 pub use launch::{LaunchError, Outcome, run};
+pub use link::Memory;
+pub use machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 pub use signals::is_ignored;

@@ -17,7 +17,7 @@ pub(super) struct HeldPlace {
 
 impl HeldPlace {
     /// None if the assignment has no place for this node, which the agent refuses.
-    pub(super) fn of(assignment: &Assignment) -> Option<Self> {
+    pub(super) fn of(now: Instant, assignment: &Assignment) -> Option<Self> {
         let own = assignment.nodes.get(assignment.node_rank as usize)?.clone();
         Some(Self {
             assignment: Assignment {
@@ -30,7 +30,7 @@ impl HeldPlace {
             },
             node_count: u32::try_from(assignment.nodes.len()).ok()?,
             heartbeat: Heartbeat::default(),
-            since: Instant::now(),
+            since: now,
             over: false,
         })
     }
@@ -45,12 +45,12 @@ impl HeldPlace {
     }
 
     /// As it is sent to a daemon.
-    pub(super) fn told(&self) -> Place {
+    pub(super) fn told(&self, now: Instant) -> Place {
         Place {
             assignment: Some(self.assignment.clone()),
             node_count: self.node_count,
             heartbeat: Some(self.heartbeat),
-            held_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            held_ms: u64::try_from(now.duration_since(self.since).as_millis()).unwrap_or(u64::MAX),
             over: self.over,
         }
     }

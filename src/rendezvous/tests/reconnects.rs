@@ -154,6 +154,21 @@ fn a_node_that_was_given_up_must_stop_before_it_takes_part_again() {
 }
 
 #[test]
+fn a_node_that_was_given_up_spends_no_restart_when_its_stream_breaks_again() {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).join("b", 1, 2);
+    s.break_stream("b")
+        .pass(6 * SECOND, &["a"])
+        .rejoin("a", 1, 1, 2)
+        .pass(11 * SECOND, &["a"]);
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 1, 2))
+        .break_stream("b");
+    s.words("b");
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 1, 2));
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: generation 1 continued without node `b` (no restart spent)");
+}
+
+#[test]
 fn a_node_that_succeeded_and_lost_its_lease_keeps_its_success() {
     let mut s = Scene::new();
     s.join("a", 2, 2)

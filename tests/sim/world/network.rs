@@ -1,70 +1,136 @@
 //! The network of a world: each stream keeps its order, may be slow, and may break with all that is in it.
+//!
+//! A cut does not lose what is sent: it arrives when the cut is over, as TCP would have it. Both sides ping: an agent
+//! gives up a stream whose peer does not answer for 15 s, a daemon after 30 s.
 
 use std::time::Duration;
 
+use ddp_launcher::decisions::Event;
+use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
 use ddp_run::rendezvous::ConnId;
-use rand::Rng;
 
-use super::{JOB, SimEvent, World};
-use crate::agent::Life;
+use super::{SimEvent, World};
+use crate::node::NodeEvent;
 
-/// Whose stream it is, and when the last message each way arrives.
-#[derive(Debug)]
-pub(super) struct Stream {
-    pub(super) agent: usize,
+/// How long an agent's pings go unanswered before it gives up the stream (`proto/src/client/attempts.rs`).
+pub(super) const AGENT_PINGS: Duration = Duration::from_secs(15);
+/// The same of a daemon (`Config::http2_keepalive_interval` and `_timeout`).
+pub(super) const DAEMON_PINGS: Duration = Duration::from_secs(30);
+
+/// Until when nothing passes between a host and the daemons.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Cut {
     pub(super) to_daemon: Duration,
     pub(super) to_agent: Duration,
+}
+
+/// One stream.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) node: usize,
+    pub(crate) daemon: usize,
+    /// When the last message each way arrives.
+    to_daemon: Duration,
+    to_agent: Duration,
+    /// The agent reads nothing until then.
+    pub(super) slow_until: Duration,
+    /// Messages that the agent has not read.
+    pub(super) unread: usize,
     /// The daemon has ended its side.
-    pub(super) ended: bool,
+    pub(super) is_ended: bool,
+    /// The daemon sends nothing more: too many messages are unread.
+    pub(super) is_dropped: bool,
 }
 
 impl World {
-    pub(super) fn connect(&mut self, number: usize) {
-        if self.agents[number].life == Life::Gone || self.agents[number].conn.is_some() {
+    pub(crate) fn is_cut(&self, host: usize) -> bool {
+        let cut = &self.cuts[host];
+        cut.to_daemon > self.now || cut.to_agent > self.now
+    }
+
+    /// An agent tries to open a stream.
+    pub(crate) fn connect(&mut self, number: usize) {
+        let node = &self.nodes[number];
+        if node.is_gone() || node.conn.is_some() || node.link_ended || node.memory.is_refused() {
             return;
+        }
+        let daemon = self.routes[node.host];
+        if !self.daemons[daemon].is_alive || self.is_cut(node.host) {
+            return self.soon(number, 2000, NodeEvent::Connects);
         }
         self.ids += 1;
         let conn = ConnId(self.ids);
         let stream = Stream {
-            agent: number,
+            node: number,
+            daemon,
             to_daemon: self.now,
             to_agent: self.now,
-            ended: false,
+            slow_until: self.now,
+            unread: 0,
+            is_ended: false,
+            is_dropped: false,
         };
         self.streams.insert(conn, stream);
-        self.agents[number].conn = Some(conn);
-        for body in self.agents[number].greeting() {
-            self.send(number, body);
+        let now = self.epoch + self.now;
+        let node = &mut self.nodes[number];
+        (node.conn, node.has_client) = (Some(conn), true);
+        let (generation, greeting) = node.memory.greeting(now);
+        if greeting.len() > 1 {
+            self.note("report that is sent again");
         }
-        self.later(
-            self.config.heartbeat_interval(),
-            SimEvent::Heartbeats(number, conn),
-        );
+        for body in greeting {
+            self.send(number, generation, body);
+        }
+        while let Some((generation, body)) = self.nodes[number].outbox.pop_front() {
+            self.report(number, generation, body);
+        }
+        let interval = Duration::from_secs(1);
+        self.later_at(number, interval, NodeEvent::Heartbeats(conn));
     }
 
-    pub(super) fn send(&mut self, number: usize, body: Body) {
-        let agent = &self.agents[number];
-        let Some(conn) = agent.conn else { return };
+    /// The agent says something; it waits as long as there is no stream.
+    pub(crate) fn report(&mut self, number: usize, generation: Generation, body: Body) {
+        let node = &mut self.nodes[number];
+        if node.conn.is_none() {
+            if !node.link_ended {
+                node.outbox.push_back((generation, body));
+            }
+            return;
+        }
+        node.memory.note(generation, &body);
+        let is_last = matches!(body, Body::Leave(_));
+        self.send(number, generation, body);
+        let node = &mut self.nodes[number];
+        if let (true, Some(conn)) = (is_last, node.conn) {
+            node.is_leaving = true;
+            self.send_up(conn, |conn| SimEvent::Ends(conn, true));
+        }
+    }
+
+    fn send(&mut self, number: usize, generation: Generation, body: Body) {
+        let node = &self.nodes[number];
+        let Some(conn) = node.conn else { return };
         let message = AgentMessage {
-            job_id: JOB.into(),
-            incarnation: agent.incarnation.clone(),
-            generation: agent.generation,
-            assignment_id: agent.assignment_id(),
+            job_id: self.jobs[node.job].name.clone(),
+            incarnation: node.incarnation.clone(),
+            generation: generation.0,
+            assignment_id: node.memory.assignment_id(generation).to_owned(),
             body: Some(body),
         };
         self.send_up(conn, |conn| SimEvent::Arrives(conn, message));
     }
 
     /// Schedules what arrives at the daemon after everything sent before on this stream.
-    pub(super) fn send_up(&mut self, conn: ConnId, event: impl FnOnce(ConnId) -> SimEvent) {
+    pub(crate) fn send_up(&mut self, conn: ConnId, event: impl FnOnce(ConnId) -> SimEvent) {
         let delay = self.latency();
         let Some(stream) = self.streams.get_mut(&conn) else {
             return;
         };
-        stream.to_daemon = stream.to_daemon.max(self.now + delay);
-        let at = stream.to_daemon;
+        let cut = self.cuts[self.nodes[stream.node].host].to_daemon;
+        let at = (self.now + delay).max(cut).max(stream.to_daemon);
+        stream.to_daemon = at;
         self.at(at, event(conn));
     }
 
@@ -73,51 +139,72 @@ impl World {
         let Some(stream) = self.streams.get_mut(&conn) else {
             return;
         };
-        stream.to_agent = stream.to_agent.max(self.now + delay);
-        let at = stream.to_agent;
+        let cut = self.cuts[self.nodes[stream.node].host].to_agent;
+        let at = (self.now + delay)
+            .max(cut)
+            .max(stream.to_agent)
+            .max(stream.slow_until);
+        stream.to_agent = at;
         self.at(at, SimEvent::Delivers(conn, message));
     }
 
+    /// The link of an agent receives something, which the agent reads a little later.
     pub(super) fn deliver(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
-        let number = self.streams[&conn].agent;
-        if self.agents[number].conn != Some(conn) {
+        let Some(stream) = self.streams.get_mut(&conn) else {
+            return;
+        };
+        stream.unread = stream.unread.saturating_sub(1);
+        let number = stream.node;
+        if self.nodes[number].conn != Some(conn) || self.nodes[number].is_gone() {
             return;
         }
-        match message {
-            Some(message) => {
-                let actions = self.agents[number].receive(message);
-                self.grant(number, actions);
-            }
-            None => self.lose_stream(number, true),
+        let Some(message) = message else {
+            return self.lose_stream(number);
+        };
+        let delay = self.pause(3);
+        let now = self.epoch + self.now;
+        let node = &mut self.nodes[number];
+        if node.is_leaving {
+            return;
         }
+        node.memory.receive(now, &message);
+        node.is_known = true;
+        let restored = std::mem::take(&mut node.is_broken);
+        node.read_at = node.read_at.max(self.now + delay);
+        let at = node.read_at;
+        let read = NodeEvent::Reads(restored, message);
+        self.at(at, SimEvent::Node(number, read));
     }
 
-    /// The stream of an agent breaks for it; it comes back soon if it lives.
-    pub(super) fn lose_stream(&mut self, number: usize, comes_back: bool) {
-        if let Some(conn) = self.agents[number].conn.take() {
+    /// The stream of an agent breaks for it; it opens another one.
+    pub(crate) fn lose_stream(&mut self, number: usize) {
+        if let Some(conn) = self.nodes[number].conn {
             self.send_up(conn, |conn| SimEvent::Ends(conn, false));
         }
-        if comes_back {
-            self.outcome.reconnects += 1;
-            let delay = self.pause(self.away_ms);
-            self.later(delay, SimEvent::Connects(number));
-        }
+        self.stream_is_lost(number);
     }
 
-    /// Breaks streams and drops what is on its way in them, in both directions.
-    pub(super) fn break_network(&mut self, numbers: &[usize]) {
-        for &number in numbers {
-            let conn = self.agents[number].conn;
-            self.agenda.retain(|_, event| match event {
-                SimEvent::Arrives(c, _) | SimEvent::Delivers(c, _) => Some(*c) != conn,
-                _ => true,
-            });
-            self.lose_stream(number, true);
+    /// The same, of which the daemon learns nothing.
+    pub(super) fn stream_is_lost(&mut self, number: usize) {
+        let patience = self.patience_of(number);
+        let now = self.now;
+        let node = &mut self.nodes[number];
+        node.conn = None;
+        if node.is_gone() || node.memory.is_refused() {
+            return;
         }
+        if node.is_leaving {
+            return self.on_node(number, NodeEvent::Decides(Event::Left));
+        }
+        if !std::mem::replace(&mut node.is_broken, true) && node.is_known {
+            node.gives_up = now + patience;
+            self.later(patience, SimEvent::Node(number, NodeEvent::GivesUp));
+        }
+        self.soon(number, 2000, NodeEvent::Connects);
     }
 
-    pub(super) fn latency(&mut self) -> Duration {
-        let slow = self.rng.random_bool(0.02);
+    pub(crate) fn latency(&mut self) -> Duration {
+        let slow = self.happens(0.02);
         self.pause(if slow { 2000 } else { 20 })
     }
 }

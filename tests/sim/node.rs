@@ -1,0 +1,536 @@
+//! A node: the agent's real decisions and the real memory of its link, around processes that are numbers.
+//!
+//! What `launcher/src/agent/driver` and `link` do with processes, streams and timers is done here in the world's time.
+//! Nothing is decided here.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use ddp_launcher::decisions::{Effect, Event, LEAVE_WAIT, Machine, Memory, VERDICT_WAIT};
+use ddp_launcher::{Ending, ExitReason};
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, NodeStopped, WorkerExit};
+use ddp_run::rendezvous::ConnId;
+use rand::Rng;
+
+use crate::witness::{AssignmentId, Origin};
+use crate::world::{SimEvent, World};
+
+/// One agent process and its workers.
+#[derive(Debug)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "they are independent, as in the driver and the link"
+)]
+pub(crate) struct Node {
+    pub(crate) incarnation: String,
+    pub(crate) job: usize,
+    pub(crate) host: usize,
+    pub(crate) join: Join,
+    pub(crate) machine: Machine,
+    pub(crate) memory: Memory,
+    /// The stream that it believes to have.
+    pub(crate) conn: Option<ConnId>,
+    /// It has had a stream.
+    pub(crate) has_client: bool,
+    /// A daemon has spoken to it.
+    pub(crate) is_known: bool,
+    /// Its stream broke, and no daemon has spoken since.
+    pub(crate) is_broken: bool,
+    /// It has said good-bye on its stream.
+    pub(crate) is_leaving: bool,
+    /// It has given up the daemon.
+    pub(crate) link_ended: bool,
+    /// When it gives up a daemon that is out of reach.
+    pub(crate) gives_up: Duration,
+    /// What is to be sent, while there is no stream.
+    pub(crate) outbox: VecDeque<(Generation, Body)>,
+    /// Number of the alarm that counts.
+    pub(crate) alarm: Option<u64>,
+    /// The workers of the current generation.
+    pub(crate) group: Group,
+    /// What its workers have written in the store.
+    pub(crate) written: Vec<(String, Vec<u8>)>,
+    /// How fast its clock runs, in millionths.
+    pub(crate) pace: u64,
+    /// It is stopped until then; what comes meanwhile waits.
+    pub(crate) stalled: Option<Duration>,
+    pub(crate) backlog: Vec<NodeEvent>,
+    /// When the last message that was received is read.
+    pub(crate) read_at: Duration,
+    pub(crate) life: Life,
+    /// The signal with which a user has stopped it.
+    pub(crate) stopped_by: Option<i32>,
+    /// Exit code of the end of the job, as it was told.
+    pub(crate) told: Option<i32>,
+}
+
+/// Whether an agent process lives.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Life {
+    Lives,
+    Killed,
+    Ended(ExitReason),
+}
+
+/// The workers of one generation on one node.
+#[derive(Debug, Default)]
+pub(crate) struct Group {
+    pub(crate) assignment: Option<(Origin, Assignment)>,
+    /// Nothing was started yet.
+    preparing: bool,
+    workers: Vec<Worker>,
+}
+
+/// One worker process.
+#[derive(Debug)]
+struct Worker {
+    id: u64,
+    rank: u32,
+    is_alive: bool,
+    ending: Option<Ending>,
+    /// The last signal that the agent sent it.
+    sent: Option<i32>,
+    /// It has done all of its work.
+    is_finished: bool,
+    consequence: bool,
+}
+
+/// What happens to an agent process.
+#[derive(Debug)]
+pub(crate) enum NodeEvent {
+    Connects,
+    /// On this stream.
+    Heartbeats(ConnId),
+    Alarm(u64),
+    GivesUp,
+    /// A message that its link has received; true: the first after a break.
+    Reads(bool, DaemonMessage),
+    Decides(Event),
+    /// All is there that the workers of this generation need.
+    Prepared(Generation),
+    /// Its pings on this stream are not answered.
+    Pings(ConnId),
+}
+
+impl Node {
+    pub(crate) fn is_gone(&self) -> bool {
+        self.life != Life::Lives
+    }
+
+    /// Which run it is in; empty before its first assignment.
+    pub(crate) fn run_token(&self) -> String {
+        let assignment = self.group.assignment.as_ref();
+        assignment.map_or_else(String::new, |(origin, _)| origin.run_token.clone())
+    }
+
+    pub(crate) fn has_live_workers(&self) -> bool {
+        self.group.workers.iter().any(|worker| worker.is_alive)
+    }
+
+    /// All of its workers have done their work.
+    fn is_finishing(&self) -> bool {
+        let workers = &self.group.workers;
+        !workers.is_empty() && workers.iter().all(|worker| worker.is_finished)
+    }
+
+    /// How its workers ended that did not end with 0.
+    fn ends(&self) -> NodeStopped {
+        let bad = |worker: &&Worker| worker.ending.is_some_and(|ending| !ending.is_success());
+        let exits = self.group.workers.iter().filter(bad);
+        NodeStopped {
+            exits: exits.map(Worker::exit).collect(),
+            ..NodeStopped::default()
+        }
+    }
+}
+
+impl Group {
+    /// Its workers were started.
+    pub(crate) fn has_begun(&self) -> bool {
+        !self.workers.is_empty()
+    }
+}
+
+impl Worker {
+    fn exit(&self) -> WorkerExit {
+        let (exit_code, signal) = match self.ending {
+            Some(Ending::Code(code)) => (Some(code), None),
+            Some(Ending::Signal { signal, .. }) => (None, Some(signal)),
+            None => (None, None),
+        };
+        WorkerExit {
+            rank: self.rank,
+            exit_code,
+            signal,
+            consequence: self.consequence,
+            stopped_with: self.sent,
+            ..WorkerExit::default()
+        }
+    }
+}
+
+impl World {
+    /// Something happens to an agent that runs.
+    pub(crate) fn on_node(&mut self, number: usize, event: NodeEvent) {
+        let node = &mut self.nodes[number];
+        if node.is_gone() {
+            return;
+        }
+        if node.stalled.is_some() {
+            return node.backlog.push(event);
+        }
+        match event {
+            NodeEvent::Connects => self.connect(number),
+            NodeEvent::Heartbeats(conn) => {
+                if node.conn == Some(conn) && !node.is_leaving {
+                    let generation = node.machine.generation();
+                    if !node.is_broken && node.has_client {
+                        self.report(number, generation, Body::Heartbeat(Heartbeat::default()));
+                    }
+                    let interval = self.config.heartbeat_interval();
+                    self.later_at(number, interval, NodeEvent::Heartbeats(conn));
+                }
+            }
+            NodeEvent::Alarm(alarm) if node.alarm == Some(alarm) => {
+                // As the driver does: who cannot be reached decides nothing.
+                if node.is_broken && node.machine.is_undecided() {
+                    return self.arm(number, VERDICT_WAIT);
+                }
+                node.alarm = None;
+                self.decide(number, Event::Alarm);
+            }
+            NodeEvent::Alarm(_) => {}
+            NodeEvent::GivesUp => self.give_up_daemon(number),
+            NodeEvent::Reads(restored, message) => self.read(number, restored, message),
+            NodeEvent::Decides(event) => self.decide(number, event),
+            NodeEvent::Prepared(generation) => self.spawn(number, generation),
+            NodeEvent::Pings(conn) => {
+                if node.conn == Some(conn) {
+                    self.lose_stream(number);
+                }
+            }
+        }
+    }
+
+    /// The agent reads a message that its link has received.
+    fn read(&mut self, number: usize, restored: bool, message: DaemonMessage) {
+        let node = &mut self.nodes[number];
+        if restored {
+            if node.machine.is_undecided() {
+                self.arm(number, VERDICT_WAIT);
+            }
+            self.write_again(number);
+        }
+        let node = &mut self.nodes[number];
+        let run_token = node.run_token();
+        match &message.body {
+            Some(Reply::JobOver(over)) => {
+                // Another daemon may have another verdict; the first one stands.
+                node.told.get_or_insert(over.exit_code);
+            }
+            Some(Reply::GenerationOver(over)) if message.generation == node.machine.generation().0 => {
+                self.witness
+                    .over(&node.incarnation, &run_token, message.generation, over);
+            }
+            _ => {}
+        }
+        self.decide(number, Event::Daemon(message));
+    }
+
+    /// Lets the agent decide, and carries out what it wants.
+    pub(crate) fn decide(&mut self, number: usize, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            if self.loud {
+                println!("{:>9.3}  node {number}: {event:?}", self.now.as_secs_f64());
+            }
+            let node = &mut self.nodes[number];
+            let listens = self.jobs[node.job].listens && node.has_live_workers();
+            node.machine.set_listening(listens);
+            let finishing = self.jobs[node.job].native && node.is_finishing();
+            node.machine.set_finishing(finishing);
+            for effect in self.nodes[number].machine.on(event) {
+                self.carry_out(number, effect, &mut events);
+            }
+        }
+    }
+
+    pub(crate) fn carry_out(&mut self, number: usize, effect: Effect, events: &mut VecDeque<Event>) {
+        let node = &mut self.nodes[number];
+        let generation = node.machine.generation();
+        match effect {
+            Effect::Join => {
+                let mut join = node.join.clone();
+                join.run_token = node.run_token();
+                self.report(number, generation, Body::Join(join));
+            }
+            Effect::Report(body) => self.report(number, generation, body),
+            Effect::ReportEnds => {
+                let ends = node.ends();
+                self.report(number, generation, Body::NodeStopped(ends));
+            }
+            Effect::Spawn(assignment) => self.prepare(number, generation, assignment),
+            Effect::CancelSpawn => {
+                if std::mem::take(&mut node.group.preparing) {
+                    events.push_back(Event::SpawnEnded {
+                        generation,
+                        failure: None,
+                    });
+                }
+            }
+            Effect::Arm(after) => self.arm(number, after),
+            Effect::Disarm => node.alarm = None,
+            Effect::Say(words) => {
+                if self.loud {
+                    println!("{:>9.3}      {words}", self.now.as_secs_f64());
+                }
+            }
+            Effect::Leave(leave) => {
+                if !node.has_client || node.link_ended || (node.conn.is_none() && node.memory.is_refused()) {
+                    return events.push_back(Event::Left);
+                }
+                self.report(number, generation, Body::Leave(leave));
+                self.arm(number, LEAVE_WAIT);
+            }
+            Effect::Finish(exit_reason) => self.finish(number, exit_reason),
+            of_workers => self.carry_out_on_workers(number, of_workers),
+        }
+    }
+
+    fn carry_out_on_workers(&mut self, number: usize, effect: Effect) {
+        let node = &mut self.nodes[number];
+        let generation = node.machine.generation();
+        match effect {
+            Effect::Notify(_) => self.notify(number, Ending::Code(1)),
+            Effect::AskToStop(_) => self.notify(number, Ending::Code(0)),
+            Effect::SignalAll(signal) => self.signal(number, None, signal),
+            Effect::SignalUnasked(signal) => {
+                if !self.jobs[node.job].listens {
+                    self.signal(number, None, signal);
+                }
+            }
+            Effect::SignalLate(local_rank, signal) => self.signal(number, Some(local_rank), signal),
+            Effect::KillStray(_) => panic!("node {number} has started workers of a generation that is over"),
+            Effect::DrainControl(local_rank) => {
+                let worker = node.group.workers.get(local_rank.0 as usize);
+                let drained = Event::ControlDrained {
+                    generation,
+                    local_rank,
+                    consequence: worker.is_some_and(|worker| worker.consequence),
+                };
+                self.soon(number, 50, NodeEvent::Decides(drained));
+            }
+            Effect::Describe(local_rank) => {
+                if let Some(worker) = node.group.workers.get(local_rank.0 as usize) {
+                    let described = Event::Described(worker.exit());
+                    self.soon(number, 50, NodeEvent::Decides(described));
+                }
+            }
+            Effect::Sweep => {
+                assert!(!node.has_live_workers(), "swept, but a worker lives");
+                let swept = Event::Swept { stuck: vec![] };
+                self.soon(number, 30, NodeEvent::Decides(swept));
+            }
+            other => unreachable!("{other:?} is none of workers"),
+        }
+    }
+
+    fn finish(&mut self, number: usize, exit_reason: ExitReason) {
+        let node = &mut self.nodes[number];
+        assert!(
+            !node.has_live_workers(),
+            "node {number} ended before its workers: {node:?}"
+        );
+        node.life = Life::Ended(exit_reason);
+        if let Some(conn) = node.conn.take()
+            && !node.is_leaving
+        {
+            self.send_up(conn, |conn| SimEvent::Ends(conn, false));
+        }
+    }
+
+    /// The daemon is given up if it has not spoken since the stream broke.
+    fn give_up_daemon(&mut self, number: usize) {
+        let node = &mut self.nodes[number];
+        if self.now < node.gives_up || (node.is_known && !node.is_broken) || node.memory.is_refused() {
+            return;
+        }
+        node.link_ended = true;
+        if let Some(conn) = node.conn.take() {
+            self.send_up(conn, |conn| SimEvent::Ends(conn, false));
+        }
+        let gone = Event::DaemonGone {
+            exit_code: exit::DAEMON_UNREACHABLE,
+            error: "the daemon is unreachable".into(),
+        };
+        self.decide(number, gone);
+    }
+
+    fn arm(&mut self, number: usize, after: Duration) {
+        self.ids += 1;
+        let alarm = self.ids;
+        self.nodes[number].alarm = Some(alarm);
+        self.later_at(number, after, NodeEvent::Alarm(alarm));
+    }
+
+    /// What the workers need is being made.
+    fn prepare(&mut self, number: usize, generation: Generation, assignment: Assignment) {
+        let node = &mut self.nodes[number];
+        assert!(
+            !node.has_live_workers(),
+            "node {number} starts workers beside others"
+        );
+        let job = &self.jobs[node.job].name;
+        let origin = Origin {
+            job: job.clone(),
+            run_token: assignment.run_token.clone(),
+            generation: generation.0,
+            id: AssignmentId::of(&assignment),
+        };
+        node.written.clear();
+        node.group = Group {
+            assignment: Some((origin, assignment)),
+            preparing: true,
+            workers: Vec::new(),
+        };
+        self.soon(number, 300, NodeEvent::Prepared(generation));
+    }
+
+    fn spawn(&mut self, number: usize, generation: Generation) {
+        let node = &mut self.nodes[number];
+        if generation != node.machine.generation() || !std::mem::take(&mut node.group.preparing) {
+            return;
+        }
+        let Some((origin, assignment)) = node.group.assignment.clone() else {
+            return;
+        };
+        let fails = self.rng.random_bool(self.failing);
+        let end = self.rng.random_range(self.work_ms.clone());
+        let own = &assignment.nodes[assignment.node_rank as usize];
+        let culprit = self.rng.random_range(0..own.workers);
+        for local_rank in 0..own.workers {
+            self.ids += 1;
+            let worker = self.ids;
+            let rank = own.first_rank + local_rank;
+            self.witness.born(worker, &origin, rank);
+            // Some failures only follow from another rank's, real or not.
+            let by_code = number.is_multiple_of(2);
+            self.nodes[number].group.workers.push(Worker {
+                id: worker,
+                rank,
+                is_alive: true,
+                ending: None,
+                sent: None,
+                is_finished: false,
+                consequence: fails && by_code && number.is_multiple_of(3),
+            });
+            let spawned = Event::Spawned {
+                generation,
+                local_rank: LocalRank(local_rank),
+                pid: 1000 + worker as i32,
+            };
+            self.decide(number, spawned);
+            let ending = match (fails && local_rank == culprit, by_code) {
+                (false, _) => Ending::Code(0),
+                (true, true) => Ending::Code(10 + number as i32 % 100),
+                (true, false) => killed(9),
+            };
+            let delay = Duration::from_millis(end) + self.pause(500);
+            // The others of a group that fails work until they are stopped.
+            if !fails || local_rank == culprit {
+                self.later(delay, SimEvent::WorkerEnds(number, worker, ending, true));
+            }
+        }
+        let ended = Event::SpawnEnded {
+            generation,
+            failure: None,
+        };
+        self.decide(number, ended);
+        self.use_store(number);
+    }
+
+    /// A process ends, whether its agent can notice it or not.
+    pub(crate) fn worker_ends(&mut self, number: usize, id: u64, ending: Ending, is_finished: bool) {
+        let node = &mut self.nodes[number];
+        let Some(local_rank) = node.group.workers.iter().position(|worker| worker.id == id) else {
+            return;
+        };
+        let worker = &mut node.group.workers[local_rank];
+        if !std::mem::take(&mut worker.is_alive) {
+            return;
+        }
+        worker.ending = Some(ending);
+        worker.is_finished = is_finished && ending.is_success();
+        if let Some((origin, _)) = &node.group.assignment {
+            self.witness.died(id, origin, worker.rank);
+        }
+        let exited = Event::Exited {
+            local_rank: LocalRank(local_rank as u32),
+            ending,
+        };
+        self.on_node(number, NodeEvent::Decides(exited));
+    }
+
+    /// Workers that listen on the control socket are told to end; most do.
+    fn notify(&mut self, number: usize, ending: Ending) {
+        let job = &self.jobs[self.nodes[number].job];
+        if !job.listens {
+            return;
+        }
+        for id in self.live_workers(number) {
+            if self.rng.random_bool(0.8) {
+                let delay = self.pause(3000);
+                self.later(delay, SimEvent::WorkerEnds(number, id, ending, false));
+            }
+        }
+    }
+
+    fn signal(&mut self, number: usize, only: Option<LocalRank>, signal: i32) {
+        let workers = self.nodes[number].group.workers.iter_mut().enumerate();
+        let mut ids = Vec::new();
+        for (local_rank, worker) in workers {
+            if worker.is_alive && only.is_none_or(|only| only.0 as usize == local_rank) {
+                worker.sent = Some(signal);
+                ids.push(worker.id);
+            }
+        }
+        for id in ids {
+            let obeys = signal == 9 || self.rng.random_bool(0.8);
+            if obeys {
+                let delay = self.pause(if signal == 9 { 10 } else { 5000 });
+                self.later(delay, SimEvent::WorkerEnds(number, id, killed(signal), false));
+            }
+        }
+    }
+
+    /// The agent dies without notice: its guardian kills the workers.
+    pub(crate) fn kill_agent(&mut self, number: usize) {
+        self.nodes[number].life = Life::Killed;
+        if let Some(conn) = self.nodes[number].conn.take() {
+            self.send_up(conn, |conn| SimEvent::Ends(conn, false));
+        }
+        for id in self.live_workers(number) {
+            let delay = self.pause(300);
+            self.later(delay, SimEvent::WorkerEnds(number, id, killed(9), false));
+        }
+    }
+
+    fn live_workers(&self, number: usize) -> Vec<u64> {
+        let workers = self.nodes[number].group.workers.iter();
+        workers
+            .filter(|worker| worker.is_alive)
+            .map(|worker| worker.id)
+            .collect()
+    }
+}
+
+fn killed(signal: i32) -> Ending {
+    Ending::Signal {
+        signal,
+        core_dumped: false,
+    }
+}

@@ -1,0 +1,151 @@
+//! What must be true of all that one daemon says to the nodes of one job.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Failures, GenerationOver, JobOver};
+
+/// Watches every word of a daemon to one job.
+#[derive(Debug, Default)]
+pub(crate) struct Words {
+    /// The assignment of each generation, without the node rank.
+    assignments: BTreeMap<u64, Assignment>,
+    /// Who has which node rank in which generation.
+    ranks: BTreeMap<(u64, u32), String>,
+    /// Generations whose end was announced.
+    over: BTreeSet<u64>,
+    /// Words about the end of each generation.
+    causes: BTreeMap<u64, String>,
+    /// The run that each node is in, by its token: the job's name is used again when all nodes have left.
+    run_of: BTreeMap<String, String>,
+    exit_codes: BTreeMap<String, i32>,
+    /// The last word on each run: all nodes receive the same.
+    last_said: BTreeMap<String, Failures>,
+    last_generation: u64,
+}
+
+impl Words {
+    /// Notes that a node says which run it is in.
+    pub(crate) fn joins(&mut self, from: &str, run_token: &str) {
+        if !run_token.is_empty() {
+            self.run_of.insert(from.to_owned(), run_token.to_owned());
+        }
+    }
+
+    /// Checks a message to the node `to`.
+    pub(crate) fn says(&mut self, to: &str, message: &DaemonMessage) {
+        let body = message.body.as_ref();
+        match body.expect("the daemon never sends an empty message") {
+            Reply::Assignment(assignment) => self.assignment(to, message.generation, assignment),
+            Reply::GenerationOver(over) => self.generation_over(to, message.generation, over),
+            Reply::JobOver(over) => self.job_over(to, over),
+            Reply::LastWord(failures) => {
+                let run = self.run_of.get(to).cloned().unwrap_or_default();
+                let first = self.last_said.entry(run).or_insert_with(|| failures.clone());
+                assert_eq!(first, failures, "two last words");
+            }
+            Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
+            Reply::Waiting(waiting) => {
+                assert!(!waiting.reason.is_empty());
+                assert!(waiting.lease_ms > 0);
+            }
+            Reply::HeartbeatAck(_) => {}
+        }
+    }
+
+    fn generation_over(&mut self, to: &str, generation: u64, over: &GenerationOver) {
+        assert!(!over.cause.is_empty());
+        assert!(
+            over.restart_count <= over.max_restarts,
+            "the restart budget is overdrawn: {over:?}"
+        );
+        let is_member = |((g, _), who): (&(u64, u32), &String)| *g == generation && who == to;
+        if self.ranks.iter().any(is_member) {
+            self.over.insert(generation);
+        }
+        if over.first_failure.is_some() {
+            let first = self
+                .causes
+                .entry(generation)
+                .or_insert_with(|| over.cause.clone());
+            assert_eq!(
+                *first, over.cause,
+                "two first failures in generation {generation}"
+            );
+        }
+    }
+
+    fn job_over(&mut self, to: &str, over: &JobOver) {
+        assert!(!over.reason.is_empty());
+        if let Some(run) = self.run_of.get(to) {
+            let code = *self.exit_codes.entry(run.clone()).or_insert(over.exit_code);
+            assert_eq!(code, over.exit_code, "exit codes differ");
+        }
+        if over.exit_code == 0 {
+            assert_eq!(over.first_failure, None);
+            assert_eq!((&over.failures, over.last_word_ms), (&None, 0));
+        }
+        if over.first_failure.is_some() {
+            assert!(over.failures.is_some(), "the first failure is not in the list");
+        }
+    }
+
+    fn assignment(&mut self, to: &str, generation: u64, assignment: &Assignment) {
+        self.joins(to, &assignment.run_token);
+        assert!(
+            generation >= self.last_generation,
+            "generation {generation} after {}",
+            self.last_generation
+        );
+        assert!(
+            !self.over.contains(&generation),
+            "generation {generation} is over, `{to}` was assigned to it"
+        );
+        if generation > self.last_generation {
+            self.last_generation = generation;
+            check_ranks(assignment);
+        }
+        let common = Assignment {
+            node_rank: 0,
+            ..assignment.clone()
+        };
+        let first = self
+            .assignments
+            .entry(generation)
+            .or_insert_with(|| common.clone());
+        assert_eq!(*first, common, "two assignments in generation {generation}");
+
+        let rank = assignment.node_rank;
+        assert!((rank as usize) < assignment.nodes.len());
+        let holder = self
+            .ranks
+            .entry((generation, rank))
+            .or_insert_with(|| to.to_owned());
+        assert_eq!(
+            holder, to,
+            "node rank {rank} of generation {generation} was given twice"
+        );
+        let all = self.ranks.range((generation, 0)..=(generation, u32::MAX));
+        let places = all.filter(|(_, who)| *who == to).count();
+        assert_eq!(places, 1, "`{to}` has {places} ranks in generation {generation}");
+    }
+}
+
+/// Ranks are dense and unique, and the master is node 0.
+fn check_ranks(assignment: &Assignment) {
+    let mut next = 0;
+    for node in &assignment.nodes {
+        assert_eq!(node.first_rank, next, "ranks are not dense: {assignment:?}");
+        assert!(node.workers > 0);
+        next += node.workers;
+    }
+    assert!(next > 0);
+    assert!(assignment.restart_count <= assignment.max_restarts);
+    assert!(assignment.master_port > 0);
+    let master = if assignment.nodes.len() == 1 {
+        "127.0.0.1"
+    } else {
+        &assignment.nodes[0].addr
+    };
+    assert_eq!(assignment.master_addr, master);
+}
