@@ -26,7 +26,7 @@ use super::settings::Settings;
 use super::streams::{OutputStyle, Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind, python};
 use super::topology::Topology;
-use super::values::{EventLog, ProcCount};
+use super::values::{EventLog, ProcCount, RdzvConf};
 use crate::rendezvous::unnamed_job_id;
 
 /// How long to wait for the other nodes, as torchrun.
@@ -69,8 +69,19 @@ fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
     let (settings, sources) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
+    check_nodes(nodes(&settings), &settings)?;
     check_target(&target, &settings)?;
     Ok((target, validated, settings, sources))
+}
+
+/// As long as a node waits for the rendezvous at the start, or longer.
+fn outage_timeout(conf: &RdzvConf) -> Duration {
+    let at_the_start = conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
+    conf.outage_timeout.unwrap_or(OUTAGE_TIMEOUT.max(at_the_start))
+}
+
+fn nodes(settings: &Settings) -> NodeRange {
+    settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 })
 }
 
 /// Merges the layers, looks at the target and at the machine.
@@ -81,8 +92,7 @@ pub fn resolve(
 ) -> Result<Launch, CliError> {
     let dry_run = args.dry_run;
     let (target, validated, settings, sources) = merge(args, &get_env)?;
-    let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
-    check_nodes(nodes, &settings)?;
+    let nodes = nodes(&settings);
     let alone = nodes.max == 1;
     let agreed = agreed(&settings, &target, nodes);
     let job_signature = target.signature(&agreed);
@@ -101,10 +111,8 @@ pub fn resolve(
     let named = named_logs(&settings, out_dir, &output);
     let log_dir = log_dir(named, &output, &job_id, dry_run)?;
     let native = target.kind == TargetKind::Native;
-    if alone && workers == 1 && !native && log_dir.is_none() {
-        hand_over_terminal(&mut output, &mut signals);
-    }
-    let connect_timeout = conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
+    let has_terminal = alone && workers == 1 && !native && log_dir.is_none();
+    hand_over_terminal(has_terminal, &mut output, &mut signals);
     let plan = LaunchPlan {
         resume_words: (validated.as_ref()).map(|config| config.resume_words(&job_id)),
         job_id,
@@ -119,8 +127,8 @@ pub fn resolve(
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
         last_call: conf.last_call_timeout,
         hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
-        connect_timeout,
-        outage_timeout: conf.outage_timeout.unwrap_or(OUTAGE_TIMEOUT.max(connect_timeout)),
+        connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
+        outage_timeout: outage_timeout(&conf),
         shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
         log_dir,
         progress_bar: native && !output.raw && io::stderr().is_terminal(),
@@ -442,7 +450,10 @@ fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) 
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
 /// the output.
-fn hand_over_terminal(output: &mut OutputPlan, signals: &mut SignalPlan) {
+fn hand_over_terminal(may: bool, output: &mut OutputPlan, signals: &mut SignalPlan) {
+    if !may {
+        return;
+    }
     let is_terminal = io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal();
     output.direct = is_terminal && *output == OutputPlan::default();
     let resized = Signal::SIGWINCH as i32;
