@@ -85,7 +85,7 @@ fn a_daemon_that_is_gone_is_tried_for_a_time_that_is_told() {
     let daemon = Daemon::start(Policy::default());
     let meeting = Meeting::new();
     let mut launcher = launch(&daemon)
-        .connect_timeout(Duration::from_secs(5))
+        .outage_timeout(Duration::from_secs(5))
         .env("FIFO", &meeting.fifo)
         .sh(r#"echo ready; cat "$FIFO"; exit 3"#)
         .start();
