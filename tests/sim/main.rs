@@ -6,7 +6,7 @@
 //! rest: each launcher has ended, each call was answered.
 //!
 //! A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim any_trouble -- --nocapture` replays it alone.
-//! `DDP_SIM_SEEDS=<n>` runs more of them.
+//! `DDP_SIM_SEEDS=<n>` runs more of them, `DDP_SIM_FIRST=<n>` begins with another one than 0.
 
 mod node;
 mod scenarios;
@@ -33,7 +33,8 @@ fn any_trouble_ends_well() {
     }
     let seeds = number("DDP_SIM_SEEDS").unwrap_or(SEEDS);
     let mut tally = Tally::default();
-    for seed in 0..seeds {
+    let first = number("DDP_SIM_FIRST").unwrap_or(0);
+    for seed in first..first + seeds {
         let replay = Replay(seed, "any_trouble");
         tally.count(seed, &World::new(seed, false).run());
         std::mem::forget(replay);

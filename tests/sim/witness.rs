@@ -62,6 +62,12 @@ impl Witness {
         self.words.entry((daemon, job.to_owned())).or_default()
     }
 
+    /// A daemon is started with the ledger of this one.
+    pub(crate) fn inherit(&mut self, daemon: usize) {
+        let all = self.words.iter_mut().filter(|((first, _), _)| *first == daemon);
+        all.for_each(|(_, words)| words.inherit());
+    }
+
     /// A worker begins to live.
     pub(crate) fn born(&mut self, worker: u64, origin: &Origin, rank: u32) {
         let (job, run) = (origin.job.clone(), origin.run_token.clone());

@@ -32,6 +32,14 @@ impl Words {
         }
     }
 
+    /// Another daemon goes on with the ledger, in which only the runs are that were assigned here. The end of a run that
+    /// nodes of another daemon brought along dies with the daemon that told it.
+    pub(crate) fn inherit(&mut self) {
+        let assigned: BTreeSet<&String> = self.assignments.values().map(|a| &a.run_token).collect();
+        self.exit_codes.retain(|run, _| assigned.contains(run));
+        self.last_said.clear();
+    }
+
     /// Checks a message to the node `to`.
     pub(crate) fn says(&mut self, to: &str, message: &DaemonMessage) {
         let body = message.body.as_ref();

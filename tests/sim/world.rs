@@ -240,10 +240,7 @@ impl World {
             _ => false,
         };
         let owed = self.witness.owed(&node.incarnation);
-        let owed = owed.filter(|(first, _)| {
-            let same = |daemon: &&Daemon| daemon.first == *first;
-            self.daemons.iter().filter(same).any(|daemon| daemon.is_alive)
-        });
+        let owed = owed.filter(|(daemon, _)| self.still_knows(*daemon, &node.run_token()));
         let verdict = node.told.or(owed.map(|(_, code)| code));
         if let Some(verdict) = verdict
             && !has_own_end
@@ -267,6 +264,13 @@ impl World {
             "node {number} ended with {exit_reason:?} without a verdict: {node:#?}"
         );
         Some(code)
+    }
+
+    /// Whether some daemon knows the end that this one has given to a run. A ledger begins with the first generation.
+    fn still_knows(&self, daemon: usize, run_token: &str) -> bool {
+        let first = self.daemons[daemon].first;
+        let mut heirs = self.daemons.iter().filter(|heir| heir.first == first);
+        self.daemons[daemon].is_alive || (!run_token.is_empty() && heirs.any(|heir| heir.is_alive))
     }
 
     fn happen(&mut self, event: SimEvent) {
@@ -407,7 +411,7 @@ impl World {
         if let (Some(Reply::JobOver(over)), false) = (&message.body, is_full) {
             let run_token = node.run_token();
             self.witness
-                .verdict(first, &node.incarnation, &run_token, over.exit_code);
+                .verdict(daemon, &node.incarnation, &run_token, over.exit_code);
         }
         if is_full {
             self.note("slow reader that is disconnected");

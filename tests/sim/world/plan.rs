@@ -165,6 +165,7 @@ impl World {
             && dead.ledger.is_some()
         {
             (ledger, first) = (dead.ledger.take(), dead.first);
+            self.witness.inherit(first);
         }
         let records = ledger.iter().flat_map(BTreeMap::values).cloned().collect();
         let daemon = Daemon {

@@ -89,25 +89,33 @@ fn a_refund_that_one_node_has_received_is_not_lost() {
     }
 }
 
-/// A restart that another daemon has spent, of which a node tells after this one has given up the same generation.
+/// A restart that another daemon has spent, of which a node tells after this one has given up the same generation, or
+/// has assigned it by another name.
 #[test]
 fn a_restart_that_another_daemon_has_spent_counts_when_this_one_has_state_of_its_own() {
-    let mut scene = Scene::new();
-    scene.join("a", 2, 2).join("b", 2, 2);
-    let mut o = Outage::after(scene, &["a", "b"], (2, 2));
-    o.back("a");
-    o.scene.pass(10 * SECOND, &["a"]);
-    assert!(o.received("a").contains("no restart spent"));
-    let mut over = o.place("b");
-    over.over = true;
-    let told = over.assignment.as_mut().unwrap();
-    // The step of the heartbeats: there was no progress since.
-    (told.restart_count, told.best_step) = (1, Some(7));
-    o.back_with("b", over);
-    o.scene
-        .rejoin("a", 1, 2, 2)
-        .rejoin("b", 1, 2, 2)
-        .pass(SECOND, &["a", "b"]);
-    let (generation, next) = o.scene.assignment("b");
-    assert_eq!((generation, next.restart_count), (2, 1));
+    for is_another in [false, true] {
+        let mut scene = Scene::new();
+        scene.join("a", 2, 2).join("b", 2, 2);
+        let mut o = Outage::after(scene, &["a", "b"], (2, 2));
+        o.back("a");
+        o.scene.pass(10 * SECOND, &["a"]);
+        assert!(o.received("a").contains("no restart spent"));
+        let mut over = o.place("b");
+        over.over = true;
+        let told = over.assignment.as_mut().unwrap();
+        // The step of the heartbeats: there was no progress since.
+        (told.restart_count, told.best_step) = (1, Some(7));
+        if is_another {
+            told.assignment_id = "elsewhere".into();
+            let ids = &mut o.scene.assignment_ids;
+            ids.insert(("b".into(), 1), "elsewhere".into());
+        }
+        o.back_with("b", over);
+        o.scene
+            .rejoin("a", 1, 2, 2)
+            .rejoin("b", 1, 2, 2)
+            .pass(SECOND, &["a", "b"]);
+        let (generation, next) = o.scene.assignment("b");
+        assert_eq!((generation, next.restart_count), (2, 1), "{is_another}");
+    }
 }
