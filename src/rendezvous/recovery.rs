@@ -94,6 +94,13 @@ impl Recovery {
         !self.recorded.is_empty()
     }
 
+    /// The ledger has the node in this generation.
+    pub(super) fn is_of(&self, incarnation: &str) -> bool {
+        self.recorded
+            .iter()
+            .any(|member| member.incarnation == incarnation)
+    }
+
     /// A node has failed: the others are not waited for any longer than for a node that was lost.
     pub(super) fn hurry(&mut self, until: Duration) {
         self.until = self.until.min(until);

@@ -33,6 +33,11 @@ impl Restart {
     }
 
     fn back(&mut self, node: &str) -> &mut Self {
+        self.back_as(node, None)
+    }
+
+    /// With `--node-rank`.
+    fn back_as(&mut self, node: &str, node_rank: Option<u32>) -> &mut Self {
         let (generation, assignment) = self.places[node].clone();
         let nodes = assignment.nodes.len() as u32;
         let rank = assignment.node_rank as usize;
@@ -48,6 +53,7 @@ impl Restart {
         };
         let join = Join {
             run_token,
+            node_rank,
             place: Some(Box::new(place)),
             ..join(node, nodes, nodes)
         };
@@ -203,4 +209,35 @@ fn the_store_of_a_generation_in_the_ledger_is_open_to_it_alone() {
             .unwrap_err()
             .contains("assigned generation 1 anew")
     );
+}
+
+#[test]
+fn a_newcomer_gives_way_to_a_node_that_comes_back() {
+    // Its replacement asks for its rank.
+    let mut r = Restart::of(&["a", "b"]);
+    let asks = |node: &str, node_rank| Join {
+        node_rank,
+        ..join(node, 2, 2)
+    };
+    r.scene.join_with("c", [10, 0, 0, 3], 0, asks("c", Some(1)));
+    r.back_as("a", Some(0)).scene.words("c");
+    r.back_as("b", Some(1));
+    insta::assert_snapshot!(r.scene.words("c"), @r"
+    refused Invalid: node rank 1 of job `job1` is requested by node `c`, but node `b` already has it
+      hint: give each node a different `--node-rank`, or omit the flag on all nodes
+    closed
+    ");
+    assert_eq!(r.phase(), ("running".into(), 1));
+    assert_eq!(r.scene.assignment("b"), r.places["b"]);
+
+    // A launch with other settings comes first.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.join("c", 3, 3).words("c");
+    r.back("a").back("b");
+    let words = r.scene.words("c");
+    assert!(
+        words.starts_with("refused Disagree: ") && words.ends_with("closed"),
+        "{words}"
+    );
+    assert_eq!(r.phase(), ("running".into(), 1));
 }
