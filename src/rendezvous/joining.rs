@@ -271,6 +271,7 @@ impl Job {
         };
         self.arrivals += 1;
         let done = self.has_succeeded(&incarnation);
+        self.miss_assignment(turn, &from, &hostname);
         if generation == 0 {
             self.learn_of_generation(turn, &node.join);
         } else if let Err(cause) = self.place_of(turn, &from, &node.join) {

@@ -283,6 +283,17 @@ impl Job {
         Ok(place)
     }
 
+    /// A node of the generation comes that knows only an earlier one: the last daemon has written it down, but not sent
+    /// it to all of its nodes. It will never be complete.
+    pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, hostname: &str) {
+        self.drop_lost_claims();
+        if matches!(&self.phase, Phase::Recovering(recovery)
+            if recovery.is_of(from.incarnation) && from.generation < recovery.generation)
+        {
+            self.give_up_recovery(turn, &format!(", and node `{hostname}` never received it"));
+        }
+    }
+
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
         self.drop_lost_claims();

@@ -241,3 +241,32 @@ fn a_newcomer_gives_way_to_a_node_that_comes_back() {
     );
     assert_eq!(r.phase(), ("running".into(), 1));
 }
+
+#[test]
+fn an_assignment_that_was_written_down_and_never_sent_is_not_waited_for() {
+    // The first one.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.assignment_ids.clear();
+    r.scene.join("a", 2, 2).join("b", 2, 2);
+    assert_eq!((r.scene.assignment("a").0, r.scene.assignment("b").0), (2, 2));
+
+    // A later one.
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").back("b").scene.exit("a", 1, killed(0, 9));
+    r.scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    assert_eq!(r.scene.records[JOB].generation, 2);
+    r.restart();
+    r.back("a").back("b");
+    r.scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    let (generation, next) = r.scene.assignment("b");
+    assert_eq!((generation, next.restart_count), (3, 1));
+
+    // One node has received it.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.assignment_ids.remove(&("b".to_owned(), 1));
+    r.back("a").scene.words("a");
+    r.scene.join("b", 2, 2);
+    insta::assert_snapshot!(r.scene.words("a"), @"generation 1 over: the rendezvous daemon was restarted, and node `b` never received it: restarting the workers (no restart spent)");
+    r.scene.rejoin("a", 1, 2, 2);
+    assert_eq!(r.scene.assignment("b").0, 2);
+}
