@@ -288,7 +288,8 @@ impl Job {
             self.run_token.clone_from(&node.join.run_token);
         }
         if let Phase::Gathering(g) = &mut self.phase
-            && g.until == Duration::MAX
+            && self.generation == 0
+            && self.nodes.is_empty()
         {
             g.until = turn.at.now + timeout;
         }

@@ -396,13 +396,12 @@ impl Job {
         );
         if recovery.is_recorded() && recovery.run.is_none() {
             // All of its nodes are gone: what comes is a new run of the job.
-            turn.decided(format!(
-                "job `{}`: generation {} of an earlier daemon is given up{why}",
-                self.id, recovery.generation
-            ));
             self.account = Account::default();
             self.attempts = 0;
             self.run_token.clear();
+            if let Some(earlier) = &mut self.earlier {
+                earlier.members.clear();
+            }
         }
         self.give_up_recovery(turn, &why);
     }
@@ -450,20 +449,25 @@ impl Job {
         self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
             let is_recorded = recovery.is_recorded();
+            if is_recorded {
+                turn.decided(format!(
+                    "job `{}`: generation {generation} of an earlier daemon is given up{why}",
+                    self.id
+                ));
+            }
             self.kv.end("its generation has ended", &mut turn.effects);
+            self.record(turn, Stage::Ended);
             let timeouts = self
                 .nodes
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
             let timeout = timeouts.max().unwrap_or(self.patience);
+            // If nobody has come either, it is abandoned at once.
             let nobody_came = is_recorded && self.nodes.is_empty();
+            let wait = if nobody_came { Duration::ZERO } else { timeout };
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
-                until: if nobody_came {
-                    Duration::MAX
-                } else {
-                    turn.at.now + timeout
-                },
+                until: turn.at.now + wait,
                 not_before: turn.at.now,
                 last_call: None,
             });

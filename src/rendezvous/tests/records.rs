@@ -270,3 +270,55 @@ fn an_assignment_that_was_written_down_and_never_sent_is_not_waited_for() {
     r.scene.rejoin("a", 1, 2, 2);
     assert_eq!(r.scene.assignment("b").0, 2);
 }
+
+#[test]
+fn a_job_of_the_ledger_that_ends_before_its_next_assignment_has_a_verdict() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").scene.leave("a", Some(15), "");
+    assert!(r.scene.records[JOB].is_final(), "{:?}", r.scene.records[JOB]);
+    r.restart();
+    for node in ["b", "a"] {
+        r.back(node);
+        assert!(r.scene.words(node).starts_with("job over 143: "), "{node}");
+    }
+}
+
+#[test]
+fn a_job_whose_nodes_never_come_back_is_closed_in_the_ledger_too() {
+    // Its generation had ended.
+    let mut r = Restart::of(&["x"]);
+    r.back("x").scene.exit("x", 1, killed(0, 9));
+    assert_eq!(r.scene.records[JOB].stage, Stage::Ended);
+    r.restart();
+    assert!(r.scene.state.status(r.scene.now, JOB).is_some());
+    r.scene.pass(61 * SECOND, &[]);
+    assert!(r.scene.state.status(r.scene.now, JOB).is_none());
+    assert_eq!(r.scene.records[JOB].stage, Stage::Abandoned);
+
+    // It ran.
+    let mut r = Restart::of(&["x"]);
+    r.scene.pass(61 * SECOND, &[]);
+    assert_eq!(r.scene.records[JOB].stage, Stage::Abandoned);
+    r.restart();
+    r.scene.join("z", 1, 1);
+    assert_eq!(r.scene.assignment("z").0, 2, "at once");
+
+    // Others have come, not enough to start.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.join("z", 2, 2).pass(61 * SECOND, &["z"]);
+    r.restart();
+    r.scene.join("y", 2, 2).join("z", 2, 2);
+    assert_eq!(r.scene.assignment("z").0, 2, "at once");
+}
+
+#[test]
+fn a_node_of_an_ended_generation_in_the_ledger_has_its_own_time_for_the_others() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").back("b").scene.exit("a", 1, killed(0, 9));
+    r.restart();
+    r.scene.now = 50 * SECOND;
+    r.back("a").scene.rejoin("a", 1, 2, 2).pass(100 * SECOND, &["a"]);
+    r.back("b").scene.rejoin("b", 1, 2, 2);
+    let (generation, next) = r.scene.assignment("a");
+    assert_eq!((generation, next.restart_count), (2, 1));
+}
