@@ -9,6 +9,8 @@ use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
 use nix::errno::Errno;
 
+use crate::rendezvous::LedgerError;
+
 /// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -180,7 +182,7 @@ pub enum CliError {
     },
     /// The state of the daemon cannot be used.
     #[error(transparent)]
-    Ledger(#[from] crate::rendezvous::LedgerError),
+    Ledger(#[from] LedgerError),
     /// The machine refused something essential.
     #[error("{what}: {source}{}", hint_of(source))]
     Machine {
@@ -204,7 +206,7 @@ impl CliError {
             | Self::NoGpu { .. }
             | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
-            | Self::Ledger(_)
+            | Self::Ledger(LedgerError::Damaged { .. } | LedgerError::InUse(_))
             | Self::Listen { .. } => exit::USAGE,
             Self::FolderInUse(_) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,
@@ -213,6 +215,7 @@ impl CliError {
             }
             Self::SlowLookUp { .. }
             | Self::NoThread(_)
+            | Self::Ledger(LedgerError::Io { .. })
             | Self::Machine { .. }
             | Self::SmallStack { .. }
             | Self::TooFewFiles { .. } => exit::INTERNAL,

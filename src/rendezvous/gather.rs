@@ -158,6 +158,10 @@ impl Job {
 
     fn gathering_timed_out(&mut self, turn: &mut Turn<'_>) {
         let Phase::Gathering(g) = &self.phase else { return };
+        if self.is_forgotten(turn.at.now) {
+            // None of the nodes that an earlier daemon knew has come back.
+            return;
+        }
         let (min, max) = self.limits();
         let candidates = self.candidates();
         let hosts = |wanted: &dyn Fn(&Node) -> bool| -> Vec<&str> {

@@ -16,6 +16,7 @@ use super::kv::KvStore;
 use super::outcome::GenerationEnd;
 use super::policy::Account;
 use super::ranks::{Candidate, Member};
+use super::record::Record;
 use super::recovery::Recovery;
 use super::silence::{Excuse, Progress};
 use super::size::RankLimits;
@@ -50,6 +51,8 @@ pub(super) struct Job {
     /// Nodes that ever came, which numbers their arrival.
     pub(super) arrivals: u64,
     pub(super) phase: Phase,
+    /// What an earlier daemon has written down of it, until this one assigns or takes up a generation.
+    pub(super) earlier: Option<Record>,
     /// Members of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Member>,
     pub(super) lookalike: Option<Lookalike>,
@@ -185,6 +188,7 @@ impl Job {
                 not_before: now,
                 last_call: None,
             }),
+            earlier: None,
             previous: Vec::new(),
             lookalike: None,
             patience: Duration::ZERO,
@@ -374,12 +378,14 @@ impl Job {
     }
 
     /// True if no node needs this job any more.
-    pub(super) fn is_forgotten(&self) -> bool {
+    pub(super) fn is_forgotten(&self, now: Duration) -> bool {
         self.nodes.is_empty()
             && match self.phase {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
-                Phase::Gathering(_) => self.generation == 0,
+                Phase::Gathering(ref gathering) => {
+                    self.generation == 0 && (self.earlier.is_none() || gathering.until <= now)
+                }
                 Phase::Recovering(_) | Phase::Running(_) => false,
             }
     }

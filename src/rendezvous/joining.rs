@@ -127,6 +127,7 @@ impl Job {
             );
             return Err((Code::Invalid, reason));
         }
+        self.send_rivals_away(turn, joining);
         let other = self
             .nodes
             .iter()
@@ -148,11 +149,7 @@ impl Job {
         match same_rank {
             Some((_, true, hostname)) => Err((
                 Code::Invalid,
-                format!(
-                    "node rank {asked} of job `{}` is requested by node `{}`, but node `{hostname}` already has it\n  \
-                     hint: give each node a different `--node-rank`, or omit the flag on all nodes",
-                    self.id, joining.join.hostname
-                ),
+                words::same_rank(&self.id, asked, &joining.join.hostname, &hostname),
             )),
             Some((incarnation, false, hostname)) => {
                 // Its connection is gone and its place is claimed: a new process took over.
@@ -161,6 +158,45 @@ impl Job {
                 Ok(())
             }
             None => Ok(()),
+        }
+    }
+
+    /// A node of the generation that is waited for comes back. Those that have no part in it and cannot be there together
+    /// with it were only too early: they are refused, as they are once it is there.
+    fn send_rivals_away(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+        let Phase::Recovering(recovery) = &self.phase else {
+            return;
+        };
+        if !recovery.is_of(&joining.incarnation)
+            || self.is_of_another_assignment(joining.generation, &joining.assignment_id)
+        {
+            return;
+        }
+        let (own, mut refused) = (&joining.join, Vec::new());
+        for (incarnation, node) in &self.nodes {
+            if recovery.is_of(incarnation) {
+                continue;
+            }
+            let rank = node.join.node_rank.filter(|rank| own.node_rank == Some(*rank));
+            let same_rank = rank.map(|rank| {
+                let words = words::same_rank(&self.id, rank, &node.join.hostname, &own.hostname);
+                (Code::Invalid, words)
+            });
+            let disagrees = disagreement(&self.id, own, &node.join).map(|words| (Code::Disagree, words));
+            if let Some((code, reason)) = disagrees.or(same_rank) {
+                refused.push((incarnation.clone(), node.conn, code, reason));
+            }
+        }
+        for (incarnation, conn, code, reason) in refused {
+            turn.decided(format!("refused {}: {reason}", self.node_name(&incarnation)));
+            let refusal = Refused {
+                code: code.into(),
+                reason,
+                failures: None,
+            };
+            turn.send(conn, self.generation, Reply::Refused(refusal));
+            turn.close(conn);
+            self.nodes.remove(&incarnation);
         }
     }
 
@@ -237,6 +273,7 @@ impl Job {
         };
         self.arrivals += 1;
         let done = self.has_succeeded(&incarnation);
+        self.miss_assignment(turn, &from, &hostname);
         if generation == 0 {
             self.learn_of_generation(turn, &node.join);
         } else if let Err(cause) = self.place_of(turn, &from, &node.join) {
@@ -253,7 +290,8 @@ impl Job {
             self.run_token.clone_from(&node.join.run_token);
         }
         if let Phase::Gathering(g) = &mut self.phase
-            && g.until == Duration::MAX
+            && self.generation == 0
+            && self.nodes.is_empty()
         {
             g.until = turn.at.now + timeout;
         }

@@ -7,13 +7,14 @@
 //! ```
 //!
 //! A line is a checksum and a record; the last line of a job counts. A crash while a line is written leaves one without
-//! its end: nothing of it was sent, and it is passed over. Any other damage is an error, because a daemon that takes an
+//! its end, or with zeros in it: nothing of it was sent, and it is passed over. Any other damage is an error, because a daemon that takes an
 //! older line for the last one would count a generation twice. The file is written anew, with one line a job, when it
 //! is opened and when it has grown.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write as _};
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::record::Record;
@@ -26,6 +27,8 @@ const CHECKSUM_DIGITS: usize = 16;
 const MAX_FINISHED: usize = 256;
 /// The file is written anew when it has grown by more than this.
 const MAX_GROWTH_BYTES: u64 = 4 << 20;
+/// Records have the tokens of runs.
+const MODE: u32 = 0o600;
 
 /// Why the ledger cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -78,12 +81,13 @@ pub struct Ledger {
 impl Ledger {
     /// Opens the ledger in this directory, and makes both if they are not there.
     pub fn open(dir: &Path) -> Result<Self, LedgerError> {
-        fs::create_dir_all(dir).map_err(|source| failed("create", dir, source))?;
+        create_dir(dir).map_err(|source| failed("create", dir, source))?;
         let lock_path = dir.join("ledger.lock");
         let lock = File::options()
             .create(true)
             .truncate(false)
             .write(true)
+            .mode(MODE)
             .open(&lock_path);
         let lock = lock.map_err(|source| failed("open", &lock_path, source))?;
         match lock.try_lock() {
@@ -147,6 +151,21 @@ impl Ledger {
     }
 }
 
+/// Makes a directory that outlives a power cut, as its entry in the one above does.
+fn create_dir(dir: &Path) -> io::Result<()> {
+    let missing: Vec<_> = dir.ancestors().take_while(|dir| !dir.exists()).collect();
+    fs::create_dir_all(dir)?;
+    for parent in missing.into_iter().filter_map(Path::parent) {
+        let parent = if parent.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            parent
+        };
+        File::open(parent)?.sync_all()?;
+    }
+    Ok(())
+}
+
 fn failed(what: &'static str, path: &Path, source: io::Error) -> LedgerError {
     let path = path.to_owned();
     LedgerError::Io { what, path, source }
@@ -180,7 +199,14 @@ fn write_anew(path: &Path, latest: &BTreeMap<String, (u64, Record)>) -> Result<F
     }
     let new = path.with_extension("new");
     let replace = || {
-        let mut file = File::create(&new)?;
+        let mut file = File::options()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(MODE)
+            .open(&new)?;
+        // One that a crash has left.
+        file.set_permissions(fs::Permissions::from_mode(MODE))?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         fs::rename(&new, path)?;
@@ -201,17 +227,14 @@ fn checksum(bytes: &[u8]) -> String {
     blake3::hash(bytes).to_hex()[..CHECKSUM_DIGITS].to_owned()
 }
 
-/// The records of all lines that have their end.
+/// The records of all lines that were written to their end.
 fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Record>, LedgerError> {
     let damaged = |line: usize, why: &str| LedgerError::Damaged {
         line,
         path: path.to_owned(),
         why: why.to_owned(),
     };
-    let whole = bytes
-        .iter()
-        .rposition(|byte| *byte == b'\n')
-        .map_or(0, |end| end + 1);
+    let whole = length_of_whole_lines(bytes);
     if whole < bytes.len() {
         tracing::info!(
             "passed over an unfinished line at the end of `{}`",
@@ -242,6 +265,17 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Record>, LedgerError> {
         records.push(record);
     }
     Ok(records)
+}
+
+/// Without a last line that has no end, or zeros in it: after a power cut, of a line that was not synced, a later block
+/// may be on the disk and an earlier one not.
+fn length_of_whole_lines(bytes: &[u8]) -> usize {
+    let end_of = |bytes: &[u8]| bytes.iter().rposition(|byte| *byte == b'\n');
+    let Some(end) = end_of(bytes) else { return 0 };
+    match end_of(&bytes[..end]) {
+        Some(before) if bytes[before..end].contains(&0) => before + 1,
+        _ => end + 1,
+    }
 }
 
 #[cfg(test)]
@@ -307,9 +341,12 @@ mod tests {
             fs::write(&path, &longer[..end]).unwrap();
             assert_eq!(Ledger::open(dir.path()).unwrap().records(), [record("a", 1)]);
         }
-        let zeros = [whole.as_slice(), &[0; 100]].concat();
-        fs::write(&path, zeros).unwrap();
-        assert_eq!(Ledger::open(dir.path()).unwrap().records(), [record("a", 1)]);
+        let tail = &longer[longer.len() - 9..];
+        let zeros: &[u8] = &[0; 100];
+        for torn in [zeros, &[zeros, tail].concat(), &[b"5f0c {", zeros, tail].concat()] {
+            fs::write(&path, [whole.as_slice(), torn].concat()).unwrap();
+            assert_eq!(Ledger::open(dir.path()).unwrap().records(), [record("a", 1)]);
+        }
     }
 
     #[test]
@@ -324,6 +361,7 @@ mod tests {
         let damages = [
             whole.replacen("\"generation\":1", "\"generation\":7", 1),
             whole.replacen('\n', "\n\n", 1),
+            whole.replacen("\"generation\":1", "\"generation\":\0", 1),
             whole.replacen("ledger 1", "ledger 2", 1),
             "\0\n".into(),
         ];
@@ -338,6 +376,20 @@ mod tests {
         line 2 of `DIR/ledger` is damaged: its checksum does not match
           hint: a daemon without its ledger may count a generation twice; remove the file only when no job of this daemon runs
         ");
+    }
+
+    #[test]
+    fn nobody_else_can_read_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("new/state");
+        fs::create_dir_all(&state).unwrap();
+        fs::write(state.join("ledger.new"), "left by a crash").unwrap();
+        drop(Ledger::open(&state).unwrap());
+        for file in ["ledger", "ledger.lock"] {
+            let mode = fs::metadata(state.join(file)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{file}");
+        }
+        Ledger::open(&dir.path().join("another/new/state")).unwrap();
     }
 
     #[test]

@@ -47,6 +47,8 @@ pub(super) enum Stage {
     Running,
     /// It is over, and another one follows.
     Ended,
+    /// So is the generation, and no node has come for another one.
+    Abandoned,
     /// So is the job.
     JobOver { exit_code: i32, reason: String },
     /// The daemon has refused to go on with the job.
@@ -61,13 +63,13 @@ impl Record {
 
     /// The job has ended.
     pub(super) fn is_final(&self) -> bool {
-        matches!(self.stage, Stage::JobOver { .. } | Stage::Refused { .. })
+        !matches!(self.stage, Stage::Running | Stage::Ended)
     }
 
-    /// What every node is told of a job that has ended; none if it goes on.
+    /// What every node is told of a job that has ended; none if it goes on, or nobody has decided.
     pub(super) fn verdict(&self) -> Option<Reply> {
         match self.stage.clone() {
-            Stage::Running | Stage::Ended => None,
+            Stage::Running | Stage::Ended | Stage::Abandoned => None,
             Stage::JobOver { exit_code, reason } => Some(Reply::JobOver(JobOver {
                 exit_code,
                 reason,
@@ -108,6 +110,17 @@ impl Job {
     /// Has this written down of the last generation, before anything else of this turn is sent.
     pub(super) fn record(&self, turn: &mut Turn<'_>, stage: Stage) {
         if self.generation == 0 {
+            // What an earlier daemon has written is brought up to date.
+            if let Some(earlier) = &self.earlier {
+                turn.effects.push(Effect::Record(Box::new(Record {
+                    generation: self.highest_generation(),
+                    run_token: self.run_token.clone(),
+                    attempt: self.attempts,
+                    account: self.account,
+                    stage,
+                    ..earlier.clone()
+                })));
+            }
             return;
         }
         let members = self.previous.iter().map(|member| RecordedMember {
@@ -126,17 +139,21 @@ impl Job {
         })));
     }
 
-    /// A job that has not ended, for a daemon that starts: it waits for the nodes of the generation that runs.
+    /// A job that has not ended, for a daemon that starts: it waits for the nodes of the generation that runs. If that is
+    /// over, whoever comes is taken, and the job is abandoned if nobody does.
     pub(super) fn recall(config: &Config, record: Record, now: Duration) -> Self {
         let mut job = Self::new(&record.job, record.generation, now);
         job.run_token.clone_from(&record.run_token);
         job.attempts = record.attempt;
         job.account = record.account;
+        job.earlier = Some(record.clone());
         if record.stage == Stage::Running {
             job.highest_ended = record.generation - 1;
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));
-            job.plan_wake();
+        } else if let Phase::Gathering(gathering) = &mut job.phase {
+            gathering.until = now + config.reattach_wait;
         }
+        job.plan_wake();
         job
     }
 }

@@ -95,6 +95,13 @@ impl Recovery {
         !self.recorded.is_empty()
     }
 
+    /// The ledger has the node in this generation.
+    pub(super) fn is_of(&self, incarnation: &str) -> bool {
+        self.recorded
+            .iter()
+            .any(|member| member.incarnation == incarnation)
+    }
+
     /// A node has failed: the others are not waited for any longer than for a node that was lost.
     pub(super) fn hurry(&mut self, until: Duration) {
         self.until = self.until.min(until);
@@ -291,6 +298,17 @@ impl Job {
         }
     }
 
+    /// A node of the generation comes that knows only an earlier one: the last daemon has written it down, but not sent
+    /// it to all of its nodes. It will never be complete.
+    pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, hostname: &str) {
+        self.drop_lost_claims();
+        if matches!(&self.phase, Phase::Recovering(recovery)
+            if recovery.is_of(from.incarnation) && from.generation < recovery.generation)
+        {
+            self.give_up_recovery(turn, &format!(", and node `{hostname}` never received it"));
+        }
+    }
+
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
         self.drop_lost_claims();
@@ -393,13 +411,12 @@ impl Job {
         );
         if recovery.is_recorded() && recovery.run.is_none() {
             // All of its nodes are gone: what comes is a new run of the job.
-            turn.decided(format!(
-                "job `{}`: generation {} of an earlier daemon is given up{why}",
-                self.id, recovery.generation
-            ));
             self.account = Account::default();
             self.attempts = 0;
             self.run_token.clear();
+            if let Some(earlier) = &mut self.earlier {
+                earlier.members.clear();
+            }
         }
         self.give_up_recovery(turn, &why);
     }
@@ -447,20 +464,25 @@ impl Job {
         self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
             let is_recorded = recovery.is_recorded();
+            if is_recorded {
+                turn.decided(format!(
+                    "job `{}`: generation {generation} of an earlier daemon is given up{why}",
+                    self.id
+                ));
+            }
             self.kv.end("its generation has ended", &mut turn.effects);
+            self.record(turn, Stage::Ended);
             let timeouts = self
                 .nodes
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
             let timeout = timeouts.max().unwrap_or(self.patience);
+            // If nobody has come either, it is abandoned at once.
             let nobody_came = is_recorded && self.nodes.is_empty();
+            let wait = if nobody_came { Duration::ZERO } else { timeout };
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
-                until: if nobody_came {
-                    Duration::MAX
-                } else {
-                    turn.at.now + timeout
-                },
+                until: turn.at.now + wait,
                 not_before: turn.at.now,
                 last_call: None,
             });

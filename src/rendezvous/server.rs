@@ -90,21 +90,20 @@ pub async fn serve(
     // Cancel safe: both futures are polled to their end or dropped for good.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        ended = &mut actor.0 => return match ended {
-            Ok(written) => Ok(written?),
-            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-        },
+        ended = &mut actor.0 => return result_of(ended),
         () = shutdown => {}
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
     tokio::select! {
         ended = &mut server => return Ok(ended?),
+        ended = &mut actor.0 => return result_of(ended),
         drained = tokio::time::timeout(drain, answered(&requests, Request::Drain)) => if drained.is_err() {
             tracing::warn!("launchers are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
         },
     }
     tokio::select! {
         ended = &mut server => return Ok(ended?),
+        ended = &mut actor.0 => return result_of(ended),
         // Late ones are not waited for any longer.
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
@@ -117,12 +116,19 @@ pub async fn serve(
     }
 }
 
-/// Asks the actor, and ends with its answer. Ends with the actor as well, which ends only when it is told to.
+/// An actor that ends by itself could not write its ledger.
+fn result_of(ended: Result<Result<(), LedgerError>, tokio::task::JoinError>) -> Result<(), ServeError> {
+    match ended {
+        Ok(written) => Ok(written?),
+        Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+    }
+}
+
+/// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
 async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Sender<()>) -> Request) {
     let (answer, answered) = oneshot::channel();
-    if requests.send(ask(answer)).await.is_ok() {
-        // An error means that the actor is gone, and all agents with it.
-        let _ = answered.await;
+    if requests.send(ask(answer)).await.is_err() || answered.await.is_err() {
+        std::future::pending::<()>().await;
     }
 }
 

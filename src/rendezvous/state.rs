@@ -11,7 +11,7 @@ use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
 use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
-use super::record::Record;
+use super::record::{Record, Stage};
 use super::unnamed;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
@@ -188,7 +188,7 @@ impl Daemon<'_> {
                 },
             );
             unnamed::point_out(turn, self.jobs, &job_id, &came);
-            self.forget(&job_id);
+            self.forget(turn, &job_id);
             return;
         }
         let Some(job) = self.jobs.get_mut(&job_id) else {
@@ -209,7 +209,7 @@ impl Daemon<'_> {
             } else {
                 job.message(turn, &incarnation, generation, body);
             }
-            self.forget(&job_id);
+            self.forget(turn, &job_id);
         } else {
             job.ignore(turn, &incarnation, generation, "a message on an old stream");
         }
@@ -297,7 +297,7 @@ impl Daemon<'_> {
             && let Some(job) = self.jobs.get_mut(&speaker.job)
         {
             job.closed(turn, &speaker.incarnation, conn, clean);
-            self.forget(&speaker.job);
+            self.forget(turn, &speaker.job);
         }
     }
 
@@ -325,20 +325,24 @@ impl Daemon<'_> {
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
                 job.tick(turn);
-                self.forget(&id);
+                self.forget(turn, &id);
             }
         }
     }
 
     /// Drops a job that no node needs; its verdict is kept for agents that missed it.
-    fn forget(&mut self, job_id: &str) {
-        if !self.jobs.get(job_id).is_some_and(Job::is_forgotten) {
+    fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
+        let job = self.jobs.get(job_id);
+        if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
             return;
         }
         let Some(job) = self.jobs.remove(job_id) else {
             return;
         };
         let generation = job.highest_generation();
+        if !matches!(job.phase, Phase::Over(_)) {
+            job.record(turn, Stage::Abandoned);
+        }
         // Without a verdict only the generation number is of interest later.
         let (told, verdict) = match job.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),

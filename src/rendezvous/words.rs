@@ -14,6 +14,14 @@ const QUOTE_BYTES: usize = 160;
 /// Most hosts that are named one by one.
 const MAX_NAMED: usize = 8;
 
+/// Why a node is refused that asks for the rank of another one.
+pub(super) fn same_rank(job: &str, rank: u32, asks: &str, has: &str) -> String {
+    format!(
+        "node rank {rank} of job `{job}` is requested by node `{asks}`, but node `{has}` already has it\n  \
+         hint: give each node a different `--node-rank`, or omit the flag on all nodes"
+    )
+}
+
 /// "node `b`", or "node `b` (node rank 1)".
 pub(super) fn node(hostname: &str, rank: Option<u32>) -> String {
     match rank {

@@ -144,6 +144,8 @@ pub struct Memory {
     place: Option<HeldPlace>,
     /// Highest generation of which a daemon spoke.
     latest: Generation,
+    /// The agent has no workers, and takes the next assignment.
+    is_joining: bool,
     /// The daemon does not take this node.
     is_refused: bool,
 }
@@ -162,6 +164,7 @@ impl Memory {
             Body::Join(_) => {
                 self.generation = generation;
                 self.reports.clear();
+                self.is_joining = true;
             }
             Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeStopped(_) | Body::NodeLeaving(_) => {
                 if generation != self.generation {
@@ -186,8 +189,9 @@ impl Memory {
         self.latest = self.latest.max(generation);
         match &message.body {
             // The agent takes an assignment: from now on it speaks of this generation.
-            Some(Word::Assignment(assignment)) if generation > self.generation => {
+            Some(Word::Assignment(assignment)) if self.takes(generation, &assignment.assignment_id) => {
                 self.generation = generation;
+                self.is_joining = false;
                 self.reports.clear();
                 self.place = HeldPlace::of(now, assignment);
             }
@@ -210,6 +214,12 @@ impl Memory {
     /// The daemon does not take this node: nothing is left to be said but good-bye.
     pub fn is_refused(&self) -> bool {
         self.is_refused
+    }
+
+    /// A daemon that lost its state may assign a number again. While workers run, the agent speaks of theirs.
+    fn takes(&self, generation: Generation, assignment_id: &str) -> bool {
+        let is_another = assignment_id != self.assignment_id(generation);
+        generation > self.generation || generation == self.generation && self.is_joining && is_another
     }
 
     /// Which assignment of the generation it was; empty if that is not known any more.
@@ -433,6 +443,10 @@ mod tests {
     }
 
     fn assignment() -> Word {
+        assignment_of("a1")
+    }
+
+    fn assignment_of(assignment_id: &str) -> Word {
         let node = |hostname: &str, first_rank| NodeAssignment {
             hostname: hostname.into(),
             first_rank,
@@ -443,7 +457,7 @@ mod tests {
             node_rank: 1,
             nodes: vec![node("a", 0), node("b", 2)],
             run_token: "run".into(),
-            assignment_id: "a1".into(),
+            assignment_id: assignment_id.into(),
             ..Assignment::default()
         })
     }
@@ -478,6 +492,31 @@ mod tests {
             memory.assignment_id(Generation(1)),
             "",
             "it is not of the new one"
+        );
+    }
+
+    #[test]
+    fn a_number_that_is_assigned_again_is_taken_when_no_workers_run() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        let again = assignment_of("b1");
+        receive(&mut memory, 1, again.clone());
+        assert_eq!(
+            memory.assignment_id(Generation(1)),
+            "a1",
+            "its workers are of this one"
+        );
+        let stopped = Body::NodeStopped(NodeStopped::default());
+        memory.note(Generation(1), &stopped);
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        receive(&mut memory, 1, again.clone());
+        memory.note(Generation(1), &stopped);
+        receive(&mut memory, 1, again);
+        assert_eq!(
+            (memory.assignment_id(Generation(1)), memory.reports.len()),
+            ("b1", 1),
+            "a repeated one changes nothing"
         );
     }
 

@@ -33,6 +33,11 @@ impl Restart {
     }
 
     fn back(&mut self, node: &str) -> &mut Self {
+        self.back_as(node, None)
+    }
+
+    /// With `--node-rank`.
+    fn back_as(&mut self, node: &str, node_rank: Option<u32>) -> &mut Self {
         let (generation, assignment) = self.places[node].clone();
         let nodes = assignment.nodes.len() as u32;
         let rank = assignment.node_rank as usize;
@@ -48,6 +53,7 @@ impl Restart {
         };
         let join = Join {
             run_token,
+            node_rank,
             place: Some(Box::new(place)),
             ..join(node, nodes, nodes)
         };
@@ -203,4 +209,116 @@ fn the_store_of_a_generation_in_the_ledger_is_open_to_it_alone() {
             .unwrap_err()
             .contains("assigned generation 1 anew")
     );
+}
+
+#[test]
+fn a_newcomer_gives_way_to_a_node_that_comes_back() {
+    // Its replacement asks for its rank.
+    let mut r = Restart::of(&["a", "b"]);
+    let asks = |node: &str, node_rank| Join {
+        node_rank,
+        ..join(node, 2, 2)
+    };
+    r.scene.join_with("c", [10, 0, 0, 3], 0, asks("c", Some(1)));
+    r.back_as("a", Some(0)).scene.words("c");
+    r.back_as("b", Some(1));
+    insta::assert_snapshot!(r.scene.words("c"), @r"
+    refused Invalid: node rank 1 of job `job1` is requested by node `c`, but node `b` already has it
+      hint: give each node a different `--node-rank`, or omit the flag on all nodes
+    closed
+    ");
+    assert_eq!(r.phase(), ("running".into(), 1));
+    assert_eq!(r.scene.assignment("b"), r.places["b"]);
+
+    // A launch with other settings comes first.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.join("c", 3, 3).words("c");
+    r.back("a").back("b");
+    let words = r.scene.words("c");
+    assert!(
+        words.starts_with("refused Disagree: ") && words.ends_with("closed"),
+        "{words}"
+    );
+    assert_eq!(r.phase(), ("running".into(), 1));
+}
+
+#[test]
+fn an_assignment_that_was_written_down_and_never_sent_is_not_waited_for() {
+    // The first one.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.assignment_ids.clear();
+    r.scene.join("a", 2, 2).join("b", 2, 2);
+    assert_eq!((r.scene.assignment("a").0, r.scene.assignment("b").0), (2, 2));
+
+    // A later one.
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").back("b").scene.exit("a", 1, killed(0, 9));
+    r.scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    assert_eq!(r.scene.records[JOB].generation, 2);
+    r.restart();
+    r.back("a").back("b");
+    r.scene.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    let (generation, next) = r.scene.assignment("b");
+    assert_eq!((generation, next.restart_count), (3, 1));
+
+    // One node has received it.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.assignment_ids.remove(&("b".to_owned(), 1));
+    r.back("a").scene.words("a");
+    r.scene.join("b", 2, 2);
+    insta::assert_snapshot!(r.scene.words("a"), @"generation 1 over: the rendezvous daemon was restarted, and node `b` never received it: restarting the workers (no restart spent)");
+    r.scene.rejoin("a", 1, 2, 2);
+    assert_eq!(r.scene.assignment("b").0, 2);
+}
+
+#[test]
+fn a_job_of_the_ledger_that_ends_before_its_next_assignment_has_a_verdict() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").scene.leave("a", Some(15), "");
+    assert!(r.scene.records[JOB].is_final(), "{:?}", r.scene.records[JOB]);
+    r.restart();
+    for node in ["b", "a"] {
+        r.back(node);
+        assert!(r.scene.words(node).starts_with("job over 143: "), "{node}");
+    }
+}
+
+#[test]
+fn a_job_whose_nodes_never_come_back_is_closed_in_the_ledger_too() {
+    // Its generation had ended.
+    let mut r = Restart::of(&["x"]);
+    r.back("x").scene.exit("x", 1, killed(0, 9));
+    assert_eq!(r.scene.records[JOB].stage, Stage::Ended);
+    r.restart();
+    assert!(r.scene.state.status(r.scene.now, JOB).is_some());
+    r.scene.pass(61 * SECOND, &[]);
+    assert!(r.scene.state.status(r.scene.now, JOB).is_none());
+    assert_eq!(r.scene.records[JOB].stage, Stage::Abandoned);
+
+    // It ran.
+    let mut r = Restart::of(&["x"]);
+    r.scene.pass(61 * SECOND, &[]);
+    assert_eq!(r.scene.records[JOB].stage, Stage::Abandoned);
+    r.restart();
+    r.scene.join("z", 1, 1);
+    assert_eq!(r.scene.assignment("z").0, 2, "at once");
+
+    // Others have come, not enough to start.
+    let mut r = Restart::of(&["a", "b"]);
+    r.scene.join("z", 2, 2).pass(61 * SECOND, &["z"]);
+    r.restart();
+    r.scene.join("y", 2, 2).join("z", 2, 2);
+    assert_eq!(r.scene.assignment("z").0, 2, "at once");
+}
+
+#[test]
+fn a_node_of_an_ended_generation_in_the_ledger_has_its_own_time_for_the_others() {
+    let mut r = Restart::of(&["a", "b"]);
+    r.back("a").back("b").scene.exit("a", 1, killed(0, 9));
+    r.restart();
+    r.scene.now = 50 * SECOND;
+    r.back("a").scene.rejoin("a", 1, 2, 2).pass(100 * SECOND, &["a"]);
+    r.back("b").scene.rejoin("b", 1, 2, 2);
+    let (generation, next) = r.scene.assignment("a");
+    assert_eq!((generation, next.restart_count), (2, 1));
 }

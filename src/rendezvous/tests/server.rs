@@ -244,6 +244,23 @@ async fn what_cannot_be_written_down_is_not_sent() {
 }
 
 #[tokio::test]
+async fn a_ledger_that_fails_while_the_daemon_stops_is_an_error_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = Config {
+        drain: PATIENCE,
+        ..Config::default()
+    };
+    let daemon = Daemon::with(config, Some(Ledger::on_a_full_disk(dir.path()))).await;
+    let (mut a, b) = (daemon.agent("a").await, daemon.agent("b").await);
+    send(&a, 0, Body::Join(join("a", 2, 2)));
+    next(&mut a, |reply| matches!(reply, Reply::Waiting(_)).then_some(())).await;
+    let _ = daemon.stop.send(());
+    send(&b, 0, Body::Join(join("b", 2, 2)));
+    let ended = timeout(PATIENCE, daemon.task).await.expect("it ends").unwrap();
+    assert!(matches!(ended, Err(ServeError::Ledger(_))), "{ended:?}");
+}
+
+#[tokio::test]
 async fn a_stream_on_which_nobody_joins_is_ended() {
     let daemon = Daemon::start(Config {
         join_wait: Duration::from_millis(10),
