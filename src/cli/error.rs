@@ -257,3 +257,22 @@ pub(super) fn fail(error: &dyn std::fmt::Display, exit_code: u8) -> ExitCode {
 fn write_whole(text: &str) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_no_mistake_of_the_command_line() {
+        let error = LedgerError::Io {
+            what: "write",
+            path: "state/ledger".into(),
+            source: Errno::ENOSPC.into(),
+        };
+        assert_eq!(CliError::from(error).exit_code(), exit::INTERNAL);
+        assert_eq!(
+            CliError::from(LedgerError::InUse("state".into())).exit_code(),
+            exit::USAGE
+        );
+    }
+}
