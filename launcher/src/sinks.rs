@@ -126,11 +126,8 @@ impl Pen {
         let goes_on = piece.continues && self.open == Some(piece.source);
         if piece.continues && !goes_on {
             // The piece in between has ended the line, or the part of it.
-            let ends = [&b"\n"[..], b"\r\n", b"\r"].into_iter();
-            bytes = ends
-                .filter_map(|end| bytes.strip_prefix(end))
-                .next()
-                .unwrap_or(bytes);
+            let mut ends = [&b"\n"[..], b"\r\n", b"\r"].into_iter();
+            bytes = ends.find_map(|end| bytes.strip_prefix(end)).unwrap_or(bytes);
             if bytes.is_empty() {
                 return;
             }

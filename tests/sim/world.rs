@@ -123,6 +123,7 @@ pub(crate) struct Outcome {
 }
 
 /// Everything there is.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent")]
 pub(crate) struct World {
     pub(crate) rng: StdRng,
     pub(crate) config: Config,

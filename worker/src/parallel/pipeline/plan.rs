@@ -353,9 +353,10 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
     };
     made.map_err(|error| {
         // With the chunks that the schedule has anyway, others would not help.
-        let chunks = match shape.chunks == usual_chunks(kind) {
-            true => String::new(),
-            false => format!("`{CHUNKS}` (chunks per rank), "),
+        let chunks = if shape.chunks == usual_chunks(kind) {
+            String::new()
+        } else {
+            format!("`{CHUNKS}` (chunks per rank), ")
         };
         let hint = format!("change {chunks}`train.grad_accumulation` (micro-batches) or `{SCHEDULE}`");
         refused(SCHEDULE, error.to_string(), hint)
