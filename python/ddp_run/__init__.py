@@ -83,8 +83,8 @@ def stop_requested() -> bool:
     """Whether `ddp-run` asked this rank to stop: it received a signal, or nodes join or leave.
 
     Ranks may see the request one step apart; `stoppable` makes them agree. The first call tells the launcher that this
-    script handles requests: from then on a rank has half of `--shutdown-timeout` to save and to exit with 0 before a
-    signal follows. A script that calls neither this nor `stoppable` receives the signal at once.
+    script handles requests: from then on a rank has `--shutdown-timeout` to save and to exit with 0, and gets a signal
+    5 s before its end. A script that calls neither this nor `stoppable` receives the signal at once.
     """
     _launcher.listen()
     return _launcher.asked_to_stop.is_set()
@@ -135,7 +135,7 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
 
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """Ignores the signals that stop a job: the launcher sends one after half of the time, and saving may need all of it.
+    """Ignores the signals that stop a job: the launcher sends one 5 s before the end of the time.
     Only the main thread may change handlers; in another one the signals keep theirs.
     """
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()

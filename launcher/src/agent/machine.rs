@@ -68,7 +68,7 @@ pub(super) enum Worker {
 /// How far the stop routine has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
-    /// The workers were asked to stop at a step boundary. Native ones have the whole of the grace for it, others half.
+    /// The workers were asked to stop at a step boundary. Native ones have the whole of the grace for it, others most.
     Asked,
     /// The workers know why, and may end on their own.
     Notified,
@@ -402,7 +402,7 @@ impl Machine {
                 error: "the rendezvous daemon sent no decision after the failure".into(),
             }),
             Phase::Stopping { stage, .. } => match stage {
-                Stage::Asked => self.terminate(self.rules.shutdown_timeout / 2),
+                Stage::Asked => self.terminate(self.after_signal()),
                 Stage::Notified => self.terminate(self.rules.shutdown_timeout),
                 Stage::Terminated => self.kill(),
                 // Reported by the sweep, by process id.

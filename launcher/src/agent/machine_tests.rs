@@ -316,10 +316,10 @@ fn programs_that_listen_are_asked_to_stop_and_the_others_are_signalled() {
     play.machine.set_listening(true);
     play.on(Event::Signal(2));
     assert!(play.does(&Effect::AskToStop("SIGINT".into())) && play.does(&Effect::SignalUnasked(2)));
-    assert!(play.does(&Effect::Arm(Duration::from_secs(15))) && !play.does(&Effect::SignalAll(2)));
+    assert!(play.does(&Effect::Arm(Duration::from_secs(25))) && !play.does(&Effect::SignalAll(2)));
     play.on(Event::Alarm);
     // The rest of the grace.
-    assert!(play.does(&Effect::SignalAll(2)) && play.does(&Effect::Arm(Duration::from_secs(15))));
+    assert!(play.does(&Effect::SignalAll(2)) && play.does(&Effect::Arm(Duration::from_secs(5))));
     assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
 }
 

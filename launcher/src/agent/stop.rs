@@ -3,7 +3,7 @@
 //! The signal is the one that a launcher of the job was stopped with, so that Ctrl-C is a `KeyboardInterrupt` to a
 //! Python program; else SIGTERM. Native workers ignore both, so they are not sent: one that is asked to stop at a step
 //! boundary has all of the grace, and SIGKILL ends the others. Of other programs those that listen on the control
-//! socket have half of the grace to stop at a step boundary, before the signal; the rest get it at once.
+//! socket get it late in the grace ([`AFTER_SIGNAL`]), so that they can stop at a step boundary; the rest get it at once.
 
 use std::time::Duration;
 
@@ -18,6 +18,8 @@ pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 /// The same for native workers, which no signal comes to before SIGKILL: they end on their own, after what a device is
 /// computing.
 pub(super) const NATIVE_LAST_WORDS: Duration = Duration::from_secs(10);
+/// How long before SIGKILL a program that listens gets the signal; half of the grace if that is less.
+const AFTER_SIGNAL: Duration = Duration::from_secs(5);
 /// How long processes may take to go after SIGKILL.
 pub(super) const KILL_WAIT: Duration = Duration::from_secs(5);
 
@@ -42,7 +44,7 @@ impl Machine {
             effects.extend(self.await_end(then, Stage::Asked, grace));
             return effects;
         }
-        effects.extend(self.await_end(then, Stage::Asked, grace / 2));
+        effects.extend(self.await_end(then, Stage::Asked, grace - self.after_signal()));
         if let Phase::Stopping {
             stage: Stage::Asked, ..
         } = self.phase
@@ -63,6 +65,11 @@ impl Machine {
             return vec![Effect::Arm(patience)];
         }
         self.terminate(self.rules.shutdown_timeout)
+    }
+
+    /// How much of the grace is left to those who listen when they get the signal.
+    pub(super) fn after_signal(&self) -> Duration {
+        AFTER_SIGNAL.min(self.rules.shutdown_timeout / 2)
     }
 
     pub(super) fn terminate(&mut self, grace: Duration) -> Vec<Effect> {

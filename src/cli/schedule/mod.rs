@@ -31,9 +31,10 @@ const TIMELINE: &str = "timeline/timeline.json";
 /// Show the schedule of a pipeline: what each rank computes when, where it waits, and what it keeps
 /// for backward.
 ///
-/// In the text, each row is a rank and each column is one unit of time. `2F1` is the forward pass
+/// In the text, each row is a rank and each column is the time of one F. `2F1` is the forward pass
 /// (F) of stage 2 for micro-batch 1. I is the gradient of the input, W the gradient of the weights.
-/// B is I and W together and takes two units.
+/// B is I and W together and takes two columns. A unit of the summary is the F of all stages of a
+/// rank.
 #[derive(Debug, clap::Args)]
 #[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "file", "measured"])))]
 pub(super) struct ScheduleArgs {
