@@ -318,7 +318,7 @@ mod tests {
         );
         play.write(270, "y\n").write(300, &part).write(390, "z");
         assert_eq!(play.wait(), Some(490));
-        assert_eq!(play.end(), format!("[0] {0}{0}{0}y\n[0] {0}z\n", part));
+        assert_eq!(play.end(), format!("[0] {part}{part}{part}y\n[0] {part}z\n"));
     }
 
     #[test]

@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(total.load(Ordering::Relaxed), half.len());
         total.fetch_add(MAX_PENDING_BYTES, Ordering::Relaxed);
         splitter.push(b"y", |line| {
-            assert_eq!(line.text.len(), half.len() + CUT_MARK.len())
+            assert_eq!(line.text.len(), half.len() + CUT_MARK.len());
         });
         assert_eq!(splitter.unfinished().0, b"y");
         splitter.finish(|_| ());

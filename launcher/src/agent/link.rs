@@ -422,7 +422,7 @@ impl Side {
 async fn changed(moment: &mut watch::Receiver<Instant>) {
     if moment.changed().await.is_err() {
         // The agent is gone: so will this task be.
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

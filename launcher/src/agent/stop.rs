@@ -44,7 +44,7 @@ impl Machine {
             effects.extend(self.await_end(then, Stage::Asked, grace));
             return effects;
         }
-        effects.extend(self.await_end(then, Stage::Asked, grace - self.after_signal()));
+        effects.extend(self.await_end(then, Stage::Asked, grace.saturating_sub(self.after_signal())));
         if let Phase::Stopping {
             stage: Stage::Asked, ..
         } = self.phase

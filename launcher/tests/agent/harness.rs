@@ -21,6 +21,7 @@ const PLAN: &str = "DDP_TEST_PLAN";
 
 /// A launch in the making; passed to the launcher's process as JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the launch")]
 pub(crate) struct Launch {
     endpoint: String,
     workers: u32,

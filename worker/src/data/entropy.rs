@@ -140,7 +140,7 @@ mod tests {
         let mean = |p: [f64; 3]| -p.iter().map(|p| p.ln()).sum::<f64>() / 3.0;
         assert!((unigram - mean([a, b, c])).abs() < 1e-12, "{unigram}");
         assert!(
-            (bigram - mean([a / 2.0, (1.0 + b) / 2.0, c])).abs() < 1e-12,
+            (bigram - mean([a / 2.0, f64::midpoint(1.0, b), c])).abs() < 1e-12,
             "{bigram}"
         );
     }

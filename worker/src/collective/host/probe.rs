@@ -279,7 +279,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 peer.write_all(&START).unwrap();
-                peer.write_all(&[1; BLOCK_BYTES]).unwrap();
+                peer.write_all(&vec![1; BLOCK_BYTES]).unwrap();
                 peer.write_all(b"next").unwrap();
                 let mut block = vec![1; TOTAL];
                 peer.read_exact(&mut block).unwrap();
