@@ -32,6 +32,8 @@ __all__ = ["GenerationOver", "check_generation", "generation", "heartbeat", "siz
 PHASES = ("starting", "training", "validating", "saving", "finishing")
 # Longest time to connect or to write one message. A launcher that reads nothing for so long counts as gone.
 SEND_TIMEOUT_S = 5
+# Longest time until the launcher knows that this script listens.
+ANSWER_TIMEOUT_S = 5.0
 # The signals that stop `ddp-run` unless `--signals-to-handle` says otherwise; it sends the same one to its workers.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a failed rank waits to learn whose failure caused its own. The launcher waits as long before it signals.
@@ -170,6 +172,8 @@ class _Launcher:
         # Set as soon as `cause` is known, or never will be.
         self.over = threading.Event()
         self.cause: str | None = None
+        # The launcher has answered to the last `hello`, or never will.
+        self._answered = threading.Event()
         # Reentrant: a signal handler may interrupt a call of its own thread.
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
@@ -189,10 +193,11 @@ class _Launcher:
                     self._lose()
 
     def listen(self) -> None:
-        """Tells the launcher that this script handles its requests."""
+        """Tells the launcher that this script handles its requests, and waits until it knows: it signals others at once."""
         with self._lock:
             if not self._listens:
                 self._open(listens=True)
+        self._answered.wait(ANSWER_TIMEOUT_S)
 
     def _open(self, listens: bool) -> None:
         if self._is_lost:
@@ -201,6 +206,7 @@ class _Launcher:
         place = {"local_rank": local_rank, "generation": generation(), "pid": os.getpid()}
         # The first line says once whether this script listens, so listening needs a new connection.
         self._listens, last, self._socket = listens, self._socket, None
+        self._answered.clear()
         try:
             self._socket = opened = socket.socket(socket.AF_UNIX)
             # Limits connecting and writing only: the reader waits for as long as it takes.
@@ -215,6 +221,7 @@ class _Launcher:
 
     def _lose(self) -> None:
         self._is_lost = True
+        self._answered.set()
         self.over.set()
         if self._socket is not None:
             _hang_up(self._socket)
@@ -232,7 +239,9 @@ class _Launcher:
 
     def _receive(self, message: Any) -> None:
         kind = message.get("type") if isinstance(message, dict) else None
-        if kind == "stop_at_step_boundary":
+        if kind == "assignment":
+            self._answered.set()
+        elif kind == "stop_at_step_boundary":
             self.asked_to_stop.set()
         elif kind == "generation_over" and message.get("generation", 0) >= generation():
             self.cause = str(message.get("cause"))

@@ -65,6 +65,8 @@ class Worker(unittest.TestCase):
         self.enter(mock.patch.dict(os.environ, place))
         self.launcher = ddp_run._Launcher()
         self.enter(mock.patch.object(ddp_run, "_launcher", self.launcher))
+        # Most of these launchers do not answer.
+        self.enter(mock.patch.object(ddp_run, "ANSWER_TIMEOUT_S", 0.01))
         self.addCleanup(self.launcher._lose)
 
     def enter(self, context):
@@ -194,6 +196,16 @@ class Stopping(Worker):
         self.assertEqual((left.exception.code, saved), (0, [9]))
         beats = [connection.next() for _ in range(2)]
         self.assertEqual([(beat["step"], beat["phase"]) for beat in beats], [(9, "training"), (9, "saving")])
+
+    def test_it_waits_until_the_launcher_knows_that_it_listens(self):
+        ddp_run.ANSWER_TIMEOUT_S, asked = PATIENCE_S, threading.Event()
+        asking = threading.Thread(target=lambda: (ddp_run.stop_requested(), asked.set()), daemon=True)
+        asking.start()
+        connection = self.accept()
+        self.assertTrue(connection.next()["listens"])
+        self.assertFalse(asked.is_set())
+        connection.say(type="assignment", protocol=1, generation=1, env={})
+        self.expect_event(asked)
 
     def test_the_signal_that_follows_the_request_does_not_end_a_save(self):
         self.ask_to_stop()
