@@ -75,7 +75,7 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
     let job = job();
     let large = gpus(emulator(), &job, 1).set("train.micro_batch=512");
     let large = large.env("EMULATOR_MEMORY_MIB", "34").target("tiny.yaml").run();
-    large.expect_exit(93).expect_stderr("bytes for `activations`");
+    large.expect_exit(93).expect_stderr("MiB for `activations`");
     assert!(!job.out().join("metrics.jsonl").exists(), "before the first step");
 }
 
