@@ -52,13 +52,13 @@ impl MasterPort {
     /// Reserves the port that was asked for. Connections of the last generation, and agents of the same job on this
     /// machine that reserve the same port, are not in the way; who listens on it is.
     pub(crate) fn reserve_this(port: u16) -> io::Result<Self> {
-        Self::bind_as(port, Sharing::WithWhoDoesNotListen)
+        Self::bind_as(port, Sharing::WithoutListeners)
     }
 
     /// Reserves a port of a range. One that connections of the last generation still have serves if no other is free.
     pub(crate) fn reserve_within(ports: PortRange) -> io::Result<Self> {
         let start = rand::random_range(0..ports.count()) as usize;
-        for sharing in [Sharing::WithNobody, Sharing::WithWhoDoesNotListen] {
+        for sharing in [Sharing::Exclusive, Sharing::WithoutListeners] {
             for port in ports.starting_at(start) {
                 match Self::bind_as(port, sharing) {
                     Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
@@ -85,12 +85,12 @@ impl MasterPort {
     }
 
     fn bind(port: u16) -> io::Result<Self> {
-        Self::bind_as(port, Sharing::WithNobody)
+        Self::bind_as(port, Sharing::Exclusive)
     }
 
     fn bind_as(port: u16, sharing: Sharing) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC;
-        let reuse = sharing == Sharing::WithWhoDoesNotListen;
+        let reuse = sharing == Sharing::WithoutListeners;
         let dual_stack = socket(AddressFamily::Inet6, SockType::Stream, flags, None).and_then(|socket| {
             setsockopt(&socket, sockopt::Ipv6V6Only, &false)?;
             setsockopt(&socket, sockopt::ReuseAddr, &reuse)?;
@@ -117,8 +117,9 @@ impl MasterPort {
 /// Who else may have bound the port when it is reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
-    WithNobody,
-    WithWhoDoesNotListen,
+    Exclusive,
+    /// Sockets that do not listen: `SO_REUSEADDR`.
+    WithoutListeners,
 }
 
 fn local_range() -> RangeInclusive<u16> {

@@ -66,7 +66,7 @@ impl Record {
         !matches!(self.stage, Stage::Running | Stage::Ended)
     }
 
-    /// What every node is told of a job that has ended; none if it goes on, or nobody has decided.
+    /// What every node is told of a job that has ended; none if it goes on, or is not decided.
     pub(super) fn verdict(&self) -> Option<Reply> {
         match self.stage.clone() {
             Stage::Running | Stage::Ended | Stage::Abandoned => None,
@@ -140,7 +140,7 @@ impl Job {
     }
 
     /// A job that has not ended, for a daemon that starts: it waits for the nodes of the generation that runs. If that is
-    /// over, whoever comes is taken, and the job is abandoned if nobody does.
+    /// over, it accepts any node, and abandons the job if none comes.
     pub(super) fn recall(config: &Config, record: Record, now: Duration) -> Self {
         let mut job = Self::new(&record.job, record.generation, now);
         job.run_token.clone_from(&record.run_token);

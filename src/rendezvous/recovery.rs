@@ -477,9 +477,9 @@ impl Job {
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
             let timeout = timeouts.max().unwrap_or(self.patience);
-            // If nobody has come either, it is abandoned at once.
-            let nobody_came = is_recorded && self.nodes.is_empty();
-            let wait = if nobody_came { Duration::ZERO } else { timeout };
+            // If no node has come either, it is abandoned at once.
+            let is_deserted = is_recorded && self.nodes.is_empty();
+            let wait = if is_deserted { Duration::ZERO } else { timeout };
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
                 until: turn.at.now + wait,

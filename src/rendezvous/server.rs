@@ -222,8 +222,8 @@ impl Rendezvous for Service {
     }
 }
 
-/// Carries the messages of one agent to the actor, in order, then the end of the stream. One on which nobody joins ends
-/// after `join_wait`.
+/// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream
+/// without a `Join` ends after `join_wait`.
 async fn pump(
     conn: ConnId,
     peer: Peer,

@@ -36,7 +36,7 @@ pub(crate) struct Asked {
 
 impl World {
     /// Each node writes its own key, the first also the meeting's; each reads the key of the next node, the meeting's,
-    /// and one that nobody writes.
+    /// and one that is never written.
     pub(crate) fn use_store(&mut self, number: usize) {
         let Some((origin, assignment)) = self.nodes[number].group.assignment.clone() else {
             return;

@@ -1,5 +1,5 @@
 //! A witness outside of all daemons and agents: it sees which workers live, what the store gave them, and how each
-//! launcher ended. It forgets nothing, whoever dies.
+//! launcher ended. It forgets nothing when a process dies.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -13,7 +13,7 @@ struct Said(mpsc::Sender<Vec<u8>>);
 
 impl Write for Said {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // Nobody may be interested.
+        // The receiver may be gone.
         let _ = self.0.send(bytes.to_vec());
         Ok(bytes.len())
     }
@@ -66,7 +66,7 @@ fn a_waiting_client_is_woken_by_another() {
     assert_eq!(read(&mut waiting, 1), [0]);
     send(&mut waiting, &Command::Get(b"k".to_vec()));
     assert_eq!(read(&mut waiting, 13), part(b"value"));
-    // Nobody sets this one: the client gives up.
+    // This one is never set: the client gives up.
     send(&mut waiting, &Command::Wait(vec![b"never".to_vec()]));
     send(&mut waiting, &Command::CancelWait);
     assert_eq!(read(&mut waiting, 1), [1]);

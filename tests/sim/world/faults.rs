@@ -291,7 +291,7 @@ impl World {
         }
     }
 
-    /// Somebody says what no agent says: it is told off, and nothing changes for the others.
+    /// A hostile peer says what no agent says: it is refused, and nothing changes for the others.
     fn hostile(&mut self, number: usize) {
         let newest = self.daemons.len() - 1;
         if !self.daemons[newest].is_alive || self.daemons[newest].stalled.is_some() {

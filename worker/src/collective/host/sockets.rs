@@ -226,7 +226,7 @@ fn listen_tcp(info: &RankInfo, peers: usize) -> Result<(OwnedFd, SocketAddr), Fa
     Ok((socket, address))
 }
 
-/// Listens on the first port that nobody has, beginning at another one for each rank of the node; none: all are taken.
+/// Listens on the first free port, beginning at another one for each rank of the node; none if all are taken.
 /// The library sets `SO_REUSEADDR`, so connections of the last generation are not in the way.
 fn listen_within(ports: PortRange, host: IpAddr, local_rank: usize) -> io::Result<Option<TcpListener>> {
     // Of two ranks that try a port at the same moment, the kernel may refuse both: hence the second round.
@@ -588,7 +588,7 @@ mod tests {
     #[test]
     fn a_port_of_the_range_that_is_taken_is_skipped_and_none_left_is_said() {
         let host = IpAddr::from([127, 0, 0, 1]);
-        // Ports in a row that nobody has now.
+        // Free ports in a row.
         let taken = TcpListener::bind((host, 0)).unwrap();
         let first = taken.local_addr().unwrap().port();
         let ports: PortRange = format!("{first}-{}", first.saturating_add(9)).parse().unwrap();
