@@ -8,7 +8,7 @@ use std::time::Duration;
 use ddp_proto::ids::NodeRank;
 use ddp_proto::ports::PortRange;
 
-use crate::output::OutputPlan;
+use crate::output::plan::OutputPlan;
 
 /// Everything the agent of one node needs to know before it joins.
 #[derive(Clone, Debug)]

@@ -5,9 +5,9 @@ use std::ffi::OsString;
 use ddp_proto::env::{DDP_JOB_MARKER, WorkerEnv};
 use ddp_proto::ids::WorldSize;
 
-use crate::environment::{Common, is_scrubbed, of_worker, threads_per_worker};
 use crate::plan::LaunchPlan;
-use crate::spawn::{SpawnError, check_program};
+use crate::spawn::environment::{Common, is_scrubbed, of_worker, threads_per_worker};
+use crate::spawn::spawner::{SpawnError, check_program};
 
 /// Why the workers could not be started; none if their program is there.
 pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {

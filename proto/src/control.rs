@@ -123,6 +123,9 @@ pub enum ToAgent {
         /// It failed only because another rank did: the agent looks for that one before it names this one.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         consequence: bool,
+        /// The rank whose process ended, or whose connection broke, as this one saw it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        lost_rank: Option<u32>,
     },
     /// Write-once put into the store of this generation. Answered by [`ToWorker::KvReply`].
     KvPut {

@@ -1,6 +1,6 @@
 //! The start of a generation: ranks, addresses, and one push to each node.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -58,6 +58,7 @@ impl Job {
             assignment,
             succeeded: BTreeSet::new(),
             suspect: None,
+            sightings: BTreeMap::new(),
             progress: Progress::default(),
             since: turn.at.now,
             ran_before: Duration::ZERO,

@@ -21,6 +21,7 @@ use super::recovery::Recovery;
 use super::silence::{Excuse, Progress};
 use super::size::RankLimits;
 use super::unnamed::Lookalike;
+use super::witnesses::Sighting;
 use super::words;
 
 /// One job at the daemon.
@@ -100,6 +101,8 @@ pub(super) struct Running {
     pub(super) succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
     pub(super) suspect: Option<Suspect>,
+    /// By node rank: members to which a data connection broke.
+    pub(super) sightings: BTreeMap<u32, Sighting>,
     pub(super) progress: Progress,
     /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,
@@ -307,6 +310,7 @@ impl Job {
                 node.join.hostname,
                 turn.config.reconnect_grace.as_secs_f64()
             ));
+            self.believe_witnesses(turn);
         }
         self.plan_wake();
     }

@@ -15,6 +15,7 @@
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
 //! | `silence` | silent members | whose peers vouch for them, and for how long |
+//! | `witnesses` | nodes that two witnesses saw die | when they are believed |
 //! | `failures` | all failures | their order, the last word on them |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
@@ -57,6 +58,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod unnamed;
+mod witnesses;
 mod words;
 
 pub use config::{Config, KvLimits};

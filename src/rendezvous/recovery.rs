@@ -547,6 +547,7 @@ impl Job {
             },
             succeeded: BTreeSet::new(),
             suspect: None,
+            sightings: BTreeMap::new(),
             progress: Progress::default(),
             since: turn.at.now,
             ran_before: run.ran,

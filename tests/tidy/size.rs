@@ -23,8 +23,8 @@ const SHORT_FILE_LINES: usize = 60;
 /// wires.
 const SHORT_FILES: [&str; 19] = [
     "launcher/src/agent/place.rs",
-    "launcher/src/progress.rs",
-    "launcher/src/terminal.rs",
+    "launcher/src/output/progress.rs",
+    "launcher/src/output/terminal.rs",
     "proto/src/exit.rs",
     "proto/src/mounts.rs",
     "src/bin/ddp-rendezvous.rs",

@@ -10,7 +10,7 @@ use ddp_proto::ids::{Generation, LocalRank};
 
 use super::event::Effect;
 use super::machine::{Machine, Phase, Then, Worker};
-use crate::ending::Ending;
+use crate::supervise::ending::Ending;
 
 /// How long a worker that names another rank as the cause is not blamed: the other one's end, or the daemon's word,
 /// arrives within milliseconds if it comes at all.

@@ -7,8 +7,8 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, DaemonMessage, Leave, WorkerExit};
 
 use super::exit_reason::ExitReason;
-use crate::ending::Ending;
-use crate::spawn::SpawnError;
+use crate::spawn::spawner::SpawnError;
+use crate::supervise::ending::Ending;
 
 /// What happened.
 #[derive(Debug)]

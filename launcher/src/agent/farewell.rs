@@ -71,7 +71,7 @@ mod tests {
     use super::super::event::Event;
     use super::super::machine::Rules;
     use super::*;
-    use crate::ending::Ending;
+    use crate::supervise::ending::Ending;
 
     fn receive(machine: &mut Machine, word: Word) -> Vec<Effect> {
         machine.on(Event::Daemon(DaemonMessage {

@@ -9,7 +9,7 @@ use super::link::LinkEvent;
 use super::signals::{Call, Signals};
 use super::tasks::TaskResult;
 use crate::control::ControlEvent;
-use crate::spawn::SpawnEvent;
+use crate::spawn::spawner::SpawnEvent;
 
 /// The ends of all channels that lead to the agent.
 pub(super) struct Inbox {

@@ -12,13 +12,13 @@ use super::driver::Driver;
 use super::exit_reason::ExitReason;
 use super::signals::{Call, Signals};
 use crate::cgroup::{self, WorkerCgroup};
-use crate::console::{Console, OWN_PREFIX};
-use crate::guardian::Guardian;
-use crate::logs::LogError;
+use crate::output::console::{Console, OWN_PREFIX};
+use crate::output::logs::LogError;
+use crate::output::sinks::Sinks;
+use crate::output::terminal::TerminalSettings;
 use crate::plan::{LaunchPlan, SignalPlan};
-use crate::proc_table;
-use crate::sinks::Sinks;
-use crate::terminal::TerminalSettings;
+use crate::supervise::guardian::Guardian;
+use crate::supervise::proc_table;
 
 /// How long a console that takes nothing is waited for at the end.
 const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
@@ -42,7 +42,7 @@ pub struct Outcome {
 pub enum LaunchError {
     /// The program cannot be started.
     #[error(transparent)]
-    Program(#[from] crate::spawn::SpawnError),
+    Program(#[from] crate::spawn::spawner::SpawnError),
     /// The log directory, or the event log, cannot be used.
     #[error(transparent)]
     Log(#[from] LogError),

@@ -27,7 +27,7 @@ use super::blame::Suspect;
 use super::contracts;
 use super::event::{Effect, Event};
 use super::exit_reason::ExitReason;
-use crate::ending::{Ending, signal_name};
+use crate::supervise::ending::{Ending, signal_name};
 
 /// How long the daemon may take to decide what follows a failure of ours.
 pub const VERDICT_WAIT: Duration = Duration::from_secs(30);

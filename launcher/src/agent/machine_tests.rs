@@ -7,7 +7,7 @@ mod spawning;
 use super::super::blame::CULPRIT_WAIT;
 use super::super::stop::{LAST_WORDS, NATIVE_LAST_WORDS};
 use super::*;
-use crate::spawn::SpawnError;
+use crate::spawn::spawner::SpawnError;
 
 const KILLED: Ending = Ending::Signal {
     signal: 9,

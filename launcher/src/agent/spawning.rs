@@ -9,7 +9,7 @@ use ddp_proto::ids::{Generation, LocalRank};
 use super::event::Effect;
 use super::exit_reason::ExitReason;
 use super::machine::{Machine, Phase, Stage, Worker};
-use crate::spawn::SpawnError;
+use crate::spawn::spawner::SpawnError;
 
 impl Machine {
     pub(super) fn on_spawned(

@@ -13,10 +13,10 @@ use super::driver::Ready;
 use super::suspension::{REFUSED_FOR, is_refused};
 use super::workers::PrepareError;
 use crate::cgroup::WorkerCgroup;
-use crate::console::Console;
-use crate::proc_table;
-use crate::pump::TailReader;
-use crate::sweep::KillTargets;
+use crate::output::console::Console;
+use crate::output::pump::TailReader;
+use crate::supervise::proc_table;
+use crate::supervise::sweep::KillTargets;
 
 /// How long the last lines and words of a failed worker are waited for.
 const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
@@ -57,7 +57,7 @@ pub(super) enum TaskResult {
 pub(super) struct LeftInFiles {
     /// Words of the error files.
     pub(super) words: Vec<(LocalRank, String)>,
-    /// [`crate::logs::free_attempt`], where there is a log directory.
+    /// [`crate::output::logs::free_attempt`], where there is a log directory.
     pub(super) free_attempt: Option<u32>,
 }
 

@@ -20,19 +20,19 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use super::contracts::contracts_of;
-use crate::console::Stream;
-use crate::ending::Ending;
-use crate::environment::{self, Common};
-use crate::hang::{Beat, Silent, longest_silence};
-use crate::local_end::LocalEnd;
-use crate::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
-use crate::oom::OomCounter;
-use crate::output::{LineSource, OutputPlan};
+use crate::output::console::Stream;
+use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
+use crate::output::plan::{LineSource, OutputPlan};
+use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
+use crate::output::repeated_errors::RepeatedErrors;
 use crate::plan::{CoreSet, SignalScope};
-use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
-use crate::repeated_errors::RepeatedErrors;
-use crate::spawn::WorkerSpec;
-use crate::waits::ToldWaits;
+use crate::report::local_end::LocalEnd;
+use crate::spawn::environment::{self, Common};
+use crate::spawn::spawner::WorkerSpec;
+use crate::supervise::ending::Ending;
+use crate::supervise::hang::{Beat, Silent, longest_silence};
+use crate::supervise::oom::OomCounter;
+use crate::supervise::waits::ToldWaits;
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -150,6 +150,8 @@ pub(super) struct Worker {
     pub(super) said: Option<String>,
     /// It says that it failed only because another rank did.
     pub(super) consequence: bool,
+    /// The rank to which its data connection broke, as it says.
+    pub(super) lost_rank: Option<u32>,
     /// What it wrote into its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
@@ -550,6 +552,7 @@ impl Worker {
             aborted: false,
             said: None,
             consequence: false,
+            lost_rank: None,
             in_file: None,
             files,
             stdout,

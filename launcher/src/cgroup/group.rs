@@ -218,7 +218,7 @@ mod tests {
 
     use super::*;
     use crate::cgroup::wait_for;
-    use crate::process::{self, Image, Start, Streams};
+    use crate::spawn::process::{self, Image, Start, Streams};
 
     #[test]
     fn a_folder_that_is_no_control_group_is_refused_and_removed() {

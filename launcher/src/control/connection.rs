@@ -196,11 +196,13 @@ impl<'a> Connection<'a> {
                 message,
                 hint,
                 consequence,
+                lost_rank,
             } => {
                 let news = News::Failure {
                     message,
                     hint,
                     consequence,
+                    lost_rank,
                 };
                 // Waits for the agent if need be; only this connection is held up.
                 let _ = self.hub.events.send(self.event(news)).await;

@@ -2,7 +2,7 @@
 
 use ddp_proto::ids::LocalRank;
 
-use crate::proc_table::{self, ProcessEntry};
+use crate::supervise::proc_table::{self, ProcessEntry};
 
 /// Deeper trees of processes are not climbed.
 const MAX_DEPTH: usize = 64;

@@ -51,6 +51,7 @@ pub(crate) enum News {
         message: String,
         hint: Option<String>,
         consequence: bool,
+        lost_rank: Option<u32>,
     },
 }
 

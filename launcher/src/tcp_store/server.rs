@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::store::{ClientId, Refused, Store};
 use super::wire::{Answer, Command, Decoder, WireError};
-use crate::console::Console;
+use crate::output::console::Console;
 
 /// Connections at one time. A rank has a few for each process group.
 const MAX_CONNECTIONS: usize = 16 << 10;

@@ -4,7 +4,7 @@ use std::sync::mpsc;
 
 use super::super::wire::tests::{encode, hello, part};
 use super::*;
-use crate::sinks::{SinkKind, Sinks};
+use crate::output::sinks::{SinkKind, Sinks};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 

@@ -11,6 +11,7 @@ mod scale;
 mod server;
 mod silence;
 mod store;
+mod witnesses;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};

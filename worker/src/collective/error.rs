@@ -54,6 +54,11 @@ impl CollectiveError {
     pub fn is_consequence(&self) -> bool {
         self.failure.is_consequence()
     }
+
+    /// The global rank whose process ended, or whose connection broke, if that is what happened.
+    pub fn lost_rank(&self) -> Option<usize> {
+        self.failure.lost_rank()
+    }
 }
 
 /// What happened to a collective operation.
@@ -144,6 +149,14 @@ impl Failure {
         match self {
             Self::Device(error) => Some(error),
             Self::GivenUp { failure, .. } => failure.device(),
+            _ => None,
+        }
+    }
+
+    fn lost_rank(&self) -> Option<usize> {
+        match self {
+            Self::PeerLost { rank, .. } => Some(*rank),
+            Self::GivenUp { failure, .. } => failure.lost_rank(),
             _ => None,
         }
     }

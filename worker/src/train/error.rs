@@ -160,6 +160,16 @@ impl TrainError {
         }
     }
 
+    /// The rank whose process ended, or whose connection broke, if that is why this rank failed.
+    pub fn lost_rank(&self) -> Option<usize> {
+        match self {
+            Self::Collective(error)
+            | Self::Reduce(ReduceError::Collective(error))
+            | Self::Join(JoinError::Collective(error)) => error.lost_rank(),
+            _ => None,
+        }
+    }
+
     /// True if the cause lies in this rank alone, or was found here, so that the end of the generation does not explain
     /// it away.
     pub fn is_own(&self) -> bool {

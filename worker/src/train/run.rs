@@ -75,7 +75,7 @@ pub fn run_worker_with(
     if let Err(error) = &result {
         let (message, hint) = error.message_and_hint();
         if error.is_consequence() {
-            session.fail_as_consequence(&message, hint.as_deref());
+            session.fail_as_consequence(&message, hint.as_deref(), error.lost_rank());
         } else {
             session.fail(&message, hint.as_deref());
         }

@@ -16,7 +16,7 @@ use super::super::machine::VERDICT_WAIT;
 use super::super::suspension::{HeartbeatClock, Suspension, since_boot};
 use super::super::tasks;
 use super::Driver;
-use crate::event_log::LogEvent;
+use crate::report::event_log::LogEvent;
 
 /// How the driver and the daemon stand.
 pub(super) struct DaemonLink {

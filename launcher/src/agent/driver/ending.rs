@@ -12,10 +12,10 @@ use super::super::event::Event;
 use super::super::exit_reason::ExitReason;
 use super::super::tasks::LeftInFiles;
 use super::Driver;
-use crate::event_log::LogEvent;
-use crate::logs::{free_attempt, remove_empty};
-use crate::report::{self, Facts};
-use crate::root_cause::Verdict;
+use crate::output::logs::{free_attempt, remove_empty};
+use crate::report::event_log::LogEvent;
+use crate::report::root_cause::Verdict;
+use crate::report::text::{self, Facts};
 
 /// How long the file system may take to store the error files and their copies.
 const FILE_BOUND: Duration = Duration::from_secs(2);
@@ -155,7 +155,7 @@ impl Driver<'_> {
     }
 
     pub(super) fn report(&self, exit_reason: &ExitReason) -> Option<String> {
-        report::report(&Facts {
+        text::report(&Facts {
             exit_reason,
             program: &self.plan.command.display_name,
             executable: &self.plan.command.program,

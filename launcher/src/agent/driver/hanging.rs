@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 
 use super::super::tasks::{self, Threads};
 use super::Driver;
-use crate::hang::{self, Silent};
+use crate::supervise::hang::{self, Silent};
 
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
 const ANSWER_LINES: usize = 24;

@@ -32,17 +32,17 @@ use super::suspension::since_boot;
 use super::tasks::{self, Leftovers, TaskResult};
 use super::workers::{WorkerGroup, inherited};
 use crate::cgroup::WorkerCgroup;
-use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News};
-use crate::event_log::{EventLog, LogEvent};
-use crate::guardian::Guardian;
-use crate::hang::Beat;
-use crate::logs::{create_log_dir, free_attempt};
-use crate::master_port::MasterPort;
+use crate::output::console::Console;
+use crate::output::logs::{create_log_dir, free_attempt};
+use crate::output::pump::Pump;
 use crate::plan::LaunchPlan;
-use crate::pump::Pump;
-use crate::reap;
-use crate::spawn::{SpawnEvent, SpawnNews, Spawner, check_program};
+use crate::report::event_log::{EventLog, LogEvent};
+use crate::spawn::master_port::MasterPort;
+use crate::spawn::spawner::{SpawnEvent, SpawnNews, Spawner, check_program};
+use crate::supervise::guardian::Guardian;
+use crate::supervise::hang::Beat;
+use crate::supervise::reap;
 use crate::tcp_store::TcpStoreServer;
 use daemon_link::DaemonLink;
 
@@ -383,12 +383,14 @@ impl<'a> Driver<'a> {
                 message,
                 hint,
                 consequence,
+                lost_rank,
             } => {
                 let words = match hint {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
                 };
                 worker.consequence = consequence;
+                worker.lost_rank = lost_rank;
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }

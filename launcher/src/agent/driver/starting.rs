@@ -18,12 +18,12 @@ use super::super::workers::{PrepareError, Prepared, Site, WorkerGroup};
 use super::{Driver, PROTOCOL};
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::control::{Place, Store};
-use crate::environment::{Common, threads_per_worker};
-use crate::event_log::LogEvent;
-use crate::master_port::MasterPort;
+use crate::output::pump::Pump;
 use crate::plan::LaunchPlan;
-use crate::pump::Pump;
-use crate::spawn::Batch;
+use crate::report::event_log::LogEvent;
+use crate::spawn::environment::{Common, threads_per_worker};
+use crate::spawn::master_port::MasterPort;
+use crate::spawn::spawner::Batch;
 use crate::tcp_store::TcpStoreServer;
 
 impl Driver<'_> {

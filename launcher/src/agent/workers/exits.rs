@@ -6,8 +6,8 @@ use ddp_proto::ids::GlobalRank;
 use ddp_proto::rendezvous::{MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::{End, LocalRank, Worker, WorkerGroup};
-use crate::ending::Ending;
-use crate::master_port::is_taken;
+use crate::spawn::master_port::is_taken;
+use crate::supervise::ending::Ending;
 
 /// Rank 0 binds MASTER_PORT within this time of its start, imports included.
 const BIND_BOUND: Duration = Duration::from_mins(1);
@@ -90,6 +90,7 @@ impl Worker {
                 .stderr_log()
                 .map_or_else(String::new, |path| path.display().to_string()),
             consequence: self.consequence,
+            lost_rank: self.lost_rank,
             out_of_memory: end.out_of_memory,
             activity: self.place_in_training().unwrap_or_default(),
             stopped_with: self.sent,

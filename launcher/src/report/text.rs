@@ -10,10 +10,10 @@ use ddp_proto::ids::{Generation, GlobalRank};
 use ddp_proto::rendezvous::{Failures, WorkerExit};
 
 use crate::agent::ExitReason;
-use crate::ending::{Ending, signal_name};
-use crate::failures::elsewhere;
-use crate::hang::HUNG;
-use crate::local_end::{LocalEnd, others};
+use crate::report::failures::elsewhere;
+use crate::report::local_end::{LocalEnd, others};
+use crate::supervise::ending::{Ending, signal_name};
+use crate::supervise::hang::HUNG;
 
 /// What a report is made of.
 pub(crate) struct Facts<'a> {
@@ -213,5 +213,5 @@ fn clock_time(unix_time_ns: u64) -> Option<String> {
 }
 
 #[cfg(test)]
-#[path = "report_tests.rs"]
+#[path = "text_tests.rs"]
 mod tests;

@@ -9,8 +9,8 @@ use ddp_proto::ids::GlobalRank;
 use ddp_proto::words::numbered;
 
 use crate::agent::ExitReason;
-use crate::ending::{Ending, signal_name};
-use crate::report::{Facts, indented, seconds};
+use crate::report::text::{Facts, indented, seconds};
+use crate::supervise::ending::{Ending, signal_name};
 
 /// How one worker of this node ended.
 #[derive(Clone, Debug, PartialEq)]

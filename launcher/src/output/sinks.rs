@@ -6,7 +6,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
 
-use crate::console::{OWN_PREFIX, Piece, Source, Stream};
+use crate::output::console::{OWN_PREFIX, Piece, Source, Stream};
 
 const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 

@@ -20,7 +20,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork};
 
 use crate::cgroup;
-use crate::sweep::KillTargets;
+use crate::supervise::sweep::KillTargets;
 
 /// How long the guardian hunts before it gives up on processes that cannot be killed.
 const HUNT_BOUND: Duration = Duration::from_secs(20);

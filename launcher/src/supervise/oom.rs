@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::cgroup::Standing;
-use crate::ending::Ending;
+use crate::supervise::ending::Ending;
 
 /// The file of version 2, which counts the groups below too.
 const EVENTS: &str = "memory.events";

@@ -7,8 +7,8 @@ use ddp_proto::rendezvous::{Failure, WorkerExit};
 use serde::Serialize;
 
 use crate::agent::ExitReason;
-use crate::ending::Ending;
-use crate::report::{Facts, seconds};
+use crate::report::text::{Facts, seconds};
+use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
 const MAX_TOLD: usize = 4;

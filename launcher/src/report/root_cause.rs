@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::agent::ExitReason;
-use crate::failures::Record;
+use crate::report::failures::Record;
 
 /// Name of the variable, and of torch's protocol.
 const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";

@@ -14,7 +14,7 @@ use serde::Serialize;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use crate::logs::LogError;
+use crate::output::logs::LogError;
 
 /// Lines that may wait to be written.
 const QUEUE: usize = 4096;

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 
-use crate::progress::Bar;
-use crate::sinks::{SinkKind, Sinks};
+use crate::output::progress::Bar;
+use crate::output::sinks::{SinkKind, Sinks};
 
 /// Bytes of workers that may wait to be written.
 const QUEUE_BYTES: usize = 4 << 20;

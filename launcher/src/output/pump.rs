@@ -18,10 +18,10 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
-use crate::console::{Console, Source, Stream};
-use crate::feed::Feed;
-use crate::lines::{Line, LineSplitter};
-use crate::repeated_errors::RankErrors;
+use crate::output::console::{Console, Source, Stream};
+use crate::output::feed::Feed;
+use crate::output::lines::{Line, LineSplitter};
+use crate::output::repeated_errors::RankErrors;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;

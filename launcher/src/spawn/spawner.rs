@@ -23,9 +23,9 @@ use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use crate::cgroup::CgroupEntry;
-use crate::guardian::Registrar;
 use crate::plan::WorkerCommand;
-use crate::process::{self, Image, Start, StartError, Streams};
+use crate::spawn::process::{self, Image, Start, StartError, Streams};
+use crate::supervise::guardian::Registrar;
 
 /// Exit code of shells for a program that was not found.
 const NOT_FOUND: u8 = 127;

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::cgroup;
-use crate::proc_table::{self, ProcessEntry};
+use crate::supervise::proc_table::{self, ProcessEntry};
 
 /// Pause between two passes: a killed process needs a moment to go.
 const BETWEEN_PASSES: Duration = Duration::from_millis(3);

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::console::{Console, Piece, Source};
-use crate::lines::Line;
-use crate::sinks::SinkKind;
+use crate::output::console::{Console, Piece, Source};
+use crate::output::lines::Line;
+use crate::output::sinks::SinkKind;
 
 /// From the first byte of something unfinished until it is shown.
 const QUIET: Duration = Duration::from_millis(100);
@@ -206,9 +206,9 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
-    use crate::console::Stream;
-    use crate::lines::LineSplitter;
-    use crate::sinks::Sinks;
+    use crate::output::console::Stream;
+    use crate::output::lines::LineSplitter;
+    use crate::output::sinks::Sinks;
 
     const SOURCE: Source = Source {
         stream: Stream::Stdout,

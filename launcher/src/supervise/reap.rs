@@ -14,8 +14,8 @@ use std::path::Path;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
-use crate::ending::Ending;
-use crate::sweep::KillTargets;
+use crate::supervise::ending::Ending;
+use crate::supervise::sweep::KillTargets;
 
 /// Which child is meant.
 #[derive(Clone, Copy, Debug)]
