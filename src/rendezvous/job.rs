@@ -360,6 +360,11 @@ impl Job {
         self.plan_wake();
     }
 
+    /// A node looks connected.
+    pub(super) fn has_open_streams(&self) -> bool {
+        self.nodes.values().any(|node| node.conn.is_some())
+    }
+
     /// Computes the next deadline; heartbeats only move deadlines away and need no new plan.
     pub(super) fn plan_wake(&mut self) {
         let leases = self.nodes.values().map(|node| node.lease_until).min();

@@ -15,6 +15,7 @@
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
 //! | `silence` | silent members | whose peers vouch for them, and for how long |
+//! | `hearing` | a daemon that hears from nobody | whether its own network is down |
 //! | `witnesses` | nodes that two witnesses saw die | when they are believed |
 //! | `failures` | all failures | their order, the last word on them |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
@@ -40,6 +41,7 @@ mod difference;
 mod event;
 mod failures;
 mod gather;
+mod hearing;
 mod incoming;
 mod job;
 mod joining;

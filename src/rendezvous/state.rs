@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, StatusReply, refused::Code};
 
 use super::config::Config;
+use super::hearing::Hearing;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
 use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
@@ -28,6 +29,7 @@ pub struct State {
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
+    hearing: Hearing,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,6 +58,7 @@ impl State {
             speakers: HashMap::new(),
             ended: HashSet::new(),
             finished: VecDeque::new(),
+            hearing: Hearing::default(),
         }
     }
 
@@ -112,6 +115,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         speakers,
         ended,
         finished,
+        hearing,
     } = state;
     let mut turn = Turn {
         at,
@@ -122,7 +126,11 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         jobs,
         speakers,
         finished,
+        hearing,
     };
+    if event.is_heard(daemon.hearing.silence(at.now), &turn) {
+        daemon.heard(&mut turn);
+    }
     match event {
         Event::Message { conn, .. } if ended.contains(&conn) => {
             turn.detail("ignored a message on an ended stream");
@@ -145,10 +153,11 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
 }
 
 /// [`State`] without the settings, which a [`Turn`] borrows.
-struct Daemon<'a> {
-    jobs: &'a mut BTreeMap<String, Job>,
+pub(super) struct Daemon<'a> {
+    pub(super) jobs: &'a mut BTreeMap<String, Job>,
     speakers: &'a mut HashMap<ConnId, Speaker>,
     finished: &'a mut VecDeque<Finished>,
+    pub(super) hearing: &'a mut Hearing,
 }
 
 impl Daemon<'_> {
@@ -313,9 +322,9 @@ impl Daemon<'_> {
                 "the daemon was stalled for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
-            let until = now + turn.config.lease;
-            self.jobs.values_mut().for_each(|job| job.renew_leases(until));
+            self.renew_leases(now + turn.config.lease);
         }
+        self.consider_isolation(turn);
         let due: Vec<String> = self
             .jobs
             .iter()

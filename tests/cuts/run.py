@@ -82,6 +82,9 @@ class Case:
 
     def pairs(self):
         """The directions (from, to) in which packets are dropped."""
+        if self.what == "daemon's network":
+            nodes = ["a", "b"]
+            return [("daemon", node) for node in nodes] + [(node, "daemon") for node in nodes]
         others = {"daemon's link": ["daemon"], "workers' link": ["a"], "whole node": ["daemon", "a"]}[self.what]
         out, back = [("b", host) for host in others], [(host, "b") for host in others]
         return {"both ways": out + back, "from B": out, "to B": back}[self.way]
@@ -95,6 +98,7 @@ def all_cases(quick):
     if quick:
         ways, cuts, stops = ways[:2], [3, 20], [15]
     cases = [Case(link, way, seconds) for link in LINKS for seconds in cuts for way in ways]
+    cases += [Case("daemon's network", "both ways", seconds) for seconds in cuts]
     return cases + [Case(process, "SIGSTOP", seconds) for process in ("daemon", "agent", "worker") for seconds in stops]
 
 

@@ -1,0 +1,79 @@
+//! A daemon that hears from nobody suspects its own network: all nodes at once are rarely lost.
+//!
+//! It loses no node then, for [`Config::outage_timeout`](super::Config) at most. As soon as it hears anybody, also a
+//! node that is new, every node has one more lease to be heard too.
+
+use std::time::Duration;
+
+use super::event::{Event, Turn};
+use super::state::Daemon;
+
+/// Heartbeats that every node has missed when the daemon suspects itself.
+const MISSED_HEARTBEATS: u32 = 2;
+
+/// When the daemon has heard anybody.
+#[derive(Debug, Default)]
+pub(super) struct Hearing {
+    last: Duration,
+    /// It suspects itself.
+    is_isolated: bool,
+}
+
+impl Hearing {
+    /// How long nobody has been heard.
+    pub(super) fn silence(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.last)
+    }
+}
+
+impl Event {
+    /// Proves that the network works. A stream that ends after a long `silence` may have been given up by the daemon's
+    /// own pings.
+    pub(super) fn is_heard(&self, silence: Duration, turn: &Turn<'_>) -> bool {
+        match self {
+            Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } => true,
+            Self::Closed { .. } => silence < turn.config.http2_keepalive_interval,
+            Self::Tick => false,
+        }
+    }
+}
+
+impl Daemon<'_> {
+    pub(super) fn heard(&mut self, turn: &mut Turn<'_>) {
+        let silence = self.hearing.silence(turn.at.now);
+        self.hearing.last = turn.at.now;
+        if std::mem::take(&mut self.hearing.is_isolated) {
+            turn.decided(format!(
+                "the daemon hears from nodes again after {:.1} s; all leases are renewed",
+                silence.as_secs_f64()
+            ));
+            self.renew_leases(turn.at.now + turn.config.lease);
+        }
+    }
+
+    /// Gives all nodes more time if none of them is heard, though streams are open.
+    pub(super) fn consider_isolation(&mut self, turn: &mut Turn<'_>) {
+        let (silence, beat) = (self.hearing.silence(turn.at.now), turn.config.heartbeat_interval());
+        if silence <= beat * MISSED_HEARTBEATS || silence > turn.config.outage_timeout {
+            return;
+        }
+        if !self.hearing.is_isolated {
+            if !self.jobs.values().any(|job| job.has_open_streams()) {
+                return;
+            }
+            self.hearing.is_isolated = true;
+            turn.decided(format!(
+                "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, for \
+                 up to {:.0} s",
+                silence.as_secs_f64(),
+                turn.config.outage_timeout.as_secs_f64()
+            ));
+        }
+        self.renew_leases(turn.at.now + beat);
+    }
+
+    /// No node loses its lease before `until`.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
+        self.jobs.values_mut().for_each(|job| job.renew_leases(until));
+    }
+}

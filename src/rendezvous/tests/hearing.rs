@@ -1,0 +1,52 @@
+//! A daemon whose own network is cut.
+
+use super::*;
+
+fn two_nodes() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.words("a");
+    s.words("b");
+    s
+}
+
+#[test]
+fn a_daemon_that_hears_from_nobody_loses_no_node() {
+    let mut s = two_nodes();
+    s.pass(20 * SECOND, &["a", "b"]).pass(90 * SECOND, &[]);
+    // Its own pings have ended the streams, one after the other.
+    s.break_stream("a").pass(10 * SECOND, &[]).break_stream("b");
+    s.pass(60 * SECOND, &[]);
+    for node in ["b", "a"] {
+        s.join_with(node, [10, 0, 0, 1], 1, join(node, 2, 2));
+        assert_eq!(s.assignment(node).0, 1, "node `{node}` keeps its place");
+    }
+    s.pass(30 * SECOND, &["a", "b"]);
+    assert_eq!(s.words("a") + &s.words("b"), "");
+}
+
+#[test]
+fn a_node_that_is_not_heard_when_the_others_are_again_is_lost_a_lease_later() {
+    let mut s = two_nodes();
+    s.pass(60 * SECOND, &[]).pass(8 * SECOND, &["a"]);
+    assert_eq!(s.words("a"), "");
+    s.pass(4 * SECOND, &["a"]);
+    assert!(s.words("a").contains("node `b` (node rank 1) was lost: no heartbeat for 9.0 s"));
+}
+
+#[test]
+fn the_daemon_does_not_suspect_itself_for_ever() {
+    let mut s = two_nodes();
+    s.pass(Config::default().outage_timeout - 10 * SECOND, &[]);
+    assert_eq!(s.words("a"), "");
+    s.pass(40 * SECOND, &[]);
+    assert!(s.words("a").contains("was lost"));
+}
+
+#[test]
+fn nodes_that_end_together_are_lost_as_soon_as_their_connections_tell() {
+    let mut s = two_nodes();
+    s.pass(20 * SECOND, &["a", "b"]).break_stream("a").break_stream("b");
+    s.pass(6 * SECOND, &[]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().nodes, [], "nobody is waited for");
+}

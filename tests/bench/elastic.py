@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""An elastic job of 2 to 4 nodes under kills, polite leaves and joins: what each costs, and that no step is lost.
+
+    cargo build --release --workspace --bins
+    python3 tests/bench/elastic.py --seconds 300
+
+The nodes are launchers on this machine, each with one native rank; `ddp-rendezvous` runs beside them. A node is killed with
+its whole process group (as a machine that is reset), stopped with SIGTERM, or started. The lost time is counted on a node
+that stays: from the signal to the assignment of the next generation. At the end the losses of all steps are held against
+those of a run on one node that nothing disturbed. Standard library only.
+"""
+import argparse
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXT = ROOT / "examples/data/python-reference.txt"
+# Within this time every change of the job's nodes has led to the next generation.
+PATIENCE_S = 60
+# Relative difference of a step's loss: only the order of additions differs.
+TOLERANCE = 1e-6
+MIN_NODES, MAX_NODES = 2, 4
+
+CONFIG = """
+run: {{ name: elastic, seed: 1337 }}
+model: {{ kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 64 }}
+data: {{ train: "{text}", tokenizer: bytes }}
+train:
+  steps: {steps}
+  micro_batch: 2
+  grad_accumulation: {accumulation}
+  rescale: keep_global_batch
+  optimizer: {{ kind: adamw, lr: 1.0e-3, betas: [0.9, 0.95], weight_decay: 0.1 }}
+  schedule: {{ kind: constant, warmup_steps: 20 }}
+  checkpoint_every: 20
+  threads: 1
+"""
+
+
+class Node:
+    def __init__(self, job, number):
+        self.log = job.folder / f"events-{number}.jsonl"
+        self.console = (job.folder / f"console-{number}").open("w")
+        command = [job.programs / "ddp-run", "--nnodes", f"{MIN_NODES}:{MAX_NODES}", "--nproc-per-node", "1"]
+        command += ["--rdzv-endpoint", job.endpoint, "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1"]
+        command += ["--event-log-handler", self.log, "--max-restarts", "0", "--set", f"run.out_dir={job.out}", job.config]
+        self.process = subprocess.Popen(command, stdout=self.console, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def events(self, since=0):
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in found if event["unix_time_ns"] > since]
+
+
+class Job:
+    def __init__(self, programs, folder):
+        self.programs, self.folder, self.out = programs, folder, folder / "run"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.config = folder / "train.yaml"
+        # Four ranks accumulate 3, three 4, two 6.
+        self.config.write_text(CONFIG.format(text=TEXT, steps=10_000_000, accumulation=3))
+        log = (folder / "daemon").open("w")
+        serve = [programs / "ddp-rendezvous", "serve", "--bind", self.endpoint]
+        self.daemon = subprocess.Popen(serve, stdout=log, stderr=log)
+        self.nodes, self.started = [], 0
+
+    def start_node(self):
+        self.nodes.append(Node(self, self.started))
+        self.started += 1
+
+    def metrics(self):
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait_for(self, what, condition):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            dead = [node for node in self.nodes if node.process.poll() is not None]
+            if dead:
+                sys.exit(f"a node ended with {dead[0].process.returncode}:\n{pathlib.Path(dead[0].console.name).read_text()[-3000:]}")
+            time.sleep(0.005)
+        sys.exit(f"after {PATIENCE_S} s: {what}; see {self.folder}")
+
+    def wait_for_steps(self, nodes):
+        """Until a step was done by so many ranks, and a few more."""
+        since = time.time_ns()
+        begun = lambda: [row for row in self.metrics()[-40:] if row["world_size"] == nodes]
+        self.wait_for(f"no step of {nodes} ranks", lambda: len(begun()) > 3)
+        return since
+
+    def lost_time(self, since, nodes):
+        """Seconds from `since` until a node that stays is assigned to a generation of so many nodes, and until it is told
+        that the last one is over."""
+        def assigned():
+            events = self.nodes[0].events(since)
+            found = [e for e in events if e["event"] == "assigned" and e["nodes"] == nodes]
+            over = [e for e in events if e["event"] == "generation_over"]
+            return found and over and (found[0]["unix_time_ns"], over[0]["unix_time_ns"])
+        at, over = self.wait_for(f"no generation of {nodes} nodes", assigned)
+        return (at - since) / 1e9, (over - since) / 1e9
+
+    def end(self):
+        for node in self.nodes:
+            node.process.send_signal(signal.SIGTERM)
+        for node in self.nodes:
+            node.process.wait(timeout=PATIENCE_S)
+        self.daemon.terminate()
+        self.daemon.wait(timeout=PATIENCE_S)
+
+
+def disturb(job, dice, seconds):
+    """Kills, stops and starts nodes; returns the lost times of each kind."""
+    lost = {"kill": [], "leave": [], "join": []}
+    for _ in range(MAX_NODES):
+        job.start_node()
+    job.wait_for_steps(MAX_NODES)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        count = len(job.nodes)
+        kinds = ["kill", "leave"] * (count > MIN_NODES) + ["join"] * (count < MAX_NODES)
+        kind = dice.choice(kinds)
+        time.sleep(dice.uniform(0.5, 2.5))
+        since = time.time_ns()
+        if kind == "join":
+            job.start_node()
+        else:
+            victim = job.nodes.pop(dice.randrange(count))
+            if kind == "kill":
+                os.killpg(victim.process.pid, signal.SIGKILL)
+            else:
+                victim.process.send_signal(signal.SIGTERM)
+        lost[kind].append(job.lost_time(since, len(job.nodes)))
+        if kind != "join":
+            victim.process.wait(timeout=PATIENCE_S)
+        job.wait_for_steps(len(job.nodes))
+    return lost
+
+
+def compare(job):
+    """The largest relative difference of a loss from those of a run on one node; every step is there once."""
+    rows = job.metrics()
+    steps = [row["step"] for row in rows]
+    if steps != list(range(steps[0], steps[0] + len(steps))):
+        sys.exit(f"steps are missing or doubled in {job.out / 'metrics.jsonl'}")
+    config = job.folder / "undisturbed.yaml"
+    config.write_text(CONFIG.format(text=TEXT, steps=steps[-1], accumulation=3))
+    out = job.folder / "undisturbed"
+    command = [job.programs / "ddp-run", "--nproc-per-node", "4", "--set", f"run.out_dir={out}", config]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    expected = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(expected) == len(rows), (len(expected), len(rows))
+    return max(abs(row["loss"] - loss) / abs(loss) for row, loss in zip(rows, expected)), len(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "target/release")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(args.programs.resolve(), pathlib.Path(folder))
+        try:
+            lost = disturb(job, random.Random(args.seed), args.seconds)
+            job.end()
+            difference, steps = compare(job)
+        finally:
+            for process in [*(node.process for node in job.nodes), job.daemon]:
+                process.kill()
+    print(f"seed {args.seed}: {steps} steps, each once; losses differ by {difference:.1e} at most from one undisturbed node\n")
+    print("| event | times | until the others are told, s | until the next generation, s |\n|---|---|---|---|")
+    for kind, times in lost.items():
+        if times:
+            (again, told) = zip(*times)
+            spread = lambda values: f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            print(f"| {kind} | {len(times)} | {spread(told)} | {spread(again)} |")
+    if difference > TOLERANCE:
+        sys.exit(f"error: losses differ by {difference:.1e}, more than {TOLERANCE}")
+
+
+if __name__ == "__main__":
+    main()
