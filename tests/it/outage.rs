@@ -233,7 +233,7 @@ fn training_is_saved_when_the_daemon_is_gone_for_good() {
 #[test]
 fn training_that_ends_while_the_daemon_is_away_is_a_success() {
     // The rest of the steps takes a second; on a machine under load it must be done within the 30 s.
-    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 120"));
+    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 60"));
     let held = worker(running.pid(), "0");
     let send = |signal| kill(Pid::from_raw(held), signal).expect("a living worker");
     send(Signal::SIGSTOP);
@@ -245,7 +245,7 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
         .finish()
         .expect_exit(0)
         .expect_stderr("assuming that the job succeeded too: cannot reach the rendezvous at `");
-    assert_eq!(metrics(&job.out()).len(), 120);
+    assert_eq!(metrics(&job.out()).len(), 60);
 }
 
 #[test]
