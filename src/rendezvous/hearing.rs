@@ -53,7 +53,10 @@ impl Daemon<'_> {
 
     /// Gives all nodes more time if none of them is heard, though streams are open.
     pub(super) fn consider_isolation(&mut self, turn: &mut Turn<'_>) {
-        let (silence, beat) = (self.hearing.silence(turn.at.now), turn.config.heartbeat_interval());
+        let (silence, beat) = (
+            self.hearing.silence(turn.at.now),
+            turn.config.heartbeat_interval(),
+        );
         if silence <= beat * MISSED_HEARTBEATS || silence > turn.config.outage_timeout {
             return;
         }

@@ -8,8 +8,8 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, StatusReply, refused::Code};
 
 use super::config::Config;
-use super::hearing::Hearing;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
+use super::hearing::Hearing;
 use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
 use super::record::{Record, Stage};

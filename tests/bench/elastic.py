@@ -71,7 +71,7 @@ class Job:
         # Four ranks accumulate 3, three 4, two 6.
         self.config.write_text(CONFIG.format(text=TEXT, steps=10_000_000, accumulation=3))
         log = (folder / "daemon").open("w")
-        serve = [programs / "ddp-rendezvous", "serve", "--bind", self.endpoint]
+        serve = [programs / "ddp-rendezvous", "serve", "--listen", self.endpoint]
         self.daemon = subprocess.Popen(serve, stdout=log, stderr=log)
         self.nodes, self.started = [], 0
 
@@ -92,16 +92,19 @@ class Job:
                 return found
             dead = [node for node in self.nodes if node.process.poll() is not None]
             if dead:
-                sys.exit(f"a node ended with {dead[0].process.returncode}:\n{pathlib.Path(dead[0].console.name).read_text()[-3000:]}")
+                self.fail(f"a node ended with {dead[0].process.returncode}", dead[0])
             time.sleep(0.005)
-        sys.exit(f"after {PATIENCE_S} s: {what}; see {self.folder}")
+        self.fail(f"after {PATIENCE_S} s: {what}", self.nodes[0])
+
+    def fail(self, what, node):
+        for name in (node.console.name, self.folder / "daemon"):
+            print(f"--- {name}\n{pathlib.Path(name).read_text()[-3000:]}", file=sys.stderr)
+        sys.exit(f"error: {what}")
 
     def wait_for_steps(self, nodes):
         """Until a step was done by so many ranks, and a few more."""
-        since = time.time_ns()
-        begun = lambda: [row for row in self.metrics()[-40:] if row["world_size"] == nodes]
-        self.wait_for(f"no step of {nodes} ranks", lambda: len(begun()) > 3)
-        return since
+        done = lambda: [row["world_size"] for row in self.metrics()[-4:]]
+        self.wait_for(f"no steps of {nodes} ranks", lambda: done() == [nodes] * 4)
 
     def lost_time(self, since, nodes):
         """Seconds from `since` until a node that stays is assigned to a generation of so many nodes, and until it is told
@@ -128,6 +131,8 @@ def disturb(job, dice, seconds):
     lost = {"kill": [], "leave": [], "join": []}
     for _ in range(MAX_NODES):
         job.start_node()
+    # Before the first checkpoint a restart would be a new run, of another global batch.
+    job.wait_for("no checkpoint", lambda: list(job.out.glob("checkpoints/step_*")))
     job.wait_for_steps(MAX_NODES)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -144,6 +149,7 @@ def disturb(job, dice, seconds):
                 os.killpg(victim.process.pid, signal.SIGKILL)
             else:
                 victim.process.send_signal(signal.SIGTERM)
+        print(f"{time.time():.3f} {kind}: {len(job.nodes)} nodes are left", file=sys.stderr, flush=True)
         lost[kind].append(job.lost_time(since, len(job.nodes)))
         if kind != "join":
             victim.process.wait(timeout=PATIENCE_S)

@@ -31,7 +31,10 @@ fn a_node_that_is_not_heard_when_the_others_are_again_is_lost_a_lease_later() {
     s.pass(60 * SECOND, &[]).pass(8 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
     s.pass(4 * SECOND, &["a"]);
-    assert!(s.words("a").contains("node `b` (node rank 1) was lost: no heartbeat for 9.0 s"));
+    assert!(
+        s.words("a")
+            .contains("node `b` (node rank 1) was lost: no heartbeat for 9.0 s")
+    );
 }
 
 #[test]
@@ -46,7 +49,13 @@ fn the_daemon_does_not_suspect_itself_for_ever() {
 #[test]
 fn nodes_that_end_together_are_lost_as_soon_as_their_connections_tell() {
     let mut s = two_nodes();
-    s.pass(20 * SECOND, &["a", "b"]).break_stream("a").break_stream("b");
+    s.pass(20 * SECOND, &["a", "b"])
+        .break_stream("a")
+        .break_stream("b");
     s.pass(6 * SECOND, &[]);
-    assert_eq!(s.state.status(s.now, JOB).unwrap().nodes, [], "nobody is waited for");
+    assert_eq!(
+        s.state.status(s.now, JOB).unwrap().nodes,
+        [],
+        "nobody is waited for"
+    );
 }

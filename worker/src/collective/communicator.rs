@@ -142,7 +142,10 @@ impl Communicator {
                 Ok(thread) => Queue::Thread(Mutex::new(Some(thread))),
                 Err(error) => {
                     // Every operation then fails with this reason.
-                    let why = format!("the system cannot start a thread for `{name}`: {error}");
+                    let why = Failure::System {
+                        what: format!("the system cannot start a thread for `{name}`"),
+                        cause: error.to_string(),
+                    };
                     driver.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
                     Queue::Inline
                 }
@@ -396,7 +399,7 @@ struct Driver {
     transport: Box<dyn Transport>,
     sequence: u64,
     /// Why an earlier operation failed; all later ones fail too.
-    poison: Option<String>,
+    poison: Option<Failure>,
 }
 
 impl Driver {
@@ -488,7 +491,7 @@ impl Driver {
         self.info.pending.end();
         outcome.map_err(|failure| {
             if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
-                self.poison.get_or_insert_with(|| failure.to_string());
+                self.poison.get_or_insert_with(|| failure.clone());
             }
             let call = name(what, self.sequence, &self.info.name, tag, bytes);
             self.info.error(call, failure)
@@ -502,13 +505,13 @@ impl Driver {
 
     fn check_poison(&self) -> Result<(), Failure> {
         match &self.poison {
-            Some(earlier) => Err(Failure::Poisoned(earlier.clone())),
+            Some(earlier) => Err(Failure::Poisoned(Box::new(earlier.clone()))),
             None => Ok(()),
         }
     }
 
     fn fail(&mut self, sequence: u64, request: &Request, failure: Failure) -> CollectiveError {
-        self.poison.get_or_insert_with(|| failure.to_string());
+        self.poison.get_or_insert_with(|| failure.clone());
         let operation = request.name(sequence, &self.info.name);
         self.info.error(operation, failure)
     }

@@ -111,7 +111,7 @@ pub enum Failure {
     },
     /// An earlier operation of the same communicator failed.
     #[error("an earlier operation failed: {0}")]
-    Poisoned(String),
+    Poisoned(Box<Self>),
     /// Another operation of this process failed; all communicators of the device were aborted with it.
     #[error("abandoned because of {because_of}: {failure}")]
     GivenUp {
@@ -156,7 +156,7 @@ impl Failure {
     fn lost_rank(&self) -> Option<usize> {
         match self {
             Self::PeerLost { rank, .. } => Some(*rank),
-            Self::GivenUp { failure, .. } => failure.lost_rank(),
+            Self::GivenUp { failure, .. } | Self::Poisoned(failure) => failure.lost_rank(),
             _ => None,
         }
     }
