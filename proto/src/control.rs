@@ -113,6 +113,11 @@ pub enum ToAgent {
         /// What it waits for and where its threads are, in lines.
         text: String,
     },
+    /// The process of another rank ended, or the data connection to it broke. [`ToAgent::Failure`] follows.
+    PeerLost {
+        /// `RANK` of the other.
+        rank: u32,
+    },
     /// The worker is about to exit with an error; its own words for the failure report.
     Failure {
         /// One line.
@@ -123,9 +128,6 @@ pub enum ToAgent {
         /// It failed only because another rank did: the agent looks for that one before it names this one.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         consequence: bool,
-        /// The rank whose process ended, or whose connection broke, as this one saw it.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        lost_rank: Option<u32>,
     },
     /// Write-once put into the store of this generation. Answered by [`ToWorker::KvReply`].
     KvPut {

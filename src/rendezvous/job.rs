@@ -7,7 +7,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    Assignment, GenerationOver, Heartbeat, HeartbeatAck, Join, NodeStatus, NodeStopped, StatusReply,
+    Assignment, GenerationOver, Heartbeat, HeartbeatAck, Join, LostRank, NodeStatus, NodeStopped, StatusReply,
 };
 
 use super::event::{ConnId, Peer, Turn};
@@ -21,7 +21,6 @@ use super::recovery::Recovery;
 use super::silence::{Excuse, Progress};
 use super::size::RankLimits;
 use super::unnamed::Lookalike;
-use super::witnesses::Sighting;
 use super::words;
 
 /// One job at the daemon.
@@ -102,7 +101,7 @@ pub(super) struct Running {
     /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
     pub(super) suspect: Option<Suspect>,
     /// By node rank: members to which a data connection broke.
-    pub(super) sightings: BTreeMap<u32, Sighting>,
+    pub(super) sightings: BTreeMap<u32, LostRank>,
     pub(super) progress: Progress,
     /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,
@@ -224,6 +223,7 @@ impl Job {
                 }
                 turn.send(node.conn, self.generation, Reply::HeartbeatAck(HeartbeatAck {}));
                 self.note_progress(turn, incarnation, generation, heartbeat.step);
+                self.note_sighting(turn, incarnation, generation, heartbeat.lost_rank);
                 // Also of a generation that an earlier daemon assigned.
                 if generation == self.highest_generation()
                     && let Some(limits) = RankLimits::of(&heartbeat)

@@ -50,7 +50,6 @@ impl Job {
             .nodes
             .get(incarnation)
             .map_or_else(String::new, |node| node.join.hostname.clone());
-        self.note_sighting(exit.rank, exit.lost_rank);
         let exit = clamp(turn.config, exit);
         let cause = words::worker_exit(&exit, &hostname);
         let end = GenerationEnd {
@@ -88,7 +87,6 @@ impl Job {
             running.suspect = Some(Suspect { end, until, latest });
             self.end_excuses(turn.at.now);
         }
-        self.believe_witnesses(turn);
     }
 
     /// Ends the generation with the suspect when its time is over and no node is away that may be the cause.

@@ -5,27 +5,32 @@
 //! too when a worker of a healthy node fails, which that node reports itself.
 
 use ddp_proto::exit;
+use ddp_proto::rendezvous::LostRank;
 
 use super::event::Turn;
 use super::job::{Job, Phase, Running};
 
-/// What a worker has seen of another node.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sighting {
-    witness: u32,
-    lost_rank: u32,
-}
-
 impl Job {
-    /// Rank `witness`, which has failed, says to which rank its data connection broke.
-    pub(super) fn note_sighting(&mut self, witness: u32, lost_rank: Option<u32>) {
-        if let Phase::Running(running) = &mut self.phase
-            && let Some(lost_rank) = lost_rank
-            && let Some(node_rank) = running.node_of(lost_rank)
-            && running.node_of(witness) != Some(node_rank)
+    /// A member of the running generation tells what a worker of it saw of another node's rank.
+    pub(super) fn note_sighting(
+        &mut self,
+        turn: &mut Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        seen: Option<LostRank>,
+    ) {
+        let own = self.rank_of(incarnation);
+        if generation == self.generation
+            && let Phase::Running(running) = &mut self.phase
+            && let Some(seen) = seen
+            && own.is_some()
+            && running.node_of(seen.witness) == own
+            && let Some(node_rank) = running.node_of(seen.rank)
+            && Some(node_rank) != own
+            && !running.sightings.contains_key(&node_rank)
         {
-            let sighting = Sighting { witness, lost_rank };
-            running.sightings.entry(node_rank).or_insert(sighting);
+            running.sightings.insert(node_rank, seen);
+            self.believe_witnesses(turn);
         }
     }
 
@@ -43,9 +48,9 @@ impl Job {
             .sightings
             .iter()
             .find_map(|(node_rank, sighting)| Some((is_gone(*node_rank)?, *sighting)));
-        if let Some((incarnation, Sighting { witness, lost_rank })) = gone {
+        if let Some((incarnation, LostRank { rank, witness })) = gone {
             let cause = format!(
-                "{} was lost: its connection broke, and so did that of rank {witness} to its rank {lost_rank}",
+                "{} was lost: its connection broke, and so did that of rank {witness} to its rank {rank}",
                 self.node_name(&incarnation)
             );
             self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);

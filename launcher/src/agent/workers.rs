@@ -13,7 +13,7 @@ use ddp_proto::control::{PeerWait, Phase, Sizes};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::ports::PortRange;
-use ddp_proto::rendezvous::{Assignment, Heartbeat};
+use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
@@ -315,6 +315,10 @@ impl WorkerGroup {
             step: self.step(),
             ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
             ranks_multiple_of: sizes.and_then(|sizes| sizes.ranks_multiple_of),
+            lost_rank: self.workers.iter().find_map(|worker| {
+                let witness = worker.rank.0;
+                worker.lost_rank.map(|rank| LostRank { rank, witness })
+            }),
         }
     }
 

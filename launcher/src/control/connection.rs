@@ -192,17 +192,19 @@ impl<'a> Connection<'a> {
                 // Waits for the agent if need be; only this connection is held up.
                 let _ = self.hub.events.send(self.event(News::State { text })).await;
             }
+            ToAgent::PeerLost { rank } => {
+                // Waits for the agent if need be; only this connection is held up.
+                let _ = self.hub.events.send(self.event(News::PeerLost { rank })).await;
+            }
             ToAgent::Failure {
                 message,
                 hint,
                 consequence,
-                lost_rank,
             } => {
                 let news = News::Failure {
                     message,
                     hint,
                     consequence,
-                    lost_rank,
                 };
                 // Waits for the agent if need be; only this connection is held up.
                 let _ = self.hub.events.send(self.event(news)).await;

@@ -51,7 +51,10 @@ pub(crate) enum News {
         message: String,
         hint: Option<String>,
         consequence: bool,
-        lost_rank: Option<u32>,
+    },
+    /// The data connection to another rank broke.
+    PeerLost {
+        rank: u32,
     },
 }
 

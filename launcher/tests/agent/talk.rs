@@ -107,7 +107,6 @@ fn role_sibling_dies() {
         message: "all-reduce 17 failed".into(),
         hint: None,
         consequence: true,
-        lost_rank: None,
     });
     std::process::exit(1);
 }

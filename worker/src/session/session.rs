@@ -182,31 +182,35 @@ impl Session {
         self.cancel.cause().map(str::to_owned)
     }
 
+    /// Tells the agent at once that the process of another rank ended, or that the data connection to it broke: a node that
+    /// is lost is believed lost sooner.
+    pub fn report_peer_lost(&self, rank: usize) {
+        self.say_before_exit(&ToAgent::PeerLost { rank: rank as u32 });
+    }
+
     /// Tells the agent, in the worker's own words, why the worker is about to exit. Returns when it is
     /// written, or after a second.
     pub fn fail(&self, message: &str, hint: Option<&str>) {
-        self.tell_failure(&ToAgent::Failure {
+        self.say_before_exit(&ToAgent::Failure {
             message: one_line(message),
             hint: hint.map(one_line),
             consequence: false,
-            lost_rank: None,
         });
     }
 
     /// As [`Session::fail`], for a worker that fails only because another rank did: the agent looks for that one
-    /// before it names this one. `lost_rank` is the rank to which a data connection broke, if that is how it noticed.
-    pub fn fail_as_consequence(&self, message: &str, hint: Option<&str>, lost_rank: Option<usize>) {
-        self.tell_failure(&ToAgent::Failure {
+    /// before it names this one.
+    pub fn fail_as_consequence(&self, message: &str, hint: Option<&str>) {
+        self.say_before_exit(&ToAgent::Failure {
             message: one_line(message),
             hint: hint.map(one_line),
             consequence: true,
-            lost_rank: lost_rank.map(|rank| rank as u32),
         });
     }
 
-    fn tell_failure(&self, failure: &ToAgent) {
+    fn say_before_exit(&self, message: &ToAgent) {
         if let Some(link) = &self.link
-            && link.shared.outbox.push(failure).is_ok()
+            && link.shared.outbox.push(message).is_ok()
         {
             link.shared.outbox.flush(Instant::now() + FAIL_TIMEOUT);
         }

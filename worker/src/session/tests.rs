@@ -402,7 +402,6 @@ fn a_failure_is_delivered_before_the_socket_closes() {
             message: "loss is NaN at step 3".into(),
             hint: Some("lower the learning rate".into()),
             consequence: false,
-            lost_rank: None,
         }
     );
     let mut rest = String::new();
@@ -422,13 +421,14 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
         verdict.join().unwrap()
     });
     assert_eq!(verdict.as_deref(), Some("rank 0 died of SIGKILL"));
-    session.fail_as_consequence("all-reduce 17 failed", None, Some(3));
+    session.report_peer_lost(3);
+    session.fail_as_consequence("all-reduce 17 failed", None);
     session.shutdown();
+    assert_eq!(peer.receive_call(), ToAgent::PeerLost { rank: 3 });
     assert!(matches!(
         peer.receive_call(),
         ToAgent::Failure {
             consequence: true,
-            lost_rank: Some(3),
             ..
         }
     ));

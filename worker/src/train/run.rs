@@ -54,6 +54,9 @@ pub fn run_worker_with(
 ) -> Result<RunSummary, TrainError> {
     session.heartbeat(0, Phase::Starting, None);
     let result = train(config, session, parts).map_err(|error| {
+        if let Some(rank) = error.lost_rank() {
+            session.report_peer_lost(rank);
+        }
         let verdict = if error.is_consequence() {
             session.verdict()
         } else if error.is_own() {
@@ -75,7 +78,7 @@ pub fn run_worker_with(
     if let Err(error) = &result {
         let (message, hint) = error.message_and_hint();
         if error.is_consequence() {
-            session.fail_as_consequence(&message, hint.as_deref(), error.lost_rank());
+            session.fail_as_consequence(&message, hint.as_deref());
         } else {
             session.fail(&message, hint.as_deref());
         }

@@ -379,18 +379,21 @@ impl<'a> Driver<'a> {
                 }
             }
             News::State { text } => worker.state = Some(text),
+            News::PeerLost { rank } => {
+                worker.lost_rank = Some(rank);
+                // The daemon may know that this rank's node is gone, and is waiting for a second witness.
+                self.send_heartbeat();
+            }
             News::Failure {
                 message,
                 hint,
                 consequence,
-                lost_rank,
             } => {
                 let words = match hint {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
                 };
                 worker.consequence = consequence;
-                worker.lost_rank = lost_rank;
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }

@@ -90,7 +90,6 @@ impl Worker {
                 .stderr_log()
                 .map_or_else(String::new, |path| path.display().to_string()),
             consequence: self.consequence,
-            lost_rank: self.lost_rank,
             out_of_memory: end.out_of_memory,
             activity: self.place_in_training().unwrap_or_default(),
             stopped_with: self.sent,
