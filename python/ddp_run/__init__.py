@@ -45,12 +45,29 @@ MAX_STATE_CHARS = 64 << 10
 
 
 class GenerationOver(Exception):
-    """The launcher stops all ranks, and may restart them: another rank or node failed, or nodes join or leave."""
+    """The launcher stops all ranks, and may restart them: another rank or node failed, or nodes join or leave.
+
+    A script that does not catch it prints one line instead of a traceback, and exits with 1.
+    """
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         #: In words: "rank 5 (node `b`) died of SIGKILL".
         self.cause = cause
+
+
+def _shorten(kind: Any, error: BaseException, trace: Any, report: Any = sys.excepthook) -> None:
+    """Reports an uncaught `GenerationOver` in one line: this rank did nothing wrong. `report` is the hook before."""
+    if isinstance(error, GenerationOver):
+        if error.__cause__ is not None:
+            here = traceback.format_exception_only(type(error.__cause__), error.__cause__)[0].split("\n")[0]
+            error.args = (f"{error.cause} (here: {here})",)
+        error.__cause__, error.__suppress_context__, trace = None, True, None
+        error.with_traceback(None)
+    report(kind, error, trace)
+
+
+sys.excepthook = _shorten
 
 
 def generation() -> int:

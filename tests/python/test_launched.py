@@ -103,6 +103,7 @@ class UnderDdpRun(unittest.TestCase):
         launched = self.launch(FAILS, "--max-restarts", 1, words=[pipe])
         self.expect(launched, 0)
         self.expect_lines(launched, r"^\[0\] ddp_run.GenerationOver: rank 1 \(node .*\) exited with code 3$", 1)
+        self.expect_lines(launched, "Traceback", 0)
         self.expect_lines(launched, r"^\[\d\] generation 2 False$", 2)
         self.expect_lines(launched, "saved", 0)
 

@@ -30,6 +30,21 @@ else:
     ddp_run.heartbeat(2)
 """
 
+RAISES = """
+import ddp_run, sys
+over = ddp_run.GenerationOver("rank 1 died of SIGKILL")
+try:
+    raise over
+except ddp_run.GenerationOver:
+    pass
+try:
+    raise RuntimeError("connection closed\\nby peer")
+except RuntimeError as error:
+    if sys.argv[1] == "own":
+        raise
+    raise over from (error if sys.argv[1] == "collective" else None)
+"""
+
 
 class Connection:
     """The launcher's end of one connection."""
@@ -253,6 +268,22 @@ class Stopping(Worker):
         self.enter(mock.patch.object(ddp_run, "CAUSE_TIMEOUT_S", 0))
         with self.assertRaisesRegex(RuntimeError, "out of memory"), ddp_run.stoppable(self.fail):
             raise RuntimeError("out of memory")
+
+    def test_a_script_that_does_not_catch_it_prints_one_line(self):
+        for how, printed in {
+            "boundary": "ddp_run.GenerationOver: rank 1 died of SIGKILL\n",
+            "collective": "ddp_run.GenerationOver: rank 1 died of SIGKILL (here: RuntimeError: connection closed)\n",
+            "own": "Traceback (most recent call last):\n",
+        }.items():
+            with self.subTest(how):
+                script = subprocess.run(
+                    [sys.executable, "-c", RAISES, how],
+                    env={**os.environ, "PYTHONPATH": PACKAGE_PATH},
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual(script.returncode, 1)
+                (self.assertIn if how == "own" else self.assertEqual)(printed, script.stderr)
 
 
 class WithoutLauncher(Worker):

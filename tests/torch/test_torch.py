@@ -124,8 +124,9 @@ class Package(PyTorch):
         launched = self.launch_stoppable()
         os.kill(worker(launched, 1), signal.SIGKILL)
         self.expect(launched, code=128 + signal.SIGKILL)
-        named = self.expect_line(launched, r"ddp_run.GenerationOver: rank 1 \(node .*\) died of SIGKILL$")
+        named = self.expect_line(launched, r"ddp_run.GenerationOver: rank 1 \(node .*\) died of SIGKILL( \(here: .*\))?$")
         self.assertEqual(len(named), 2)
+        self.assertEqual(launched.matches("Traceback"), [], launched.transcript())
 
 
 class Example(PyTorch):
