@@ -6,12 +6,14 @@ use ddp_launcher::NodeRange;
 
 use super::args::ParsedArgs;
 use super::dry_run::{Source, Sources};
-use super::error::CliError;
-use super::native::Validated;
+use super::host;
+use super::scheduler;
 use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind};
-use super::values::{Endpoint, ProcCount};
-use super::{host, scheduler, values};
+use crate::cli::error::CliError;
+use crate::cli::native::Validated;
+use crate::cli::values::{Endpoint, ProcCount};
+use crate::cli::values;
 
 /// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a
 /// script to Python.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cli::hardware;
+use crate::cli::machine::hardware;
 use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
 use crate::cli::native::libraries::{Library, LibraryKind, Version};
 

@@ -1,4 +1,13 @@
 //! `ddp-train`: the native worker in the foreground, plans, token files, checkpoints, trained models, and the doctor.
+//! Each subcommand has its module.
+
+mod ckpt;
+pub mod doctor;
+mod inference;
+mod planner;
+mod plot;
+mod schedule;
+mod tokenize;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,8 +16,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use super::doctor::{self, gpus};
-use super::{answer, ckpt, inference, native, planner, plot, schedule, tokenize, values};
+use crate::cli::{answer, native, values};
+use doctor::gpus;
 
 /// Train a model in the foreground, plan a run, make token files, manage checkpoints, use trained models, and check the
 /// machine.

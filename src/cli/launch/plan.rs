@@ -5,28 +5,27 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, WorkerCommand, environment_of,
-    signal_name,
+    CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of, signal_name,
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
-use nix::sys::signal::Signal;
 
-use super::absentees::words_on_absent_ranks;
+use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
 use super::dry_run::Sources;
-use super::error::{CliError, OWN_PREFIX};
-use super::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
-use super::native::{self, Backend, Validated};
-use super::numa::bind;
+use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
-use super::streams::{OutputStyle, Signals, Words};
-use super::target::{AgreedSettings, SelfExe, Target, TargetKind, python};
-use super::topology::Topology;
-use super::values::{EventLog, ProcCount, RdzvConf};
+use super::streams::Signals;
+use super::target::{SelfExe, Target, TargetKind, python};
+use crate::cli::error::CliError;
+use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
+use crate::cli::machine::numa::bind;
+use crate::cli::machine::topology::Topology;
+use crate::cli::native::{self, Backend, Validated};
+use crate::cli::values::{EventLog, ProcCount, RdzvConf};
 use crate::rendezvous::unnamed_job_id;
 
 /// How long to wait for the other nodes, as torchrun.
@@ -101,18 +100,17 @@ pub fn resolve(
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
-    check_raw(&settings, alone, workers)?;
+    let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     // Last of all that can fail: it writes.
     let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let mut output = output(&settings, alone, workers);
-    let named = named_logs(&settings, out_dir, &output);
-    let log_dir = log_dir(named, &output, &job_id, dry_run)?;
+    let log_dir = log_dir(&settings, out_dir, &output, NewLogs { job_id: &job_id, dry_run })?;
     let native = target.kind == TargetKind::Native;
-    let has_terminal = alone && workers == 1 && !native && log_dir.is_none();
-    hand_over_terminal(has_terminal, &mut output, &mut signals);
+    if alone && workers == 1 && !native && log_dir.is_none() {
+        hand_over_terminal(&mut output, &mut signals);
+    }
     let plan = LaunchPlan {
         resume_words: (validated.as_ref()).map(|config| config.resume_words(&job_id)),
         job_id,
@@ -154,12 +152,6 @@ pub fn resolve(
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
         refusals,
     })
-}
-
-/// The directory for log files that the settings name, or the native run has.
-fn named_logs(settings: &Settings, out_dir: Option<PathBuf>, output: &OutputPlan) -> Option<PathBuf> {
-    let of_the_run = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
-    settings.log_dir.clone().or(of_the_run)
 }
 
 /// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own
@@ -219,46 +211,6 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         job_id: plan.job_id.clone(),
         one_node: plan.nodes.max == 1,
     }
-}
-
-/// Where log files go, if there are any.
-fn log_dir(
-    named: Option<PathBuf>,
-    output: &OutputPlan,
-    job_id: &str,
-    dry_run: bool,
-) -> Result<Option<PathBuf>, CliError> {
-    match named {
-        None => temporary_log_dir(output, job_id, dry_run),
-        Some(named) => absolute(named).map(Some),
-    }
-}
-
-/// As torchrun: files were asked for, but no place. The folder is new and only this user may read it, whatever other
-/// users of the machine have put beside it.
-fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result<Option<PathBuf>, CliError> {
-    if !output.needs_files() {
-        return Ok(None);
-    }
-    let parent = absolute(std::env::temp_dir())?;
-    let template = parent.join(format!("ddp-run-{job_id}-XXXXXX"));
-    if dry_run {
-        return Ok(Some(template));
-    }
-    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::TemporaryLogs {
-        path: parent,
-        source: errno.into(),
-    })?;
-    eprintln!("[ddp-run] log files are in `{}`", directory.display());
-    Ok(Some(directory))
-}
-
-/// A worker that changes its directory still has to find its error file.
-fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
-    std::path::absolute(path).map_err(|source| CliError::Machine {
-        what: "cannot determine the directory for log files",
-        source,
-    })
 }
 
 /// The number of workers on this node, and the cores of each; `config` is the target's, if it has one, `python` what
@@ -378,58 +330,6 @@ fn event_log(settings: &Settings) -> Option<PathBuf> {
     }
 }
 
-/// What becomes of the output of this node's `workers`. Ranks that it names and there are not are said.
-fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
-    let output = output_plan(settings);
-    for words in words_on_absent_ranks(&output, workers, alone) {
-        eprintln!("{OWN_PREFIX}{words}");
-    }
-    output
-}
-
-fn output_plan(settings: &Settings) -> OutputPlan {
-    let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
-    OutputPlan {
-        redirects: settings.redirects.clone().unwrap_or_default(),
-        tee: settings.tee.clone().unwrap_or_default(),
-        local_ranks: settings.local_ranks_filter.clone(),
-        global_ranks: settings.global_ranks_filter.clone(),
-        prefix: settings.log_line_prefix_template.clone().unwrap_or_default(),
-        stdout_filters: words(&settings.duplicate_stdout_filters),
-        stderr_filters: words(&settings.duplicate_stderr_filters),
-        direct: false,
-        raw: settings.output == Some(OutputStyle::Raw),
-    }
-}
-
-/// `--output raw` is for one rank, whose bytes the launcher does not see.
-fn check_raw(settings: &Settings, alone: bool, workers: u32) -> Result<(), CliError> {
-    let output = output_plan(settings);
-    if !output.raw {
-        return Ok(());
-    }
-    if settings.log_dir.is_some() || output.needs_files() {
-        return Err(CliError::Conflict {
-            problem:
-                "`--output raw` passes the output of a rank by the launcher, which cannot write it to files"
-                    .into(),
-            hint:
-                "omit `--log-dir`, `--redirects`, `--tee` and `--duplicate-…-filters`, or omit `--output raw`"
-                    .into(),
-        });
-    }
-    let shown = output.most_shown(workers, alone);
-    if shown > 1 {
-        return Err(CliError::Conflict {
-            problem: format!(
-                "`--output raw` shows one rank, but up to {shown} ranks of this node would be shown"
-            ),
-            hint: "`--local-ranks-filter 0` shows local rank 0 only; or use `--nproc-per-node 1`".into(),
-        });
-    }
-    Ok(())
-}
-
 /// Each native worker of a job of several nodes listens at one port at a time.
 fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) -> Result<(), CliError> {
     let Some(ports) = settings.worker_ports else {
@@ -446,21 +346,6 @@ fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) 
         hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
             .into(),
     })
-}
-
-/// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
-/// the output.
-fn hand_over_terminal(may: bool, output: &mut OutputPlan, signals: &mut SignalPlan) {
-    if !may {
-        return;
-    }
-    let is_terminal = io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal();
-    output.direct = is_terminal && *output == OutputPlan::default();
-    let resized = Signal::SIGWINCH as i32;
-    if output.direct && !signals.stop.contains(&resized) && !signals.forward.contains(&resized) {
-        // The system tells only those whose terminal controls them.
-        signals.forward.push(resized);
-    }
 }
 
 /// The configuration of a native target, checked as its workers will check it.

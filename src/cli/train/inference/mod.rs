@@ -19,8 +19,8 @@ use ddp_worker::inference::{
 };
 
 use super::ckpt;
-use super::error::print_error;
-use super::values::one_or_more;
+use crate::cli::answer::print_error;
+use crate::cli::values::one_or_more;
 pub(super) use evaluate::{EvalArgs, run as evaluate};
 pub(super) use generate::{GenerateArgs, run as generate};
 

@@ -19,12 +19,12 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::Value;
 
-use super::error::CliError;
-use super::native::plan::Cluster;
-use super::native::{Draft, Machines};
-use super::settings::Settings;
-use super::values::ProcCount;
-use super::{answer, values};
+use crate::cli::answer;
+use crate::cli::error::CliError;
+use crate::cli::launch::settings::Settings;
+use crate::cli::native::plan::Cluster;
+use crate::cli::native::{Draft, Machines};
+use crate::cli::values::{self, ProcCount};
 use device::Planned;
 
 /// Most nodes, and most ranks per node: a larger number is a typing error.
@@ -54,7 +54,7 @@ pub(super) struct PlanArgs {
     /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
     /// of this machine]
     #[arg(long, value_name = "NAME", value_parser = device::named)]
-    gpu: Option<super::native::plan::Accelerator>,
+    gpu: Option<crate::cli::native::plan::Accelerator>,
     /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
     /// one rank may use
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]

@@ -18,8 +18,8 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::error::CliError;
-use super::values::Endpoint;
+use crate::cli::error::CliError;
+use crate::cli::values::Endpoint;
 use crate::rendezvous;
 
 /// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
@@ -29,7 +29,7 @@ const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Longest wait for a host name.
-pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+pub(in crate::cli) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Name of the service whose health tells our daemon from another gRPC server.
 const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     fn facts(endpoint: Option<&str>, is_host: Option<bool>, node_rank: Option<u32>) -> HostFacts {
-        let endpoint = endpoint.map(|text| super::super::values::endpoint(text).expect("valid"));
+        let endpoint = endpoint.map(|text| crate::cli::values::endpoint(text).expect("valid"));
         HostFacts {
             endpoint,
             is_host,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::gpus::{self, Described};
-use crate::cli::hardware;
+use crate::cli::machine::hardware;
 use crate::cli::native::libraries::{Found, LibraryKind, SearchPath};
 
 /// A reading of the machine.

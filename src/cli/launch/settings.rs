@@ -13,10 +13,10 @@ use ddp_proto::ports::PortRange;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::error::CliError;
-use super::numa::Binding;
 use super::streams::{self, OutputStyle, Signals, Words};
-use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
+use crate::cli::error::CliError;
+use crate::cli::machine::numa::Binding;
+use crate::cli::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
 /// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
 const VARIABLES_OF_TORCH: [(&str, &str); 2] = [

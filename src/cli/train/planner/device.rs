@@ -1,7 +1,7 @@
 //! The device that is planned for.
 
 use super::PlanArgs;
-use crate::cli::doctor::gpus;
+use crate::cli::train::doctor::gpus;
 use crate::cli::native::cuda::GpuFacts;
 use crate::cli::native::plan::Accelerator;
 use crate::cli::native::{Backend, TrainConfig};

@@ -4,7 +4,7 @@ use ddp_launcher::LaunchPlan;
 use ddp_proto::words::counted;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::error::CliError;
+use crate::cli::error::CliError;
 
 /// Smallest stack of the first thread, its arguments and environment included, of which they may be a quarter. As a
 /// release build, a launch of a program was seen to need 88 KiB, and of a configuration 112 KiB.

@@ -1,4 +1,28 @@
 //! `ddp-run`: guardian, plan, hosting, agent — in that order — and the exit code.
+//!
+//! | module | what it does | what it must not do |
+//! |---|---|---|
+//! | [`args`] | stage one: the flags as typed, each value checked alone | any I/O |
+//! | [`streams`] | parsers of signals, words and streams | any I/O |
+//! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
+//! | [`layers`], [`plan`] | stage two: layers and defaults become a [`LaunchPlan`] | bind or connect |
+//! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
+//! | [`target`] | kinds of target, and their command | |
+//! | [`agreement`] | what all nodes of a job must agree on, as a hash and in words | any I/O |
+//! | [`dry_run`] | shows a plan and where each value comes from | |
+//! | [`host`] | who hosts the daemon | run it |
+
+pub mod agreement;
+pub mod args;
+pub mod dry_run;
+pub mod host;
+pub mod layers;
+pub mod output;
+pub mod plan;
+pub mod scheduler;
+pub mod settings;
+pub mod streams;
+pub mod target;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -9,16 +33,16 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::answer;
-use super::args::{self, ParsedArgs};
-use super::dry_run;
-use super::error::{CliError, OWN_PREFIX, print_own_error};
-use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
-use super::host::{self, HostFacts};
-use super::plan::{self, Launch};
-use super::target::{SelfExe, WORKER_SUBCOMMAND};
-use super::{init_tracing, limits, native};
+use crate::cli::answer::{OWN_PREFIX, print_own_error};
+use crate::cli::error::CliError;
+use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
+use crate::cli::machine::limits;
+use crate::cli::{answer, init_tracing, native};
 use crate::rendezvous;
+use args::ParsedArgs;
+use host::HostFacts;
+use plan::Launch;
+use target::{SelfExe, WORKER_SUBCOMMAND};
 
 /// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
 /// are told nowhere else.
@@ -222,7 +246,7 @@ mod tests {
     fn errors_of_the_embedded_rendezvous_are_shown_and_its_decisions_are_not() {
         let events = tracing_subscriber::fmt().with_env_filter(EnvFilter::new(LAUNCHER_EVENTS));
         subscriber::with_default(events.finish(), || {
-            assert!(event_enabled!(target: "ddp_run::cli::launch", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::ERROR));
             assert!(event_enabled!(target: "ddp_run::rendezvous::server", Level::ERROR));
             assert!(event_enabled!(target: "ddp_run::rendezvous::incoming", Level::WARN));
             assert!(!event_enabled!(target: "ddp_run::rendezvous::actor", Level::INFO));

@@ -384,7 +384,7 @@ mod tests {
     #[test]
     fn the_rendezvous_is_shown_where_it_will_be() {
         let of_first_node = |endpoint: &str, is_host| HostFacts {
-            endpoint: Some(super::super::values::endpoint(endpoint).expect("valid")),
+            endpoint: Some(crate::cli::values::endpoint(endpoint).expect("valid")),
             is_host,
             node_rank: Some(0),
             job_id: "job".to_owned(),

@@ -9,8 +9,8 @@ use ddp_proto::words::{counted, grouped};
 use ddp_worker::metrics::RunFilesError;
 use ddp_worker::metrics::plot::{self, RunCurves};
 
-use super::answer;
-use super::error::CliError;
+use crate::cli::answer;
+use crate::cli::error::CliError;
 
 /// What a run writes its metrics into.
 const METRICS: &str = "metrics.jsonl";

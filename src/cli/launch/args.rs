@@ -9,7 +9,7 @@ use clap_complete::Shell;
 
 use super::settings::{NAMES, Settings};
 use super::target::TargetKind;
-use super::values;
+use crate::cli::values;
 
 /// Launch distributed training and restart it after failures.
 ///
@@ -205,7 +205,7 @@ fn flags_that_begin_with(start: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::values::ProcCount;
+    use crate::cli::values::ProcCount;
     use super::*;
 
     fn parse_words(words: &[&str]) -> Result<ParsedArgs, String> {

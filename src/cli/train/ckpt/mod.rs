@@ -19,9 +19,8 @@ use ddp_worker::checkpoint::{
     CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, reshard,
 };
 
-use super::answer;
-use super::error::print_error;
-use super::values::one_or_more;
+use crate::cli::answer::{self, print_error};
+use crate::cli::values::one_or_more;
 use find::Named;
 
 /// Exit code where a checkpoint is damaged, or could not be rewritten.

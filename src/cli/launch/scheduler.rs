@@ -14,9 +14,9 @@
 
 use std::net::IpAddr;
 
-use super::error::CliError;
 use super::settings::Settings;
-use super::values;
+use crate::cli::error::CliError;
+use crate::cli::values;
 
 /// Below the ports that systems give to outgoing connections (`ip_local_port_range`), and below the default port.
 const STEP_PORTS: std::ops::Range<u16> = 20_000..29_000;

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::error::CliError;
-use super::native::cuda;
-use super::values::ProcCount;
+use crate::cli::error::CliError;
+use crate::cli::native::cuda;
+use crate::cli::values::ProcCount;
 
 /// First argument of the invocation that asks the CUDA driver for its devices.
 pub const GPU_PROBE_SUBCOMMAND: &str = "__list-gpus";
@@ -190,7 +190,7 @@ fn has_device_nodes() -> bool {
 }
 
 /// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`.
-pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
+pub(in crate::cli) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
     answer_of(own_invocation(subcommand), timeout)
 }
 

@@ -14,9 +14,9 @@ use ddp_worker::parallel::pipeline::{
     simulate,
 };
 
-use super::error::CliError;
-use super::native::{Draft, read_bounded};
-use super::{answer, values};
+use crate::cli::error::CliError;
+use crate::cli::native::{Draft, read_bounded};
+use crate::cli::{answer, values};
 
 /// Most ranks, chunks and micro-batches: a larger number is a typing error.
 const MAX_COUNT: u64 = 1 << 12;
