@@ -12,7 +12,7 @@ use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
 use ddp_worker::config::{self, Located, Resume};
-pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
+pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;

@@ -65,18 +65,6 @@ impl Target {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// Hash of all that tells a job without a name from others: its signature, and the arguments of its program, which
-    /// may differ between the nodes of a job that has a name (a folder of the machine, say).
-    pub fn distinction(&self, signature: &str) -> String {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(signature.as_bytes());
-        for arg in &self.args {
-            hasher.update(&(arg.len() as u64).to_le_bytes());
-            hasher.update(arg.as_encoded_bytes());
-        }
-        hasher.finalize().to_hex().to_string()
-    }
-
     /// The same for people, as lines `key: value`, without the flags that nodes exchange anyway.
     /// `entries` are the keys of the configuration. After an empty line follows what says less: a configuration's text
     /// may differ where no value does, and arguments may differ rightly.
@@ -242,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_tell_programs_apart_only_where_no_name_does() {
+    fn the_nodes_of_a_job_may_have_other_arguments_of_a_program() {
         let script = |folder: &str| Target {
             name: "t.py".into(),
             kind: TargetKind::Python,
@@ -251,10 +239,7 @@ mod tests {
             yaml: None,
         };
         let (one, other) = (script("/scratch/a"), script("/scratch/b"));
-        let signature = one.signature(&AGREED);
-        assert_eq!(signature, other.signature(&AGREED));
-        assert_ne!(one.distinction(&signature), other.distinction(&signature));
-        assert_eq!(one.distinction(&signature), one.distinction(&signature));
+        assert_eq!(one.signature(&AGREED), other.signature(&AGREED));
         insta::assert_snapshot!(one.describe(&[]), @r"
         target: t.py
 

@@ -1,52 +1,18 @@
 //! `--dry-run`: what would be started, and where each value comes from.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::fmt::Write as _;
 use std::net::IpAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, SignalScope, StreamSet, StreamsByRank, Variable, WorkerCommand,
-    parent_of_workers, signal_name,
-};
-
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, Variable, WorkerCommand, parent_of_workers};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
+use super::layers::{Given, Source};
 use super::plan::Launch;
-
-/// Where the value of a setting comes from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// A flag.
-    CommandLine,
-    /// `PET_<NAME>`
-    Variable(String),
-    /// The `launch` section of the target.
-    Yaml(PathBuf),
-    /// A variable of Slurm's or Kubernetes'.
-    Scheduler(&'static str),
-    /// No setting said anything.
-    Default,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::CommandLine => f.write_str("command line"),
-            Self::Variable(name) => f.write_str(name),
-            Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
-            Self::Scheduler(variable) => f.write_str(variable),
-            Self::Default => f.write_str("default"),
-        }
-    }
-}
-
-/// Settings that were given, each with its source.
-pub type Sources = Vec<(&'static str, Source)>;
+use super::settings::DECIDED;
 
 /// Columns of values that are not longer; a source follows a longer one at once.
 const VALUE_WIDTH: usize = 32;
@@ -54,25 +20,10 @@ const VALUE_WIDTH: usize = 32;
 /// The same for variables with their names, so that sources stand in one column.
 const VARIABLE_WIDTH: usize = 51;
 
-/// Variables that a setting decides, with its name.
-const SETTING_OF: [(&str, &str); 10] = [
-    ("CUDA_VISIBLE_DEVICES", "virtual_local_rank"),
-    ("DDP_LOCAL_RANK", "virtual_local_rank"),
-    ("DDP_WORKER_PORTS", "worker_ports"),
-    ("GROUP_RANK", "node_rank"),
-    ("LOCAL_WORLD_SIZE", "nproc_per_node"),
-    ("MASTER_ADDR", "master_addr"),
-    ("MASTER_PORT", "master_port"),
-    ("ROLE_NAME", "role"),
-    ("TORCHELASTIC_MAX_RESTARTS", "max_restarts"),
-    ("TORCHELASTIC_RUN_ID", "rdzv_id"),
-];
-
 /// The whole answer, several lines.
 pub fn describe(launch: &Launch) -> String {
     let Launch {
         plan,
-        sources,
         checked,
         refusals,
         ..
@@ -84,8 +35,7 @@ pub fn describe(launch: &Launch) -> String {
     };
     let mut text = format!("ddp-run would start {workers} on this node{nodes}:\n");
     for (name, value) in rows(launch) {
-        let source = sources.iter().find(|(given, _)| *given == name);
-        let source = source.map_or(&Source::Default, |(_, source)| source);
+        let source = source_of(name, launch).unwrap_or(&Source::Default);
         let _ = writeln!(text, "  {name:<18} {value:<VALUE_WIDTH$}  {source}");
     }
     let group = match parent_of_workers() {
@@ -124,6 +74,12 @@ pub fn describe(launch: &Launch) -> String {
     text
 }
 
+/// Where a setting comes from that was given.
+fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
+    let given = launch.given.iter().find(|given| given.name == name);
+    given.map(|given| &given.source)
+}
+
 fn range(nodes: NodeRange) -> String {
     if nodes.min == nodes.max {
         nodes.max.to_string()
@@ -132,17 +88,14 @@ fn range(nodes: NodeRange) -> String {
     }
 }
 
-/// Settings that every job has, and those that were given.
+/// Settings that every job has, as they are decided, and those that were given.
 fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
-    let Launch {
-        plan, host, sources, ..
-    } = launch;
+    let Launch { plan, host, .. } = launch;
     let alone = plan.nodes.max == 1;
     let rank = plan.node_rank.map(|rank| rank.to_string());
     let local_addr = plan.local_addr.clone();
     let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
-    let is_named = sources.iter().any(|(name, _)| *name == "rdzv_id");
-    let job_id = if is_named || !alone {
+    let job_id = if !alone || source_of("rdzv_id", launch).is_some() {
         plan.job_id.clone()
     } else {
         format!("new for each run, such as {}", plan.job_id)
@@ -167,10 +120,16 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
         ("role", plan.role.clone()),
         ("log_dir", log_dir.unwrap_or_else(|| "no log files".into())),
     ];
-    let further = sources
-        .iter()
-        .filter_map(|(name, _)| Some((*name, further(name, launch)?)));
-    rows.extend(further);
+    for Given { name, words, .. } in &launch.given {
+        if rows.iter().all(|(shown, _)| shown != name) {
+            let value = match *name {
+                "numa_binding" => cores(plan),
+                "rdzv_conf" => conf(launch),
+                _ => words.clone(),
+            };
+            rows.push((name, value));
+        }
+    }
     rows
 }
 
@@ -214,69 +173,6 @@ fn conf(launch: &Launch) -> String {
     .flatten()
     .collect::<Vec<_>>()
     .join(",")
-}
-
-/// The value of a setting that is worth a row only if it was given; none for those that have one anyway.
-fn further(name: &str, launch: &Launch) -> Option<String> {
-    let plan = &launch.plan;
-    let words = |words: &[String]| {
-        let escaped = words.iter().map(|word| word.replace(',', ",,"));
-        escaped.collect::<Vec<_>>().join(",")
-    };
-    let signals = |numbers: &[i32]| {
-        words(
-            &numbers
-                .iter()
-                .map(|number| signal_name(*number))
-                .collect::<Vec<_>>(),
-        )
-    };
-    let ranks = |ranks: &Option<BTreeSet<u32>>| {
-        let numbers = ranks.iter().flatten().map(ToString::to_string);
-        words(&numbers.collect::<Vec<_>>())
-    };
-    let output = &plan.output;
-    Some(match name {
-        "hang_timeout" => plan
-            .hang_timeout
-            .map_or_else(|| "never".to_owned(), |time| format!("{} s", time.as_secs_f64())),
-        "signals_to_handle" => signals(&plan.signals.stop),
-        "forward_signals" => signals(&plan.signals.forward),
-        "signal_scope" => match plan.signals.scope {
-            SignalScope::Group => "group".to_owned(),
-            SignalScope::Rank => "rank".to_owned(),
-        },
-        "master_addr" => plan.master_addr.clone()?,
-        "master_port" => plan.master_port?.to_string(),
-        "worker_ports" => plan.worker_ports?.to_string(),
-        "redirects" => streams(&output.redirects),
-        "tee" => streams(&output.tee),
-        "local_ranks_filter" => ranks(&output.local_ranks),
-        "global_ranks_filter" => ranks(&output.global_ranks),
-        "output" => if output.raw { "raw" } else { "prefixed" }.to_owned(),
-        "duplicate_stdout_filters" => words(&output.stdout_filters),
-        "duplicate_stderr_filters" => words(&output.stderr_filters),
-        "event_log_handler" => plan
-            .event_log
-            .as_ref()
-            .map_or_else(|| "nowhere".to_owned(), |file| file.display().to_string()),
-        "numa_binding" => cores(plan),
-        "rdzv_conf" => conf(launch),
-        "virtual_local_rank" => plan.virtual_local_rank.to_string(),
-        _ => return None,
-    })
-}
-
-/// As `--redirects` takes it.
-fn streams(by_rank: &StreamsByRank) -> String {
-    let number = |set: &StreamSet| u8::from(set.stdout) + 2 * u8::from(set.stderr);
-    match by_rank {
-        StreamsByRank::All(set) => number(set).to_string(),
-        StreamsByRank::Listed(sets) => {
-            let pairs = sets.iter().map(|(rank, set)| format!("{rank}:{}", number(set)));
-            pairs.collect::<Vec<_>>().join(",")
-        }
-    }
 }
 
 /// The cores of each worker: `0: 0-3,8; 1: 4-7`.
@@ -355,10 +251,10 @@ fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
 
 /// Where the value of a variable comes from, if that is not plain from what it stands for.
 fn source_of_variable(variable: &Variable, launch: &Launch) -> String {
-    let setting = SETTING_OF.iter().find(|(name, _)| *name == variable.name);
-    if let Some((_, setting)) = setting {
-        let given = launch.sources.iter().find(|(given, _)| given == setting);
-        return given.map_or_else(String::new, |(_, source)| format!("`{setting}`: {source}"));
+    let decided = DECIDED.iter().find(|(name, _)| *name == variable.name);
+    if let Some((_, setting)) = decided {
+        let source = source_of(setting, launch);
+        return source.map_or_else(String::new, |source| format!("`{setting}`: {source}"));
     }
     match variable.name.as_str() {
         _ if variable.inherited => "inherited".to_owned(),
@@ -370,16 +266,6 @@ fn source_of_variable(variable: &Variable, launch: &Launch) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn streams_are_shown_as_they_are_given() {
-        for text in ["0", "3", "0:1,10:3"] {
-            assert_eq!(
-                streams(&super::super::streams::streams_by_rank(text).expect("valid")),
-                text
-            );
-        }
-    }
 
     #[test]
     fn the_rendezvous_is_shown_where_it_will_be() {

@@ -1,19 +1,56 @@
 //! The layers of settings laid upon each other, and what must hold between settings.
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 use ddp_launcher::NodeRange;
 
 use super::args::ParsedArgs;
-use super::dry_run::{Source, Sources};
-use super::host;
-use super::scheduler;
 use super::settings::{Settings, variable};
-use super::target::{Target, TargetKind};
+use super::target::{Target, TargetKind, in_path};
+use super::{host, scheduler};
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
-use crate::cli::values::{Endpoint, ProcCount};
-use crate::cli::values;
+use crate::cli::train;
+use crate::cli::values::{self, Endpoint, ProcCount};
+
+/// Where the value of a setting comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A flag.
+    CommandLine,
+    /// `PET_<NAME>`
+    Variable(String),
+    /// The `launch` section of the target.
+    Yaml(PathBuf),
+    /// A variable of Slurm's or Kubernetes'.
+    Scheduler(&'static str),
+    /// No setting said anything.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CommandLine => f.write_str("command line"),
+            Self::Variable(name) => f.write_str(name),
+            Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
+            Self::Scheduler(variable) => f.write_str(variable),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// A setting that was given.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// As the YAML spells it.
+    pub name: &'static str,
+    /// Its value in the words of the source.
+    pub words: String,
+    /// Where it comes from.
+    pub source: Source,
+}
 
 /// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a
 /// script to Python.
@@ -40,12 +77,16 @@ pub fn layers(
     target: &Target,
     config: Option<&Validated>,
     get_env: &impl Fn(&str) -> Option<String>,
-) -> Result<(Settings, Sources), CliError> {
-    let mut sources = Sources::new();
+) -> Result<(Settings, Vec<Given>), CliError> {
+    let mut given = Vec::<Given>::new();
     let mut note = |layer: &Settings, source: &dyn Fn(&str) -> Source| {
         for name in layer.given() {
-            if sources.iter().all(|(known, _)| *known != name) {
-                sources.push((name, source(name)));
+            if given.iter().all(|known| known.name != name) {
+                given.push(Given {
+                    name,
+                    words: layer.words.get(name).cloned().unwrap_or_default(),
+                    source: source(name),
+                });
             }
         }
     };
@@ -71,10 +112,10 @@ pub fn layers(
         eprintln!("[ddp-run] {words}");
     }
     settings = settings.or(layer.settings);
-    meet_at_master(&mut settings, &mut sources);
+    meet_at_master(&mut settings, &mut given);
     warn_of_ignored(&settings);
     warn_of_foreign_address(&settings);
-    Ok((settings, sources))
+    Ok((settings, given))
 }
 
 /// What `layer` still says below the `upper` ones: with `--standalone` there are no other nodes, unless a
@@ -113,7 +154,7 @@ fn asks_for_others(settings: &Settings) -> Option<&'static str> {
 
 /// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's
 /// `static`.
-fn meet_at_master(settings: &mut Settings, sources: &mut Sources) {
+fn meet_at_master(settings: &mut Settings, given: &mut Vec<Given>) {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
     if let (true, None, Some(host)) = (several, &settings.rdzv_endpoint, &settings.master_addr) {
         settings.rdzv_endpoint = Some(Endpoint {
@@ -121,8 +162,9 @@ fn meet_at_master(settings: &mut Settings, sources: &mut Sources) {
             port: settings.master_port.take().unwrap_or(values::DEFAULT_PORT),
         });
         settings.master_addr = None;
-        for (name, _) in sources.iter_mut().filter(|(name, _)| *name == "master_addr") {
-            *name = "rdzv_endpoint";
+        given.retain(|setting| setting.name != "master_port");
+        for setting in given.iter_mut().filter(|setting| setting.name == "master_addr") {
+            setting.name = "rdzv_endpoint";
         }
     }
 }
@@ -160,7 +202,21 @@ fn warn_of_foreign_address(settings: &Settings) {
 }
 
 /// Settings that make no sense for the target.
-pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError> {
+pub fn check_target(
+    target: &Target,
+    settings: &Settings,
+    get_env: &impl Fn(&str) -> Option<String>,
+) -> Result<(), CliError> {
+    let name = target.name.to_string_lossy();
+    if target.kind == TargetKind::Program
+        && train::command().find_subcommand(&*name).is_some()
+        && in_path(&[&name], get_env).is_none()
+    {
+        return Err(CliError::Conflict {
+            problem: format!("`{name}` is a command of `ddp-train`, and no program has this name"),
+            hint: format!("`ddp-train {name}`"),
+        });
+    }
     if target.kind != TargetKind::Native {
         return Ok(());
     }

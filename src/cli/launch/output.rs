@@ -30,7 +30,11 @@ pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<Out
         raw: settings.output == Some(OutputStyle::Raw),
     };
     if output.raw {
-        check_raw(&output, settings.log_dir.is_some(), output.most_shown(workers, alone))?;
+        check_raw(
+            &output,
+            settings.log_dir.is_some(),
+            output.most_shown(workers, alone),
+        )?;
     }
     for words in words_on_absent_ranks(&output, workers, alone) {
         eprintln!("{OWN_PREFIX}{words}");
@@ -80,7 +84,7 @@ pub fn log_dir(
 #[derive(Clone, Copy, Debug)]
 pub struct NewLogs<'a> {
     /// Is part of its name.
-    pub job_id: &'a str,
+    pub job: &'a str,
     /// It is only named, and not made.
     pub dry_run: bool,
 }
@@ -89,7 +93,7 @@ impl NewLogs<'_> {
     /// As torchrun. It is new and only this user may read it, whatever other users of the machine have put beside it.
     fn directory(self) -> Result<PathBuf, CliError> {
         let parent = absolute(std::env::temp_dir())?;
-        let template = parent.join(format!("ddp-run-{}-XXXXXX", self.job_id));
+        let template = parent.join(format!("ddp-run-{}-XXXXXX", self.job));
         if self.dry_run {
             return Ok(template);
         }

@@ -13,9 +13,8 @@ use ddp_proto::words::counted;
 
 use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
-use super::dry_run::Sources;
 use super::host::HostFacts;
-use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
+use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
 use super::streams::Signals;
@@ -26,7 +25,7 @@ use crate::cli::machine::numa::bind;
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
 use crate::cli::values::{EventLog, ProcCount, RdzvConf};
-use crate::rendezvous::unnamed_job_id;
+use crate::rendezvous::DEFAULT_JOB_ID;
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
@@ -48,8 +47,8 @@ pub struct Launch {
     pub plan: LaunchPlan,
     /// For [`super::host::resolve_host`].
     pub host: HostFacts,
-    /// Where each setting that was given comes from.
-    pub sources: Sources,
+    /// The settings that were given.
+    pub given: Vec<Given>,
     /// What `plan` comes to for its first worker.
     pub environment: Vec<Variable>,
     /// The configuration of a native target: it and its data files are as the workers need them.
@@ -58,7 +57,7 @@ pub struct Launch {
     pub refusals: Vec<String>,
 }
 
-type Merged = (Target, Option<Validated>, Settings, Sources);
+type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
 
 /// The target, and what all layers ask for.
 fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
@@ -67,10 +66,10 @@ fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<
     let kind = kind(&args, &variables)?;
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
-    let (settings, sources) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
+    let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
     check_nodes(nodes(&settings), &settings)?;
-    check_target(&target, &settings)?;
-    Ok((target, validated, settings, sources))
+    check_target(&target, &settings, get_env)?;
+    Ok((target, validated, settings, given))
 }
 
 /// As long as a node waits for the rendezvous at the start, or longer.
@@ -90,13 +89,10 @@ pub fn resolve(
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
     let dry_run = args.dry_run;
-    let (target, validated, settings, sources) = merge(args, &get_env)?;
+    let (target, validated, settings, given) = merge(args, &get_env)?;
     let nodes = nodes(&settings);
     let alone = nodes.max == 1;
-    let agreed = agreed(&settings, &target, nodes);
-    let job_signature = target.signature(&agreed);
-    let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
-    let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
+    let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
@@ -104,24 +100,28 @@ pub fn resolve(
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     // Last of all that can fail: it writes.
-    let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !dry_run)?;
+    let out_dir = claim_out_dir(validated.as_ref(), &job.id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let log_dir = log_dir(&settings, out_dir, &output, NewLogs { job_id: &job_id, dry_run })?;
+    let new_logs = NewLogs {
+        job: &job.id,
+        dry_run,
+    };
+    let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
     let plan = LaunchPlan {
-        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job_id)),
-        job_id,
+        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.id)),
+        job_id: job.id,
         endpoint: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
-        max_restarts: agreed.max_restarts,
+        max_restarts: job.max_restarts,
         local_addr: settings.local_addr.clone(),
-        job_signature,
-        job_description,
+        job_signature: job.signature,
+        job_description: job.description,
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
         last_call: conf.last_call_timeout,
         hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
@@ -148,7 +148,7 @@ pub fn resolve(
         environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan),
         plan,
-        sources,
+        given,
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
         refusals,
     })
@@ -161,13 +161,33 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
     (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
-/// What all nodes of the job must say alike, beside the target.
-fn agreed(settings: &Settings, target: &Target, nodes: NodeRange) -> AgreedSettings {
-    let default_restarts = target.kind.default_max_restarts();
-    AgreedSettings {
+/// A job, as all of its nodes must describe it.
+struct Job {
+    id: String,
+    signature: String,
+    description: String,
+    max_restarts: u32,
+}
+
+fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: NodeRange) -> Job {
+    let max_restarts = settings
+        .max_restarts
+        .unwrap_or(target.kind.default_max_restarts());
+    let agreed = AgreedSettings {
         min_nodes: nodes.min,
         max_nodes: nodes.max,
-        max_restarts: settings.max_restarts.unwrap_or(default_restarts),
+        max_restarts,
+    };
+    // Without a name, several nodes must mean the same job without having spoken to each other.
+    let unnamed = || match nodes.max {
+        1 => utc::unique_id(SystemTime::now()),
+        _ => DEFAULT_JOB_ID.to_owned(),
+    };
+    Job {
+        id: settings.rdzv_id.clone().unwrap_or_else(unnamed),
+        signature: target.signature(&agreed),
+        description: target.describe(&config.map_or_else(Vec::new, Validated::entries)),
+        max_restarts,
     }
 }
 
@@ -191,15 +211,6 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
         })
     };
     Ok(counts.filter_map(refused).collect())
-}
-
-/// Without a name, several nodes must mean the same job without having spoken to each other.
-fn job_id(settings: &Settings, alone: bool, distinction: &str) -> String {
-    match &settings.rdzv_id {
-        Some(name) => name.clone(),
-        None if alone => utc::unique_id(SystemTime::now()),
-        None => unnamed_job_id(distinction),
-    }
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {

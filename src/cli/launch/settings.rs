@@ -4,7 +4,7 @@
 //! then the batch system, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes of a
 //! layer from the one below.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -33,32 +33,46 @@ const WORKERS: &str = "Workers";
 const LIFE: &str = "Failures and shutdown";
 const OUTPUT: &str = "Output";
 
-/// Declares [`Settings`]: the name of each setting as the YAML spells it, its type, how its text is read, and its help.
+/// Declares [`Settings`]: the name of each setting as the YAML spells it, its type, how its text is read, its help, and
+/// after `=>` the variables of a worker that it decides. `--dry-run` has a row for each setting that is given.
 macro_rules! settings {
-    ($($(#[$meta:meta])* $name:ident: $type:ty = $parse:path,)*) => {
+    ($($(#[$meta:meta])* $name:ident: $type:ty = $parse:path $(=> $($variable:literal)+)?,)*) => {
         /// One layer: what one source says, and nothing where it is silent.
         #[derive(Clone, Debug, Default, PartialEq, clap::Args)]
         pub struct Settings {
             $($(#[$meta])* #[arg(long, value_parser = $parse)] pub $name: Option<$type>,)*
+
+            /// The words by which settings were given.
+            #[arg(skip)]
+            pub(super) words: BTreeMap<&'static str, String>,
         }
 
         /// Names of all settings, as the YAML spells them; `PET_<NAME>` and `--<name>` follow from them.
         pub const NAMES: &[&str] = &[$(stringify!($name)),*];
 
+        /// Variables of a worker, each with the setting that decides it.
+        pub(super) const DECIDED: &[(&str, &str)] = &[$($($(($variable, stringify!($name)),)+)?)*];
+
         impl Settings {
             /// Gives the setting called `name` (with `_` or `-`) the value that `text` stands for.
             pub(super) fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
-                match name.replace('-', "_").as_str() {
-                    $(stringify!($name) => self.$name = Some($parse(text)?),)*
+                let name = match name.replace('-', "_").as_str() {
+                    $(stringify!($name) => {
+                        self.$name = Some($parse(text)?);
+                        stringify!($name)
+                    })*
                     unknown => return Err(unknown_key(unknown)),
-                }
+                };
+                self.words.insert(name, text.to_owned());
                 Ok(())
             }
 
             /// This layer, its holes filled from the `lower` one.
             #[must_use]
             pub fn or(self, lower: Self) -> Self {
-                Self { $($name: self.$name.or(lower.$name),)* }
+                // Of two words of one setting, the later ones are kept.
+                let words = lower.words.into_iter().chain(self.words).collect();
+                Self { $($name: self.$name.or(lower.$name),)* words }
             }
 
             /// Names of the settings that this layer gives.
@@ -81,7 +95,7 @@ settings! {
     /// A number, or one worker per `gpu`, per `cpu` core or per `xpu` (counted by PyTorch); `auto` is `gpu` if the
     /// node has GPUs, else `cpu`.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
-    nproc_per_node: ProcCount = values::proc_count,
+    nproc_per_node: ProcCount = values::proc_count => "LOCAL_WORLD_SIZE",
 
     /// Rendezvous address [port: 29400]
     ///
@@ -91,9 +105,9 @@ settings! {
 
     /// Name of the job, the same on all nodes
     ///
-    /// [default: `none-` and 8 digits of a hash of the job; for one node, the time and a random part]
+    /// [default: `none`; for one node, the time and a random part]
     #[arg(value_name = "ID", help_heading = NODES)]
-    rdzv_id: String = values::job_id,
+    rdzv_id: String = values::job_id => "TORCHELASTIC_RUN_ID",
 
     /// Rendezvous options: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `outage_timeout=S`
     /// (600), `last_call_timeout=S` (10)
@@ -108,7 +122,7 @@ settings! {
     ///
     /// Without it, node ranks follow the order of the host names.
     #[arg(value_name = "N", help_heading = NODES, allow_negative_numbers = true)]
-    node_rank: u32 = values::whole,
+    node_rank: u32 = values::whole => "GROUP_RANK",
 
     /// Run on this node only
     ///
@@ -122,25 +136,25 @@ settings! {
 
     /// MASTER_ADDR for the workers; without `--rdzv-endpoint`, also the rendezvous address
     #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
-    master_addr: String = values::local_addr,
+    master_addr: String = values::local_addr => "MASTER_ADDR",
 
     /// MASTER_PORT for the workers [default: a free port, a new one at each restart]
     #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
-    master_port: u16 = values::port,
+    master_port: u16 = values::port => "MASTER_PORT",
 
     /// Ports at which workers of several nodes meet, for firewalls [default: any free ports]
     ///
     /// Each native worker listens at one of them for those of other nodes. For programs, MASTER_PORT is one of them,
     /// unless `--master-port` is given. Ports that are taken are skipped.
     #[arg(value_name = "FIRST-LAST", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
-    worker_ports: PortRange = values::port_range,
+    worker_ports: PortRange = values::port_range => "DDP_WORKER_PORTS",
 
     /// Restarts after failures [default: 0, YAML: 3]
     ///
     /// How many times in a row the whole job may restart after a worker fails; training progress resets the count. YAML
     /// targets default to 3.
     #[arg(value_name = "N", help_heading = LIFE, allow_negative_numbers = true)]
-    max_restarts: u32 = values::whole,
+    max_restarts: u32 = values::whole => "TORCHELASTIC_MAX_RESTARTS",
 
     /// Seconds from SIGTERM to SIGKILL [default: 30]
     ///
@@ -178,11 +192,11 @@ settings! {
 
     /// Role name of the workers on this node; ROLE_RANK counts per role [default: default]
     #[arg(value_name = "NAME", help_heading = WORKERS, hide_short_help = true)]
-    role: String = values::role,
+    role: String = values::role => "ROLE_NAME",
 
     /// Give every worker LOCAL_RANK 0 and only its own GPU; DDP_LOCAL_RANK has the real local rank
     #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS, hide_short_help = true)]
-    virtual_local_rank: bool = values::boolean,
+    virtual_local_rank: bool = values::boolean => "CUDA_VISIBLE_DEVICES" "DDP_LOCAL_RANK",
 
     /// Bind each worker to cores near its GPU: all cores of its NUMA node, of its CPU socket, an exclusive share of the
     /// NUMA node's cores, or the cores of one cache
@@ -258,6 +272,15 @@ settings! {
 }
 
 impl Settings {
+    /// Keeps the words that a command line has for the settings that it gives.
+    pub(super) fn keep_words(&mut self, line: &clap::ArgMatches) {
+        let given: Vec<_> = self.given().collect();
+        let words = |name| Some(line.get_raw(name)?.next_back()?.to_string_lossy().into_owned());
+        self.words = (given.into_iter())
+            .filter_map(|name| Some((name, words(name)?)))
+            .collect();
+    }
+
     /// The `PET_*` variables. Those of torchrun that this program has no use for are left alone, because
     /// operators of clusters set them for everybody.
     pub fn from_env(get: impl Fn(&str) -> Option<String>) -> Result<Self, CliError> {

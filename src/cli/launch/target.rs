@@ -84,25 +84,28 @@ pub fn python(get_env: impl Fn(&str) -> Option<String>) -> PathBuf {
     if let Some(python) = given("PYTHON_EXEC") {
         return python.into();
     }
-    let is_program = |path: &PathBuf| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
     let in_folder = |folder: PathBuf| PYTHONS.iter().map(move |name| folder.join(name)).find(is_program);
     let prefixes = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(given);
     let active = prefixes.map(|prefix| Path::new(&prefix).join("bin"));
     let own = std::env::current_exe().ok();
     let beside = own.as_deref().and_then(Path::parent).map(Path::to_owned);
-    let in_path = || {
-        let search_path = given("PATH").unwrap_or_default();
-        let folders: Vec<PathBuf> = std::env::split_paths(&search_path).collect();
-        let all = PYTHONS
-            .iter()
-            .flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
-        all.into_iter().find(is_program)
-    };
     active
         .chain(beside)
         .find_map(in_folder)
-        .or_else(in_path)
+        .or_else(|| in_path(&PYTHONS, &get_env))
         .unwrap_or_else(|| PYTHONS[0].into())
+}
+
+fn is_program(path: &PathBuf) -> bool {
+    path.is_file() && access(path, AccessFlags::X_OK).is_ok()
+}
+
+/// The first program in `PATH` with one of the names, of which the first is preferred.
+pub(super) fn in_path(names: &[&str], get_env: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    let search_path = get_env("PATH").unwrap_or_default();
+    let folders: Vec<PathBuf> = std::env::split_paths(&search_path).collect();
+    let mut all = (names.iter()).flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
+    all.find(is_program)
 }
 
 /// A target that was found and read.
@@ -212,7 +215,6 @@ impl Target {
             .to_string_lossy()
             .into_owned()
     }
-
 }
 
 /// What to write instead of a target that cannot be read.

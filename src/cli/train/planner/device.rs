@@ -1,10 +1,10 @@
 //! The device that is planned for.
 
 use super::PlanArgs;
-use crate::cli::train::doctor::gpus;
 use crate::cli::native::cuda::GpuFacts;
 use crate::cli::native::plan::Accelerator;
-use crate::cli::native::{Backend, TrainConfig};
+use crate::cli::native::{Backend, Precision, TrainConfig};
+use crate::cli::train::doctor::gpus;
 
 /// What is known of a device: flags first, then the data sheet of the one that is named or found.
 #[derive(Debug, Default)]
@@ -15,7 +15,9 @@ pub(super) struct Planned {
     pub(super) memory: Option<u64>,
     /// Bytes of it that training cannot have.
     pub(super) reserve: u64,
-    /// Floating-point operations a second in the configuration's precision.
+    /// `train.precision`, which all numbers assume.
+    pub(super) precision: &'static str,
+    /// Floating-point operations a second in this precision.
     pub(super) flops: Option<f64>,
     /// Bytes a second to the devices of the same node.
     pub(super) link: Option<f64>,
@@ -39,10 +41,19 @@ impl Planned {
             source: source(args.gpu, found.as_ref(), is_described),
             memory: args.memory.or(driver_says).or(sheet.map(|sheet| sheet.memory)),
             reserve: args.reserve,
+            precision: word(config.train.precision),
             flops: args.flops.or(of_sheet),
             link: args.link.or(sheet.map(|sheet| sheet.link)),
             has_own_memory: is_gpu,
         }
+    }
+}
+
+pub(super) fn word(precision: Precision) -> &'static str {
+    match precision {
+        Precision::F32 => "f32",
+        Precision::Bf16 => "bf16",
+        Precision::Tf32 => "tf32",
     }
 }
 

@@ -61,6 +61,10 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
             let _ = write!(of_device, ", of which training reaches {mfu}");
         }
     }
+    let mut precision = device.precision.to_owned();
+    if precision == "f32" && device.has_own_memory {
+        precision.push_str("; a GPU needs less time and memory with `train.precision: bf16`");
+    }
     let ranks = format!(
         "{} = {} × {}",
         cluster.ranks(),
@@ -94,6 +98,7 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
         ),
         ("ranks", ranks + &layout(comparison)),
         ("device", of_device),
+        ("precision", precision),
         ("bandwidth", bandwidth(&cluster)),
         ("global batch", global_batch),
         ("arithmetic", arithmetic),
@@ -398,6 +403,7 @@ fn rank(estimate: &Estimate) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use super::super::device::word;
     use super::*;
     use crate::cli::native::{Draft, plan::Accelerator};
 
@@ -418,6 +424,8 @@ mod tests {
             memory: sheet.map(|sheet| sheet.memory),
             flops: sheet.map(|sheet| sheet.flops(draft.config().train.precision)),
             link: sheet.map(|sheet| sheet.link),
+            precision: word(draft.config().train.precision),
+            has_own_memory: true,
             ..Planned::default()
         };
         let machines = Machines {
@@ -446,6 +454,7 @@ mod tests {
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           16 = 2 nodes × 8
         device          h100; 74.5 GiB of 74.5 GiB for training; 989 TFLOP/s
+        precision       bf16
         bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
         global batch    64 samples = 131,072 tokens (16 ranks × 1 micro-batch × 4 samples of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 340 TFLOP per rank and step
@@ -480,6 +489,7 @@ mod tests {
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           8 = 1 node × 8
         device          a100-40gb; 37.3 GiB of 37.3 GiB for training; 19.5 TFLOP/s, of which training reaches 0.4
+        precision       f32; a GPU needs less time and memory with `train.precision: bf16`
         bandwidth       300 GB/s per rank within a node
         global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 680 TFLOP per rank and step
@@ -510,6 +520,7 @@ mod tests {
         model           gpt2 32 × 4096, 6,658,596,864 parameters
         ranks           2 = 1 node × 2
         device          not known
+        precision       f32; a GPU needs less time and memory with `train.precision: bf16`
         bandwidth       not known within a node: set `--link`
         global batch    2 samples = 4,096 tokens (2 ranks × 1 micro-batch × 1 sample of 2,048 tokens)
         arithmetic      41.5 GFLOP per token, 85.0 TFLOP per rank and step
