@@ -14,7 +14,7 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 63_200;
+const LINES: usize = 63_140;
 /// Files of `worker/src`.
 const WORKER_FILES: usize = 250;
 /// A file with fewer lines than this, comments included, is a part of a concept.
@@ -43,7 +43,7 @@ const SHORT_FILES: [&str; 17] = [
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
-const CROWDED_FOLDERS: usize = 5;
+const CROWDED_FOLDERS: usize = 3;
 
 /// A file of the product.
 #[derive(Debug)]
