@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
 use clap_complete::{Shell, generate_to};
-use ddp_run::cli::{args, serve, train};
+use ddp_run::cli::launch::args;
+use ddp_run::cli::{serve, train};
 
 /// The shells that distributions have folders for.
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];

@@ -1,12 +1,16 @@
-//! The answer of a program that is only asked something, on its standard output.
+//! What a program prints: the answer, if it is only asked something, and its errors.
 
+use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap_complete::Shell;
 use ddp_proto::exit;
 
-use super::error::{CliError, fail};
+use super::error::CliError;
+
+/// What each line of the launcher's own begins with, which may stand among its workers'.
+pub const OWN_PREFIX: &str = "[ddp-run] ";
 
 /// Writes the whole of it. A reader that goes away has seen enough; every other failure is reported.
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
@@ -54,4 +58,28 @@ pub(super) fn given(written: io::Result<()>) -> ExitCode {
         }
         _ => ExitCode::SUCCESS,
     }
+}
+
+/// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
+pub fn print_own_error(error: &dyn Display) {
+    let text = format!("error: {error}");
+    let lines = text.lines().map(|line| format!("{OWN_PREFIX}{line}\n"));
+    write_whole(&lines.collect::<String>());
+}
+
+/// Writes `error: …` to stderr.
+pub fn print_error(error: &dyn Display) {
+    write_whole(&format!("error: {error}\n"));
+}
+
+/// The same, and the exit code of a program that ends with it.
+pub(super) fn fail(error: &dyn Display, exit_code: u8) -> ExitCode {
+    print_error(error);
+    ExitCode::from(exit_code)
+}
+
+/// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.
+/// Nothing is left to do when that fails.
+fn write_whole(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }

@@ -1,8 +1,6 @@
 //! Everything that can go wrong before the agent takes over, with its exit code.
 
-use std::io::Write as _;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_proto::exit;
@@ -229,33 +227,6 @@ fn hint_of(error: &std::io::Error) -> &'static str {
         Some(code) if code == Errno::EMFILE as i32 => "\n  hint: check `ulimit -n`",
         _ => "",
     }
-}
-
-/// What each line of the launcher's own begins with, which may stand among its workers'.
-pub const OWN_PREFIX: &str = "[ddp-run] ";
-
-/// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
-pub fn print_own_error(error: &dyn std::fmt::Display) {
-    let text = format!("error: {error}");
-    let lines = text.lines().map(|line| format!("{OWN_PREFIX}{line}\n"));
-    write_whole(&lines.collect::<String>());
-}
-
-/// Writes `error: …` to stderr.
-pub fn print_error(error: &dyn std::fmt::Display) {
-    write_whole(&format!("error: {error}\n"));
-}
-
-/// The same, and the exit code of a program that ends with it.
-pub(super) fn fail(error: &dyn std::fmt::Display, exit_code: u8) -> ExitCode {
-    print_error(error);
-    ExitCode::from(exit_code)
-}
-
-/// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.
-/// Nothing is left to do when that fails.
-fn write_whole(text: &str) {
-    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 #[cfg(test)]

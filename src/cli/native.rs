@@ -12,7 +12,7 @@ use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
 use ddp_worker::config::{self, Located, Resume};
-pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
+pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
@@ -26,9 +26,10 @@ use ddp_worker::session::{MemoryStore, Session, SessionError};
 pub use ddp_worker::train::{Advice, Candidate, Comparison, Estimate, FoundLayout, LayoutSearch, Machines};
 use ddp_worker::train::{TrainError, check_initial_weights, pipeline_plan, run_worker};
 
-use super::error::{CliError, fail};
+use super::answer::fail;
+use super::error::CliError;
 use super::interrupts::Interrupts;
-use super::{init_tracing, limits};
+use super::{init_tracing, machine::limits};
 
 /// What a worker says without `RUST_LOG`: a communicator that is given up leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
@@ -189,7 +190,7 @@ fn load(file: &Path, overrides: &[String]) -> Result<Located, CliError> {
     config::load_located(file, overrides).map_err(|error| CliError::Config(error.to_string()))
 }
 
-/// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::target::Target::command`] writes them.
+/// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::launch::target::Target::command`] writes them.
 pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
     init_tracing(WORKER_EVENTS);
     // Without it, tools show the number of the descriptor that was executed. Nothing depends on it.

@@ -16,9 +16,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
 use super::answer;
-use super::error::{CliError, fail};
-use super::host::RESOLVE_TIMEOUT;
-use super::limits;
+use super::answer::fail;
+use super::error::CliError;
+use super::launch::host::RESOLVE_TIMEOUT;
+use super::machine::limits;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ddp_launcher::{NodeRange, PrefixTemplate};
 use ddp_proto::ports::{BadPortRange, PortRange};
 
-use super::numa::Binding;
+use super::machine::numa::Binding;
 
 /// Port of a rendezvous endpoint that names none, as torchrun.
 pub const DEFAULT_PORT: u16 = 29_400;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
 
-use super::unnamed::is_unnamed;
+/// Name of a job of several nodes whose nodes were given none, as with torchrun.
+pub const DEFAULT_JOB_ID: &str = "none";
 
 /// Settings of one daemon. [`Config::default`] is right for production.
 #[derive(Clone, Debug)]
@@ -140,15 +141,6 @@ impl Default for KvLimits {
 }
 
 impl Config {
-    /// What a job is called here. A daemon that serves one job only, which has no name, takes any other without a name
-    /// for the same: its nodes may have been given other arguments, and where they meet says that they are one.
-    pub(super) fn name_of(&self, job: String) -> String {
-        match &self.only_job {
-            Some(owner) if is_unnamed(owner) && is_unnamed(&job) => owner.clone(),
-            _ => job,
-        }
-    }
-
     /// Why `job` is not served here; none if it is.
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;

@@ -49,16 +49,7 @@ impl Job {
         } else {
             words.push_str("; pausing before the restart");
         }
-        if let Some(lookalike) = self.lookalike_words() {
-            words.push_str("\n  ");
-            words.push_str(lookalike);
-        }
         words
-    }
-
-    fn lookalike_words(&self) -> Option<&str> {
-        let lookalike = self.lookalike.as_ref().filter(|_| self.generation == 0);
-        lookalike.map(|lookalike| lookalike.words.as_str())
     }
 
     /// How long more nodes are waited for; `default` if the job does not say.
@@ -184,7 +175,6 @@ impl Job {
                 .map(|member| member.hostname.as_str())
                 .collect(),
             missing_ranks: ranks::missing_ranks(&candidates, min),
-            lookalike: self.lookalike_words(),
             min,
             max,
         }

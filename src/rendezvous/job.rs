@@ -20,7 +20,6 @@ use super::record::Record;
 use super::recovery::Recovery;
 use super::silence::{Excuse, Progress};
 use super::size::RankLimits;
-use super::unnamed::Lookalike;
 use super::words;
 
 /// One job at the daemon.
@@ -55,7 +54,6 @@ pub(super) struct Job {
     pub(super) earlier: Option<Record>,
     /// Members of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Member>,
-    pub(super) lookalike: Option<Lookalike>,
     /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
     pub(super) patience: Duration,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
@@ -192,7 +190,6 @@ impl Job {
             }),
             earlier: None,
             previous: Vec::new(),
-            lookalike: None,
             patience: Duration::ZERO,
             rank_limits: RankLimits::default(),
             failures: Failures::default(),

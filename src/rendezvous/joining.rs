@@ -6,12 +6,11 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
 
-use super::config::Config;
-use super::difference::disagreement;
+use super::config::{Config, DEFAULT_JOB_ID};
+use super::difference::{between_jobs, disagreement};
 use super::event::{ConnId, Peer, Turn};
 use super::failures::tell;
 use super::job::{Job, Node, Phase, Readiness, Speech};
-use super::unnamed::is_unnamed;
 use super::words;
 
 /// Version of the protocol that this daemon speaks.
@@ -135,7 +134,10 @@ impl Job {
         if let Some(reason) = other.and_then(|(_, node)| disagreement(&self.id, &node.join, &joining.join)) {
             return Err((Code::Disagree, reason));
         }
-        if let Some(reason) = self.mistaken_for(joining) {
+        if let Some(reason) = self
+            .met_by_chance(turn.config, joining)
+            .or_else(|| self.mistaken_for(joining))
+        {
             return Err((Code::Disagree, reason));
         }
         let Some(asked) = joining.join.node_rank else {
@@ -200,13 +202,28 @@ impl Job {
         }
     }
 
+    /// Nodes without `--rdzv-id` at a daemon of any jobs that run the same program with other arguments: those of one
+    /// job may differ in them, but these are more likely two jobs.
+    fn met_by_chance(&self, config: &Config, joining: &Joining) -> Option<String> {
+        if config.only_job.is_some() || self.id != DEFAULT_JOB_ID {
+            return None;
+        }
+        let join = &joining.join;
+        let mut others = self.nodes.iter().filter(|(id, _)| **id != joining.incarnation);
+        let (_, other) = others.find(|(_, node)| node.join.job_description != join.job_description)?;
+        Some(format!(
+            "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give each job its own `--rdzv-id`",
+            between_jobs(&other.join, join)
+        ))
+    }
+
     /// A newcomer to a full job of fixed size that has no name, or one node: more likely a node of another
     /// job than a spare, which would report success without having run.
     fn mistaken_for(&self, joining: &Joining) -> Option<String> {
         let join = &joining.join;
         let known = self.nodes.contains_key(&joining.incarnation) || joining.generation > 0;
         let fixed = join.min_nodes == join.max_nodes;
-        let may_have_spares = join.max_nodes > 1 && !is_unnamed(&self.id);
+        let may_have_spares = join.max_nodes > 1 && self.id != DEFAULT_JOB_ID;
         if may_have_spares || self.generation == 0 || known || !fixed {
             return None;
         }

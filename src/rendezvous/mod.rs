@@ -21,7 +21,6 @@
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `scale` | growing and shrinking | nodes that come to a job that runs, and nodes that leave it |
-//! | `unnamed` | jobs without a name | how they are told apart |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
@@ -59,15 +58,13 @@ mod size;
 mod state;
 #[cfg(test)]
 mod tests;
-mod unnamed;
 mod witnesses;
 mod words;
 
-pub use config::{Config, KvLimits};
+pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
 pub use incoming::listen;
 pub use ledger::{Ledger, LedgerError};
 pub use record::Record;
 pub use server::{ServeError, serve};
 pub use state::{State, apply};
-pub use unnamed::{DEFAULT_JOB_ID, unnamed_job_id};

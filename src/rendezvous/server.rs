@@ -171,23 +171,15 @@ impl Rendezvous for Service {
             .send(Request::Opened(conn, agent))
             .await
             .map_err(|_| Status::unavailable("the rendezvous daemon is stopping"))?;
-        let config = self.config.clone();
-        let messages_in = request.into_inner().map(move |message| {
-            message.map(|message: AgentMessage| AgentMessage {
-                job_id: config.name_of(message.job_id),
-                ..message
-            })
-        });
+        let messages_in = request.into_inner();
         let join_wait = self.config.join_wait;
         tokio::spawn(pump(conn, peer, messages_in, self.requests.clone(), join_wait));
         Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
-        let mut request = request.into_inner();
-        request.job_id = self.config.name_of(request.job_id);
         let (answer, result) = oneshot::channel();
-        self.ask(Request::KvPut(request, answer), result)
+        self.ask(Request::KvPut(request.into_inner(), answer), result)
             .await?
             .map_err(|error| status(&error))?;
         Ok(Response::new(KvPutReply {}))
@@ -195,7 +187,6 @@ impl Rendezvous for Service {
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
         let mut request = request.into_inner();
-        request.job_id = self.config.name_of(request.job_id);
         request.timeout_ms = request
             .timeout_ms
             .min(u32::try_from(self.config.kv.wait.as_millis()).unwrap_or(u32::MAX));
@@ -210,7 +201,7 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let job = self.config.name_of(request.into_inner().job_id);
+        let job = request.into_inner().job_id;
         if let Some(reason) = self.config.refuses(&job) {
             return Err(Status::failed_precondition(reason));
         }

@@ -13,7 +13,6 @@ use super::hearing::Hearing;
 use super::job::{Job, Phase, Speech};
 use super::joining::Joining;
 use super::record::{Record, Stage};
-use super::unnamed;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
@@ -183,7 +182,6 @@ impl Daemon<'_> {
             incarnation,
         } = speaker;
         if let Body::Join(join) = body {
-            let came = join.clone();
             self.join(
                 turn,
                 &job_id,
@@ -196,7 +194,6 @@ impl Daemon<'_> {
                     join,
                 },
             );
-            unnamed::point_out(turn, self.jobs, &job_id, &came);
             self.forget(turn, &job_id);
             return;
         }

@@ -3,14 +3,9 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{Join, WorkerExit};
+use ddp_proto::rendezvous::WorkerExit;
 use ddp_proto::words::{counted, numbered};
 
-use super::difference::between_jobs;
-use super::kv::clip;
-
-/// Longest part of a description that is quoted.
-const QUOTE_BYTES: usize = 160;
 /// Most hosts that are named one by one.
 const MAX_NAMED: usize = 8;
 
@@ -185,8 +180,6 @@ pub(super) struct TimedOut<'a> {
     /// Hosts of the last generation that are gone.
     pub(super) gone: Vec<&'a str>,
     pub(super) missing_ranks: Vec<u32>,
-    /// [`lookalike`]
-    pub(super) lookalike: Option<&'a str>,
     pub(super) min: u32,
     pub(super) max: u32,
 }
@@ -219,25 +212,11 @@ impl TimedOut<'_> {
         if !details.is_empty() {
             let _ = write!(words, " ({})", details.join("; "));
         }
-        if let Some(lookalike) = self.lookalike {
-            words.push_str("\n  ");
-            words.push_str(lookalike);
-        }
         words.push_str(
             "\n  hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`",
         );
         words
     }
-}
-
-/// Another job without a name that waits as well, and in what it differs.
-pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
-    let what = between_jobs(here, there);
-    format!(
-        "note: another job without `--rdzv-id` is waiting here too, `{}`: {what}; nodes without `--rdzv-id` form \
-         one job only if their targets, arguments and flags are the same",
-        clip(other_id, QUOTE_BYTES)
-    )
 }
 
 #[cfg(test)]
@@ -299,7 +278,6 @@ mod tests {
             stopping: vec![],
             gone: vec![],
             missing_ranks: vec![1, 3],
-            lookalike: None,
             min: 4,
             max: 4,
         };

@@ -354,6 +354,67 @@ fn a_dry_run_says_where_variables_of_the_workers_come_from() {
 }
 
 #[test]
+fn a_dry_run_has_a_row_for_each_setting_that_is_given() {
+    let dir = temp_dir();
+    let yaml = dir.path().join("launch.yaml");
+    let config = fs::read_to_string(repository("examples/single-node/train.yaml")).expect("there");
+    let data = repository("examples/data").display().to_string();
+    let config = config.replace("../data", &data) + "\nlaunch: {signal_scope: rank}\n";
+    fs::write(&yaml, config).expect("writable");
+    let finished = launch()
+        .nproc(1)
+        .words(&[
+            "--dry-run",
+            "--redirects",
+            "0:1",
+            "--redirects=0:3",
+            "--hang-timeout",
+            "5",
+        ])
+        .env("PET_HANG_TIMEOUT", "7")
+        .env("PET_FORWARD_SIGNALS", "USR1,SIGUSR2")
+        .target(yaml)
+        .run();
+    let rows = finished.expect_exit(0).stdout();
+    let row = |name: &str| {
+        let row = rows.iter().find(|line| line.trim_start().starts_with(name));
+        row.map(|row| {
+            row.split("  ")
+                .map(str::trim)
+                .filter(|cell| !cell.is_empty())
+                .collect::<Vec<_>>()
+                .join(" | ")
+        })
+    };
+    assert_eq!(
+        row("redirects").as_deref(),
+        Some("redirects | 0:3 | command line")
+    );
+    assert_eq!(
+        row("hang_timeout").as_deref(),
+        Some("hang_timeout | 5 | command line")
+    );
+    assert_eq!(
+        row("forward_signals").as_deref(),
+        Some("forward_signals | USR1,SIGUSR2 | PET_FORWARD_SIGNALS")
+    );
+    let scope = row("signal_scope").expect("a row");
+    assert!(scope.starts_with("signal_scope | rank | `launch` of "), "{scope}");
+}
+
+#[test]
+fn a_command_of_ddp_train_leads_there() {
+    for words in [&["doctor"][..], &["--dry-run", "ckpt", "inspect"]] {
+        launch()
+            .words(words)
+            .run()
+            .expect_exit(2)
+            .expect_stderr("is a command of `ddp-train`, and no program has this name")
+            .expect_stderr("hint: `ddp-train ");
+    }
+}
+
+#[test]
 fn a_dry_run_says_that_the_program_is_missing() {
     launch()
         .words(&["--dry-run"])

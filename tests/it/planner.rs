@@ -112,6 +112,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
     model           llama 80 × 8192, 68,976,648,192 parameters
     ranks           64 = 8 nodes × 8
     device          h100, by its data sheet; 72.6 GiB of 74.5 GiB for training; 989 TFLOP/s, of which training reaches 0.4
+    precision       bf16
     bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
     global batch    128 samples = 1,048,576 tokens (64 ranks × 1 micro-batch × 2 samples of 8,192 tokens)
     arithmetic      444 GFLOP per token, 7283 TFLOP per rank and step

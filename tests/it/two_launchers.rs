@@ -89,29 +89,26 @@ fn until(done: &std::path::Path) -> Launch {
 }
 
 #[test]
-fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
+fn two_jobs_that_nobody_named_are_refused_by_what_differs() {
     let daemon = Daemon::start();
     let node = |job: &str| {
         launch()
             .flag("--nnodes", "2")
             .flag("--rdzv-endpoint", &daemon.endpoint)
             .flag("--rdzv-conf", "is_host=false")
-            .nproc(2)
-            .shell(&format!("echo {job} has $RANK of $WORLD_SIZE"))
+            .shell(&format!("echo {job} $TORCHELASTIC_RUN_ID"))
     };
     let mut first = node("one").start();
     first.wait_for("waiting for 1 more");
-    let mut second = node("two").start();
-    second.wait_for("waiting for 1 more");
-    // Each gets a message about the other, in case they were meant as one.
-    first.wait_for("another job without `--rdzv-id` is waiting here too");
-    let (third, fourth) = (node("two").start(), node("one").start());
-    for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {
-        let said = nodes.map(|node| node.finish().expect_exit(0).stdout().join("\n"));
-        for rank in 0..4 {
-            let line = format!("{job} has {rank} of 4");
-            assert_eq!(said.join("\n").matches(&line).count(), 1, "{line} in {said:?}");
-        }
+    for refused in [node("two").run(), first.finish()] {
+        refused
+            .expect_exit(76)
+            .expect_stderr("two jobs without `--rdzv-id` meet at one rendezvous: `arguments` is `-c echo one")
+            .expect_stderr("hint: give each job its own `--rdzv-id`");
+    }
+    let alike = [node("three").start(), node("three").start()];
+    for node in alike {
+        node.finish().expect_exit(0).expect_stdout("three none");
     }
     daemon.stop().expect_exit(0);
 }
@@ -141,29 +138,6 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     std::fs::write(&done, "").expect("writable");
     for node in first {
         node.finish().expect_exit(0);
-    }
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
-fn four_nodes_of_two_unnamed_jobs_that_start_at_the_same_moment_find_their_own() {
-    let daemon = Daemon::start();
-    let node = |job: &str| {
-        launch()
-            .flag("--nnodes", "2")
-            .flag("--rdzv-endpoint", &daemon.endpoint)
-            .flag("--rdzv-conf", "is_host=false")
-            .nproc(2)
-            .shell(&format!("echo job {job}; {PLACE}"))
-            .start()
-    };
-    let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
-    let nodes = nodes.map(|(job, node)| (job, node.finish()));
-    for job in ["a", "b"] {
-        let own = nodes.iter().filter(|(of, _)| *of == job).map(|(_, node)| node);
-        let all: BTreeSet<String> = own.flat_map(places).collect();
-        let whole = ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"];
-        assert_eq!(all, whole.map(str::to_owned).into(), "job {job}");
     }
     daemon.stop().expect_exit(0);
 }

@@ -118,11 +118,11 @@ fn only_one_file_calls_the_training_of_the_worker() {
     // Commands about files of the worker, which no training has to do with.
     let knows_only_files = |path: &str, code: &str| {
         let known = [
-            ("src/cli/ckpt/", "checkpoint"),
-            ("src/cli/inference/", "inference"),
-            ("src/cli/plot.rs", "metrics"),
-            ("src/cli/schedule/", "parallel::pipeline"),
-            ("src/cli/tokenize/", "tokenize"),
+            ("src/cli/train/ckpt/", "checkpoint"),
+            ("src/cli/train/inference/", "inference"),
+            ("src/cli/train/plot.rs", "metrics"),
+            ("src/cli/train/schedule.rs", "parallel::pipeline"),
+            ("src/cli/train/tokenize.rs", "tokenize"),
         ];
         known.iter().any(|(folder, module)| {
             let known = code.matches(&format!("ddp_worker::{module}::")).count();

@@ -14,14 +14,14 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 63_200;
+const LINES: usize = 63_140;
 /// Files of `worker/src`.
 const WORKER_FILES: usize = 250;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
 /// wires.
-const SHORT_FILES: [&str; 19] = [
+const SHORT_FILES: [&str; 17] = [
     "launcher/src/agent/place.rs",
     "launcher/src/output/progress.rs",
     "launcher/src/output/terminal.rs",
@@ -30,8 +30,6 @@ const SHORT_FILES: [&str; 19] = [
     "src/bin/ddp-rendezvous.rs",
     "src/bin/ddp-run.rs",
     "src/bin/ddp-train.rs",
-    "src/cli/answer.rs",
-    "src/cli/tokenize/bar.rs",
     "worker/src/ops/cuda/cast.cu",
     "worker/src/ops/cuda/dropout.cu",
     "worker/src/ops/cuda/elementwise.cuh",
@@ -45,7 +43,7 @@ const SHORT_FILES: [&str; 19] = [
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
-const CROWDED_FOLDERS: usize = 5;
+const CROWDED_FOLDERS: usize = 3;
 
 /// A file of the product.
 #[derive(Debug)]

@@ -1,0 +1,292 @@
+//! The layers of settings laid upon each other, and what must hold between settings.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use ddp_launcher::NodeRange;
+
+use super::args::ParsedArgs;
+use super::settings::{Settings, variable};
+use super::target::{Target, TargetKind, in_path};
+use super::{host, scheduler};
+use crate::cli::error::CliError;
+use crate::cli::native::Validated;
+use crate::cli::train;
+use crate::cli::values::{self, Endpoint, ProcCount};
+
+/// Where the value of a setting comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A flag.
+    CommandLine,
+    /// `PET_<NAME>`
+    Variable(String),
+    /// The `launch` section of the target.
+    Yaml(PathBuf),
+    /// A variable of Slurm's or Kubernetes'.
+    Scheduler(&'static str),
+    /// No setting said anything.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CommandLine => f.write_str("command line"),
+            Self::Variable(name) => f.write_str(name),
+            Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
+            Self::Scheduler(variable) => f.write_str(variable),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// A setting that was given.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// As the YAML spells it.
+    pub name: &'static str,
+    /// Its value in the words of the source.
+    pub words: String,
+    /// Where it comes from.
+    pub source: Source,
+}
+
+/// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a
+/// script to Python.
+pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliError> {
+    let asked = |flag: Option<bool>, variable: Option<bool>| flag.or(variable).unwrap_or(false);
+    let module = asked(args.settings.module, variables.module);
+    let no_python = asked(args.settings.no_python, variables.no_python);
+    match (module, no_python) {
+        (true, true) => Err(CliError::Conflict {
+            problem: "`--module` and `--no-python` exclude each other".to_owned(),
+            hint: "a module is run by Python".to_owned(),
+        }),
+        (true, false) => Ok(TargetKind::Module),
+        (false, true) => Ok(TargetKind::Program),
+        (false, false) if Path::new(&args.target).join("__main__.py").is_file() => Ok(TargetKind::Python),
+        (false, false) => Ok(TargetKind::of(&args.target)),
+    }
+}
+
+/// All layers in one, and which layer each setting comes from. `config` is the target's, if it has one.
+pub fn layers(
+    typed: Settings,
+    variables: Settings,
+    target: &Target,
+    config: Option<&Validated>,
+    get_env: &impl Fn(&str) -> Option<String>,
+) -> Result<(Settings, Vec<Given>), CliError> {
+    let mut given = Vec::<Given>::new();
+    let mut note = |layer: &Settings, source: &dyn Fn(&str) -> Source| {
+        for name in layer.given() {
+            if given.iter().all(|known| known.name != name) {
+                given.push(Given {
+                    name,
+                    words: layer.words.get(name).cloned().unwrap_or_default(),
+                    source: source(name),
+                });
+            }
+        }
+    };
+    let mut settings = below(&Settings::default(), typed);
+    note(&settings, &|_| Source::CommandLine);
+    let layer = below(&settings, variables);
+    note(&layer, &|name| {
+        Source::Variable(variable(name, get_env).map_or_else(String::new, |(variable, _)| variable))
+    });
+    settings = settings.or(layer);
+    if let Some(text) = &target.yaml {
+        let file = Path::new(&target.name);
+        let layer = below(&settings, Settings::from_yaml(file, text)?);
+        note(&layer, &|_| Source::Yaml(file.to_owned()));
+        settings = settings.or(layer);
+    }
+    let resumes_by_id = config.is_some_and(Validated::resumes_by_id);
+    let layer = scheduler::layer(&settings, resumes_by_id, get_env)?;
+    note(&layer.settings, &|name| {
+        Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
+    });
+    if let Some(words) = &layer.unused {
+        eprintln!("[ddp-run] {words}");
+    }
+    settings = settings.or(layer.settings);
+    meet_at_master(&mut settings, &mut given);
+    warn_of_ignored(&settings);
+    warn_of_foreign_address(&settings);
+    Ok((settings, given))
+}
+
+/// What `layer` still says below the `upper` ones: with `--standalone` there are no other nodes, unless a
+/// layer above it has.
+fn below(upper: &Settings, layer: Settings) -> Settings {
+    let alone = upper.standalone.or(layer.standalone) == Some(true);
+    if !alone {
+        return layer;
+    }
+    if upper.standalone.is_none() && asks_for_others(upper).is_some() {
+        return Settings {
+            standalone: None,
+            ..layer
+        };
+    }
+    Settings {
+        nnodes: None,
+        rdzv_endpoint: None,
+        node_rank: None,
+        ..layer
+    }
+}
+
+/// What in these settings makes no sense for one node with a rendezvous of its own, in words; none if all does.
+fn asks_for_others(settings: &Settings) -> Option<&'static str> {
+    let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
+    let meeting = settings.rdzv_endpoint.as_ref();
+    if several {
+        Some("`--nnodes` asks for several nodes")
+    } else if meeting.is_some_and(|endpoint| endpoint.port != 0) {
+        Some("`--rdzv-endpoint` names a rendezvous")
+    } else {
+        None
+    }
+}
+
+/// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's
+/// `static`.
+fn meet_at_master(settings: &mut Settings, given: &mut Vec<Given>) {
+    let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
+    if let (true, None, Some(host)) = (several, &settings.rdzv_endpoint, &settings.master_addr) {
+        settings.rdzv_endpoint = Some(Endpoint {
+            host: host.clone(),
+            port: settings.master_port.take().unwrap_or(values::DEFAULT_PORT),
+        });
+        settings.master_addr = None;
+        given.retain(|setting| setting.name != "master_port");
+        for setting in given.iter_mut().filter(|setting| setting.name == "master_addr") {
+            setting.name = "rdzv_endpoint";
+        }
+    }
+}
+
+/// Flags that are taken for the sake of torchrun's users, and change nothing.
+fn warn_of_ignored(settings: &Settings) {
+    let ignored = [
+        (settings.start_method.is_some(), "--start-method"),
+        (settings.run_path == Some(true), "--run-path"),
+        (settings.use_env == Some(true), "--use-env"),
+        (settings.logs_specs.is_some(), "--logs-specs"),
+    ];
+    for key in settings.rdzv_conf.iter().flat_map(|conf| &conf.ignored) {
+        eprintln!(
+            "[ddp-run] ignored `--rdzv-conf {key}`: it has no effect here; known keys are {}",
+            values::RDZV_CONF_KEYS
+        );
+    }
+    for (_, flag) in ignored.iter().filter(|(given, _)| *given) {
+        eprintln!("[ddp-run] ignored `{flag}`: it has no effect here");
+    }
+}
+
+/// An address that this machine does not have is right behind address translation only; a mistake shows late, in the
+/// workers of other nodes.
+fn warn_of_foreign_address(settings: &Settings) {
+    let Some(address) = &settings.local_addr else {
+        return;
+    };
+    if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
+        eprintln!(
+            "[ddp-run] `--local-addr {address}` is not an address of this machine; sending it to the other nodes anyway"
+        );
+    }
+}
+
+/// Settings that make no sense for the target.
+pub fn check_target(
+    target: &Target,
+    settings: &Settings,
+    get_env: &impl Fn(&str) -> Option<String>,
+) -> Result<(), CliError> {
+    let name = target.name.to_string_lossy();
+    if target.kind == TargetKind::Program
+        && train::command().find_subcommand(&*name).is_some()
+        && in_path(&[&name], get_env).is_none()
+    {
+        return Err(CliError::Conflict {
+            problem: format!("`{name}` is a command of `ddp-train`, and no program has this name"),
+            hint: format!("`ddp-train {name}`"),
+        });
+    }
+    if target.kind != TargetKind::Native {
+        return Ok(());
+    }
+    if settings.nproc_per_node == Some(ProcCount::Xpu) {
+        return Err(CliError::Conflict {
+            problem: "`--nproc-per-node xpu` needs a program: the native worker has no XPU backend"
+                .to_owned(),
+            hint: "use CPU cores (`cpu`) or NVIDIA GPUs (`gpu`)".to_owned(),
+        });
+    }
+    if settings.virtual_local_rank == Some(true) {
+        return Err(CliError::Conflict {
+            problem:
+                "`--virtual-local-rank` needs a program: the native worker chooses its GPU by its local rank"
+                    .to_owned(),
+            hint: "omit the flag".to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// `--standalone` beats what the layers below it say of several nodes, but a command line that asks for
+/// both is a mistake.
+pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
+    let Some(other) = asks_for_others(typed) else {
+        return Ok(());
+    };
+    if typed.standalone != Some(true) {
+        return Ok(());
+    }
+    Err(CliError::Conflict {
+        problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
+        hint: "omit one of the two flags".to_owned(),
+    })
+}
+
+/// Several nodes need a place to meet, and their ranks must be below their number.
+pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
+    if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
+        let job = match nodes.min {
+            min if min == nodes.max => format!("{min} nodes need"),
+            min => format!("a job of {min} to {} nodes needs", nodes.max),
+        };
+        return Err(CliError::Conflict {
+            problem: format!("{job} a rendezvous, but `--rdzv-endpoint` is not set"),
+            hint: format!(
+                "give the address of one node on all nodes: `--rdzv-endpoint node0:{}`",
+                values::DEFAULT_PORT
+            ),
+        });
+    }
+    if let (true, Some(endpoint)) = (nodes.max > 1, &settings.rdzv_endpoint)
+        && endpoint.port == 0
+    {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "`--rdzv-endpoint {endpoint}` picks a free port, so {} nodes cannot find each other",
+                nodes.max
+            ),
+            hint: "give a port on all nodes; port 0 is for jobs of one node".to_owned(),
+        });
+    }
+    match settings.node_rank {
+        Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
+            problem: format!(
+                "`--node-rank {rank}` is out of range: `--nnodes` allows at most {}",
+                nodes.max
+            ),
+            hint: format!("node ranks run from 0 to {}", nodes.max - 1),
+        }),
+        _ => Ok(()),
+    }
+}

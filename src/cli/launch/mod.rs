@@ -1,0 +1,255 @@
+//! `ddp-run`: guardian, plan, hosting, agent — in that order — and the exit code.
+//!
+//! | module | what it does | what it must not do |
+//! |---|---|---|
+//! | [`args`] | stage one: the flags as typed, each value checked alone | any I/O |
+//! | [`streams`] | parsers of signals, words and streams | any I/O |
+//! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
+//! | [`layers`], [`plan`] | stage two: layers and defaults become a [`LaunchPlan`] | bind or connect |
+//! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
+//! | [`target`] | kinds of target, and their command | |
+//! | [`agreement`] | what all nodes of a job must agree on, as a hash and in words | any I/O |
+//! | [`dry_run`] | shows a plan and where each value comes from | |
+//! | [`host`] | who hosts the daemon | run it |
+
+pub mod agreement;
+pub mod args;
+pub mod dry_run;
+pub mod host;
+pub mod layers;
+pub mod output;
+pub mod plan;
+pub mod scheduler;
+pub mod settings;
+pub mod streams;
+pub mod target;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ddp_launcher::{Guardian, LaunchPlan};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::cli::answer::{OWN_PREFIX, print_own_error};
+use crate::cli::error::CliError;
+use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
+use crate::cli::machine::limits;
+use crate::cli::{answer, init_tracing, native};
+use crate::rendezvous;
+use args::ParsedArgs;
+use host::HostFacts;
+use plan::Launch;
+use target::{SelfExe, WORKER_SUBCOMMAND};
+
+/// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
+/// are told nowhere else.
+const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::incoming=warn";
+
+/// Longest wait for the embedded daemon beyond its own drain.
+const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
+
+/// Main of `ddp-run`. Must be called before any thread exists, because the guardian is forked.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    let first = argv.get(1).and_then(|word| word.to_str());
+    match first {
+        Some(WORKER_SUBCOMMAND) => return native::worker_main(argv.into_iter().skip(2)),
+        Some(GPU_PROBE_SUBCOMMAND) => return hardware::probe_gpus(),
+        _ => {}
+    }
+    if let Err(error) = limits::check_stack() {
+        return fail(&error);
+    }
+    if let Some(shell) = args::completions(&argv) {
+        return answer::completions(shell, args::command());
+    }
+    let args = match args::parse(argv) {
+        Ok(args) => args,
+        Err(words) => return answer::instead_of_arguments(&words, OWN_PREFIX),
+    };
+    if args.dry_run {
+        return show(args);
+    }
+    if let Err(error) = limits::check_open_files() {
+        return fail(&error);
+    }
+    // As early as possible: whatever this process maps before, the guardian holds too.
+    let guardian = match Guardian::fork() {
+        Ok(guardian) => guardian,
+        Err(source) => {
+            return fail(&CliError::Machine {
+                what: "cannot fork the guardian of the workers",
+                source,
+            });
+        }
+    };
+    init_tracing(LAUNCHER_EVENTS);
+    match prepare(args) {
+        Ok(prepared) => run(prepared, guardian),
+        Err(error) => {
+            dismiss(guardian);
+            fail(&error)
+        }
+    }
+}
+
+/// `--dry-run`
+fn show(args: ParsedArgs) -> ExitCode {
+    let exe = match SelfExe::open() {
+        Ok(exe) => exe,
+        Err(error) => return fail(&error),
+    };
+    // Whether the workers' program is there is looked at while it is open.
+    match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
+        Ok(launch) => answer::give(dry_run::describe(&launch) + "\n"),
+        Err(error) => fail(&error),
+    }
+}
+
+fn fail(error: &CliError) -> ExitCode {
+    print_own_error(error);
+    ExitCode::from(error.exit_code())
+}
+
+/// No worker was started: the guardian has nothing to kill, and goes.
+fn dismiss(guardian: Guardian) {
+    if let Err(error) = guardian.shutdown() {
+        tracing::warn!(%error, "the guardian did not exit in time");
+    }
+}
+
+/// Everything that the agent needs, held together for as long as it runs.
+struct Prepared {
+    launch: Launch,
+    runtime: tokio::runtime::Runtime,
+    /// Workers of later generations are started from it.
+    exe: SelfExe,
+}
+
+fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
+    let exe = SelfExe::open()?;
+    let mut launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+    limits::raise_open_files(&mut launch.plan)?;
+    // One thread: the agent waits for events, and the launcher stays small.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| CliError::Machine {
+            what: "cannot start the event loop",
+            source,
+        })?;
+    Ok(Prepared { launch, runtime, exe })
+}
+
+fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
+    let Prepared { launch, runtime, exe } = prepared;
+    let code = runtime.block_on(async {
+        match start_daemon(&launch.host, launch.plan, guardian.launcher_id()).await {
+            Ok((plan, daemon)) => {
+                let outcome = ddp_launcher::run(plan, guardian).await;
+                if let Some(daemon) = daemon {
+                    daemon.finish().await;
+                }
+                ExitCode::from(outcome.exit_code)
+            }
+            Err(error) => {
+                dismiss(guardian);
+                fail(&error)
+            }
+        }
+    });
+    drop(exe);
+    code
+}
+
+async fn start_daemon(
+    facts: &HostFacts,
+    plan: LaunchPlan,
+    launcher_id: &str,
+) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
+    let hosting = host::resolve_host(facts).await?;
+    let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
+    let daemon = hosting.listener.map(start);
+    let plan = LaunchPlan {
+        endpoint: hosting.endpoint,
+        ..plan
+    };
+    Ok((plan, daemon))
+}
+
+/// The daemon in this process.
+struct Daemon {
+    task: tokio::task::JoinHandle<()>,
+    stop: oneshot::Sender<()>,
+    drain: Duration,
+}
+
+impl Daemon {
+    /// It ends with this job, so it takes no other.
+    fn start(listener: TcpListener, job_id: &str, launcher_id: &str) -> Self {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let config = rendezvous::Config {
+            only_job: Some(job_id.to_owned()),
+            host: Some(launcher_id.to_owned()),
+            ..rendezvous::Config::default()
+        };
+        let drain = config.drain + config.lease;
+        let task = tokio::spawn(async move {
+            let shutdown = async {
+                // A dropped sender means the same.
+                let _ = stopped.await;
+            };
+            if let Err(error) = rendezvous::serve(listener, config, None, shutdown).await {
+                tracing::error!(%error, "the embedded rendezvous ended");
+            }
+        });
+        Self { task, stop, drain }
+    }
+
+    /// Stays until every node has left, within the daemon's bounds: a node that fell silent may come for the verdict.
+    async fn finish(self) {
+        // The task may have ended already; then no receiver is left.
+        let _ = self.stop.send(());
+        // Cancel safe: whichever comes first, the process ends.
+        tokio::select! {
+            ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
+                tracing::warn!("the embedded rendezvous did not end in time");
+            },
+            () = interrupted() => tracing::warn!("interrupted before every node was told that the job has ended"),
+        }
+    }
+}
+
+/// SIGINT or SIGTERM, which the agent does not listen to any more; never, where they cannot be handled.
+async fn interrupted() {
+    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
+    let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
+        return std::future::pending().await;
+    };
+    // Cancel safe: a signal ends the process, so none is missed.
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::{Level, event_enabled, subscriber};
+    use tracing_subscriber::EnvFilter;
+
+    use super::*;
+
+    #[test]
+    fn errors_of_the_embedded_rendezvous_are_shown_and_its_decisions_are_not() {
+        let events = tracing_subscriber::fmt().with_env_filter(EnvFilter::new(LAUNCHER_EVENTS));
+        subscriber::with_default(events.finish(), || {
+            assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::server", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::incoming", Level::WARN));
+            assert!(!event_enabled!(target: "ddp_run::rendezvous::actor", Level::INFO));
+        });
+    }
+}

@@ -1,0 +1,190 @@
+//! What becomes of the workers' output: which of it is shown, what goes to files and where these are, and whether one
+//! worker has the terminal to itself.
+
+use std::collections::BTreeSet;
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
+
+use ddp_launcher::{OutputPlan, SignalPlan, StreamsByRank};
+use ddp_proto::words::{counted, numbered};
+use nix::sys::signal::Signal;
+
+use super::settings::Settings;
+use super::streams::{OutputStyle, Words};
+use crate::cli::answer::OWN_PREFIX;
+use crate::cli::error::CliError;
+
+/// What becomes of the output of this node's `workers`, of a job that is `alone` on it or not. Ranks that the settings
+/// name and there are not are said.
+pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<OutputPlan, CliError> {
+    let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
+    let output = OutputPlan {
+        redirects: settings.redirects.clone().unwrap_or_default(),
+        tee: settings.tee.clone().unwrap_or_default(),
+        local_ranks: settings.local_ranks_filter.clone(),
+        global_ranks: settings.global_ranks_filter.clone(),
+        prefix: settings.log_line_prefix_template.clone().unwrap_or_default(),
+        stdout_filters: words(&settings.duplicate_stdout_filters),
+        stderr_filters: words(&settings.duplicate_stderr_filters),
+        direct: false,
+        raw: settings.output == Some(OutputStyle::Raw),
+    };
+    if output.raw {
+        check_raw(
+            &output,
+            settings.log_dir.is_some(),
+            output.most_shown(workers, alone),
+        )?;
+    }
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("{OWN_PREFIX}{words}");
+    }
+    Ok(output)
+}
+
+/// `--output raw` is for one rank, whose bytes the launcher does not see.
+fn check_raw(output: &OutputPlan, has_log_dir: bool, shown: u32) -> Result<(), CliError> {
+    if has_log_dir || output.needs_files() {
+        return Err(CliError::Conflict {
+            problem:
+                "`--output raw` passes the output of a rank by the launcher, which cannot write it to files"
+                    .into(),
+            hint:
+                "omit `--log-dir`, `--redirects`, `--tee` and `--duplicate-…-filters`, or omit `--output raw`"
+                    .into(),
+        });
+    }
+    if shown > 1 {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "`--output raw` shows one rank, but up to {shown} ranks of this node would be shown"
+            ),
+            hint: "`--local-ranks-filter 0` shows local rank 0 only; or use `--nproc-per-node 1`".into(),
+        });
+    }
+    Ok(())
+}
+
+/// Where log files go, if there are any: where the settings say, or into the directory of the native run.
+pub fn log_dir(
+    settings: &Settings,
+    out_dir: Option<PathBuf>,
+    output: &OutputPlan,
+    new: NewLogs<'_>,
+) -> Result<Option<PathBuf>, CliError> {
+    let of_the_run = out_dir.filter(|_| !output.raw).map(|dir| dir.join("logs"));
+    match settings.log_dir.clone().or(of_the_run) {
+        Some(named) => absolute(named).map(Some),
+        None if output.needs_files() => new.directory().map(Some),
+        None => Ok(None),
+    }
+}
+
+/// A directory for log files that were asked for without a place.
+#[derive(Clone, Copy, Debug)]
+pub struct NewLogs<'a> {
+    /// Is part of its name.
+    pub job: &'a str,
+    /// It is only named, and not made.
+    pub dry_run: bool,
+}
+
+impl NewLogs<'_> {
+    /// As torchrun. It is new and only this user may read it, whatever other users of the machine have put beside it.
+    fn directory(self) -> Result<PathBuf, CliError> {
+        let parent = absolute(std::env::temp_dir())?;
+        let template = parent.join(format!("ddp-run-{}-XXXXXX", self.job));
+        if self.dry_run {
+            return Ok(template);
+        }
+        let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::TemporaryLogs {
+            path: parent,
+            source: errno.into(),
+        })?;
+        eprintln!("{OWN_PREFIX}log files are in `{}`", directory.display());
+        Ok(directory)
+    }
+}
+
+/// A worker that changes its directory still has to find its error file.
+fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
+    std::path::absolute(path).map_err(|source| CliError::Machine {
+        what: "cannot determine the directory for log files",
+        source,
+    })
+}
+
+/// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
+/// the output.
+pub fn hand_over_terminal(output: &mut OutputPlan, signals: &mut SignalPlan) {
+    let is_terminal = io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal();
+    output.direct = is_terminal && *output == OutputPlan::default();
+    let resized = Signal::SIGWINCH as i32;
+    if output.direct && !signals.stop.contains(&resized) && !signals.forward.contains(&resized) {
+        // The system tells only those whose terminal controls them.
+        signals.forward.push(resized);
+    }
+}
+
+/// Says, in a line for each flag, which of its ranks there are not. With several nodes the ranks of the job are unknown
+/// before they have met: their numbers of workers may differ.
+fn words_on_absent_ranks(output: &OutputPlan, workers: u32, alone: bool) -> Vec<String> {
+    let listed = |streams: &StreamsByRank| match streams {
+        StreamsByRank::All(_) => BTreeSet::new(),
+        StreamsByRank::Listed(sets) => sets.keys().copied().collect(),
+    };
+    let local = |ranks: &Option<BTreeSet<u32>>| ranks.clone().unwrap_or_default();
+    let global = local(&output.global_ranks);
+    let flags = [
+        ("--local-ranks-filter", "local rank", local(&output.local_ranks)),
+        (
+            "--global-ranks-filter",
+            "rank",
+            if alone { global } else { BTreeSet::new() },
+        ),
+        ("--redirects", "local rank", listed(&output.redirects)),
+        ("--tee", "local rank", listed(&output.tee)),
+    ];
+    let words = |(flag, what, ranks): &(&str, &str, BTreeSet<u32>)| {
+        let absent: Vec<u32> = ranks.range(workers..).copied().collect();
+        (!absent.is_empty()).then(|| {
+            format!(
+                "`{flag}` names {}, but this node has {}, counted from 0",
+                numbered(what, &absent),
+                counted(workers, "worker")
+            )
+        })
+    };
+    flags.iter().filter_map(words).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use ddp_launcher::StreamSet;
+
+    use super::*;
+
+    #[test]
+    fn ranks_that_are_not_there_are_named() {
+        let both = StreamSet {
+            stdout: true,
+            stderr: true,
+        };
+        let output = OutputPlan {
+            redirects: StreamsByRank::Listed(BTreeMap::from([(0, both), (7, both)])),
+            tee: StreamsByRank::All(both),
+            local_ranks: Some(BTreeSet::from([1, 5, 6])),
+            global_ranks: Some(BTreeSet::from([2])),
+            ..OutputPlan::default()
+        };
+        insta::assert_snapshot!(words_on_absent_ranks(&output, 2, true).join("\n"), @r"
+        `--local-ranks-filter` names local ranks 5, 6, but this node has 2 workers, counted from 0
+        `--global-ranks-filter` names rank 2, but this node has 2 workers, counted from 0
+        `--redirects` names local rank 7, but this node has 2 workers, counted from 0
+        ");
+        assert_eq!(words_on_absent_ranks(&output, 8, true), [""; 0]);
+        assert_eq!(words_on_absent_ranks(&output, 2, false).len(), 2);
+    }
+}

@@ -1,0 +1,551 @@
+//! Stage two: settings from all layers become the plan of one agent, every default filled in.
+
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use ddp_launcher::{
+    CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of, signal_name,
+};
+use ddp_proto::ids::NodeRank;
+use ddp_proto::utc;
+use ddp_proto::words::counted;
+
+use super::agreement::AgreedSettings;
+use super::args::ParsedArgs;
+use super::host::HostFacts;
+use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
+use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
+use super::settings::Settings;
+use super::streams::Signals;
+use super::target::{SelfExe, Target, TargetKind, python};
+use crate::cli::error::CliError;
+use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
+use crate::cli::machine::numa::bind;
+use crate::cli::machine::topology::Topology;
+use crate::cli::native::{self, Backend, Validated};
+use crate::cli::values::{EventLog, ProcCount, RdzvConf};
+use crate::rendezvous::DEFAULT_JOB_ID;
+
+/// How long to wait for the other nodes, as torchrun.
+const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
+/// How long the daemon may be unreachable: nodes of one job rarely start further apart.
+const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
+/// How long the daemon may be unreachable while workers run.
+const OUTAGE_TIMEOUT: Duration = Duration::from_mins(10);
+/// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
+const MOST_COUNTS_TRIED: usize = 64;
+/// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
+const NO_AGENT_STORE: &str = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE";
+/// From SIGTERM to SIGKILL, as torchrun.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A launch that is fully decided, but for the port of a daemon of its own.
+#[derive(Debug)]
+pub struct Launch {
+    /// For the agent. Its `endpoint` is set when [`super::host::resolve_host`] has found it.
+    pub plan: LaunchPlan,
+    /// For [`super::host::resolve_host`].
+    pub host: HostFacts,
+    /// The settings that were given.
+    pub given: Vec<Given>,
+    /// What `plan` comes to for its first worker.
+    pub environment: Vec<Variable>,
+    /// The configuration of a native target: it and its data files are as the workers need them.
+    pub checked: Option<String>,
+    /// What the workers would refuse if all nodes had as many of them as this one, in words.
+    pub refusals: Vec<String>,
+}
+
+type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
+
+/// The target, and what all layers ask for.
+fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
+    refuse_standalone_with_nodes(&args.settings)?;
+    let variables = Settings::from_env(get_env)?;
+    let kind = kind(&args, &variables)?;
+    let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
+    let validated = validate(&target)?;
+    let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
+    check_nodes(nodes(&settings), &settings)?;
+    check_target(&target, &settings, get_env)?;
+    Ok((target, validated, settings, given))
+}
+
+/// As long as a node waits for the rendezvous at the start, or longer.
+fn outage_timeout(conf: &RdzvConf) -> Duration {
+    let at_the_start = conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
+    conf.outage_timeout.unwrap_or(OUTAGE_TIMEOUT.max(at_the_start))
+}
+
+fn nodes(settings: &Settings) -> NodeRange {
+    settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 })
+}
+
+/// Merges the layers, looks at the target and at the machine.
+pub fn resolve(
+    args: ParsedArgs,
+    get_env: impl Fn(&str) -> Option<String>,
+    exe: &SelfExe,
+) -> Result<Launch, CliError> {
+    let dry_run = args.dry_run;
+    let (target, validated, settings, given) = merge(args, &get_env)?;
+    let nodes = nodes(&settings);
+    let alone = nodes.max == 1;
+    let job = job(&settings, &target, validated.as_ref(), nodes);
+    let python = python(&get_env);
+    let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
+    let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    let mut output = output_plan(&settings, alone, workers)?;
+    check_ports(&settings, &target, alone, workers)?;
+    let mut signals = signals(&settings)?;
+    // Last of all that can fail: it writes.
+    let out_dir = claim_out_dir(validated.as_ref(), &job.id, alone && !dry_run)?;
+    let conf = settings.rdzv_conf.clone().unwrap_or_default();
+    let new_logs = NewLogs {
+        job: &job.id,
+        dry_run,
+    };
+    let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
+    let native = target.kind == TargetKind::Native;
+    if alone && workers == 1 && !native && log_dir.is_none() {
+        hand_over_terminal(&mut output, &mut signals);
+    }
+    let plan = LaunchPlan {
+        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.id)),
+        job_id: job.id,
+        endpoint: String::new(),
+        nodes,
+        node_rank: settings.node_rank.map(NodeRank),
+        workers,
+        max_restarts: job.max_restarts,
+        local_addr: settings.local_addr.clone(),
+        job_signature: job.signature,
+        job_description: job.description,
+        join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
+        last_call: conf.last_call_timeout,
+        hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
+        connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
+        outage_timeout: outage_timeout(&conf),
+        shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
+        log_dir,
+        progress_bar: native && !output.raw && io::stderr().is_terminal(),
+        output,
+        role: settings.role.clone().unwrap_or_else(|| "default".into()),
+        master_addr: settings.master_addr.clone(),
+        master_port: settings.master_port,
+        worker_ports: settings.worker_ports,
+        virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
+        signals,
+        cores,
+        event_log: event_log(&settings),
+        command: WorkerCommand {
+            agent_store: agent_store(&target, &settings, &get_env),
+            ..target.command(exe, python)
+        },
+    };
+    Ok(Launch {
+        environment: environment_of(&plan, &get_env),
+        host: host_facts(settings, &plan),
+        plan,
+        given,
+        checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
+        refusals,
+    })
+}
+
+/// As with torchrun, the agent hosts the store of what Python runs, and of what `--no-python` runs, unless torchrun's own
+/// variable says that rank 0 does. Other programs have `MASTER_PORT` to themselves.
+fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> Option<String>) -> bool {
+    let is_python = matches!(target.kind, TargetKind::Python | TargetKind::Module);
+    (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
+}
+
+/// A job, as all of its nodes must describe it.
+struct Job {
+    id: String,
+    signature: String,
+    description: String,
+    max_restarts: u32,
+}
+
+fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: NodeRange) -> Job {
+    let max_restarts = settings
+        .max_restarts
+        .unwrap_or(target.kind.default_max_restarts());
+    let agreed = AgreedSettings {
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts,
+    };
+    // Without a name, several nodes must mean the same job without having spoken to each other.
+    let unnamed = || match nodes.max {
+        1 => utc::unique_id(SystemTime::now()),
+        _ => DEFAULT_JOB_ID.to_owned(),
+    };
+    Job {
+        id: settings.rdzv_id.clone().unwrap_or_else(unnamed),
+        signature: target.signature(&agreed),
+        description: target.describe(&config.map_or_else(Vec::new, Validated::entries)),
+        max_restarts,
+    }
+}
+
+/// Numbers of ranks with which the workers cannot train. One node knows all of them; several may have other numbers of
+/// workers, which only shows when they have met.
+fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Result<Vec<String>, CliError> {
+    let Some(config) = config else {
+        return Ok(Vec::new());
+    };
+    if nodes.max == 1 {
+        return config.refusal(1, workers).map_or(Ok(Vec::new()), Err);
+    }
+    let counts = (nodes.min..=nodes.max).take(MOST_COUNTS_TRIED);
+    let refused = |count: u32| {
+        let error = config.refusal(count, workers)?.to_string();
+        let reason = error.lines().next().unwrap_or_default().to_owned();
+        let each = counted(workers, "worker");
+        Some(match count {
+            1 => format!("1 node of {each}: {reason}"),
+            several => format!("{several} nodes of {each} each: {reason}"),
+        })
+    };
+    Ok(counts.filter_map(refused).collect())
+}
+
+fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
+    HostFacts {
+        // Port 0 is a free one: only one node alone can meet there, which `check_nodes` has seen to.
+        endpoint: settings.rdzv_endpoint.filter(|endpoint| endpoint.port != 0),
+        is_host: settings.rdzv_conf.and_then(|conf| conf.is_host),
+        node_rank: settings.node_rank,
+        job_id: plan.job_id.clone(),
+        one_node: plan.nodes.max == 1,
+    }
+}
+
+/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one, `python` what
+/// runs scripts.
+fn places(
+    settings: &Settings,
+    config: Option<&Validated>,
+    python: &Path,
+) -> Result<(u32, Vec<CoreSet>), CliError> {
+    let hardware = Hardware::default();
+    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)), python)?;
+    let threads = config.and_then(Validated::threads);
+    let [usable, machine] = [usable_cores(), machine_cores()];
+    // GPUs are looked for only where it matters.
+    let computes_here = workers > usable
+        && config.is_some_and(|config| match config.backend() {
+            Backend::Cpu => true,
+            Backend::Nccl => false,
+            Backend::Auto => hardware.gpus().is_err(),
+        });
+    if let Some(words) = crowding((threads, computes_here), workers, usable, machine) {
+        eprintln!("[ddp-run] {words}");
+    }
+    Ok((workers, cores(settings, workers, &hardware)?))
+}
+
+/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine`
+/// has more or they compute on them; in words.
+fn crowding(
+    (threads, computes_here): (Option<usize>, bool),
+    workers: u32,
+    cores: u32,
+    machine: u32,
+) -> Option<String> {
+    let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
+    let threads = threads.unwrap_or(1);
+    let all = threads.saturating_mul(workers as usize);
+    if threads > 1 && all > cores as usize {
+        return Some(format!(
+            "`train.threads: {threads}` gives {all} threads ({who}) for {place}, so they compete for CPU time\n  \
+             hint: omit `train.threads` to give each worker its share of the cores"
+        ));
+    }
+    if computes_here && workers > cores && cores >= machine {
+        return Some(format!(
+            "{who} compete for {place}: more workers than cores make a step slower\n  \
+             hint: `--nproc-per-node cpu` starts one per core"
+        ));
+    }
+    // What programs are asked for is taken as meant: they may compute elsewhere.
+    (workers > cores && cores < machine).then(|| {
+        format!(
+            "{who} compete for {place}: the affinity mask and control group allow no more of the machine's {machine}\n  \
+             hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available"
+        )
+    })
+}
+
+/// The cores of each worker; none where they are not bound. What may make the binding a bad one is said once.
+fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<CoreSet>, CliError> {
+    let Some(binding) = settings.numa_binding else {
+        return Ok(Vec::new());
+    };
+    let seen = if settings.virtual_local_rank == Some(true) {
+        hardware.gpus_apart(workers)
+    } else {
+        hardware.gpus().map(<[String]>::to_vec).map_err(Clone::clone)
+    };
+    let (gpus, unseen) = match seen {
+        Ok(gpus) => (gpus, None),
+        Err(NoGpus::Absent(_)) => (Vec::new(), None),
+        Err(NoGpus::Driver(why)) => (Vec::new(), Some(format!("workers are not bound by GPU: {why}"))),
+    };
+    let bound = bind(binding, workers, &Topology::read(&gpus)).map_err(|problem| CliError::Conflict {
+        problem: format!("`--numa-binding`: {problem}"),
+        hint: "start fewer workers, or omit the flag".to_owned(),
+    })?;
+    if let Some(doubt) = unseen.or(bound.doubt) {
+        eprintln!("[ddp-run] `--numa-binding`: {doubt}");
+    }
+    Ok(bound.cores)
+}
+
+/// A signal that is passed on does not stop the job, even if it does so by default.
+fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
+    let numbers = |signals: &Option<Signals>| signals.clone().map(|signals| signals.0);
+    let forward = numbers(&settings.forward_signals).unwrap_or_default();
+    let is_forwarded = |number: &i32| forward.contains(number);
+    let stop = match numbers(&settings.signals_to_handle) {
+        Some(asked) => match asked.iter().copied().find(is_forwarded) {
+            Some(both) => {
+                return Err(CliError::Conflict {
+                    problem: format!(
+                        "{} is in both `--signals-to-handle` and `--forward-signals`",
+                        signal_name(both)
+                    ),
+                    hint: "remove it from one of them: a signal either stops the job or is passed on to the workers".to_owned(),
+                });
+            }
+            None => asked,
+        },
+        None => SignalPlan::default()
+            .stop
+            .into_iter()
+            .filter(|number| !is_forwarded(number))
+            .collect(),
+    };
+    let scope = settings.signal_scope.unwrap_or_default();
+    Ok(SignalPlan { stop, forward, scope })
+}
+
+fn event_log(settings: &Settings) -> Option<PathBuf> {
+    match settings.event_log_handler.clone()? {
+        EventLog::Nowhere => None,
+        EventLog::Console => Some("/dev/stderr".into()),
+        EventLog::File(path) => Some(path),
+    }
+}
+
+/// Each native worker of a job of several nodes listens at one port at a time.
+fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) -> Result<(), CliError> {
+    let Some(ports) = settings.worker_ports else {
+        return Ok(());
+    };
+    if alone || target.kind != TargetKind::Native || ports.count() >= workers {
+        return Ok(());
+    }
+    Err(CliError::Conflict {
+        problem: format!(
+            "`--worker-ports {ports}` is {}, but the {workers} workers of this node need one each",
+            counted(ports.count(), "port")
+        ),
+        hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
+            .into(),
+    })
+}
+
+/// The configuration of a native target, checked as its workers will check it.
+fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
+    match target.kind {
+        TargetKind::Native => native::validate(Path::new(&target.name), &target.overrides).map(Some),
+        TargetKind::Python | TargetKind::Module | TargetKind::Program => Ok(None),
+    }
+}
+
+/// Sees that a native run can begin, makes its folder where no other node could, and says where it is.
+fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Result<Option<PathBuf>, CliError> {
+    let Some(config) = config else { return Ok(None) };
+    config.check_initial_weights(job_id)?;
+    if alone {
+        config.claim_out_dir(job_id)?;
+    }
+    Ok(Some(config.out_dir(job_id)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::super::args;
+    use super::*;
+
+    fn resolve_words(words: &[&str], env: &[(&str, &str)]) -> Result<Launch, CliError> {
+        let argv = std::iter::once("ddp-run")
+            .chain(words.iter().copied())
+            .map(OsString::from);
+        let args = args::parse(argv).expect("a valid command line");
+        let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        resolve(args, get, &SelfExe::open().expect("proc is mounted"))
+    }
+
+    fn problem(words: &[&str]) -> String {
+        resolve_words(words, &[])
+            .expect_err("must be refused")
+            .to_string()
+    }
+
+    #[test]
+    fn more_threads_or_workers_than_cores_are_told() {
+        assert_eq!(crowding((Some(2), true), 4, 8, 8), None);
+        assert_eq!(
+            crowding((Some(1), false), 16, 8, 8),
+            None,
+            "as many workers as were asked for"
+        );
+        insta::assert_snapshot!(crowding((Some(1), true), 16, 8, 8).unwrap(), @r"
+        16 workers compete for 8 cores: more workers than cores make a step slower
+          hint: `--nproc-per-node cpu` starts one per core
+        ");
+        insta::assert_snapshot!(crowding((Some(8), true), 2, 4, 4).unwrap(), @r"
+        `train.threads: 8` gives 16 threads (2 workers) for 4 cores, so they compete for CPU time
+          hint: omit `train.threads` to give each worker its share of the cores
+        ");
+        assert_eq!(crowding((None, true), 1, 1, 64), None);
+        insta::assert_snapshot!(crowding((None, true), 2, 1, 64).unwrap(), @r"
+        2 workers compete for 1 core: the affinity mask and control group allow no more of the machine's 64
+          hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available
+        ");
+    }
+
+    #[test]
+    fn the_command_line_beats_the_environment() {
+        let launch = resolve_words(&["--nproc-per-node", "2", "true"], &[("PET_NPROC_PER_NODE", "5")]);
+        assert_eq!(launch.expect("valid").plan.workers, 2);
+        let launch = resolve_words(
+            &["true"],
+            &[("PET_NPROC_PER_NODE", "5"), ("PET_MAX_RESTARTS", "7")],
+        );
+        let plan = launch.expect("valid").plan;
+        assert_eq!((plan.workers, plan.max_restarts), (5, 7));
+    }
+
+    #[test]
+    fn variables_of_the_workers_are_inherited_from_the_environment_that_is_given() {
+        let env = [("OMP_NUM_THREADS", "77"), ("RANK", "0"), ("EDITOR", "vi")];
+        let launch = resolve_words(&["true"], &env).expect("valid");
+        let inherited: Vec<_> = launch.environment.iter().filter(|v| v.inherited).collect();
+        assert_eq!(inherited.len(), 1, "{inherited:?}");
+        assert_eq!(
+            (inherited[0].name.as_str(), inherited[0].value.as_str()),
+            ("OMP_NUM_THREADS", "77")
+        );
+    }
+
+    #[test]
+    fn the_agent_hosts_the_store_of_what_torchrun_would_run() {
+        let hosts = |words: &[&str], env: &[(&str, &str)]| {
+            let launch = resolve_words(words, env).expect("valid");
+            launch.plan.command.agent_store
+        };
+        assert!(hosts(&["-m", "train"], &[]));
+        assert!(hosts(&["--no-python", "python3", "train.py"], &[]));
+        assert!(hosts(&["python3", "train.py"], &[("PET_NO_PYTHON", "1")]));
+        assert!(!hosts(&["./server"], &[]), "it may bind MASTER_PORT itself");
+        assert!(!hosts(&["-m", "train"], &[(NO_AGENT_STORE, "1")]));
+    }
+
+    #[test]
+    fn defaults_are_torchruns() {
+        let plan = resolve_words(&["true"], &[]).expect("valid").plan;
+        assert_eq!((plan.workers, plan.max_restarts), (1, 0));
+        assert_eq!(plan.nodes, NodeRange { min: 1, max: 1 });
+        assert_eq!(plan.shutdown_timeout, Duration::from_secs(30));
+        assert!(plan.log_dir.is_none() && !plan.progress_bar);
+        let other = resolve_words(&["true"], &[]).expect("valid").plan;
+        assert_ne!(plan.job_id, other.job_id, "two runs must not share a directory");
+    }
+
+    #[test]
+    fn standalone_beats_the_environment_but_not_the_command_line() {
+        let env = [
+            ("PET_NNODES", "4"),
+            ("PET_RDZV_ENDPOINT", "node0"),
+            ("PET_NODE_RANK", "3"),
+        ];
+        let launch = resolve_words(&["--standalone", "true"], &env).expect("valid");
+        assert_eq!(launch.plan.nodes.max, 1);
+        assert!(launch.host.endpoint.is_none() && launch.plan.node_rank.is_none());
+        let words = ["--nnodes", "2", "--rdzv-endpoint", "a:1", "true"];
+        let launch = resolve_words(&words, &[("PET_STANDALONE", "1")]).expect("valid");
+        assert_eq!(
+            launch.plan.nodes.max, 2,
+            "a variable does not beat the command line"
+        );
+        assert_eq!(launch.host.endpoint.map(|e| e.to_string()), Some("a:1".into()));
+        let env = [("PET_STANDALONE", "1"), ("PET_NNODES", "4")];
+        let launch = resolve_words(&["--nnodes", "1", "true"], &env).expect("valid");
+        assert_eq!(launch.plan.nodes.max, 1);
+        insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @r"
+        `--standalone` means one node with a private rendezvous, but `--nnodes` asks for several nodes
+          hint: omit one of the two flags
+        ");
+    }
+
+    #[test]
+    fn nodes_that_cannot_meet_are_refused() {
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"
+        2 nodes need a rendezvous, but `--rdzv-endpoint` is not set
+          hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
+        ");
+        insta::assert_snapshot!(problem(&["--nnodes", "1:2", "true"]), @r"
+        a job of 1 to 2 nodes needs a rendezvous, but `--rdzv-endpoint` is not set
+          hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
+        ");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
+        `--node-rank 2` is out of range: `--nnodes` allows at most 2
+          hint: node ranks run from 0 to 1
+        ");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "localhost:0", "true"]), @r"
+        `--rdzv-endpoint localhost:0` picks a free port, so 2 nodes cannot find each other
+          hint: give a port on all nodes; port 0 is for jobs of one node
+        ");
+    }
+
+    #[test]
+    fn one_node_at_port_0_meets_nobody() {
+        let slurm = [("SLURM_NNODES", "4"), ("SLURM_NODEID", "3")];
+        let launch = resolve_words(&["--rdzv-endpoint=localhost:0", "true"], &slurm).expect("valid");
+        assert_eq!((launch.plan.nodes.max, launch.host.endpoint), (1, None));
+    }
+
+    #[test]
+    fn several_nodes_keep_what_was_asked() {
+        let words = [
+            "--nnodes",
+            "1:3",
+            "--rdzv-endpoint",
+            "node0:5",
+            "--rdzv-id",
+            "j",
+            "--rdzv-conf",
+        ];
+        let words = [
+            &words[..],
+            &["is_host=0,join_timeout=5", "--node-rank", "1", "true"],
+        ]
+        .concat();
+        let launch = resolve_words(&words, &[]).expect("valid");
+        assert_eq!(launch.plan.job_id, "j");
+        assert_eq!(launch.plan.join_timeout, Duration::from_secs(5));
+        assert_eq!(launch.host.is_host, Some(false));
+        assert_eq!(
+            launch.host.endpoint.map(|e| e.to_string()),
+            Some("node0:5".into())
+        );
+    }
+}

@@ -1,0 +1,346 @@
+//! What every worker runs: the kinds of target, and their commands.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use ddp_launcher::WorkerCommand;
+use nix::unistd::{AccessFlags, access};
+
+use super::settings;
+use crate::cli::error::CliError;
+
+/// First argument of the invocation by which `ddp-run` runs its own native worker.
+pub const WORKER_SUBCOMMAND: &str = "__worker";
+
+/// What interpreters are called, the preferred one first.
+const PYTHONS: [&str; 2] = ["python3", "python"];
+
+/// Most files of a directory among which one of a similar name is looked for.
+const MAX_SIMILAR_FILES: usize = 1000;
+
+/// What a target is, told by the end of its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TargetKind {
+    /// `.yaml`, `.yml`: a configuration for the native worker.
+    Native,
+    /// `.py`: a script for the Python interpreter.
+    Python,
+    /// `-m`: a module for the Python interpreter.
+    Module,
+    /// Anything else, run verbatim.
+    Program,
+}
+
+impl TargetKind {
+    /// The kind of the target called `name`.
+    pub fn of(name: &OsStr) -> Self {
+        let extension = Path::new(name).extension().and_then(OsStr::to_str);
+        match extension.map(str::to_ascii_lowercase).as_deref() {
+            Some("yaml" | "yml") => Self::Native,
+            Some("py") => Self::Python,
+            _ => Self::Program,
+        }
+    }
+
+    /// Restarts without `--max-restarts`: a native worker resumes from its checkpoint, other programs may not.
+    pub fn default_max_restarts(self) -> u32 {
+        match self {
+            Self::Native => 3,
+            Self::Python | Self::Module | Self::Program => 0,
+        }
+    }
+}
+
+/// A descriptor of this very program, so that a later generation starts the same build even when the file
+/// on disk was replaced meanwhile. It must outlive every spawn.
+#[derive(Debug)]
+pub struct SelfExe(File);
+
+impl SelfExe {
+    /// Opens `/proc/self/exe`. The descriptor closes on exec; `execve` has resolved the path before that.
+    pub fn open() -> Result<Self, CliError> {
+        File::open("/proc/self/exe")
+            .map(Self)
+            .map_err(|source| CliError::Machine {
+                what: "cannot open `/proc/self/exe`",
+                source,
+            })
+    }
+
+    /// A path that is valid in this process and, between fork and exec, in its children.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
+    }
+}
+
+/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else that of the active environment, the one that `ddp-run`
+/// was installed beside, or the first in `PATH`.
+pub fn python(get_env: impl Fn(&str) -> Option<String>) -> PathBuf {
+    let given = |name: &str| get_env(name).filter(|value| !value.is_empty());
+    if let Some(python) = given("PYTHON_EXEC") {
+        return python.into();
+    }
+    let in_folder = |folder: PathBuf| PYTHONS.iter().map(move |name| folder.join(name)).find(is_program);
+    let prefixes = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(given);
+    let active = prefixes.map(|prefix| Path::new(&prefix).join("bin"));
+    let own = std::env::current_exe().ok();
+    let beside = own.as_deref().and_then(Path::parent).map(Path::to_owned);
+    active
+        .chain(beside)
+        .find_map(in_folder)
+        .or_else(|| in_path(&PYTHONS, &get_env))
+        .unwrap_or_else(|| PYTHONS[0].into())
+}
+
+fn is_program(path: &PathBuf) -> bool {
+    path.is_file() && access(path, AccessFlags::X_OK).is_ok()
+}
+
+/// The first program in `PATH` with one of the names, of which the first is preferred.
+pub(super) fn in_path(names: &[&str], get_env: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    let search_path = get_env("PATH").unwrap_or_default();
+    let folders: Vec<PathBuf> = std::env::split_paths(&search_path).collect();
+    let mut all = (names.iter()).flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
+    all.find(is_program)
+}
+
+/// A target that was found and read.
+#[derive(Debug)]
+pub struct Target {
+    /// As it was typed.
+    pub name: OsString,
+    /// Its kind.
+    pub kind: TargetKind,
+    /// Its own arguments.
+    pub args: Vec<OsString>,
+    /// `--set` values; only native targets have them.
+    pub overrides: Vec<String>,
+    /// Contents of the YAML; none for other kinds.
+    pub yaml: Option<String>,
+}
+
+impl Target {
+    /// Looks at the target: a YAML or script must be readable, `--set` and arguments must make sense for it.
+    pub fn read(
+        kind: TargetKind,
+        name: OsString,
+        args: Vec<OsString>,
+        overrides: Vec<String>,
+    ) -> Result<Self, CliError> {
+        let display = name.to_string_lossy().into_owned();
+        if kind == TargetKind::Native && !args.is_empty() {
+            return Err(CliError::Conflict {
+                problem: format!(
+                    "`{display}` is a configuration and accepts no arguments, but `{}` follows it",
+                    args[0].to_string_lossy()
+                ),
+                hint: format!("override values with `--set`: `ddp-run {display} --set key=value`"),
+            });
+        }
+        if kind != TargetKind::Native && !overrides.is_empty() {
+            return Err(CliError::Conflict {
+                problem: format!(
+                    "`--set {}` needs a YAML target, but the target is `{display}`",
+                    overrides[0]
+                ),
+                hint: format!("pass arguments of a program after its name: `ddp-run {display} ARGS`"),
+            });
+        }
+        let unreadable = |source| CliError::Target {
+            hint: hint_for(Path::new(&name), &source),
+            path: PathBuf::from(&name),
+            source,
+        };
+        let yaml = match kind {
+            TargetKind::Native => Some(std::fs::read_to_string(&name).map_err(unreadable)?),
+            TargetKind::Python => {
+                File::open(&name).map_err(unreadable)?;
+                None
+            }
+            TargetKind::Module | TargetKind::Program => None,
+        };
+        Ok(Self {
+            name,
+            kind,
+            args,
+            overrides,
+            yaml,
+        })
+    }
+
+    /// The command of every worker. Scripts and modules are run by `python`.
+    pub fn command(&self, exe: &SelfExe, python: PathBuf) -> WorkerCommand {
+        let (program, arg0, args) = match self.kind {
+            TargetKind::Native => {
+                let overrides = self
+                    .overrides
+                    .iter()
+                    .flat_map(|pair| ["--set".into(), pair.into()]);
+                let args = [WORKER_SUBCOMMAND.into(), self.name.clone()]
+                    .into_iter()
+                    .chain(overrides);
+                (exe.path(), Some("ddp-run".into()), args.collect())
+            }
+            TargetKind::Python | TargetKind::Module => {
+                let module = (self.kind == TargetKind::Module).then(|| OsString::from("-m"));
+                let args = std::iter::once("-u".into())
+                    .chain(module)
+                    .chain(std::iter::once(self.name.clone()))
+                    .chain(self.args.iter().cloned());
+                (python, None, args.collect())
+            }
+            TargetKind::Program => (PathBuf::from(&self.name), None, self.args.clone()),
+        };
+        WorkerCommand {
+            program,
+            arg0,
+            args,
+            open_files: None,
+            env: BTreeMap::new(),
+            display_name: self.display_name(),
+            native: self.kind == TargetKind::Native,
+            agent_store: false,
+        }
+    }
+
+    /// The file's name without its folders.
+    pub fn display_name(&self) -> String {
+        let path = Path::new(&self.name);
+        path.file_name()
+            .unwrap_or(&self.name)
+            .to_string_lossy()
+            .into_owned()
+    }
+}
+
+/// What to write instead of a target that cannot be read.
+fn hint_for(path: &Path, why: &io::Error) -> String {
+    let is_missing = why.kind() == io::ErrorKind::NotFound;
+    match similar_file(path).filter(|_| is_missing) {
+        Some(file) => format!("did you mean `{}`?", file.display()),
+        None => "give the path of a `.yaml` configuration, of a `.py` script, or a program".to_owned(),
+    }
+}
+
+/// A file of the same kind beside it, of which it may be a misspelling.
+fn similar_file(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
+    let names = entries
+        .take(MAX_SIMILAR_FILES)
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let names: Vec<String> = names
+        .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
+        .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
+        .collect();
+    let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;
+    Some(path.with_file_name(near))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn native(yaml: &str, overrides: &[&str]) -> Target {
+        Target {
+            name: "dir/train.yaml".into(),
+            kind: TargetKind::Native,
+            args: vec![],
+            overrides: overrides.iter().map(ToString::to_string).collect(),
+            yaml: Some(yaml.into()),
+        }
+    }
+
+    #[test]
+    fn kinds_follow_the_end_of_the_name() {
+        for (name, kind) in [
+            ("a/train.yaml", TargetKind::Native),
+            ("TRAIN.YML", TargetKind::Native),
+            ("train.py", TargetKind::Python),
+            ("true", TargetKind::Program),
+            ("./py", TargetKind::Program),
+            (".yaml", TargetKind::Program),
+        ] {
+            assert_eq!(TargetKind::of(OsStr::new(name)), kind, "{name}");
+        }
+    }
+
+    #[test]
+    fn commands_of_the_kinds() {
+        let exe = SelfExe::open().expect("proc is mounted");
+        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into());
+        assert!(command.native && command.program.starts_with("/proc/self/fd"));
+        assert_eq!(
+            command.args,
+            ["__worker", "dir/train.yaml", "--set", "train.steps=2"]
+        );
+        assert_eq!(command.display_name, "train.yaml");
+        let script = Target {
+            name: "t.py".into(),
+            kind: TargetKind::Python,
+            args: vec!["--lr".into()],
+            overrides: vec![],
+            yaml: None,
+        };
+        let command = script.command(&exe, "/opt/python".into());
+        assert_eq!(command.program, Path::new("/opt/python"));
+        assert_eq!(command.args, ["-u", "t.py", "--lr"]);
+        let module = Target {
+            kind: TargetKind::Module,
+            name: "pkg.train".into(),
+            ..script
+        };
+        assert_eq!(
+            module.command(&exe, "python3".into()).args,
+            ["-u", "-m", "pkg.train", "--lr"]
+        );
+    }
+
+    #[test]
+    fn arguments_must_fit_the_kind() {
+        let error = Target::read(TargetKind::Python, "t.py".into(), vec![], vec!["a.b=1".into()])
+            .expect_err("no YAML");
+        insta::assert_snapshot!(error, @r"
+        `--set a.b=1` needs a YAML target, but the target is `t.py`
+          hint: pass arguments of a program after its name: `ddp-run t.py ARGS`
+        ");
+        let error = Target::read(
+            TargetKind::Native,
+            "t.yaml".into(),
+            vec!["train.steps=5".into()],
+            vec![],
+        )
+        .expect_err("arguments");
+        insta::assert_snapshot!(error, @r"
+        `t.yaml` is a configuration and accepts no arguments, but `train.steps=5` follows it
+          hint: override values with `--set`: `ddp-run t.yaml --set key=value`
+        ");
+        let error = Target::read(TargetKind::Native, "/nonexistent/t.yaml".into(), vec![], vec![])
+            .expect_err("no such file");
+        insta::assert_snapshot!(error, @r"
+        cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
+          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        ");
+    }
+
+    #[test]
+    fn a_misspelt_target_leads_to_the_file_that_is_there() {
+        let dir = tempfile::tempdir().expect("a directory");
+        for file in ["ddp.py", "dpp.yaml", "other.py"] {
+            fs::write(dir.path().join(file), "").expect("writable");
+        }
+        let hint = |name: &str| {
+            let path = dir.path().join(name);
+            let error = Target::read(TargetKind::of(path.as_os_str()), path.into(), vec![], vec![]);
+            error.expect_err("no such file").to_string()
+        };
+        let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
+        assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
+        assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
+    }
+}

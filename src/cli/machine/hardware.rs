@@ -1,0 +1,325 @@
+//! How many workers a node should run, and which GPUs they have: cores and GPUs that this process may use.
+
+use std::cell::OnceCell;
+use std::fmt;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::cli::error::CliError;
+use crate::cli::native::cuda;
+use crate::cli::values::ProcCount;
+
+/// First argument of the invocation that asks the CUDA driver for its devices.
+pub const GPU_PROBE_SUBCOMMAND: &str = "__list-gpus";
+
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+
+/// Longest wait for the driver: the first use after boot initialises all devices.
+const GPU_PROBE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Longest wait for PyTorch to be imported, from a file system that may be slow.
+const PYTORCH_TIMEOUT: Duration = Duration::from_mins(5);
+/// How long a process that was asked may take to end after its answer.
+const REAP_BOUND: Duration = Duration::from_secs(1);
+/// Pause between two looks whether it has ended.
+const REAP_PAUSE: Duration = Duration::from_millis(1);
+/// Longest answer.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
+
+/// PCI address of each GPU that CUDA shows to this process, by its number there; empty where the driver does not say.
+type Gpus = Result<Vec<String>, NoGpus>;
+
+/// Why there are no GPUs to count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoGpus {
+    /// There is none, or none is to be used.
+    Absent(&'static str),
+    /// There may be some, but the driver does not show them.
+    Driver(String),
+}
+
+impl fmt::Display for NoGpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent(why) => f.write_str(why),
+            Self::Driver(why) => f.write_str(why),
+        }
+    }
+}
+
+/// This machine. Its driver is asked on the first use, and only once.
+#[derive(Debug, Default)]
+pub struct Hardware {
+    gpus: OnceCell<Gpus>,
+}
+
+impl Hardware {
+    /// The number of workers that `count` stands for; `python` runs the scripts.
+    pub fn workers(&self, count: ProcCount, python: &Path) -> Result<u32, CliError> {
+        let gpus = || self.gpus().map(|gpus| gpus.len() as u32);
+        match count {
+            ProcCount::Fixed(n) => Ok(n),
+            ProcCount::Cpu => Ok(usable_cores()),
+            ProcCount::Gpu => gpus().map_err(|why| CliError::NoGpu { why: why.to_string() }),
+            ProcCount::Xpu => xpus(python),
+            ProcCount::Auto => Ok(gpus().unwrap_or_else(|_| usable_cores())),
+        }
+    }
+
+    /// PCI addresses of the GPUs, at least one, in the order in which CUDA numbers them for the workers:
+    /// `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are in it, by the driver's own reading of them.
+    pub fn gpus(&self) -> Result<&[String], &NoGpus> {
+        self.gpus.get_or_init(|| ask_driver(None)).as_deref()
+    }
+
+    /// The same where each of `workers` workers sees its own entry of `CUDA_VISIBLE_DEVICES` only. CUDA shows one MIG
+    /// device to a process, so these are asked for one by one.
+    pub fn gpus_apart(&self, workers: u32) -> Result<Vec<String>, NoGpus> {
+        let list = std::env::var(VISIBLE_DEVICES).unwrap_or_default();
+        if !list.contains("MIG-") {
+            return self.gpus().map(<[String]>::to_vec).map_err(Clone::clone);
+        }
+        let devices = list.split(',').map(str::trim).take(workers as usize);
+        let parents = devices.map(|device| ask_driver(Some(device)));
+        Ok(parents.collect::<Result<Vec<_>, _>>()?.concat())
+    }
+}
+
+/// Cores in the affinity mask, bounded by the control groups' quota, rounded up.
+pub fn usable_cores() -> u32 {
+    ddp_launcher::usable_cores() as u32
+}
+
+/// Cores of the machine, whether or not this process may use them; 0 where the system does not say.
+pub fn machine_cores() -> u32 {
+    let described = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    described.matches("processor\t:").count() as u32
+}
+
+/// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
+///
+/// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
+/// driver that crashes or hangs is one reason among others.
+fn ask_driver(visible: Option<&str>) -> Gpus {
+    if !has_device_nodes() {
+        return Err(NoGpus::Absent(
+            "no device file of a GPU such as `/dev/nvidia0` exists",
+        ));
+    }
+    if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
+        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set but empty"));
+    }
+    let mut probe = own_invocation(GPU_PROBE_SUBCOMMAND);
+    probe.envs(visible.map(|device| (VISIBLE_DEVICES, device)));
+    let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
+        .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be queried: {error}")))?;
+    read_answer(&answer)
+}
+
+/// XPUs by PyTorch's own count: environment variables of the driver say whether a card of two tiles is one or two.
+fn xpus(python: &Path) -> Result<u32, CliError> {
+    let mut command = Command::new(python);
+    command.args(["-c", "import torch; print(torch.xpu.device_count())"]);
+    let answer = answer_of(command, PYTORCH_TIMEOUT);
+    // Packages may print lines of their own before it.
+    let last_line = |answer: &str| answer.trim().lines().next_back().map(str::parse);
+    let why = match answer
+        .as_deref()
+        .map(|answer| last_line(answer).unwrap_or_else(|| "".parse()))
+    {
+        Ok(Ok(count @ 1..)) => return Ok(count),
+        Ok(Ok(0)) => "it reports 0 devices".to_owned(),
+        Ok(Err(_)) => "it could not be imported, or has no `torch.xpu`".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Err(CliError::NoXpu {
+        python: python.to_owned(),
+        why,
+    })
+}
+
+/// What [`probe_gpus`] printed.
+fn read_answer(answer: &str) -> Gpus {
+    match serde_json::from_str::<Answer>(answer.trim()) {
+        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver finds none")),
+        Ok(Ok(gpus)) => Ok(gpus),
+        Ok(Err(why)) => Err(NoGpus::Driver(why)),
+        Err(_) => Err(NoGpus::Driver(
+            "the CUDA driver crashed the process that queried it".to_owned(),
+        )),
+    }
+}
+
+/// What the probe says: the devices' PCI addresses, or why there are none, without what to do about it.
+type Answer = Result<Vec<String>, String>;
+
+/// The probe's own main: prints the answer as one line of JSON.
+pub fn probe_gpus() -> std::process::ExitCode {
+    let answer: Answer = match cuda::count_devices() {
+        // What can be counted, but not described, can still be used.
+        Ok(count) => Ok(cuda::Survey::take().map_or_else(
+            |_| vec![String::new(); count],
+            |survey| survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+        )),
+        Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
+    };
+    match serde_json::to_string(&answer) {
+        Ok(line) => println!("{line}"),
+        Err(_) => return std::process::ExitCode::FAILURE,
+    }
+    std::process::ExitCode::SUCCESS
+}
+
+/// WSL shows its GPUs through `/dev/dxg`.
+fn has_device_nodes() -> bool {
+    let Ok(entries) = std::fs::read_dir("/dev") else {
+        return false;
+    };
+    entries.flatten().any(|entry| {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let number = name.strip_prefix("nvidia");
+        name == "dxg" || number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    })
+}
+
+/// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`.
+pub(in crate::cli) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
+    answer_of(own_invocation(subcommand), timeout)
+}
+
+fn own_invocation(subcommand: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(subcommand);
+    command
+}
+
+fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let answer = child
+        .stdout
+        .take()
+        .map_or(Ok(String::new()), |stdout| read_within(stdout, timeout));
+    if answer.is_err() {
+        child.kill()?;
+    }
+    // One that hangs inside its driver does not even die, or closes its output and stays. Where SIGCHLD is ignored, the
+    // system has reaped it already.
+    let deadline = Instant::now() + REAP_BOUND;
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+        std::thread::sleep(REAP_PAUSE);
+    }
+    answer
+}
+
+/// Reads to the end of `stdout`, which must come within `timeout`.
+fn read_within(mut stdout: ChildStdout, timeout: Duration) -> std::io::Result<String> {
+    let deadline = Instant::now() + timeout;
+    let (mut answer, mut chunk) = (Vec::new(), [0; 4096]);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up, lest the last millisecond is spent in a loop.
+        let limit = PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut fds, limit) {
+            Ok(0) if left.is_zero() => {
+                let message = format!("no answer within {} s", timeout.as_secs());
+                return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message));
+            }
+            Ok(0) | Err(Errno::EINTR) => continue,
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        match stdout.read(&mut chunk)? {
+            0 => return String::from_utf8(answer).map_err(std::io::Error::other),
+            _ if answer.len() > MAX_ANSWER_BYTES => {
+                return Err(std::io::Error::other(format!(
+                    "the answer is longer than {MAX_ANSWER_BYTES} bytes"
+                )));
+            }
+            count => answer.extend_from_slice(&chunk[..count]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(answer: &str) -> Hardware {
+        Hardware {
+            gpus: OnceCell::from(read_answer(answer)),
+        }
+    }
+
+    #[test]
+    fn a_child_that_stops_in_the_middle_of_its_answer_is_given_up() {
+        let mut child = Command::new("sh");
+        child.args(["-c", "printf '{\"Ok\":'; exec sleep 1000"]);
+        let error = answer_of(child, Duration::from_millis(300)).expect_err("no end of the answer");
+        assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_number_is_taken_as_it_is() {
+        assert_eq!(
+            machine("")
+                .workers(ProcCount::Fixed(3), Path::new("python3"))
+                .ok(),
+            Some(3)
+        );
+    }
+
+    #[test]
+    fn cores_are_at_least_one() {
+        assert!(
+            machine("")
+                .workers(ProcCount::Cpu, Path::new("python3"))
+                .is_ok_and(|n| n >= 1)
+        );
+    }
+
+    #[test]
+    fn an_interpreter_that_cannot_be_asked_for_xpus_is_named() {
+        let error = machine("").workers(ProcCount::Xpu, Path::new("/nonexistent/python3"));
+        insta::assert_snapshot!(error.expect_err("no driver to ask"), @r"
+        `--nproc-per-node xpu`: PyTorch shows no XPU: asked under `/nonexistent/python3`, No such file or directory (os error 2)
+          hint: give a number, or a different interpreter with PYTHON_EXEC
+        ");
+    }
+
+    #[test]
+    fn gpus_are_counted_where_the_driver_shows_some() {
+        let two = machine("{\"Ok\":[\"0000:3B:00.0\",\"\"]}\n");
+        assert_eq!(two.workers(ProcCount::Gpu, Path::new("python3")).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Auto, Path::new("python3")).ok(), Some(2));
+        for (answer, why) in [
+            ("{\"Ok\":[]}", "finds none"),
+            (
+                "{\"Err\":\"a stub\"}",
+                "no GPU is visible: a stub\n  hint: `ddp-train doctor`",
+            ),
+            ("", "crashed"),
+        ] {
+            let none = machine(answer);
+            assert_eq!(
+                none.workers(ProcCount::Auto, Path::new("python3")).ok(),
+                Some(usable_cores())
+            );
+            let error = none
+                .workers(ProcCount::Gpu, Path::new("python3"))
+                .expect_err("none");
+            assert!(error.to_string().contains(why), "{error}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! GPUs as the CUDA driver describes them, and versions of libraries, asked in a process of its own.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cli::machine::hardware;
+use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
+use crate::cli::native::libraries::{Library, LibraryKind, Version};
+
+/// First argument of the invocation that describes the GPUs.
+pub const GPU_DESCRIBE_SUBCOMMAND: &str = "__describe-gpus";
+
+/// Longest wait: the driver starts all devices, and large libraries are read from a disk.
+const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// What only loading the libraries tells.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Described {
+    /// The visible devices, or why there are none, as an error says it: with its hint, if it has one.
+    pub survey: Result<Survey, String>,
+    /// Of each library in order of [`LibraryKind::ALL`]: its version, or the error of loading it; none if it is not there.
+    pub versions: Vec<Option<Result<Version, String>>>,
+}
+
+impl Described {
+    /// Nothing could be asked.
+    fn failed(why: &str) -> Self {
+        Self {
+            survey: Err(why.to_owned()),
+            versions: vec![None; LibraryKind::ALL.len()],
+        }
+    }
+
+    /// The devices, none if the driver did not start.
+    pub fn gpus(&self) -> &[GpuFacts] {
+        self.survey.as_ref().map_or(&[], |survey| &survey.gpus)
+    }
+
+    /// Version of a library, if it said one.
+    pub fn version(&self, kind: LibraryKind) -> Option<Version> {
+        let at = LibraryKind::ALL.iter().position(|known| *known == kind)?;
+        self.versions.get(at)?.as_ref()?.as_ref().ok().copied()
+    }
+}
+
+/// The child's main: prints the answer as one line of JSON.
+pub fn describe_main() -> std::process::ExitCode {
+    match serde_json::to_string(&describe()) {
+        Ok(line) => println!("{line}"),
+        Err(_) => return std::process::ExitCode::FAILURE,
+    }
+    std::process::ExitCode::SUCCESS
+}
+
+fn describe() -> Described {
+    let version = |kind| {
+        let library = Library::open(kind);
+        match library.and_then(|library| library.version()) {
+            Ok(version) => Some(Ok(version)),
+            Err(error) if error.is_absence() => None,
+            Err(error) => Some(Err(error.to_string())),
+        }
+    };
+    Described {
+        survey: Survey::take().map_err(|error| error.to_string()),
+        versions: LibraryKind::ALL.into_iter().map(version).collect(),
+    }
+}
+
+/// Asks, with a deadline.
+pub fn ask() -> Described {
+    match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
+        Ok(line) => serde_json::from_str(line.trim())
+            .unwrap_or_else(|_| Described::failed("the driver crashed the process that queried it")),
+        Err(error) => Described::failed(&error.to_string()),
+    }
+}
+
+/// `GPU 0-1 NVLink; 0-2 through the host`: how GPUs reach each other, alike pairs together; none for fewer than two.
+pub fn links(survey: &Survey) -> Option<String> {
+    let mut groups: Vec<(Reach, Vec<String>)> = Vec::new();
+    for (from, row) in survey.reach.iter().enumerate() {
+        for (to, reach) in row.iter().enumerate().skip(from + 1) {
+            let pair = format!("{from}-{to}");
+            match groups.iter_mut().find(|(known, _)| known == reach) {
+                Some((_, pairs)) => pairs.push(pair),
+                None => groups.push((*reach, vec![pair])),
+            }
+        }
+    }
+    if let [(reach, _)] = groups.as_slice() {
+        return Some(format!("all pairs {}", words(*reach)));
+    }
+    let parts: Vec<_> = groups
+        .iter()
+        .map(|(reach, pairs)| format!("{} {}", pairs.join(" "), words(*reach)))
+        .collect();
+    (!parts.is_empty()).then(|| parts.join("; "))
+}
+
+fn words(reach: Reach) -> &'static str {
+    match reach {
+        Reach::Itself => "itself",
+        Reach::NvLink => "NVLink",
+        Reach::Pcie => "PCI Express, peer to peer",
+        Reach::Host => "through host memory",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn survey(reach: Vec<Vec<Reach>>) -> Survey {
+        Survey {
+            gpus: Vec::new(),
+            reach,
+        }
+    }
+
+    #[test]
+    fn alike_pairs_are_said_together() {
+        use Reach::{Host, Itself, NvLink};
+        assert_eq!(links(&survey(vec![vec![Itself]])), None);
+        let two = survey(vec![vec![Itself, NvLink], vec![NvLink, Itself]]);
+        assert_eq!(links(&two).as_deref(), Some("all pairs NVLink"));
+        let three = survey(vec![
+            vec![Itself, NvLink, Host],
+            vec![NvLink, Itself, Host],
+            vec![Host, Host, Itself],
+        ]);
+        let expected = "0-1 NVLink; 0-2 1-2 through host memory";
+        assert_eq!(links(&three).as_deref(), Some(expected));
+    }
+
+    #[test]
+    fn an_answer_survives_its_way_between_processes() {
+        let mut answer = Described::failed("no driver");
+        answer.versions[0] = Some(Err("cannot be loaded".to_owned()));
+        let line = serde_json::to_string(&answer).expect("it serialises");
+        assert_eq!(serde_json::from_str::<Described>(&line).ok(), Some(answer));
+    }
+}

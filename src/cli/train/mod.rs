@@ -1,0 +1,91 @@
+//! `ddp-train`: the native worker in the foreground, plans, token files, checkpoints, trained models, and the doctor.
+//! Each subcommand has its module.
+
+mod ckpt;
+pub mod doctor;
+mod inference;
+mod planner;
+mod plot;
+mod schedule;
+mod tokenize;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::cli::{answer, native, values};
+use doctor::gpus;
+
+/// Train a model in the foreground, plan a run, make token files, manage checkpoints, use trained models, and check the
+/// machine.
+#[derive(Debug, Parser)]
+#[command(name = "ddp-train", version, max_term_width = 100)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+// A variant without words has those of its arguments, which `--help` prints in full.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train one configuration as one rank, alone or as a worker of `ddp-run`
+    Run {
+        /// The configuration
+        #[arg(value_name = "FILE.yaml")]
+        config: PathBuf,
+        /// Override one value, for example `--set train.steps=20`; may be repeated
+        #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
+        overrides: Vec<String>,
+    },
+    /// Estimate memory, traffic and the shortest step time of a run, on hardware that this machine need not have
+    Plan(planner::PlanArgs),
+    Schedule(schedule::ScheduleArgs),
+    Plot(plot::PlotArgs),
+    Tokenize(tokenize::Args),
+    /// Inspect, verify, export and reshard checkpoints
+    #[command(subcommand)]
+    Ckpt(ckpt::Command),
+    Generate(inference::GenerateArgs),
+    Eval(inference::EvalArgs),
+    /// Check this machine: CPU, memory, GPUs, libraries, and what is missing
+    Doctor,
+    /// Print the completions of a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+/// The command line, for its manual pages.
+pub fn command() -> clap::Command {
+    Args::command()
+}
+
+/// Main of `ddp-train`.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    if argv
+        .get(1)
+        .is_some_and(|word| word == gpus::GPU_DESCRIBE_SUBCOMMAND)
+    {
+        return gpus::describe_main();
+    }
+    let args = match Args::try_parse_from(argv) {
+        Ok(args) => args,
+        Err(words) => return answer::instead_of_arguments(&words, ""),
+    };
+    match args.command {
+        Command::Run { config, overrides } => native::run(&config, &overrides),
+        Command::Plan(args) => planner::run(&args),
+        Command::Schedule(args) => schedule::run(&args),
+        Command::Plot(args) => plot::run(&args),
+        Command::Tokenize(args) => tokenize::run(&args),
+        Command::Ckpt(command) => ckpt::run(&command),
+        Command::Generate(args) => inference::generate(&args),
+        Command::Eval(args) => inference::evaluate(&args),
+        Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
+        Command::Completions { shell } => answer::completions(shell, command()),
+    }
+}

@@ -1,0 +1,123 @@
+//! The device that is planned for.
+
+use super::PlanArgs;
+use crate::cli::native::cuda::GpuFacts;
+use crate::cli::native::plan::Accelerator;
+use crate::cli::native::{Backend, Precision, TrainConfig};
+use crate::cli::train::doctor::gpus;
+
+/// What is known of a device: flags first, then the data sheet of the one that is named or found.
+#[derive(Debug, Default)]
+pub(super) struct Planned {
+    /// Where the numbers come from, in words.
+    pub(super) source: String,
+    /// All of its memory, in bytes.
+    pub(super) memory: Option<u64>,
+    /// Bytes of it that training cannot have.
+    pub(super) reserve: u64,
+    /// `train.precision`, which all numbers assume.
+    pub(super) precision: &'static str,
+    /// Floating-point operations a second in this precision.
+    pub(super) flops: Option<f64>,
+    /// Bytes a second to the devices of the same node.
+    pub(super) link: Option<f64>,
+    /// It has memory of its own, apart from the host's.
+    pub(super) has_own_memory: bool,
+}
+
+impl Planned {
+    /// As flags and configuration say; this machine's driver is asked where they name no device.
+    pub(super) fn of(args: &PlanArgs, config: &TrainConfig) -> Self {
+        let is_gpu = config.parallel.backend != Backend::Cpu;
+        let is_described = args.memory.is_some() || args.flops.is_some();
+        let found = match (is_gpu, args.gpu, is_described) {
+            (true, None, false) => gpus::ask().gpus().first().cloned(),
+            _ => None,
+        };
+        let sheet = args.gpu.or_else(|| found.as_ref().and_then(sheet_of));
+        let of_sheet = sheet.map(|sheet| sheet.flops(config.train.precision));
+        let driver_says = found.as_ref().map(|gpu| gpu.memory_bytes as u64);
+        Self {
+            source: source(args.gpu, found.as_ref(), is_described),
+            memory: args.memory.or(driver_says).or(sheet.map(|sheet| sheet.memory)),
+            reserve: args.reserve,
+            precision: word(config.train.precision),
+            flops: args.flops.or(of_sheet),
+            link: args.link.or(sheet.map(|sheet| sheet.link)),
+            has_own_memory: is_gpu,
+        }
+    }
+}
+
+pub(super) fn word(precision: Precision) -> &'static str {
+    match precision {
+        Precision::F32 => "f32",
+        Precision::Bf16 => "bf16",
+        Precision::Tf32 => "tf32",
+    }
+}
+
+fn source(named: Option<Accelerator>, found: Option<&GpuFacts>, is_described: bool) -> String {
+    match (named, found) {
+        (Some(named), _) => format!("{}, by its data sheet", named.name),
+        (None, Some(found)) => format!("{}, found on this machine", found.name),
+        (None, None) if is_described => "as described".to_owned(),
+        (None, None) => {
+            "not known: name one, as `--gpu h100`, or give `--memory`, `--flops` and `--link`".to_owned()
+        }
+    }
+}
+
+/// A flag's value.
+pub(super) fn named(name: &str) -> Result<Accelerator, String> {
+    Accelerator::named(name).ok_or_else(|| {
+        let names = Accelerator::ALL.map(|accelerator| accelerator.name).join(", ");
+        format!("known are {names}; describe another by `--memory`, `--flops` and `--link`")
+    })
+}
+
+/// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards
+/// for PCI Express are slower than the modules that the sheets are of.
+fn sheet_of(gpu: &GpuFacts) -> Option<Accelerator> {
+    let words: Vec<String> = gpu
+        .name
+        .to_ascii_lowercase()
+        .split([' ', '-'])
+        .map(str::to_owned)
+        .collect();
+    if words.iter().any(|word| word == "pcie") {
+        return None;
+    }
+    let series = |sheet: &Accelerator| sheet.name.split('-').next().unwrap_or_default().to_owned();
+    Accelerator::ALL
+        .into_iter()
+        .filter(|sheet| words.contains(&series(sheet)))
+        .min_by_key(|sheet| sheet.memory.abs_diff(gpu.memory_bytes as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(name: &str, gib: usize) -> GpuFacts {
+        GpuFacts {
+            name: name.into(),
+            compute_capability: (9, 0),
+            memory_bytes: gib << 30,
+            multiprocessors: 132,
+            shared_per_block: 227 << 10,
+            pci: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_drivers_name_leads_to_its_data_sheet() {
+        let sheet = |name, gib| sheet_of(&gpu(name, gib)).map(|sheet| sheet.name);
+        assert_eq!(sheet("NVIDIA H100 80GB HBM3", 79), Some("h100"));
+        assert_eq!(sheet("NVIDIA H200", 140), Some("h200"));
+        assert_eq!(sheet("NVIDIA A100-SXM4-40GB", 39), Some("a100-40gb"));
+        assert_eq!(sheet("NVIDIA A100-SXM4-80GB", 79), Some("a100"));
+        assert_eq!(sheet("NVIDIA A100-PCIE-40GB", 39), None, "slower than the module");
+        assert_eq!(sheet("NVIDIA GeForce RTX 4090", 24), None);
+    }
+}

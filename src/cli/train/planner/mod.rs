@@ -1,0 +1,157 @@
+//! `ddp-train plan`: estimates memory, traffic and step time of a run. Neither the machines nor the
+//! data need to exist.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `quantity.rs` | sizes and rates, parsed from text |
+//! | `device.rs` | the device of the plan: named, described, or found on this machine |
+//! | `report.rs` | the strategies as tables or as JSON |
+//! | `layouts.rs` | the best layouts for the machines |
+
+mod device;
+mod layouts;
+mod quantity;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::cli::answer;
+use crate::cli::error::CliError;
+use crate::cli::launch::settings::Settings;
+use crate::cli::native::plan::Cluster;
+use crate::cli::native::{Draft, Machines};
+use crate::cli::values::{self, ProcCount};
+use device::Planned;
+
+/// Most nodes, and most ranks per node: a larger number is a typing error.
+const MAX_COUNT: i64 = 1 << 14;
+/// Most ranks of all nodes together.
+const MAX_RANKS: u64 = 1 << 17;
+/// Most layouts to show: more do not fit on a screen.
+const MAX_LAYOUTS: i64 = 100;
+/// Ranks per node if no setting gives them: most GPU machines have 8 GPUs.
+const RANKS_A_NODE: u32 = 8;
+
+/// What to plan, and for which machines.
+#[derive(Debug, Args)]
+pub(super) struct PlanArgs {
+    /// The configuration; its data need not exist
+    #[arg(value_name = "FILE.yaml")]
+    config: PathBuf,
+    /// Override one value, for example `--set train.micro_batch=4`; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
+    overrides: Vec<String>,
+    /// Number of nodes [default: the maximum of `launch.nnodes`, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nnodes: Option<u32>,
+    /// Ranks per node, one per GPU [default: `launch.nproc_per_node` if it is a number, else 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nproc_per_node: Option<u32>,
+    /// Use the data sheet of this GPU: a100-40gb, a100, h100, h200 or b200 [default: the first GPU
+    /// of this machine]
+    #[arg(long, value_name = "NAME", value_parser = device::named)]
+    gpu: Option<crate::cli::native::plan::Accelerator>,
+    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu`, the host memory that
+    /// one rank may use
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
+    memory: Option<u64>,
+    /// Part of this memory that driver and libraries use
+    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = quantity::size)]
+    reserve: u64,
+    /// Peak floating-point operations per second of a device in `train.precision`, for example
+    /// `989T`
+    #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
+    flops: Option<f64>,
+    /// Share of this peak that training reaches (MFU); with 1, times are lower bounds
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
+    mfu: f64,
+    /// Bandwidth from a rank to the other ranks of its node, for example `450GB/s`
+    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
+    link: Option<f64>,
+    /// Bandwidth from a node to the other nodes, all network adapters together, for example
+    /// `3200Gb/s`
+    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
+    network: Option<f64>,
+    /// Number of layouts to show, the best first
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=MAX_LAYOUTS))]
+    layouts: u32,
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// Main of `ddp-train plan`.
+pub(super) fn run(args: &PlanArgs) -> ExitCode {
+    answer::give_or_fail(plan(args))
+}
+
+/// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
+/// such as `gpu` is ignored, because it counts the devices of this machine.
+fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
+    let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
+        what: "cannot read the configuration",
+        source,
+    })?;
+    let launch = Settings::from_yaml(&args.config, &text)?;
+    let ranks = match launch.nproc_per_node {
+        Some(ProcCount::Fixed(ranks)) => ranks,
+        _ => RANKS_A_NODE,
+    };
+    let sizes = [
+        ("nnodes", args.nnodes, launch.nnodes.map_or(1, |nodes| nodes.max)),
+        ("nproc_per_node", args.nproc_per_node, ranks),
+    ];
+    for (key, flag, size) in sizes {
+        if flag.is_none() && i64::from(size) > MAX_COUNT {
+            return Err(CliError::Conflict {
+                problem: format!("`launch.{key}` is {size}, but a plan supports at most {MAX_COUNT}"),
+                hint: format!("set a smaller number with `--{}`", key.replace('_', "-")),
+            });
+        }
+    }
+    let [nodes, ranks] = sizes.map(|(_, flag, size)| flag.unwrap_or(size));
+    if u64::from(nodes) * u64::from(ranks) > MAX_RANKS {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "{nodes} nodes × {ranks} ranks are too many: a plan supports at most {MAX_RANKS} ranks"
+            ),
+            hint: "set smaller numbers with `--nnodes` or `--nproc-per-node`".to_owned(),
+        });
+    }
+    Ok([nodes, ranks])
+}
+
+fn plan(args: &PlanArgs) -> Result<String, CliError> {
+    let draft = Draft::read(&args.config, &args.overrides)?;
+    let [nodes, ranks_a_node] = size(args)?;
+    let device = Planned::of(args, draft.config());
+    let machines = Machines {
+        cluster: Cluster {
+            nodes: nodes.into(),
+            ranks_a_node: ranks_a_node.into(),
+            link: device.link,
+            network: args.network,
+        },
+        memory: device.memory.map(|memory| memory.saturating_sub(device.reserve)),
+        flops: device.flops.map(|flops| flops * args.mfu),
+        has_own_memory: device.has_own_memory,
+    };
+    let comparison = draft.comparison(&machines)?;
+    let search = draft.layouts(&machines, args.layouts as usize)?;
+    if args.json {
+        let found = search.as_ref().map_or(Value::Null, layouts::json);
+        return Ok(format!("{:#}\n", report::json(&comparison, &found, &machines)));
+    }
+    let best = search.as_ref().and_then(|search| search.best.first());
+    let is_best = best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks());
+    let mut text = report::text(&comparison, &machines, (&device, args.mfu), is_best);
+    if let (Some(search), Some(memory)) = (&search, machines.memory) {
+        text.push('\n');
+        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
+    }
+    Ok(text)
+}

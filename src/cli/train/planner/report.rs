@@ -1,0 +1,546 @@
+//! The report of a plan: tables for people, JSON for programs.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets};
+use ddp_proto::words::{bytes, counted, grouped};
+use serde_json::{Value, json};
+
+use super::device::Planned;
+use crate::cli::native::plan::{Cluster, GlobalBatch};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
+
+/// The cell of an unknown number.
+const UNKNOWN: &str = "–";
+/// Rows that have only such cells are left out.
+const NOTHING: [&str; 3] = ["0 B", "0.000 ms", "0.0 %"];
+
+/// What is appended to the titles of times and of rates. With less than the peak rate of a device,
+/// they are estimates and not bounds.
+pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
+    if mfu < 1.0 {
+        ["", ""]
+    } else {
+        [", at least", ", at most"]
+    }
+}
+
+/// For people. `is_best` is false if the layout search found a better one than data parallelism
+/// alone.
+pub(super) fn text(
+    comparison: &Comparison,
+    machines: &Machines,
+    (device, mfu): (&Planned, f64),
+    is_best: bool,
+) -> String {
+    let mut text = facts(comparison, machines, device, mfu);
+    text.push('\n');
+    let [least, most] = bounds(mfu);
+    text.push_str(&strategies(comparison, [least, most]));
+    text.push('\n');
+    text.push_str(&advice(comparison, machines, is_best));
+    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
+        text.push('\n');
+        text.push_str(&scaling(comparison, [least, most]));
+    }
+    text
+}
+
+fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
+    let Comparison {
+        batch, work, model, ..
+    } = comparison;
+    let cluster = machines.cluster;
+    let mut of_device = device.source.clone();
+    if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
+        let _ = write!(of_device, "; {} of {} for training", bytes(memory), bytes(all));
+    }
+    if let Some(flops) = device.flops {
+        let _ = write!(of_device, "; {} TFLOP/s", shortened(flops / 1e12));
+        if mfu < 1.0 {
+            let _ = write!(of_device, ", of which training reaches {mfu}");
+        }
+    }
+    let mut precision = device.precision.to_owned();
+    if precision == "f32" && device.has_own_memory {
+        precision.push_str("; a GPU needs less time and memory with `train.precision: bf16`");
+    }
+    let ranks = format!(
+        "{} = {} × {}",
+        cluster.ranks(),
+        counted(cluster.nodes, "node"),
+        cluster.ranks_a_node
+    );
+    let global_batch = format!(
+        "{} samples = {} tokens ({} × {} × {} of {} tokens)",
+        grouped(batch.samples()),
+        grouped(batch.tokens()),
+        data_ranks(batch, &cluster),
+        counted(batch.accumulation, "micro-batch"),
+        counted(batch.micro_batch, "sample"),
+        grouped(batch.block_size),
+    );
+    let again = match work.repeated {
+        0 => String::new(),
+        repeated => format!(", {} of it recomputed", shortened(repeated as f64 / 1e9)),
+    };
+    let of_rank = work.total() as f64 * batch.tokens() as f64 / cluster.ranks() as f64;
+    let arithmetic = format!(
+        "{} GFLOP per token{again}, {} TFLOP per rank and step",
+        shortened(work.total() as f64 / 1e9),
+        shortened(of_rank / 1e12),
+    );
+    let mut text = String::new();
+    for (name, value) in [
+        (
+            "model",
+            format!("{model}, {} parameters", grouped(comparison.parameters)),
+        ),
+        ("ranks", ranks + &layout(comparison)),
+        ("device", of_device),
+        ("precision", precision),
+        ("bandwidth", bandwidth(&cluster)),
+        ("global batch", global_batch),
+        ("arithmetic", arithmetic),
+    ] {
+        let _ = writeln!(text, "{name:<14}  {value}");
+    }
+    text
+}
+
+/// Ranks that read different samples.
+fn data_ranks(batch: &GlobalBatch, cluster: &Cluster) -> String {
+    let noun = if batch.ranks == cluster.ranks() {
+        "rank"
+    } else {
+        "data-parallel rank"
+    };
+    counted(batch.ranks, noun)
+}
+
+/// The mesh, if its ranks are not only data-parallel.
+fn layout(comparison: &Comparison) -> String {
+    match comparison.candidates.first() {
+        Some(given) if given.batch.ranks < given.cluster.ranks() => {
+            let schedule = match given.layers.len() {
+                1 => String::new(),
+                _ => format!(", {} with {} layers", given.schedule, layers(given)),
+            };
+            format!(": {}{schedule}", given.layout())
+        }
+        _ => String::new(),
+    }
+}
+
+/// Of each rank of a pipeline, in order.
+pub(super) fn layers(candidate: &Candidate) -> String {
+    let layers = &candidate.layers;
+    if layers.iter().all(|number| *number == layers[0]) {
+        return layers[0].to_string();
+    }
+    let numbers: Vec<String> = layers.iter().map(ToString::to_string).collect();
+    numbers.join(", ")
+}
+
+fn bandwidth(cluster: &Cluster) -> String {
+    let rate = |rate: f64| format!("{} GB/s", shortened(rate / 1e9));
+    let mut rates = Vec::new();
+    if cluster.ranks_a_node > 1 {
+        rates.push(match cluster.link {
+            Some(link) => format!("{} per rank within a node", rate(link)),
+            None => "not known within a node: set `--link`".to_owned(),
+        });
+    }
+    if cluster.nodes > 1 {
+        rates.push(match cluster.network {
+            Some(network) => format!("{} per node to other nodes", rate(network)),
+            None => "not known between nodes: set `--network`".to_owned(),
+        });
+    }
+    if rates.is_empty() {
+        return "not needed: one rank".to_owned();
+    }
+    rates.join(", ")
+}
+
+/// The table of strategies, one per column. `least` and `most` are appended to the titles of times
+/// and rates.
+fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
+    let candidates = &comparison.candidates;
+    let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
+        let cells = candidates.iter().map(cell);
+        std::iter::once(title.to_owned()).chain(cells).collect()
+    };
+    let size = |title: &str, bytes_of: fn(&Candidate) -> u64| row(title, &|c| bytes(bytes_of(c)));
+    // Left out if no strategy has the number.
+    let known = |title: &str, value: &dyn Fn(&Candidate) -> Option<String>| {
+        let is_known = candidates.iter().any(|c| value(c).is_some());
+        is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
+    };
+    let tokens = comparison.batch.tokens() as f64;
+    let mut rows = vec![
+        row("", &|c| name(c).to_owned()),
+        size("parameters", |c| c.estimate.held.params),
+        size("gathered", |c| c.estimate.held.gathered),
+        size("gradients", |c| c.estimate.held.grads),
+        size("optimizer", |c| c.estimate.held.optimizer),
+        size("activations", |c| c.estimate.held.activations),
+        size("on the device", |c| c.held),
+    ];
+    rows.extend(known("fits", &|c| {
+        Some(if c.fits? { "yes" } else { "no" }.to_owned())
+    }));
+    rows.push(size("sent per rank", |c| c.sent.total()));
+    rows.push(size("  to its tensor group", |c| c.sent.along(&[Axis::Tensor])));
+    rows.push(size("  to other stages", |c| c.sent.along(&[Axis::Pipeline])));
+    rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
+    rows.extend(known("tensor exchanges", &|c| c.tensor.map(duration)));
+    rows.push(row("pipeline bubble", &|c| share(c.bubble)));
+    rows.extend(known("communication", &|c| c.communication.map(duration)));
+    rows.extend(known(&format!("step time{least}"), &|c| {
+        c.seconds().map(duration)
+    }));
+    rows.extend(known(&format!("tokens/s{most}"), &|c| {
+        Some(grouped((tokens / c.seconds()?) as u64))
+    }));
+    columns(without_nothing(rows))
+}
+
+/// `3.1 %`
+pub(super) fn share(part: f64) -> String {
+    format!("{:.1} %", part * 100.0)
+}
+
+pub(super) fn name(candidate: &Candidate) -> &'static str {
+    match candidate.strategy {
+        Strategy::Ddp => "ddp",
+        Strategy::Zero1 => "zero1",
+        Strategy::Zero2 => "zero2",
+        Strategy::Zero3 => "zero3",
+    }
+}
+
+fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String {
+    let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
+        return "The best strategy depends on the memory of a device: set `--gpu` or `--memory`.\n"
+            .to_owned();
+    };
+    let [take, none] = if is_best {
+        ["Use", "No strategy"]
+    } else {
+        [
+            "With data parallelism alone, use",
+            "With data parallelism alone, no strategy",
+        ]
+    };
+    match advice {
+        Advice::Take(strategy, why) => {
+            let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
+            format!(
+                "{take} `parallel.strategy: {}`: {why}.\n",
+                taken.map_or("ddp", name)
+            )
+        }
+        Advice::Change(adjustments) if adjustments.is_empty() => format!(
+            "{none} fits into {}, not even with the smallest micro-batch, full recomputation and more nodes.\n",
+            bytes(memory)
+        ),
+        Advice::Change(adjustments) => {
+            let mut text = format!(
+                "{none} fits into {}. `zero3` would fit with one of these changes:\n",
+                bytes(memory)
+            );
+            for adjustment in adjustments {
+                let _ = writeln!(text, "  {}: {}", adjustment.change, bytes(adjustment.held));
+            }
+            text
+        }
+    }
+}
+
+/// The table of more and more ranks with the same work per rank.
+fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
+    let [step, rate] = [format!("step time{least}"), format!("tokens/s{most}")];
+    let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
+    let mut table = vec![title.map(str::to_owned).to_vec()];
+    for point in &comparison.scaling {
+        let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
+            continue;
+        };
+        let batch = point.batch;
+        table.push(vec![
+            point.cluster.ranks().to_string(),
+            point.cluster.nodes.to_string(),
+            grouped(batch.samples()),
+            duration(seconds),
+            grouped((batch.tokens() as f64 / seconds) as u64),
+            format!("{:.0} %", compute / seconds * 100.0),
+        ]);
+    }
+    let strategy = comparison.scaling.first().map_or("", name);
+    format!(
+        "Scaling of `{strategy}` with the same work per rank:\n{}",
+        columns(table)
+    )
+}
+
+/// Removes rows without information.
+pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
+    rows.retain(|row| !row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str())));
+    rows
+}
+
+/// A table with the numbers aligned right.
+pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt() + "\n"
+}
+
+/// `12.3 ms`, `12.3 s`
+pub(super) fn duration(seconds: f64) -> String {
+    if seconds < 10.0 {
+        format!("{} ms", shortened(seconds * 1e3))
+    } else {
+        format!("{} s", shortened(seconds))
+    }
+}
+
+/// Three significant digits: `0.123`, `12.3`, `1234`.
+fn shortened(number: f64) -> String {
+    let digits = match number.abs() {
+        n if n >= 99.95 => 0,
+        n if n >= 9.995 => 1,
+        n if n >= 0.9995 => 2,
+        _ => 3,
+    };
+    format!("{number:.digits$}")
+}
+
+/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means
+/// unknown.
+pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
+    let advice = match &comparison.advice {
+        None => Value::Null,
+        Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
+        Some(Advice::Change(adjustments)) => {
+            let changes = adjustments.iter();
+            let changes: Vec<Value> = changes
+                .map(|adjustment| json!({ "change": adjustment.change, "device_bytes": adjustment.held }))
+                .collect();
+            json!({ "strategy": null, "changes": changes })
+        }
+    };
+    json!({
+        "model": comparison.model,
+        "parameters": comparison.parameters,
+        "nodes": machines.cluster.nodes,
+        "ranks": machines.cluster.ranks(),
+        "memory_bytes": machines.memory,
+        "global_batch": { "samples": comparison.batch.samples(), "tokens": comparison.batch.tokens() },
+        "flop_a_token": { "model": comparison.work.model, "repeated": comparison.work.repeated },
+        "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
+        "advice": advice,
+        "scaling": comparison.scaling.iter().map(candidate).collect::<Vec<_>>(),
+        "layouts": layouts,
+    })
+}
+
+pub(super) fn candidate(candidate: &Candidate) -> Value {
+    let by_axis = |of: &dyn Fn(Axis) -> u64| {
+        let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), of(axis).into()));
+        Value::Object(axes.into_iter().collect())
+    };
+    let mut object = rank(&candidate.estimate);
+    let more = json!({
+        "layout": candidate.layout(),
+        "strategy": candidate.strategy,
+        "schedule": candidate.schedule,
+        "mesh": by_axis(&|axis| candidate.mesh.size(&[axis]) as u64),
+        "layers": candidate.layers,
+        "micro_batches": candidate.batch.accumulation,
+        "ranks": candidate.cluster.ranks(),
+        "nodes": candidate.cluster.nodes,
+        "device_bytes": candidate.held,
+        "fits": candidate.fits,
+        "stages": candidate.stages.iter().map(rank).collect::<Vec<_>>(),
+        "wire_bytes_by_axis": by_axis(&|axis| candidate.sent.along(&[axis])),
+        "compute_s": candidate.compute,
+        "tensor_s": candidate.tensor,
+        "bubble": candidate.bubble,
+        "communication_s": candidate.communication,
+        "step_s": candidate.seconds(),
+    });
+    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
+        object.extend(more);
+    }
+    object
+}
+
+/// What a rank holds and sends.
+fn rank(estimate: &Estimate) -> Value {
+    let Estimate { held, sent, .. } = estimate;
+    json!({
+        "parameter_bytes": held.params,
+        "gathered_bytes": held.gathered,
+        "gradient_bytes": held.grads,
+        "optimizer_bytes": held.optimizer,
+        "activation_bytes": held.activations,
+        "wire_bytes": {
+            "grads": sent.grads,
+            "params": sent.params,
+            "activations": sent.activations,
+            "pipeline": sent.pipeline,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::device::word;
+    use super::*;
+    use crate::cli::native::{Draft, plan::Accelerator};
+
+    fn plan(more: &str, gpu: &str, [nodes, ranks_a_node]: [u64; 2], mfu: f64) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.yaml");
+        let model =
+            "{kind: gpt2, n_layer: 32, n_head: 32, n_embd: 4096, block_size: 2048, vocab_size: 50304}";
+        std::fs::write(
+            &path,
+            format!("model: {model}\ndata: {{train: absent.txt}}\n{more}"),
+        )
+        .unwrap();
+        let draft = Draft::read(&path, &[]).unwrap();
+        let sheet = Accelerator::named(gpu);
+        let device = Planned {
+            source: sheet.map_or("not known".into(), |sheet| sheet.name.into()),
+            memory: sheet.map(|sheet| sheet.memory),
+            flops: sheet.map(|sheet| sheet.flops(draft.config().train.precision)),
+            link: sheet.map(|sheet| sheet.link),
+            precision: word(draft.config().train.precision),
+            has_own_memory: true,
+            ..Planned::default()
+        };
+        let machines = Machines {
+            cluster: Cluster {
+                nodes,
+                ranks_a_node,
+                link: device.link,
+                network: sheet.map(|_| 50e9),
+            },
+            memory: device.memory,
+            flops: device.flops.map(|flops| flops * mfu),
+            has_own_memory: true,
+        };
+        text(
+            &draft.comparison(&machines).unwrap(),
+            &machines,
+            (&device, mfu),
+            true,
+        )
+    }
+
+    #[test]
+    fn seven_billion_parameters_on_two_nodes() {
+        let more = "train: {precision: bf16, micro_batch: 4}\nparallel: {overlap: false}";
+        insta::assert_snapshot!(plan(more, "h100", [2, 8], 1.0), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           16 = 2 nodes × 8
+        device          h100; 74.5 GiB of 74.5 GiB for training; 989 TFLOP/s
+        precision       bf16
+        bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
+        global batch    64 samples = 131,072 tokens (16 ranks × 1 micro-batch × 4 samples of 2,048 tokens)
+        arithmetic      41.5 GFLOP per token, 340 TFLOP per rank and step
+
+                                    ddp     zero1     zero2      zero3
+         parameters            12.5 GiB  12.5 GiB  12.5 GiB  797.6 MiB
+         gathered                   0 B       0 B       0 B    1.2 GiB
+         gradients             24.9 GiB  24.9 GiB   2.8 GiB    3.8 GiB
+         optimizer             74.8 GiB   4.7 GiB   4.7 GiB    4.7 GiB
+         activations           21.0 GiB  21.0 GiB  21.0 GiB   21.0 GiB
+         on the device        133.1 GiB  63.0 GiB  41.0 GiB   31.4 GiB
+         fits                        no       yes       yes        yes
+         sent per rank         46.7 GiB  35.1 GiB  35.1 GiB   46.4 GiB
+         arithmetic              344 ms    344 ms    344 ms     344 ms
+         communication           535 ms    401 ms    402 ms     531 ms
+         step time, at least     879 ms    745 ms    746 ms     875 ms
+         tokens/s, at most      149,134   175,918   175,799    149,866
+
+        Use `parallel.strategy: zero2`: the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less.
+
+        Scaling of `zero2` with the same work per rank:
+         ranks  nodes  global batch  step time, at least  tokens/s, at most  computing
+         4          1            16               410 ms             79,862       84 %
+         8          1            32               422 ms            155,468       82 %
+         16         2            64               746 ms            175,799       46 %
+        ");
+    }
+
+    #[test]
+    fn where_nothing_fits_it_says_what_would() {
+        insta::assert_snapshot!(plan("train: {micro_batch: 8}", "a100-40gb", [1, 8], 0.4), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           8 = 1 node × 8
+        device          a100-40gb; 37.3 GiB of 37.3 GiB for training; 19.5 TFLOP/s, of which training reaches 0.4
+        precision       f32; a GPU needs less time and memory with `train.precision: bf16`
+        bandwidth       300 GB/s per rank within a node
+        global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
+        arithmetic      41.5 GFLOP per token, 680 TFLOP per rank and step
+
+                              ddp      zero1      zero2      zero3
+         parameters      24.9 GiB   24.9 GiB   24.9 GiB    3.1 GiB
+         gathered             0 B        0 B        0 B    2.3 GiB
+         gradients       24.9 GiB   24.9 GiB    4.4 GiB    5.4 GiB
+         optimizer       49.7 GiB    6.2 GiB    6.2 GiB    6.2 GiB
+         activations     83.9 GiB   83.9 GiB   83.9 GiB   83.9 GiB
+         on the device  183.3 GiB  139.8 GiB  119.4 GiB  100.9 GiB
+         fits                  no         no         no         no
+         sent per rank   43.5 GiB   43.5 GiB   43.5 GiB   64.6 GiB
+         arithmetic        87.2 s     87.2 s     87.2 s     87.2 s
+         communication     156 ms     156 ms     156 ms     231 ms
+         step time         87.2 s     87.2 s     87.2 s     87.2 s
+         tokens/s           1,503      1,503      1,503      1,503
+
+        No strategy fits into 37.3 GiB. `zero3` would fit with one of these changes:
+          train.recompute: full: 29.6 GiB
+          train.micro_batch: 1 with train.grad_accumulation: 8: 27.5 GiB
+        ");
+    }
+
+    #[test]
+    fn without_a_device_there_is_memory_and_traffic() {
+        insta::assert_snapshot!(plan("train: {micro_batch: 1}", "none", [1, 2], 1.0), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           2 = 1 node × 2
+        device          not known
+        precision       f32; a GPU needs less time and memory with `train.precision: bf16`
+        bandwidth       not known within a node: set `--link`
+        global batch    2 samples = 4,096 tokens (2 ranks × 1 micro-batch × 1 sample of 2,048 tokens)
+        arithmetic      41.5 GFLOP per token, 85.0 TFLOP per rank and step
+
+                              ddp     zero1     zero2     zero3
+         parameters      24.8 GiB  24.8 GiB  24.8 GiB  12.4 GiB
+         gathered             0 B       0 B       0 B   2.3 GiB
+         gradients       24.8 GiB  24.8 GiB  13.7 GiB  14.7 GiB
+         optimizer       49.6 GiB  24.8 GiB  24.8 GiB  24.8 GiB
+         activations     10.5 GiB  10.5 GiB  10.5 GiB  10.5 GiB
+         on the device  109.7 GiB  84.9 GiB  73.8 GiB  64.7 GiB
+         sent per rank   24.8 GiB  24.8 GiB  24.8 GiB  36.8 GiB
+
+        The best strategy depends on the memory of a device: set `--gpu` or `--memory`.
+        ");
+    }
+
+    #[test]
+    fn three_digits_count() {
+        let words = [0.0, 0.1234, 1.0, 9.9999, 12.34, 99.99, 1234.5].map(shortened);
+        assert_eq!(words, ["0.000", "0.123", "1.00", "10.0", "12.3", "100", "1234"]);
+    }
+}

@@ -1,0 +1,229 @@
+//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text, as a picture, or as a
+//! table for PyTorch. The schedule comes from a configuration, a name, a table, or the timeline of
+//! a run.
+
+use std::path::{Path, PathBuf};
+use std::process::{self, ExitCode};
+use std::{fs, io};
+
+use clap::ArgGroup;
+use ddp_proto::words::{counted, numbered};
+use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
+use ddp_worker::parallel::pipeline::{
+    Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, bubble_fraction, grid, picture,
+    simulate,
+};
+
+use crate::cli::error::CliError;
+use crate::cli::native::{Draft, read_bounded};
+use crate::cli::{answer, values};
+
+/// Most ranks, chunks and micro-batches: a larger number is a typing error.
+const MAX_COUNT: u64 = 1 << 12;
+/// Of the table, which [`grid`] makes.
+const LEGEND: &str =
+    "`.` is a time in which the rank does not compute, `---` the rest of the action before it\n";
+/// Longest timeline that is read.
+const MAX_TRACE_BYTES: u64 = 1 << 30;
+/// The timeline in the directory of a run.
+const TIMELINE: &str = "timeline/timeline.json";
+
+/// Show the schedule of a pipeline: what each rank computes when, where it waits, and what it keeps
+/// for backward.
+///
+/// In the text, each row is a rank and each column is the time of one F. `2F1` is the forward pass
+/// (F) of stage 2 for micro-batch 1. I is the gradient of the input, W the gradient of the weights.
+/// B is I and W together and takes two columns. A unit of the summary is the F of all stages of a
+/// rank.
+#[derive(Debug, clap::Args)]
+#[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "file", "measured"])))]
+pub(super) struct ScheduleArgs {
+    /// Show the pipeline of this configuration; its data need not exist
+    #[arg(value_name = "FILE.yaml")]
+    config: Option<PathBuf>,
+    /// Override one value, for example `--set parallel.pipeline.schedule=zbv`; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment, requires = "config")]
+    overrides: Vec<String>,
+    /// Show the schedule of this name: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev or greedy
+    #[arg(long, value_name = "NAME")]
+    schedule: Option<String>,
+    /// Number of pipeline ranks
+    #[arg(long, value_name = "P", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
+    stages: u64,
+    /// Chunks of the model (virtual stages) per rank [default: the fewest that the schedule
+    /// supports]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
+    chunks: Option<u64>,
+    /// Micro-batches per step
+    #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
+    micro_batches: u64,
+    /// Show the schedule in this CSV table, which `--csv` or PyTorch's pipelining wrote
+    #[arg(long, value_name = "FILE.csv")]
+    file: Option<PathBuf>,
+    /// Show the measured schedule of a run next to a simulation with the same durations; RUN is the
+    /// run's directory, or its timeline (`run.timeline`)
+    #[arg(long, value_name = "RUN")]
+    measured: Option<PathBuf>,
+    /// Draw the schedule into this SVG file
+    #[arg(short, long, value_name = "FILE.svg")]
+    output: Option<PathBuf>,
+    /// Print the schedule as a CSV table, for `parallel.pipeline.file` or PyTorch's pipelining
+    #[arg(long, conflicts_with = "output")]
+    csv: bool,
+}
+
+/// Main of `ddp-train schedule`.
+pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
+    answer::give_or_fail(match &args.measured {
+        Some(path) => measured(args, path),
+        None => planned(args),
+    })
+}
+
+fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
+    read_bounded(path, most)
+        .map_err(|error| CliError::Config(format!("cannot read `{}`: {error}", path.display())))
+}
+
+fn refused(error: impl std::fmt::Display) -> CliError {
+    CliError::Config(error.to_string())
+}
+
+/// Shows a schedule from a configuration, a name or a table, with unit times.
+fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
+    let plan = match (&args.config, &args.file, &args.schedule) {
+        (Some(config), ..) => Draft::read(config, &args.overrides)?.pipeline()?,
+        (None, Some(file), _) => {
+            let text = read(file, csv::MAX_BYTES)?;
+            PipelinePlan::of_csv(&String::from_utf8_lossy(&text)).map_err(refused)?
+        }
+        (None, None, name) => {
+            let [ranks, micro_batches] = [args.stages, args.micro_batches].map(|count| count as usize);
+            let sizes = (ranks, args.chunks.map(|chunks| chunks as usize));
+            PipelinePlan::named(name.as_deref().unwrap_or_default(), sizes, micro_batches).map_err(refused)?
+        }
+    };
+    let (schedule, placement) = (plan.schedule(), plan.placement());
+    if args.csv {
+        return Ok(csv::write(schedule, CsvFormat::ComputeOnly));
+    }
+    let costs = vec![StageCosts::UNIT; placement.stages()];
+    let simulation = simulate(schedule, &costs, Links::IDEAL).map_err(refused)?;
+    let panel = Panel {
+        heading: "simulated",
+        placement,
+        simulation: &simulation,
+        unit: Unit {
+            ticks: placement.stages() as f64 / placement.ranks() as f64,
+            name: "units",
+        },
+    };
+    let title = format!("{}: {}", plan.name(), sizes(schedule));
+    let words = format!(
+        "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
+        panel.in_words()
+    );
+    show(args, &title, &[panel], &words, &(grid(&simulation) + LEGEND))
+}
+
+/// Shows the schedule of a run next to a simulation with the same durations.
+fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
+    let in_run = path.join(TIMELINE);
+    let trace = match path.is_dir() {
+        true if !in_run.exists() => return Err(without_timeline(path)),
+        true => read(&in_run, MAX_TRACE_BYTES)?,
+        false => read(path, MAX_TRACE_BYTES)?,
+    };
+    let run = MeasuredRun::of_trace(&trace).map_err(refused)?;
+    if args.csv {
+        return Ok(csv::write(run.schedule(), CsvFormat::ComputeOnly));
+    }
+    let numbers: Vec<u64> = run.steps().keys().copied().collect();
+    let Some((last, step)) = run.steps().last_key_value() else {
+        return Ok(String::new());
+    };
+    let panel = |heading, simulation| Panel {
+        heading,
+        placement: run.schedule().placement(),
+        simulation,
+        unit: Unit {
+            ticks: 1e6,
+            name: "ms",
+        },
+    };
+    let (measured, simulated) = (
+        bubble_fraction(run.steps().values()),
+        bubble_fraction(run.simulated().values()),
+    );
+    let panels = [
+        panel("measured", step),
+        panel("simulated", &run.simulated()[last]),
+    ];
+    let words = format!(
+        "step {last} measured: {}\nsimulated with the measured durations: {}\n\
+         bubble of {}: measured {:.2} %, simulated {:.2} %\n",
+        panels[0].in_words(),
+        panels[1].in_words(),
+        numbered("step", &numbers),
+        measured * 100.0,
+        simulated * 100.0
+    );
+    let title = format!(
+        "Step {last}: {}; simulated with the measured durations",
+        sizes(run.schedule())
+    );
+    show(args, &title, &panels, &words, "")
+}
+
+/// A run that recorded no timeline.
+fn without_timeline(run: &Path) -> CliError {
+    CliError::Config(format!(
+        "`{}` has no `{TIMELINE}`\n  hint: record a timeline by training with `--set run.timeline=10`",
+        run.display()
+    ))
+}
+
+/// `4 ranks, 8 micro-batches`
+fn sizes(schedule: &Schedule) -> String {
+    let placement = schedule.placement();
+    let stages = match placement.stages() {
+        stages if stages == placement.ranks() => String::new(),
+        stages => format!("{} on ", counted(stages, "stage")),
+    };
+    let ranks = counted(placement.ranks(), "rank");
+    format!(
+        "{stages}{ranks}, {}",
+        counted(schedule.micro_batches(), "micro-batch")
+    )
+}
+
+/// Draws the picture if `--output` is set. Otherwise the text includes the table.
+fn show(
+    args: &ScheduleArgs,
+    title: &str,
+    panels: &[Panel<'_>],
+    words: &str,
+    table: &str,
+) -> Result<String, CliError> {
+    let Some(output) = &args.output else {
+        return Ok(format!("{title}\n{table}{words}"));
+    };
+    replace(output, picture(title, panels).as_bytes())
+        .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
+    Ok(format!("{title}\n{words}picture: {}\n", output.display()))
+}
+
+/// Replaces a file at once: the new content is written to a temporary file next to it, which is
+/// then renamed. A device, such as `/dev/stdout`, is written directly.
+fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    if path.metadata().is_ok_and(|there| !there.is_file()) {
+        return fs::write(path, content);
+    }
+    let temporary = path.with_added_extension(format!("{}.tmp", process::id()));
+    let written = fs::write(&temporary, content).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        // The error of writing is reported; an error of this clean-up adds nothing.
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
