@@ -169,6 +169,10 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     simulated: 12 units, bubble 25.0 %, at most 2 micro-batches kept
     one unit is the time of F, I or W for one micro-batch in all stages of a rank
     ");
+    let words = "schedule --schedule zb-h1 --stages 2 --micro-batches 2";
+    train(&job, &words.split(' ').collect::<Vec<_>>())
+        .expect_exit(0)
+        .expect_stdout("`.` is a time in which the rank does not compute");
     let words = "schedule --schedule zbv --stages 2 --micro-batches 4 --csv";
     let table = train(&job, &words.split(' ').collect::<Vec<_>>());
     std::fs::write(
