@@ -29,6 +29,8 @@ def main(checkpoint):
     if first >= EPOCHS and dist.get_rank() == 0:
         print(f"`{checkpoint}` is of a finished run: delete it to train again", flush=True)
     ddp = DDP(model)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    steps = first * len(loader)  # that are finished
 
     def save():
         if dist.get_rank() == 0:
@@ -40,17 +42,18 @@ def main(checkpoint):
         for epoch in range(first, EPOCHS):
             sampler.set_epoch(epoch)
             total = torch.zeros(1, device=device)
-            for x, y in DataLoader(data, batch_size=32, sampler=sampler):
+            for x, y in loader:
                 loss = torch.nn.functional.mse_loss(ddp(x.to(device)), y.to(device))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 total += loss.detach()
-                ddp_run.heartbeat(epoch)
+                steps += 1
+                ddp_run.heartbeat(steps)
             dist.all_reduce(total)
             if dist.get_rank() == 0:
                 print(f"epoch {epoch} loss {total.item() / (len(data) // 32):.4f}", flush=True)
-            boundary(epoch)  # after a request to stop it calls `save`, and exits
+            boundary(steps)  # after a request to stop it calls `save`, and exits
             save()
     dist.destroy_process_group()
 

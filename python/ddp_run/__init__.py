@@ -5,7 +5,7 @@
     with ddp_run.stoppable(save) as boundary:
         for step in range(first, steps):
             train(step)
-            boundary(step)  # sends a heartbeat; after a stop request all ranks save here and exit
+            boundary(step + 1)  # finished steps; sends a heartbeat; after a stop request all ranks save here and exit
 
 Under another launcher, or without one, every call does nothing. No call waits longer than a few seconds for the
 launcher, and none raises because the launcher is gone. All functions are thread-safe and work in forked children.
@@ -78,7 +78,8 @@ def generation() -> int:
 def heartbeat(step: int, phase: str = "training") -> None:
     """Reports progress, for `--hang-timeout` and failure reports. Call it once per step.
 
-    `step` is the number of finished steps, `phase` one of `PHASES`.
+    `step` is the number of finished steps, `phase` one of `PHASES`. Report steps only if ranks train in lock-step, with
+    a collective in each: a new step tells the rendezvous that all nodes are alive.
     """
     if phase not in PHASES or step < 0:
         raise ValueError(f"step {step} in phase `{phase}`: steps count from 0, phases are {', '.join(PHASES)}")
@@ -120,13 +121,14 @@ def check_generation() -> None:
 def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[[int], None]]:
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
-    Yields `boundary(step)`, which every rank calls once per step. It sends a heartbeat. If any rank was asked to stop,
-    all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
+    Yields `boundary(step)`, which every rank calls once per step, with the number of finished steps. It sends a
+    heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
     signals that stop a job are ignored. A failure that another rank or node caused is raised as
     `GenerationOver`.
 
-    `agree` combines the ranks' answers: it returns whether any rank was asked, so that no rank leaves the others
-    waiting in a collective. The default is a small all-reduce if `torch.distributed` is initialised.
+    `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
+    so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
+    is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
     """
     agree, done = agree or _any_rank, 0
     _launcher.listen()

@@ -23,6 +23,9 @@ use super::machine::limits;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 
+/// Whose events are shown unless `RUST_LOG` says otherwise.
+const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
+
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
 
@@ -38,7 +41,8 @@ struct Args {
 enum Command {
     /// Serve until SIGTERM or SIGINT; the first line of output is the address
     Serve {
-        /// Address to listen on; port 0 picks a free port
+        /// Address to listen on; port 0 picks a free port. `[::]` is all addresses of this machine: every host that
+        /// reaches the port can take part in jobs, so give the address of a private network
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
         #[command(flatten)]
@@ -150,7 +154,10 @@ fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
             code = stops.next() => return Ok(code),
             bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
         };
-        announce(&listener)?;
+        let address = announce(&listener)?;
+        if let Some(reach) = reach(address) {
+            tracing::warn!(target: RENDEZVOUS_LOG, "{reach}");
+        }
         rendezvous::serve(listener, settings.config(), ledger, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
@@ -227,7 +234,7 @@ async fn bind(
 }
 
 /// Tells people and scripts where the daemon is, before anything else is printed.
-fn announce(listener: &TcpListener) -> Result<(), CliError> {
+fn announce(listener: &TcpListener) -> Result<SocketAddr, CliError> {
     let failed = |source| CliError::Machine {
         what: "cannot print the address",
         source,
@@ -236,7 +243,23 @@ fn announce(listener: &TcpListener) -> Result<(), CliError> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{address}")
         .and_then(|()| out.flush())
-        .map_err(failed)
+        .map_err(failed)?;
+    Ok(address)
+}
+
+/// What other machines can do at this address, if they can reach it.
+fn reach(address: SocketAddr) -> Option<String> {
+    let ip = address.ip().to_canonical();
+    let limit = if ip.is_unspecified() {
+        "; `--listen ADDRESS:PORT` limits it to the network of one address"
+    } else {
+        ""
+    };
+    (!ip.is_loopback()).then(|| {
+        format!(
+            "every host that reaches {address} can join jobs, read their data and stop them: there is no authentication{limit}"
+        )
+    })
 }
 
 #[cfg(test)]
@@ -264,6 +287,17 @@ mod tests {
             format!("{given:?}")
         );
         assert!(Args::try_parse_from(["ddp-rendezvous", "serve", "--lease", "0"]).is_err());
+    }
+
+    #[test]
+    fn it_warns_of_addresses_that_others_reach() {
+        let of = |address: &str| reach(address.parse().expect("an address"));
+        assert_eq!(
+            ["127.0.0.1:29400", "[::1]:29400", "[::ffff:127.0.0.1]:1"].map(of),
+            [None, None, None]
+        );
+        insta::assert_snapshot!(of("10.0.0.5:29400").unwrap(), @"every host that reaches 10.0.0.5:29400 can join jobs, read their data and stop them: there is no authentication");
+        insta::assert_snapshot!(of("[::]:29400").unwrap(), @"every host that reaches [::]:29400 can join jobs, read their data and stop them: there is no authentication; `--listen ADDRESS:PORT` limits it to the network of one address");
     }
 
     #[test]

@@ -150,17 +150,18 @@ fn a_signal_to_the_batch_script_reaches_the_launchers() {
 /// A worker that dies of SIGTERM each time looks like a job that Slurm stopped.
 #[test]
 fn a_batch_job_is_requeued_a_limited_number_of_times() {
-    for (count, is_requeued) in [("1", true), ("2", false)] {
+    // Bash takes `08` for an octal number, which has no digit 8.
+    for (count, limit, is_requeued) in [("1", "2", true), ("2", "2", false), ("8", "08", false)] {
         let (bin, job) = (temp_dir(), job_with_a_free_port());
         let finished = batch(bin.path(), &job, "kill -TERM $$")
             .env("SLURM_RESTART_COUNT", count)
-            .env("MAX_REQUEUES", "2")
+            .env("MAX_REQUEUES", limit)
             .run();
         finished.expect_exit(143);
         assert_eq!(bin.path().join("asked").exists(), is_requeued, "after {count}");
         if !is_requeued {
             finished.expect_stderr(&format!(
-                "job {job} is not requeued: it was requeued 2 times already (MAX_REQUEUES=2)"
+                "job {job} is not requeued: it was requeued {count} times already (MAX_REQUEUES={count})"
             ));
         }
     }

@@ -110,7 +110,8 @@ fn evaluation_says_what_the_run_said() {
     let shown = ddp_train(job.dir(), &["eval", "out"]);
     shown
         .expect_exit(0)
-        .expect_stdout(&format!("loss           {expected:.4} nats per token"))
+        .expect_stdout("text.txt: its last tenth, held out of training")
+        .expect_stdout(&format!("loss           {expected:.4} nats/byte"))
         .expect_stdout(&format!("perplexity     {:.4}", expected.exp()))
         .expect_stdout(&format!("bits per byte  {:.4}", expected / 2_f64.ln()))
         .expect_stdout("tokens         800, in samples of 32");
@@ -123,7 +124,10 @@ fn evaluation_says_what_the_run_said() {
         "text.txt",
     ];
     let whole = json(&ddp_train(job.dir(), &words));
-    assert_eq!(whole["tokens"], 8160);
+    assert_eq!(
+        (&whole["tokens"], &whole["held_out"]),
+        (&8160.into(), &false.into())
+    );
     let part = json(&ddp_train(
         job.dir(),
         &[&words[..], &["--tokens", "100", "--micro-batch", "3"]].concat(),
@@ -167,6 +171,10 @@ fn what_cannot_be_done_is_refused_in_words() {
     refused(
         &["generate", "out", "--prompt", ""],
         "error: the prompt has 0 tokens, and the model takes 1 to 32",
+    );
+    refused(
+        &["generate", "out", "--prompt", "a", "--temperature", "-1"],
+        "invalid value '-1' for '--temperature <T>': expected a number of at least 0, such as 0.8",
     );
     let long = "x".repeat(33);
     refused(

@@ -157,6 +157,18 @@ fn train(job: &TinyJob, words: &[&str]) -> Finished {
 }
 
 #[test]
+fn the_legend_of_a_schedule_explains_only_what_it_has() {
+    let job = untied();
+    let words = "schedule --schedule zb-h1 --stages 2 --micro-batches 4";
+    let shown = train(&job, &words.split(' ').collect::<Vec<_>>());
+    let shown = shown.expect_exit(0).stdout().join("\n");
+    assert!(
+        shown.contains("`.` is a time in which the rank does not compute\n") && !shown.contains("---"),
+        "{shown}"
+    );
+}
+
+#[test]
 fn a_schedule_is_shown_as_text_table_and_picture() {
     let job = untied();
     let words = "schedule --schedule 1f1b --stages 2 --micro-batches 3";

@@ -110,8 +110,8 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
     // The rule of thumb for so many parameters, pp 4 × dp 2 × tp 8, is among the best, within 4 % of the shortest step.
     insta::assert_snapshot!(planned.expect_exit(0).stdout().join("\n"), @r"
     model           llama 80 × 8192, 68,976,648,192 parameters
-    ranks           64 = 8 nodes × 8
-    device          h100, by its data sheet; 72.6 GiB of 74.5 GiB for training; 989 TFLOP/s, of which training reaches 0.4
+    ranks           64 = 8 nodes × 8 (default of `--nproc-per-node`)
+    device          h100, by its data sheet; 72.6 GiB of 74.5 GiB for training (`--reserve`: 1.9 GiB); 989 TFLOP/s, of which training reaches 0.4
     precision       bf16
     bandwidth       450 GB/s per rank within a node, 50.0 GB/s per node to other nodes
     global batch    128 samples = 1,048,576 tokens (64 ranks × 1 micro-batch × 2 samples of 8,192 tokens)
@@ -214,6 +214,30 @@ fn the_launch_section_says_how_many_ranks() {
         .expect_stderr("`launch.nproc_per_nod`: unknown key, did you mean `nproc_per_node`?");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 70000000}}\n"));
     plan(job.dir(), &["tiny.yaml"]).expect_exit(2);
+}
+
+/// Driver and libraries take their part of a GPU's memory, and of a CPU's none.
+#[test]
+fn what_is_reserved_is_said() {
+    let job = TinyJob::with(str::to_owned);
+    let given = |more: &[&str]| {
+        let words = ["tiny.yaml", "--nproc-per-node", "2", "--memory", "1GB"];
+        plan(job.dir(), &[&words[..], more].concat())
+    };
+    given(&[])
+        .expect_exit(2)
+        .expect_stderr(
+            "error: `--reserve` is 1.9 GiB, and a device has 953.7 MiB: nothing is left for training",
+        )
+        .expect_stderr("hint: set a smaller `--reserve`");
+    for more in [&["--reserve", "0"][..], &["--set", "parallel.backend=cpu"]] {
+        given(more)
+            .expect_exit(0)
+            .expect_stdout("; 953.7 MiB of 953.7 MiB for training");
+    }
+    given(&["--set", "parallel.backend=cpu", "--reserve", "100MB"])
+        .expect_exit(0)
+        .expect_stdout("; 858.3 MiB of 953.7 MiB for training (`--reserve`: 95.4 MiB)");
 }
 
 #[test]

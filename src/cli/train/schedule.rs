@@ -20,9 +20,8 @@ use crate::cli::{answer, values};
 
 /// Most ranks, chunks and micro-batches: a larger number is a typing error.
 const MAX_COUNT: u64 = 1 << 12;
-/// Of the table, which [`grid`] makes.
-const LEGEND: &str =
-    "`.` is a time in which the rank does not compute, `---` the rest of the action before it\n";
+/// Of an action in the table that [`grid`] makes: the columns after its first.
+const REST: &str = "---";
 /// Longest timeline that is read.
 const MAX_TRACE_BYTES: u64 = 1 << 30;
 /// The timeline in the directory of a run.
@@ -123,7 +122,14 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
         "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
         panel.in_words()
     );
-    show(args, &title, &[panel], &words, &(grid(&simulation) + LEGEND))
+    let table = grid(&simulation);
+    let rest = if table.contains(REST) {
+        format!(", `{REST}` the rest of the action before it")
+    } else {
+        String::new()
+    };
+    let legend = format!("`.` is a time in which the rank does not compute{rest}\n");
+    show(args, &title, &[panel], &words, &(table + &legend))
 }
 
 /// Shows the schedule of a run next to a simulation with the same durations.

@@ -96,6 +96,11 @@ impl<'a> RunSettings<'a> {
         Ok(dataset.val)
     }
 
+    /// The validation data are the part of the training data that the run held out.
+    pub fn holds_out(self) -> bool {
+        self.value("/data/val").is_none()
+    }
+
     fn value(self, pointer: &str) -> Option<&'a Value> {
         self.0.config.pointer(pointer).filter(|value| !value.is_null())
     }

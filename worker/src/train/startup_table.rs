@@ -78,6 +78,7 @@ fn rows(prepared: &Prepared<'_>) -> Rows {
     table.add("recomputation", recomputation(train.recompute));
     table.add("learning rate", scaled_rate(train, global_batch.samples()));
     table.add("schedule", prepared.steps_before.and_then(stretched));
+    table.add("warning", endless_warmup(train));
     table.add("out_dir", prepared.run_dir.path().display().to_string());
     table
 }
@@ -181,6 +182,17 @@ fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> 
         format!(
             "over {} steps instead of {before}: training resumes at learning rate {is:.1e} instead of {was:.1e}",
             train.steps
+        )
+    })
+}
+
+/// Such a run trains with less than the rate that was asked for.
+fn endless_warmup(train: &Train) -> Option<String> {
+    let (steps, warmup) = (train.steps, train.schedule.warmup_steps);
+    (warmup >= steps).then(|| {
+        format!(
+            "`train.schedule.warmup_steps` is {warmup}, and the run has {}: the learning rate never reaches its peak",
+            counted(steps, "step")
         )
     })
 }
@@ -443,6 +455,18 @@ mod tests {
         insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps of warm-up");
         train.lr_scaling = LrScaling::None;
         assert_eq!(scaled_rate(&train, 64), None);
+    }
+
+    #[test]
+    fn a_warm_up_as_long_as_the_run_is_said() {
+        let mut train = Train {
+            steps: 20,
+            ..Train::default()
+        };
+        train.schedule.warmup_steps = 19;
+        assert_eq!(endless_warmup(&train), None);
+        train.schedule.warmup_steps = 20;
+        insta::assert_snapshot!(endless_warmup(&train).unwrap(), @"`train.schedule.warmup_steps` is 20, and the run has 20 steps: the learning rate never reaches its peak");
     }
 
     #[test]

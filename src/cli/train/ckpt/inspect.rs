@@ -21,6 +21,10 @@ const SHOWN: [(&str, &[&str]); 4] = [
     ("parallel", &["strategy"]),
 ];
 
+/// Of the table's last columns.
+const LEGEND: &str =
+    "regions: the boxes of the tensor that were written; ranges: the pieces of these boxes in the files\n";
+
 /// For people.
 pub(super) fn table(reader: &Reader) -> String {
     let manifest = reader.manifest();
@@ -64,7 +68,7 @@ pub(super) fn table(reader: &Reader) -> String {
         ]
     });
     let lines: Vec<Vec<String>> = std::iter::once(head).chain(tensors).collect();
-    text + &aligned(&lines)
+    text + &aligned(&lines) + LEGEND
 }
 
 /// For programs: names of keys are stable.

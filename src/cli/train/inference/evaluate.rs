@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
-use ddp_worker::inference::{InferenceError, Paths, Precision, RunSettings, open_tokens};
+use ddp_worker::inference::{InferenceError, Paths, Precision, RunSettings, Tokenizer, open_tokens};
 use serde_json::json;
 
 use super::{ModelArgs, Opened, precision, refuse};
@@ -51,11 +51,13 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
         model,
     } = args.model.open(args.precision)?;
     let (run, block_size) = (RunSettings::of(&reader), model.config.block_size);
-    let data = if args.data.is_empty() {
+    let is_validation = args.data.is_empty();
+    let data = if is_validation {
         run.validation(&tokenizer, block_size)?
     } else {
         open_tokens(&Paths::Several(args.data.clone()), &tokenizer)?
     };
+    let is_held_out = is_validation && run.holds_out();
     let blocks = args
         .tokens
         .map_or(u64::MAX, NonZeroU64::get)
@@ -72,6 +74,7 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
             "step": run.step(),
             "data": text.to_string(),
             "files": data.file_count(),
+            "held_out": is_held_out,
             "loss": loss,
             "perplexity": loss.exp(),
             "bits_per_byte": bits,
@@ -85,11 +88,19 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
     let bits = bits.map_or_else(String::new, |bits| format!("bits per byte  {bits:.4}\n"));
     let (speed, device) = (tokens as f64 / seconds, model.device_name());
     let perplexity = loss.exp();
+    let unit = match tokenizer {
+        Tokenizer::Bytes => "byte",
+        _ => "token",
+    };
+    let part = match is_held_out {
+        true => ": its last tenth, held out of training",
+        false => "",
+    };
     Ok(format!(
         "checkpoint     {checkpoint}\n\
-         data           {text}\n\
+         data           {text}{part}\n\
          tokens         {tokens}, in samples of {block_size}\n\
-         loss           {loss:.4} nats per token\n\
+         loss           {loss:.4} nats/{unit}\n\
          perplexity     {perplexity:.4}\n\
          {bits}\
          speed          {speed:.0} tokens/s on {device}\n"

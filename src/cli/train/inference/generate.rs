@@ -40,7 +40,7 @@ pub(in crate::cli) struct GenerateArgs {
     end_of_text: Option<String>,
     /// Divide the logits by T: below 1 favours probable tokens, above 1 makes the text more varied,
     /// 0 always selects the most probable token
-    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
+    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature, allow_negative_numbers = true)]
     temperature: f32,
     /// Sample from the K most probable tokens only
     #[arg(long, value_name = "K", value_parser = one_or_more::<NonZeroUsize>)]

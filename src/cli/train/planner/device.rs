@@ -1,10 +1,16 @@
 //! The device that is planned for.
 
+use ddp_proto::words::bytes;
+
 use super::PlanArgs;
+use crate::cli::error::CliError;
 use crate::cli::native::cuda::GpuFacts;
 use crate::cli::native::plan::Accelerator;
 use crate::cli::native::{Backend, Precision, TrainConfig};
 use crate::cli::train::doctor::gpus;
+
+/// What driver and libraries use of a GPU's memory, if no flag says it.
+const RESERVE_OF_A_GPU: u64 = 2_000_000_000;
 
 /// What is known of a device: flags first, then the data sheet of the one that is named or found.
 #[derive(Debug, Default)]
@@ -40,11 +46,27 @@ impl Planned {
         Self {
             source: source(args.gpu, found.as_ref(), is_described),
             memory: args.memory.or(driver_says).or(sheet.map(|sheet| sheet.memory)),
-            reserve: args.reserve,
+            reserve: args.reserve.unwrap_or(if is_gpu { RESERVE_OF_A_GPU } else { 0 }),
             precision: word(config.train.precision),
             flops: args.flops.or(of_sheet),
             link: args.link.or(sheet.map(|sheet| sheet.link)),
             has_own_memory: is_gpu,
+        }
+    }
+
+    /// Bytes that are left for training, if its memory is known.
+    pub(super) fn for_training(&self) -> Result<Option<u64>, CliError> {
+        match self.memory {
+            Some(memory) if memory <= self.reserve => Err(CliError::Conflict {
+                problem: format!(
+                    "`--reserve` is {}, and a device has {}: nothing is left for training",
+                    bytes(self.reserve),
+                    bytes(memory)
+                ),
+                hint: "set a smaller `--reserve`: by default it is 2GB for GPUs, and 0 with `parallel.backend: cpu`"
+                    .to_owned(),
+            }),
+            memory => Ok(memory.map(|memory| memory - self.reserve)),
         }
     }
 }

@@ -59,9 +59,10 @@ pub(super) struct PlanArgs {
     /// one rank may use
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
     memory: Option<u64>,
-    /// Part of this memory that driver and libraries use
-    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = quantity::size)]
-    reserve: u64,
+    /// Part of this memory that driver and libraries use [default: 2GB for GPUs, 0 with
+    /// `parallel.backend: cpu`]
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size_or_zero)]
+    reserve: Option<u64>,
     /// Peak floating-point operations per second of a device in `train.precision`, for example
     /// `989T`
     #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
@@ -89,18 +90,27 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     answer::give_or_fail(plan(args))
 }
 
+/// How many ranks there are, and who says so.
+struct Size {
+    nodes: u32,
+    ranks_a_node: u32,
+    /// Neither the flag nor the `launch` section sets `ranks_a_node`.
+    is_default: bool,
+}
+
 /// Nodes, and ranks per node: from the flags, else from the `launch` section. A `nproc_per_node`
 /// such as `gpu` is ignored, because it counts the devices of this machine.
-fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
+fn size(args: &PlanArgs) -> Result<Size, CliError> {
     let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
         what: "cannot read the configuration",
         source,
     })?;
     let launch = Settings::from_yaml(&args.config, &text)?;
-    let ranks = match launch.nproc_per_node {
-        Some(ProcCount::Fixed(ranks)) => ranks,
-        _ => RANKS_A_NODE,
+    let of_launch = match launch.nproc_per_node {
+        Some(ProcCount::Fixed(ranks)) => Some(ranks),
+        _ => None,
     };
+    let ranks = of_launch.unwrap_or(RANKS_A_NODE);
     let sizes = [
         ("nnodes", args.nnodes, launch.nnodes.map_or(1, |nodes| nodes.max)),
         ("nproc_per_node", args.nproc_per_node, ranks),
@@ -113,30 +123,34 @@ fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
             });
         }
     }
-    let [nodes, ranks] = sizes.map(|(_, flag, size)| flag.unwrap_or(size));
-    if u64::from(nodes) * u64::from(ranks) > MAX_RANKS {
+    let [nodes, ranks_a_node] = sizes.map(|(_, flag, size)| flag.unwrap_or(size));
+    if u64::from(nodes) * u64::from(ranks_a_node) > MAX_RANKS {
         return Err(CliError::Conflict {
             problem: format!(
-                "{nodes} nodes × {ranks} ranks are too many: a plan supports at most {MAX_RANKS} ranks"
+                "{nodes} nodes × {ranks_a_node} ranks are too many: a plan supports at most {MAX_RANKS} ranks"
             ),
             hint: "set smaller numbers with `--nnodes` or `--nproc-per-node`".to_owned(),
         });
     }
-    Ok([nodes, ranks])
+    Ok(Size {
+        nodes,
+        ranks_a_node,
+        is_default: args.nproc_per_node.or(of_launch).is_none(),
+    })
 }
 
 fn plan(args: &PlanArgs) -> Result<String, CliError> {
     let draft = Draft::read(&args.config, &args.overrides)?;
-    let [nodes, ranks_a_node] = size(args)?;
+    let size = size(args)?;
     let device = Planned::of(args, draft.config());
     let machines = Machines {
         cluster: Cluster {
-            nodes: nodes.into(),
-            ranks_a_node: ranks_a_node.into(),
+            nodes: size.nodes.into(),
+            ranks_a_node: size.ranks_a_node.into(),
             link: device.link,
             network: args.network,
         },
-        memory: device.memory.map(|memory| memory.saturating_sub(device.reserve)),
+        memory: device.for_training()?,
         flops: device.flops.map(|flops| flops * args.mfu),
         has_own_memory: device.has_own_memory,
     };
@@ -147,8 +161,16 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         return Ok(format!("{:#}\n", report::json(&comparison, &found, &machines)));
     }
     let best = search.as_ref().and_then(|search| search.best.first());
-    let is_best = best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks());
-    let mut text = report::text(&comparison, &machines, (&device, args.mfu), is_best);
+    let mut text = report::text(
+        &comparison,
+        &machines,
+        &report::Context {
+            device: &device,
+            mfu: args.mfu,
+            has_default_ranks: size.is_default,
+            is_best: best.is_none_or(|best| best.candidate.batch.ranks == machines.cluster.ranks()),
+        },
+    );
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
         text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));

@@ -1,21 +1,31 @@
 //! Sizes and rates as people and data sheets write them.
 
-/// Bytes: `80GB`, `74.5GiB`, `512M`. Units of a thousand, or with an `i` of 1,024.
+/// What a size is.
+const EXPECTED_SIZE: &str = "expected a size, for example `80GB` or `24GiB`";
+
+/// Bytes, at least one: `80GB`, `74.5GiB`, `512M`. Units of a thousand, or with an `i` of 1,024.
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    const EXPECTED: &str = "expected a size, for example `80GB` or `24GiB`";
-    let (number, unit) = split(text).ok_or(EXPECTED)?;
-    if unit.is_empty() {
-        return Err(format!("without a unit; {EXPECTED}"));
+    let bytes = size_or_zero(text)?;
+    (bytes > 0)
+        .then_some(bytes)
+        .ok_or_else(|| EXPECTED_SIZE.to_owned())
+}
+
+/// The same, or nothing: `0` needs no unit.
+pub(super) fn size_or_zero(text: &str) -> Result<u64, String> {
+    let (number, unit) = split(text).ok_or(EXPECTED_SIZE)?;
+    if unit.is_empty() && number > 0.0 {
+        return Err(format!("without a unit; {EXPECTED_SIZE}"));
     }
     let unit = unit.strip_suffix('B').unwrap_or(unit);
     let factor = match unit.strip_suffix('i') {
-        Some(prefix) if !prefix.is_empty() => 1024_f64.powi(exponent(prefix).ok_or(EXPECTED)?),
-        Some(_) => return Err(EXPECTED.to_owned()),
-        None => 1000_f64.powi(exponent(unit).ok_or(EXPECTED)?),
+        Some(prefix) if !prefix.is_empty() => 1024_f64.powi(exponent(prefix).ok_or(EXPECTED_SIZE)?),
+        Some(_) => return Err(EXPECTED_SIZE.to_owned()),
+        None => 1000_f64.powi(exponent(unit).ok_or(EXPECTED_SIZE)?),
     };
     let bytes = number * factor;
-    if !(1.0..=MAX_BYTES).contains(&bytes) {
-        return Err(EXPECTED.to_owned());
+    if bytes > MAX_BYTES {
+        return Err(EXPECTED_SIZE.to_owned());
     }
     Ok(bytes as u64)
 }
@@ -122,6 +132,11 @@ mod tests {
         ] {
             assert!(size(bad).is_err(), "{bad}");
         }
+        assert_eq!(
+            ["0", "0GB", "2GB"].map(size_or_zero),
+            [Ok(0), Ok(0), Ok(2_000_000_000)]
+        );
+        assert_eq!(size_or_zero("2"), Err(size("2").unwrap_err()));
     }
 
     #[test]

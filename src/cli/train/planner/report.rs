@@ -25,20 +25,25 @@ pub(super) fn bounds(mfu: f64) -> [&'static str; 2] {
     }
 }
 
-/// For people. `is_best` is false if the layout search found a better one than data parallelism
-/// alone.
-pub(super) fn text(
-    comparison: &Comparison,
-    machines: &Machines,
-    (device, mfu): (&Planned, f64),
-    is_best: bool,
-) -> String {
-    let mut text = facts(comparison, machines, device, mfu);
+/// What the text says besides the numbers.
+pub(super) struct Context<'a> {
+    pub(super) device: &'a Planned,
+    /// Share of its rate that training reaches.
+    pub(super) mfu: f64,
+    /// Nobody has said how many ranks a node has.
+    pub(super) has_default_ranks: bool,
+    /// The layout search found nothing better than data parallelism alone.
+    pub(super) is_best: bool,
+}
+
+/// For people.
+pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
+    let mut text = facts(comparison, machines, context);
     text.push('\n');
-    let [least, most] = bounds(mfu);
+    let [least, most] = bounds(context.mfu);
     text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
-    text.push_str(&advice(comparison, machines, is_best));
+    text.push_str(&advice(comparison, machines, context.is_best));
     if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
         text.push('\n');
         text.push_str(&scaling(comparison, [least, most]));
@@ -46,30 +51,47 @@ pub(super) fn text(
     text
 }
 
-fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
-    let Comparison {
-        batch, work, model, ..
-    } = comparison;
-    let cluster = machines.cluster;
-    let mut of_device = device.source.clone();
+/// What the device has of memory and rate, and what of it training gets.
+fn of_device(machines: &Machines, Context { device, mfu, .. }: &Context) -> String {
+    let mut text = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
-        let _ = write!(of_device, "; {} of {} for training", bytes(memory), bytes(all));
-    }
-    if let Some(flops) = device.flops {
-        let _ = write!(of_device, "; {} TFLOP/s", shortened(flops / 1e12));
-        if mfu < 1.0 {
-            let _ = write!(of_device, ", of which training reaches {mfu}");
+        let _ = write!(text, "; {} of {} for training", bytes(memory), bytes(all));
+        if device.reserve > 0 {
+            let _ = write!(text, " (`--reserve`: {})", bytes(device.reserve));
         }
     }
+    if let Some(flops) = device.flops {
+        let _ = write!(text, "; {} TFLOP/s", shortened(flops / 1e12));
+        if *mfu < 1.0 {
+            let _ = write!(text, ", of which training reaches {mfu}");
+        }
+    }
+    text
+}
+
+fn precision(device: &Planned) -> String {
     let mut precision = device.precision.to_owned();
     if precision == "f32" && device.has_own_memory {
         precision.push_str("; a GPU needs less time and memory with `train.precision: bf16`");
     }
+    precision
+}
+
+fn facts(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
+    let Comparison {
+        batch, work, model, ..
+    } = comparison;
+    let cluster = machines.cluster;
     let ranks = format!(
-        "{} = {} × {}",
+        "{} = {} × {}{}",
         cluster.ranks(),
         counted(cluster.nodes, "node"),
-        cluster.ranks_a_node
+        cluster.ranks_a_node,
+        if context.has_default_ranks {
+            " (default of `--nproc-per-node`)"
+        } else {
+            ""
+        },
     );
     let global_batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
@@ -97,8 +119,8 @@ fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f6
             format!("{model}, {} parameters", grouped(comparison.parameters)),
         ),
         ("ranks", ranks + &layout(comparison)),
-        ("device", of_device),
-        ("precision", precision),
+        ("device", of_device(machines, context)),
+        ("precision", precision(context.device)),
         ("bandwidth", bandwidth(&cluster)),
         ("global batch", global_batch),
         ("arithmetic", arithmetic),
@@ -442,8 +464,12 @@ mod tests {
         text(
             &draft.comparison(&machines).unwrap(),
             &machines,
-            (&device, mfu),
-            true,
+            &Context {
+                device: &device,
+                mfu,
+                has_default_ranks: false,
+                is_best: true,
+            },
         )
     }
 
