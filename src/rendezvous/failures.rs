@@ -1,10 +1,8 @@
-//! All failures of a job, as they reached the daemon, and the last word that tells every node the same list.
+//! All failures of a job, as they reached the daemon.
 //!
 //! The first failure decides what follows, at once. Reports of other failures come later: from workers that ended
-//! together with it, and from nodes that report how their workers ended when all of them are gone. So the verdict
-//! carries the list as it is then; the whole of it follows as the last word when every member has reported, or
-//! [`Config::last_word_wait`](super::Config) after the first one has. No node stops later for that, and once sent, the
-//! list stays as it is.
+//! together with it, and from nodes that report how their workers ended when all of them are gone. The verdict on the
+//! job carries the list as it is then, the same for every node. No node stops later for what is still to come.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,7 +11,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::event::Turn;
-use super::job::{Job, Phase, Readiness};
+use super::job::{Job, Readiness};
 use super::kv::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
@@ -52,14 +50,6 @@ enum What {
     Exit(Box<WorkerExit>),
     /// Why, in words.
     NodeGone(String),
-}
-
-/// Nodes that are still to report how their workers ended, of a job that is over.
-#[derive(Debug)]
-pub(super) struct Reports {
-    missing: BTreeSet<String>,
-    /// From the first report on.
-    pub(super) until: Option<Duration>,
 }
 
 impl Failures {
@@ -203,61 +193,13 @@ impl Job {
         stopped: &NodeStopped,
     ) {
         self.note_exits(turn, incarnation, generation, &stopped.exits);
-        let expected = match &mut self.phase {
-            Phase::Over(over) => over.reports.as_mut().is_some_and(|reports| {
-                let expected = generation == self.generation && reports.missing.remove(incarnation);
-                if expected {
-                    reports
-                        .until
-                        .get_or_insert(turn.at.now + turn.config.last_word_wait);
-                }
-                expected
-            }),
-            _ => self.nodes.get_mut(incarnation).is_some_and(|node| {
-                let expected = node.readiness == Readiness::Stopping(generation);
-                if expected {
-                    node.readiness = Readiness::Stopped;
-                }
-                expected
-            }),
-        };
-        if expected {
+        let node = self.nodes.get_mut(incarnation);
+        let expected = node.filter(|node| node.readiness == Readiness::Stopping(generation));
+        if let Some(node) = expected {
+            node.readiness = Readiness::Stopped;
             self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
             self.ignore(turn, incarnation, generation, "NodeStopped");
-        }
-    }
-
-    /// The reports that a failed job waits for before its last word; none if there is nothing to wait for.
-    pub(super) fn reports_to_come(&self, verdict: &Reply) -> Option<Reports> {
-        let failed = matches!(verdict, Reply::JobOver(over) if over.exit_code != 0);
-        let members = self.previous.iter().map(|member| &member.incarnation);
-        (failed && matches!(self.phase, Phase::Running(_))).then(|| Reports {
-            missing: members
-                .filter(|member| self.nodes.contains_key(*member))
-                .cloned()
-                .collect(),
-            until: None,
-        })
-    }
-
-    /// Says the last word when all have reported who are there, or the time for it is over.
-    pub(super) fn consider_last_word(&mut self, turn: &mut Turn<'_>) {
-        let Phase::Over(over) = &mut self.phase else {
-            return;
-        };
-        let Some(reports) = &mut over.reports else { return };
-        reports.missing.retain(|member| self.nodes.contains_key(member));
-        let late = reports.until.is_some_and(|until| until <= turn.at.now);
-        if !reports.missing.is_empty() && !late {
-            return;
-        }
-        over.reports = None;
-        let failures = self.failures.told();
-        tell(&mut over.verdict, failures.clone(), Duration::ZERO);
-        for node in self.nodes.values() {
-            let last_word = Reply::LastWord(failures.clone().unwrap_or_default());
-            turn.send(node.conn, self.generation, last_word);
         }
     }
 }
@@ -267,13 +209,10 @@ fn nanoseconds(since_the_daemon_began: Duration) -> i64 {
     since_the_daemon_began.as_nanos() as i64
 }
 
-/// Puts the list into a verdict, and how long more of it may be waited for. A job that succeeded has nothing to tell.
-pub(super) fn tell(verdict: &mut Reply, failures: Option<rendezvous::Failures>, last_word: Duration) {
+/// Puts the list into a verdict. A job that succeeded has nothing to tell.
+pub(super) fn tell(verdict: &mut Reply, failures: Option<rendezvous::Failures>) {
     match verdict {
-        Reply::JobOver(over) if over.exit_code != 0 => {
-            over.failures = failures;
-            over.last_word_ms = last_word.as_millis() as u32;
-        }
+        Reply::JobOver(over) if over.exit_code != 0 => over.failures = failures,
         Reply::Refused(refused) => refused.failures = failures,
         _ => {}
     }

@@ -11,7 +11,7 @@ use ddp_proto::rendezvous::{
 };
 
 use super::event::{ConnId, Peer, Turn};
-use super::failures::{Failures, Reports};
+use super::failures::Failures;
 use super::kv::KvStore;
 use super::outcome::GenerationEnd;
 use super::policy::Account;
@@ -124,13 +124,11 @@ pub(super) struct Suspect {
 
 #[derive(Debug)]
 pub(super) struct Over {
-    /// The last word to every node: `JobOver` or `Refused`.
+    /// What every node is told: `JobOver` or `Refused`.
     pub(super) verdict: Reply,
     pub(super) reason: String,
     /// All incarnations that the verdict concerns.
     pub(super) told: BTreeSet<String>,
-    /// What the last word waits for; none when it was said, or there is none to say.
-    pub(super) reports: Option<Reports>,
     /// Nodes that have not left by then are forgotten.
     pub(super) until: Duration,
 }
@@ -239,7 +237,6 @@ impl Job {
             Body::Leave(leave) => self.leave(turn, incarnation, &leave),
             Body::Join(_) => {}
         }
-        self.consider_last_word(turn);
         self.plan_wake();
     }
 
@@ -295,7 +292,6 @@ impl Job {
         };
         if clean && matches!(self.phase, Phase::Over(_)) {
             self.nodes.remove(incarnation);
-            self.consider_last_word(turn);
         } else {
             node.conn = None;
             if node.excuse.is_some() {
@@ -345,7 +341,6 @@ impl Job {
             }
             Phase::Over(_) | Phase::Recovering(_) => {}
         }
-        self.consider_last_word(turn);
         self.plan_wake();
     }
 
@@ -366,10 +361,7 @@ impl Job {
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
             Phase::Recovering(recovery) => Some(recovery.until),
-            Phase::Over(over) => {
-                let last_word = over.reports.as_ref().and_then(|reports| reports.until);
-                Some(last_word.map_or(over.until, |until| until.min(over.until)))
-            }
+            Phase::Over(over) => Some(over.until),
             Phase::Running(running) => {
                 let suspect = self.suspect_until();
                 [suspect, running.scale_up].into_iter().flatten().min()

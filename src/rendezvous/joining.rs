@@ -9,7 +9,6 @@ use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Cod
 use super::config::Config;
 use super::difference::disagreement;
 use super::event::{ConnId, Peer, Turn};
-use super::failures::tell;
 use super::job::{Job, Node, Phase, Readiness, Speech};
 use super::unnamed::is_unnamed;
 use super::words;
@@ -83,12 +82,7 @@ impl Job {
             || joining.is_of_run(&self.run_token)
             || matches!(over.verdict, Reply::Refused(_));
         let reply = if told {
-            let mut verdict = over.verdict.clone();
-            if over.reports.is_some() && !self.nodes.contains_key(&joining.incarnation) {
-                // It is sent away: the last word will not find it.
-                tell(&mut verdict, self.failures.told(), Duration::ZERO);
-            }
-            verdict
+            over.verdict.clone()
         } else {
             let reason = format!(
                 "job `{}` has ended: {}\n  hint: to run it again, start its nodes after all previous launchers have exited",

@@ -435,15 +435,11 @@ impl Job {
         self.end(turn, Reply::JobOver(over), reason);
     }
 
-    /// The last word to every node that is there; those that are away get it when they come back.
+    /// The verdict for every node that is there; those that are away get it when they come back.
     pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply, reason: String) {
         turn.decided(format!("job `{}` ended: {reason}", self.id));
         self.end_excuses(turn.at.now);
-        let reports = self.reports_to_come(&verdict);
-        let last_word = reports
-            .as_ref()
-            .map_or(Duration::ZERO, |_| turn.config.last_word_bound());
-        tell(&mut verdict, self.failures.told(), last_word);
+        tell(&mut verdict, self.failures.told());
         for node in self.nodes.values() {
             turn.send(node.conn, self.generation, verdict.clone());
         }
@@ -458,7 +454,6 @@ impl Job {
             verdict,
             reason,
             told,
-            reports,
             until,
         });
     }

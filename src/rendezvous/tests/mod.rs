@@ -435,7 +435,7 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
-        Reply::LastWord(l) => format!("last word: {} failures", l.failures.len()),
+        Reply::LastWord(_) => "more after the verdict".into(),
         Reply::HeartbeatAck(_) => "ack".into(),
     }
 }
