@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use ddp_proto::rendezvous::Join;
 
 use super::event::Turn;
-use super::job::{Job, Phase};
+use super::job::Job;
 use super::words;
 
 /// Name of a job whose nodes were given none, as with torchrun; more follows it.
@@ -36,8 +36,7 @@ pub(super) fn is_unnamed(job_id: &str) -> bool {
 #[derive(Debug)]
 pub(super) struct Lookalike {
     id: String,
-    /// What people read.
-    pub(super) words: String,
+    words: String,
 }
 
 impl Lookalike {
@@ -46,6 +45,16 @@ impl Lookalike {
             id: id.to_owned(),
             words: words::lookalike(id, here, there),
         }
+    }
+
+    /// Both are the same job.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+
+    /// What people read.
+    pub(super) fn words(&self) -> &str {
+        &self.words
     }
 }
 
@@ -56,37 +65,16 @@ pub(super) fn point_out(turn: &mut Turn<'_>, jobs: &mut BTreeMap<String, Job>, j
         return;
     }
     let mut seen = None;
-    for (id, job) in jobs.iter_mut().filter(|(id, job)| *id != job_id && waits(job)) {
-        let Some(other) = job.nodes.values().next().map(|node| node.join.clone()) else {
-            continue;
-        };
-        seen.get_or_insert_with(|| Lookalike::new(id, join, &other));
-        meet(turn, job, Lookalike::new(job_id, &other, join));
+    for (id, job) in jobs.iter_mut().filter(|(id, _)| *id != job_id) {
+        if let Some(other) = job.seeks_its_nodes().cloned() {
+            seen.get_or_insert_with(|| Lookalike::new(id, join, &other));
+            job.meet(turn, Lookalike::new(job_id, &other, join));
+        }
     }
     if let Some(lookalike) = seen
-        && let Some(job) = jobs.get_mut(job_id).filter(|job| waits(job))
+        && let Some(job) = jobs.get_mut(job_id).filter(|job| job.seeks_its_nodes().is_some())
     {
-        meet(turn, job, lookalike);
-    }
-}
-
-fn waits(job: &Job) -> bool {
-    is_unnamed(&job.id) && job.generation == 0 && matches!(job.phase, Phase::Gathering(_))
-}
-
-/// The nodes get one message about each other job, and another if the nodes that they wait for never come.
-fn meet(turn: &mut Turn<'_>, job: &mut Job, lookalike: Lookalike) {
-    if job
-        .lookalike
-        .as_ref()
-        .is_some_and(|known| known.id == lookalike.id)
-    {
-        return;
-    }
-    job.lookalike = Some(lookalike);
-    let waiting = job.waiting_words(turn.at.now);
-    for incarnation in job.nodes.keys() {
-        job.tell_waiting(turn, incarnation, waiting.clone());
+        job.meet(turn, lookalike);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use ddp_proto::rendezvous::{Failures, JobOver, MAX_EXITS_OF_A_KIND};
 
-use super::super::failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
+use super::super::job::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
 use super::*;
 
 const MS: Duration = Duration::from_millis(1);

@@ -24,7 +24,7 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, WorkerExit,
 };
 
-use super::record::Stage;
+use super::job::Stage;
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
 
 const JOB: &str = "job1";

@@ -7,9 +7,10 @@
 
 use std::time::Duration;
 
-use super::config::Config;
-use super::event::Turn;
-use super::job::{Job, Node, Phase};
+use super::Job;
+use super::node::{Excuse, Node};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Turn;
 
 /// Steps within which peers have to show that they advance.
 const PATIENCE_STEPS: u32 = 3;
@@ -22,18 +23,9 @@ pub(super) struct Progress {
     /// How long a step takes.
     step_time: Option<Duration>,
     /// All members took part in a step after this moment.
-    pub(super) proven: Option<Duration>,
+    proven: Option<Duration>,
     /// When the last member ended with success.
-    pub(super) success: Option<Duration>,
-}
-
-/// A silent node that is not lost yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Excuse {
-    /// Its peers are to show that training advances.
-    Asked,
-    /// They have.
-    Proven,
+    success: Option<Duration>,
 }
 
 impl Progress {
@@ -59,45 +51,40 @@ impl Progress {
         self.seen = [Some((now, step)), last];
     }
 
+    /// A member ended with success.
+    pub(super) fn succeed(&mut self, now: Duration) {
+        self.success = Some(now);
+    }
+
     /// How long after it was known to be alive a silent member is lost; none if no steps are reported.
     fn patience(&self, config: &Config) -> Option<Duration> {
         let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
         Some(config.lease.max(peers_time))
     }
-}
 
-impl Node {
-    /// The node has spoken. Returns how long it was silent, if that was worth an excuse.
-    pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        self.last_word = turn.at.now;
-        self.lease_until = turn.at.now + turn.config.lease;
-        self.excuse.take().map(|_| silence)
+    /// What speaks for a silent member, and until when.
+    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+        let last_word = node.last_word();
+        let patience = self.patience(config)?;
+        let bound = last_word + config.outage_timeout;
+        // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
+        // closed by its end.
+        let is_connected = node.is_connected() || node.is_proven();
+        if is_connected && self.success.is_some_and(|at| at > last_word) {
+            return Some((Excuse::Proven, bound));
+        }
+        Some(match self.proven {
+            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
+            _ => (Excuse::Asked, bound.min(last_word + patience)),
+        })
     }
 }
 
 impl Job {
-    /// A member of the running generation tells its highest step.
-    pub(super) fn note_progress(
-        &mut self,
-        turn: &Turn<'_>,
-        incarnation: &str,
-        generation: u64,
-        step: Option<u64>,
-    ) {
-        if generation == self.generation
-            && self.is_member(incarnation)
-            && let Phase::Running(running) = &mut self.phase
-            && let Some(step) = step
-        {
-            running.progress.note(turn.at.now, step);
-        }
-    }
-
     /// What a node's silence is worth saying when it is over.
     pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
         if let Some(silence) = silence {
-            let name = self.node_name(incarnation);
+            let name = self.roster.name_of(incarnation);
             turn.decided(format!(
                 "job `{}`: {name} is back after {:.1} s",
                 self.id,
@@ -108,21 +95,23 @@ impl Job {
 
     /// The lease of a node has run out: gives it more time if its peers vouch for it, and returns whether they do.
     pub(super) fn excuse(&mut self, turn: &mut Turn<'_>, incarnation: &str) -> bool {
-        let Some((excuse, until)) = self.excused_until(turn.config, incarnation) else {
+        let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
+        if !is_at_work || self.roster.members().len() == 1 {
+            return false;
+        }
+        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get_mut(incarnation)) else {
+            return false;
+        };
+        let Some((excuse, until)) = running.excuse(turn.config, node) else {
             return false;
         };
         if until <= turn.at.now {
             return false;
         }
-        let Some(node) = self.nodes.get_mut(incarnation) else {
-            return false;
-        };
-        node.lease_until = until;
-        let before = node.excuse.replace(excuse);
-        if before != Some(excuse) && before != Some(Excuse::Proven) {
-            let silence = turn.at.now.saturating_sub(node.last_word).as_secs_f64();
+        if node.excuse(excuse, until) {
+            let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
             let bound = turn.config.outage_timeout.as_secs_f64();
-            let hostname = &node.join.hostname;
+            let hostname = node.hostname();
             let awaited = match excuse {
                 Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
                 Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),
@@ -133,37 +122,5 @@ impl Job {
             ));
         }
         true
-    }
-
-    /// What speaks for a silent member, and until when.
-    fn excused_until(&self, config: &Config, incarnation: &str) -> Option<(Excuse, Duration)> {
-        let Phase::Running(running) = &self.phase else {
-            return None;
-        };
-        let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
-        if !is_at_work || self.previous.len() == 1 || running.suspect.is_some() {
-            return None;
-        }
-        let node = self.nodes.get(incarnation)?;
-        let (progress, last_word) = (&running.progress, node.last_word);
-        let patience = progress.patience(config)?;
-        let bound = last_word + config.outage_timeout;
-        // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
-        // closed by its end.
-        let is_connected = node.conn.is_some() || node.excuse == Some(Excuse::Proven);
-        if is_connected && progress.success.is_some_and(|at| at > last_word) {
-            return Some((Excuse::Proven, bound));
-        }
-        Some(match progress.proven {
-            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
-            _ => (Excuse::Asked, bound.min(last_word + patience)),
-        })
-    }
-
-    /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
-    pub(super) fn end_excuses(&mut self, now: Duration) {
-        for node in self.nodes.values_mut().filter(|node| node.excuse.is_some()) {
-            node.lease_until = node.lease_until.min(now);
-        }
     }
 }

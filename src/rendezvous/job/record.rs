@@ -6,43 +6,38 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{JobOver, Refused};
 use serde::{Deserialize, Serialize};
 
-use super::config::Config;
-use super::event::{Effect, Turn};
-use super::job::{Job, Phase};
-use super::policy::Account;
+use super::numbering::Numbering;
 use super::recovery::Recovery;
+use super::{Job, Phase};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::{Effect, Turn, refusal};
+use crate::rendezvous::policy::Account;
+use crate::rendezvous::ranks::Member;
 
 /// A job, as it is written down.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    pub(super) job: String,
+    pub(in crate::rendezvous) job: String,
     /// The highest one that was assigned.
-    pub(super) generation: u64,
-    pub(super) assignment_id: String,
+    pub(in crate::rendezvous) generation: u64,
+    pub(in crate::rendezvous) assignment_id: String,
     /// Nodes of that generation, in order of their ranks.
-    pub(super) members: Vec<RecordedMember>,
-    pub(super) run_token: String,
-    pub(super) attempt: u32,
+    pub(in crate::rendezvous) members: Vec<Member>,
+    pub(in crate::rendezvous) run_token: String,
+    pub(in crate::rendezvous) attempt: u32,
     /// What is left of the restarts.
-    pub(super) account: Account,
-    pub(super) stage: Stage,
-}
-
-/// A node of a generation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RecordedMember {
-    pub(super) incarnation: String,
-    pub(super) hostname: String,
+    pub(in crate::rendezvous) account: Account,
+    pub(in crate::rendezvous) stage: Stage,
 }
 
 /// How far the generation has come.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Stage {
+pub(in crate::rendezvous) enum Stage {
     /// Its nodes run.
     Running,
     /// It is over, and another one follows.
@@ -62,8 +57,13 @@ impl Record {
     }
 
     /// The job has ended.
-    pub(super) fn is_final(&self) -> bool {
+    pub(in crate::rendezvous) fn is_final(&self) -> bool {
         !matches!(self.stage, Stage::Running | Stage::Ended)
+    }
+
+    /// Its generation runs.
+    pub(super) fn runs(&self) -> bool {
+        self.stage == Stage::Running
     }
 
     /// What every node is told of a job that has ended; none if it goes on, or is not decided.
@@ -75,11 +75,7 @@ impl Record {
                 reason,
                 ..JobOver::default()
             })),
-            Stage::Refused { code, reason } => Some(Reply::Refused(Refused {
-                code,
-                reason,
-                failures: None,
-            })),
+            Stage::Refused { code, reason } => Some(refusal(code, reason)),
         }
     }
 
@@ -89,51 +85,26 @@ impl Record {
     }
 }
 
-impl Stage {
-    /// Where `verdict` has ended a job.
-    pub(super) fn of_verdict(verdict: &Reply) -> Option<Self> {
-        match verdict {
-            Reply::JobOver(over) => Some(Self::JobOver {
-                exit_code: over.exit_code,
-                reason: over.reason.clone(),
-            }),
-            Reply::Refused(refused) => Some(Self::Refused {
-                code: refused.code,
-                reason: refused.reason.clone(),
-            }),
-            _ => None,
-        }
-    }
-}
-
 impl Job {
     /// Has this written down of the last generation, before anything else of this turn is sent.
     pub(super) fn record(&self, turn: &mut Turn<'_>, stage: Stage) {
-        if self.generation == 0 {
+        let numbering = &self.numbering;
+        let (generation, assignment_id, members) = if numbering.has_begun() {
+            let id = numbering.assignment_id().to_owned();
+            (numbering.generation(), id, self.roster.members().to_vec())
+        } else if let Some(earlier) = self.earlier.clone() {
             // What an earlier daemon has written is brought up to date.
-            if let Some(earlier) = &self.earlier {
-                turn.effects.push(Effect::Record(Box::new(Record {
-                    generation: self.highest_generation(),
-                    run_token: self.run_token.clone(),
-                    attempt: self.attempts,
-                    account: self.account,
-                    stage,
-                    ..earlier.clone()
-                })));
-            }
+            (numbering.highest(), earlier.assignment_id, earlier.members)
+        } else {
             return;
-        }
-        let members = self.previous.iter().map(|member| RecordedMember {
-            incarnation: member.incarnation.clone(),
-            hostname: member.hostname.clone(),
-        });
+        };
         turn.effects.push(Effect::Record(Box::new(Record {
             job: self.id.clone(),
-            generation: self.generation,
-            assignment_id: self.assignment_id.clone(),
-            members: members.collect(),
-            run_token: self.run_token.clone(),
-            attempt: self.attempts,
+            generation,
+            assignment_id,
+            members,
+            run_token: numbering.run_token().to_owned(),
+            attempt: numbering.attempts(),
             account: self.account,
             stage,
         })));
@@ -141,17 +112,15 @@ impl Job {
 
     /// A job that has not ended, for a daemon that starts: it waits for the nodes of the generation that runs. If that is
     /// over, it accepts any node, and abandons the job if none comes.
-    pub(super) fn recall(config: &Config, record: Record, now: Duration) -> Self {
+    pub(in crate::rendezvous) fn recall(config: &Config, record: Record, now: Duration) -> Self {
         let mut job = Self::new(&record.job, record.generation, now);
-        job.run_token.clone_from(&record.run_token);
-        job.attempts = record.attempt;
+        job.numbering = Numbering::recalled(&record);
         job.account = record.account;
         job.earlier = Some(record.clone());
-        if record.stage == Stage::Running {
-            job.highest_ended = record.generation - 1;
+        if record.runs() {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));
         } else if let Phase::Gathering(gathering) = &mut job.phase {
-            gathering.until = now + config.reattach_wait;
+            gathering.wait_until(now + config.reattach_wait);
         }
         job.plan_wake();
         job

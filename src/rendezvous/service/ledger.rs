@@ -17,7 +17,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::record::Record;
+use crate::rendezvous::Record;
 
 /// First line of the file.
 const HEADER: &str = "ddp-rendezvous ledger 1";
@@ -120,7 +120,7 @@ impl Ledger {
 
     /// One that cannot be written.
     #[cfg(test)]
-    pub(super) fn on_a_full_disk(dir: &Path) -> Self {
+    pub(in crate::rendezvous) fn on_a_full_disk(dir: &Path) -> Self {
         let mut ledger = Self::open(dir).expect("writable");
         ledger.file = File::options().append(true).open("/dev/full").expect("a device");
         ledger
@@ -280,19 +280,17 @@ fn length_of_whole_lines(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::policy::Account;
-    use super::super::record::{RecordedMember, Stage};
     use super::*;
+    use crate::rendezvous::job::Stage;
+    use crate::rendezvous::policy::Account;
+    use crate::rendezvous::ranks::Member;
 
     fn record(job: &str, generation: u64) -> Record {
         Record {
             job: job.into(),
             generation,
             assignment_id: format!("{generation:032x}"),
-            members: vec![RecordedMember {
-                incarnation: "i0".into(),
-                hostname: "a".into(),
-            }],
+            members: vec![Member::new("i0".into(), "a".into())],
             run_token: "run".into(),
             attempt: 0,
             account: Account::default(),

@@ -21,10 +21,10 @@ use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
-use super::config::Config;
-use super::event::{ConnId, Event, KvError, Peer};
 use super::incoming::unhurried;
 use super::ledger::{Ledger, LedgerError};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::{ConnId, Event, KvError, Peer};
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
