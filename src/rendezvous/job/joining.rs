@@ -102,8 +102,8 @@ impl Job {
         let Some(asked) = join.node_rank else {
             return Ok(());
         };
-        let mut others = self.roster.others(&from.incarnation);
-        let Some((incarnation, node)) = others.find(|(_, node)| node.join().node_rank == Some(asked)) else {
+        let same_rank = |(_, node): &(&String, &Node)| node.join().node_rank == Some(asked);
+        let Some((incarnation, node)) = self.roster.others(&from.incarnation).find(same_rank) else {
             return Ok(());
         };
         if node.is_connected() {
