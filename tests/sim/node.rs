@@ -97,6 +97,8 @@ struct Worker {
     /// It has done all of its work.
     is_finished: bool,
     consequence: bool,
+    /// To which its data connection broke.
+    lost_rank: Option<u32>,
 }
 
 /// What happens to an agent process.
@@ -167,6 +169,7 @@ impl Worker {
             exit_code,
             signal,
             consequence: self.consequence,
+            lost_rank: self.lost_rank,
             stopped_with: self.sent,
             ..WorkerExit::default()
         }
@@ -427,6 +430,7 @@ impl World {
                 sent: None,
                 is_finished: false,
                 consequence: fails && by_code && number.is_multiple_of(3),
+                lost_rank: None,
             });
             let spawned = Event::Spawned {
                 generation,
@@ -516,6 +520,34 @@ impl World {
         for id in self.live_workers(number) {
             let delay = self.pause(300);
             self.later(delay, SimEvent::WorkerEnds(number, id, killed(9), false));
+        }
+        if self.happens(0.5) {
+            self.peers_fail(number);
+        }
+    }
+
+    /// Data connections break with the workers of a node: one of each peer fails of that, and says to which rank.
+    fn peers_fail(&mut self, dead: usize) {
+        let group = &self.nodes[dead].group;
+        let Some(lost_rank) = group
+            .workers
+            .iter()
+            .find(|worker| worker.is_alive)
+            .map(|worker| worker.rank)
+        else {
+            return;
+        };
+        let origin = group.assignment.as_ref().map(|(origin, _)| origin.clone());
+        for number in (0..self.nodes.len()).filter(|number| *number != dead) {
+            let group = &mut self.nodes[number].group;
+            let is_peer = group.assignment.as_ref().map(|(origin, _)| origin) == origin.as_ref();
+            if let Some(worker) = group.workers.iter_mut().find(|worker| is_peer && worker.is_alive) {
+                (worker.consequence, worker.lost_rank) = (true, Some(lost_rank));
+                let id = worker.id;
+                self.note("peer that sees a node die");
+                let delay = self.pause(1000);
+                self.later(delay, SimEvent::WorkerEnds(number, id, Ending::Code(1), false));
+            }
         }
     }
 

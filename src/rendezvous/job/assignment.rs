@@ -109,8 +109,11 @@ impl Job {
             && let Some(node_rank) = self.roster.rank_of(incarnation)
             && let Some(node) = self.roster.get(incarnation)
         {
-            let assignment = Reply::Assignment(running.assignment_of(node_rank));
-            node.send(turn, self.numbering.generation(), assignment);
+            let assignment = Assignment {
+                node_rank,
+                ..running.assignment().clone()
+            };
+            node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
         }
     }
 

@@ -55,7 +55,7 @@ impl Job {
                 // As long as nodes are to come back, it is not known who is left.
                 let recovering = matches!(self.phase, Phase::Recovering(_));
                 let began = self.numbering.highest() > 0 && !recovering;
-                let are_too_few = self.roster.len() <= min as usize;
+                let are_too_few = self.roster.nodes().len() <= min as usize;
                 if began && is_needed && !self.has_succeeded(incarnation) && are_too_few {
                     // It says itself that it will not come back, and the others are too few.
                     self.note_node_gone(turn, incarnation, &cause);
@@ -162,7 +162,7 @@ impl Job {
         }
         if self.is_at_work(incarnation) {
             let (min, _) = self.roster.limits();
-            let why = if self.roster.len() > min as usize {
+            let why = if self.roster.nodes().len() > min as usize {
                 Why::Membership
             } else {
                 Why::NodeMissing

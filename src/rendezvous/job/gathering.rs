@@ -109,7 +109,7 @@ impl Job {
         let gathering = match &self.phase {
             Phase::Gathering(gathering) => gathering,
             Phase::Recovering(recovery) => return recovery.waiting_words(now),
-            Phase::Running(running) => return running.reason().to_owned(),
+            Phase::Running(running) => return running.assignment().reason.clone(),
             Phase::Over(over) => return over.reason().to_owned(),
         };
         let hosts = self.roster.hosts(Node::is_ready);
@@ -149,7 +149,7 @@ impl Job {
     /// It has no name, and waits for its first generation: what some node of it has said of itself.
     pub(in crate::rendezvous) fn seeks_its_nodes(&self) -> Option<&Join> {
         let waits = is_unnamed(&self.id) && !self.numbering.has_begun();
-        let (_, node) = self.roster.nodes().next()?;
+        let node = self.roster.nodes().values().next()?;
         (waits && matches!(self.phase, Phase::Gathering(_))).then(|| node.join())
     }
 
@@ -161,7 +161,7 @@ impl Job {
         }
         self.lookalike = Some(lookalike);
         let waiting = self.waiting_words(turn.at.now);
-        for (incarnation, _) in self.roster.nodes() {
+        for incarnation in self.roster.nodes().keys() {
             self.tell_waiting(turn, incarnation, waiting.clone());
         }
     }

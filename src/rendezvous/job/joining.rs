@@ -42,7 +42,7 @@ impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
-        if self.roster.is_empty() && joining.from.generation == 0 && !is_awaited {
+        if self.roster.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
             self.kv.end(turn, "a new run of the job has started");
@@ -58,7 +58,7 @@ impl Job {
             self.refuse(turn, &joining, code, reason);
         } else if let Phase::Over(_) = self.phase {
             self.join_when_over(turn, &joining);
-        } else if self.roster.has(&joining.from.incarnation) {
+        } else if self.roster.nodes().contains_key(&joining.from.incarnation) {
             self.join_again(turn, joining);
         } else {
             self.join_first(turn, joining);
@@ -86,7 +86,9 @@ impl Job {
         let max_generation = MAX_GENERATION.max(self.numbering.highest());
         check_bounds(turn.config, joining, max_generation).map_err(|reason| (Code::Invalid, reason))?;
         let max_nodes = turn.config.max_nodes;
-        if !self.roster.has(&from.incarnation) && self.roster.len() >= max_nodes as usize {
+        if !self.roster.nodes().contains_key(&from.incarnation)
+            && self.roster.nodes().len() >= max_nodes as usize
+        {
             let max = words::nodes(max_nodes);
             let reason = format!("job `{}` already has {max}, the maximum", self.id);
             return Err((Code::Invalid, reason));
@@ -130,7 +132,12 @@ impl Job {
             return;
         }
         let mut refused = Vec::new();
-        for (incarnation, node) in self.roster.nodes().filter(|(other, _)| !recovery.is_of(other)) {
+        for (incarnation, node) in self
+            .roster
+            .nodes()
+            .iter()
+            .filter(|(other, _)| !recovery.is_of(other))
+        {
             let rank = node.join().node_rank.filter(|rank| own.node_rank == Some(*rank));
             let same_rank = rank.map(|rank| {
                 let words = words::same_rank(&self.id, rank, node.hostname(), &own.hostname);
@@ -152,7 +159,7 @@ impl Job {
     /// job than a spare, which would report success without having run.
     fn mistaken_for(&self, joining: &Joining) -> Option<String> {
         let Joining { from, join, .. } = joining;
-        let known = self.roster.has(&from.incarnation) || from.generation > 0;
+        let known = self.roster.nodes().contains_key(&from.incarnation) || from.generation > 0;
         let fixed = join.min_nodes == join.max_nodes;
         let may_have_spares = join.max_nodes > 1 && !is_unnamed(&self.id);
         if may_have_spares || !self.numbering.has_begun() || known || !fixed {
@@ -210,7 +217,7 @@ impl Job {
         }
         if let Phase::Gathering(gathering) = &mut self.phase
             && !self.numbering.has_begun()
-            && self.roster.is_empty()
+            && self.roster.nodes().is_empty()
         {
             gathering.wait_until(turn.at.now + timeout);
         }

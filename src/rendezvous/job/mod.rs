@@ -1,9 +1,6 @@
-//! One job: a state machine of its own, which nothing but its methods changes.
+//! One job. It consists of parts, each with fields that only its own file sees, and methods for what may happen to them:
 //!
-//! [`Job`] has its parts: each has fields that only its own file sees, and methods for what may happen to them. What is
-//! decided on several parts together is in files of the second half.
-//!
-//! | file | noun | knows |
+//! | file | part | knows |
 //! |---|---|---|
 //! | `numbering` | the generations | their numbers and names, those of earlier daemons, the run |
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
@@ -13,13 +10,18 @@
 //! | `running` | the running generation | who is done, which failure is held back, who was seen to die |
 //! | `verdict` | the end of the job | what every node is told, and what is kept for those that missed it |
 //! | `failures` | all failures | their order, and which are listed |
-//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
+//!
+//! What is decided about several of them:
+//!
+//! | file | noun | knows |
+//! |---|---|---|
 //! | `joining` | joining | who may take part, who comes back, who is refused |
 //! | `assignment` | the start | what every node receives |
 //! | `outcome` | the end of a generation | failures, success, restarts |
 //! | `departure` | nodes that go | who leaves, who is lost, whose death two witnesses saw |
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `silence` | silent members | whose peers vouch for them, and for how long |
+//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
 
 mod assignment;
 mod departure;
@@ -138,9 +140,8 @@ impl Job {
         self.next_wake
     }
 
-    /// No node is there.
     pub(super) fn is_idle(&self) -> bool {
-        self.roster.is_empty()
+        self.roster.nodes().is_empty()
     }
 
     /// Nodes that fell silent, and how long each is expected back.
@@ -284,7 +285,7 @@ impl Job {
 
     /// The daemon itself was stalled: no node loses its lease for that.
     pub(super) fn renew_leases(&mut self, until: Duration) {
-        self.roster.nodes_mut().for_each(|node| node.renew_lease(until));
+        self.roster.renew_leases(until);
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery.wait_at_least(until);
         }
@@ -305,7 +306,7 @@ impl Job {
 
     /// True if no node needs this job any more.
     pub(super) fn is_forgotten(&self, now: Duration) -> bool {
-        self.roster.is_empty()
+        self.roster.nodes().is_empty()
             && match &self.phase {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
@@ -395,7 +396,7 @@ impl Job {
             Phase::Running(_) => "running",
             Phase::Over(_) => "over",
         };
-        let nodes = self.roster.nodes().map(|(incarnation, node)| {
+        let nodes = self.roster.nodes().iter().map(|(incarnation, node)| {
             let rank = self.roster.rank_of(incarnation);
             node.status(now, rank.filter(|_| self.phase.running().is_some()))
         });

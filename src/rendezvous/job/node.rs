@@ -47,7 +47,6 @@ pub(super) enum Excuse {
 }
 
 impl Node {
-    /// A node that comes for the first time.
     pub(super) fn new(turn: &Turn<'_>, joining: Joining, arrival: u64) -> Self {
         let mut join = joining.join;
         let place = join.place.take();
@@ -64,7 +63,6 @@ impl Node {
         }
     }
 
-    /// What it said of itself.
     pub(super) fn join(&self) -> &Join {
         &self.join
     }
@@ -102,7 +100,6 @@ impl Node {
         self.excuse == Some(Excuse::Proven)
     }
 
-    /// Out of reach, and not lost yet.
     pub(super) fn is_away(&self) -> bool {
         self.conn.is_none() || self.excuse.is_some()
     }
@@ -163,12 +160,10 @@ impl Node {
         }
     }
 
-    /// Sends to it, if it is connected.
     pub(super) fn send(&self, turn: &mut Turn<'_>, generation: u64, body: Reply) {
         turn.send(self.conn, generation, body);
     }
 
-    /// Ends its stream.
     pub(super) fn close(&self, turn: &mut Turn<'_>) {
         turn.close(self.conn);
     }
@@ -220,7 +215,6 @@ impl Node {
         self.heard(turn)
     }
 
-    /// It is free for the next generation.
     pub(super) fn is_free_now(&mut self) {
         self.readiness = Readiness::Joined;
     }
@@ -245,7 +239,6 @@ impl Node {
         self.step = step;
     }
 
-    /// It is not lost before.
     pub(super) fn renew_lease(&mut self, until: Duration) {
         self.lease_until = self.lease_until.max(until);
     }
@@ -257,7 +250,6 @@ impl Node {
         before != Some(excuse) && before != Some(Excuse::Proven)
     }
 
-    /// No excuse counts any more.
     pub(super) fn end_excuse(&mut self, now: Duration) {
         if self.excuse.is_some() {
             self.lease_until = self.lease_until.min(now);

@@ -126,7 +126,7 @@ impl Job {
         let Some(running) = self.phase.running() else {
             return;
         };
-        let max_restarts = running.max_restarts();
+        let max_restarts = running.assignment().max_restarts;
         let ended = Ended {
             ran: running.ran(turn.at.now),
             step: self.roster.step(),

@@ -22,7 +22,7 @@ use crate::rendezvous::ranks::Member;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub(in crate::rendezvous) job: String,
-    /// The highest one that was assigned.
+    /// The highest one that was assigned; 0: none was.
     pub(in crate::rendezvous) generation: u64,
     pub(in crate::rendezvous) assignment_id: String,
     /// Nodes of that generation, in order of their ranks.
@@ -86,7 +86,8 @@ impl Record {
 }
 
 impl Job {
-    /// Has this written down of the last generation, before anything else of this turn is sent.
+    /// Has this written down of the last generation, before anything else of this turn is sent. Without one, only a
+    /// verdict is worth it.
     pub(super) fn record(&self, turn: &mut Turn<'_>, stage: Stage) {
         let numbering = &self.numbering;
         let (generation, assignment_id, members) = if numbering.has_begun() {
@@ -95,6 +96,11 @@ impl Job {
         } else if let Some(earlier) = self.earlier.clone() {
             // What an earlier daemon has written is brought up to date.
             (numbering.highest(), earlier.assignment_id, earlier.members)
+        } else if matches!(stage, Stage::JobOver { .. } | Stage::Refused { .. }) {
+            // It is on the nodes that are there.
+            let nodes = self.roster.concerned().into_iter();
+            let members = nodes.map(|incarnation| Member::new(incarnation, String::new()));
+            (numbering.highest(), String::new(), members.collect())
         } else {
             return;
         };

@@ -439,7 +439,7 @@ impl Job {
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery
                 .claims
-                .retain(|_, claim| self.roster.has(&claim.incarnation));
+                .retain(|_, claim| self.roster.nodes().contains_key(&claim.incarnation));
         }
     }
 
@@ -490,7 +490,7 @@ impl Job {
             self.kv.end(turn, "its generation has ended");
             self.record(turn, Stage::Ended);
             // If no node has come either, it is abandoned at once.
-            let timeout = if is_recorded && self.roster.is_empty() {
+            let timeout = if is_recorded && self.roster.nodes().is_empty() {
                 Duration::ZERO
             } else {
                 self.roster.join_timeout(turn.config)

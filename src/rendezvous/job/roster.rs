@@ -45,29 +45,13 @@ impl Roster {
         self.nodes.get_mut(incarnation)
     }
 
-    pub(super) fn nodes(&self) -> impl Iterator<Item = (&String, &Node)> {
-        self.nodes.iter()
-    }
-
-    pub(super) fn nodes_mut(&mut self) -> impl Iterator<Item = &mut Node> {
-        self.nodes.values_mut()
+    pub(super) fn nodes(&self) -> &BTreeMap<String, Node> {
+        &self.nodes
     }
 
     /// All nodes but this one.
     pub(super) fn others(&self, incarnation: &str) -> impl Iterator<Item = (&String, &Node)> {
         self.nodes.iter().filter(move |(other, _)| *other != incarnation)
-    }
-
-    pub(super) fn has(&self, incarnation: &str) -> bool {
-        self.nodes.contains_key(incarnation)
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.nodes.len()
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.nodes.is_empty()
     }
 
     /// A node is about to come. Returns the number of its arrival, and how long it lets the daemon wait for others.
@@ -82,7 +66,6 @@ impl Roster {
         self.nodes.insert(incarnation.to_owned(), node);
     }
 
-    /// The node goes away for good.
     pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
         if let Some(node) = self.nodes.remove(incarnation) {
             node.close(turn);
@@ -95,9 +78,8 @@ impl Roster {
         }
     }
 
-    /// The node is lost, and remembered.
     pub(super) fn lose(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        if self.has(incarnation) {
+        if self.nodes.contains_key(incarnation) {
             self.dismiss(turn, incarnation);
             if self.lost.len() >= MAX_LOST {
                 self.lost.pop_front();
@@ -130,10 +112,14 @@ impl Roster {
         self.nodes.keys().chain(&self.lost).cloned().collect()
     }
 
-    /// Nodes whose lease has run out.
     pub(super) fn expired(&self, now: Duration) -> Vec<String> {
         let expired = self.nodes.iter().filter(|(_, node)| node.lease_until() <= now);
         expired.map(|(incarnation, _)| incarnation.clone()).collect()
+    }
+
+    /// The daemon was stalled: no lease runs out before.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
+        self.nodes.values_mut().for_each(|node| node.renew_lease(until));
     }
 
     pub(super) fn next_lease(&self) -> Option<Duration> {
@@ -151,7 +137,6 @@ impl Roster {
         }
     }
 
-    /// Nodes of the last assignment.
     pub(super) fn members(&self) -> &[Member] {
         &self.members
     }
@@ -162,7 +147,6 @@ impl Roster {
         members.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
-    /// Node rank in the last assignment.
     pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
         let rank = self.members.iter().position(|m| m.incarnation == incarnation);
         rank.map(|rank| rank as u32)
@@ -215,7 +199,8 @@ impl Roster {
     /// Hosts of nodes of the last generation that are gone. A daemon that was restarted may never have learned the name
     /// of one.
     pub(super) fn gone(&self) -> Vec<&str> {
-        let gone = |member: &&Member| !member.hostname.is_empty() && !self.has(&member.incarnation);
+        let gone =
+            |member: &&Member| !member.hostname.is_empty() && !self.nodes.contains_key(&member.incarnation);
         let members = self.members.iter().filter(gone);
         members.map(|member| member.hostname.as_str()).collect()
     }
@@ -246,7 +231,6 @@ impl Roster {
         self.nodes.iter().filter(is_spare)
     }
 
-    /// Highest step that a node has come to.
     pub(super) fn step(&self) -> Option<u64> {
         self.nodes.values().filter_map(Node::step).max()
     }

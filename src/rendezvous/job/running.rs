@@ -56,20 +56,9 @@ impl Running {
         }
     }
 
-    /// What the node with this rank is told.
-    pub(super) fn assignment_of(&self, node_rank: u32) -> Assignment {
-        Assignment {
-            node_rank,
-            ..self.assignment.clone()
-        }
-    }
-
-    pub(super) fn reason(&self) -> &str {
-        &self.assignment.reason
-    }
-
-    pub(super) fn max_restarts(&self) -> u32 {
-        self.assignment.max_restarts
+    /// Without the node rank.
+    pub(super) fn assignment(&self) -> &Assignment {
+        &self.assignment
     }
 
     pub(super) fn ran(&self, now: Duration) -> Duration {
@@ -91,7 +80,6 @@ impl Running {
         !self.succeeded.is_empty()
     }
 
-    /// A member tells its highest step.
     pub(super) fn note_step(&mut self, now: Duration, step: u64) {
         self.progress.note(now, step);
     }

@@ -57,7 +57,7 @@ impl Job {
         let over = GenerationOver {
             restart_count: self.account.spent(),
             best_step: self.account.best(),
-            max_restarts: running.max_restarts(),
+            max_restarts: running.assignment().max_restarts,
             // A rank that has failed comes to no boundary.
             at_step_boundary: !running.has_suspect(),
             ..regrouping(cause)

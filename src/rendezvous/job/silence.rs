@@ -102,12 +102,10 @@ impl Job {
         let (Some(running), Some(node)) = (self.phase.running(), self.roster.get_mut(incarnation)) else {
             return false;
         };
-        let Some((excuse, until)) = running.excuse(turn.config, node) else {
+        let excuse = running.excuse(turn.config, node);
+        let Some((excuse, until)) = excuse.filter(|(_, until)| *until > turn.at.now) else {
             return false;
         };
-        if until <= turn.at.now {
-            return false;
-        }
         if node.excuse(excuse, until) {
             let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
             let bound = turn.config.outage_timeout.as_secs_f64();

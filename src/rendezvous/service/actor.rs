@@ -75,21 +75,15 @@ impl Actor {
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if !self.drained.is_empty() && self.state.is_idle() {
-                for drained in self.drained.drain(..) {
-                    // The asker stops waiting at its own deadline.
-                    let _ = drained.send(());
-                }
+            if self.state.is_idle() {
+                answer_all(&mut self.drained);
             }
             let expected = self
                 .state
                 .expects_until()
                 .filter(|until| *until > self.born.elapsed());
             if expected.is_none() {
-                for reunited in self.reunited.drain(..) {
-                    // As above.
-                    let _ = reunited.send(());
-                }
+                answer_all(&mut self.reunited);
             }
             let expected = expected.filter(|_| !self.reunited.is_empty());
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
@@ -212,6 +206,13 @@ impl Actor {
             );
             self.agents.remove(&conn);
         }
+    }
+}
+
+fn answer_all(askers: &mut Vec<oneshot::Sender<()>>) {
+    for asker in askers.drain(..) {
+        // It stops waiting at its own deadline.
+        let _ = asker.send(());
     }
 }
 

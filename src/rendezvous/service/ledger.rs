@@ -259,7 +259,7 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Record>, LedgerError> {
         }
         let record: Record =
             serde_json::from_str(json).map_err(|error| damaged(number, &error.to_string()))?;
-        if record.generation == 0 {
+        if record.generation == 0 && !record.is_final() {
             return Err(damaged(number, "it has no generation"));
         }
         records.push(record);
@@ -345,6 +345,17 @@ mod tests {
             fs::write(&path, [whole.as_slice(), torn].concat()).unwrap();
             assert_eq!(Ledger::open(dir.path()).unwrap().records(), [record("a", 1)]);
         }
+    }
+
+    #[test]
+    fn a_verdict_needs_no_generation() {
+        let dir = tempfile::tempdir().unwrap();
+        let verdict = Record {
+            generation: 0,
+            ..ended("a")
+        };
+        Ledger::open(dir.path()).unwrap().append(&verdict).unwrap();
+        assert_eq!(Ledger::open(dir.path()).unwrap().records(), [verdict]);
     }
 
     #[test]

@@ -27,13 +27,13 @@ fn a_node_that_two_witnesses_saw_die_is_lost_at_once() {
     let mut s = three_nodes();
     s.break_stream("c").exit("a", 1, lost(0, 5));
     let words = s.words("a");
-    insta::assert_snapshot!(words, @"generation 1 over: node 2 (`c`) was lost: its connection broke, and so did that of rank 0 to its rank 5 (restart 0/3, back-off 0 ms)");
+    insta::assert_snapshot!(words, @"generation 1 over: node `c` (node rank 2) was lost: its connection broke, and so did that of rank 0 to its rank 5 (no restart spent)");
     let mut s = three_nodes();
     s.exit("a", 1, lost(0, 5)).break_stream("c");
     assert_eq!(s.words("a"), words);
     assert!(
         s.words("b")
-            .starts_with("generation 1 over: node 2 (`c`) was lost")
+            .starts_with("generation 1 over: node `c` (node rank 2) was lost")
     );
 }
 
