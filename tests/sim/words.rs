@@ -32,8 +32,8 @@ impl Words {
         }
     }
 
-    /// Another daemon goes on with the ledger, in which only the runs are that were assigned here. The end of a run that
-    /// nodes of another daemon brought along dies with the daemon that told it.
+    /// Another daemon goes on with the ledger, and knows the runs that were assigned here. Of a run that nodes of another
+    /// daemon brought along, it knows the end for those nodes only.
     pub(crate) fn inherit(&mut self) {
         let assigned: BTreeSet<&String> = self.assignments.values().map(|a| &a.run_token).collect();
         self.exit_codes.retain(|run, _| assigned.contains(run));

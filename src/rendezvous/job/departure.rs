@@ -102,7 +102,7 @@ impl Job {
         } else {
             turn.decided(format!("job `{}`: {cause}", self.id));
         }
-        self.roster.has_left(incarnation);
+        self.roster.mark_left(incarnation);
     }
 
     /// True if enough nodes are there without this one, in a number that the workers can go on with.
@@ -155,10 +155,8 @@ impl Job {
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
         self.note_node_gone(turn, incarnation, cause);
-        if let Phase::Recovering(recovery) = &mut self.phase
-            && recovery.has(incarnation)
-        {
-            recovery.hurry(turn);
+        if let Phase::Recovering(recovery) = &mut self.phase {
+            recovery.lose(turn, incarnation);
         }
         if self.is_at_work(incarnation) {
             let (min, _) = self.roster.limits();

@@ -158,7 +158,7 @@ impl Job {
     pub(super) fn node_stopped(&mut self, turn: &mut Turn<'_>, from: &Speech, stopped: &NodeStopped) {
         self.note_exits(turn, from, &stopped.exits);
         let node = self.roster.get_mut(&from.incarnation);
-        if node.is_some_and(|node| node.has_stopped(from.generation)) {
+        if node.is_some_and(|node| node.confirm_stopped(from.generation)) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
             self.ignore(turn, from, "NodeStopped");

@@ -48,7 +48,7 @@ impl Job {
             self.kv.end(turn, "a new run of the job has started");
             *self = Self::new(&self.id, self.numbering.highest(), turn.at.now);
         }
-        self.roster.is_back(&joining.from.incarnation);
+        self.roster.came_back(&joining.from.incarnation);
         self.lose_if_assigned_elsewhere(turn, &joining);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
@@ -314,7 +314,7 @@ impl Job {
                 node.send(turn, stopping, Reply::GenerationOver(over));
             }
             Readiness::Joined | Readiness::Stopped => {
-                node.is_free_now();
+                node.become_free();
                 self.joined(turn, &incarnation);
             }
         }

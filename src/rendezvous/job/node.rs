@@ -215,7 +215,7 @@ impl Node {
         self.heard(turn)
     }
 
-    pub(super) fn is_free_now(&mut self) {
+    pub(super) fn become_free(&mut self) {
         self.readiness = Readiness::Joined;
     }
 
@@ -226,7 +226,7 @@ impl Node {
     }
 
     /// Its workers of this generation are gone. False if that was not expected.
-    pub(super) fn has_stopped(&mut self, generation: u64) -> bool {
+    pub(super) fn confirm_stopped(&mut self, generation: u64) -> bool {
         let is_expected = self.readiness == Readiness::Stopping(generation);
         if is_expected {
             self.readiness = Readiness::Stopped;

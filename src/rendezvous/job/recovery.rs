@@ -116,8 +116,16 @@ impl Recovery {
         self.until
     }
 
+    /// A node is lost: if it had its place again, it has to come once more.
+    pub(super) fn lose(&mut self, turn: &Turn<'_>, incarnation: &str) {
+        if self.has(incarnation) {
+            self.claims.retain(|_, claim| claim.incarnation != incarnation);
+            self.hurry(turn);
+        }
+    }
+
     /// A node has failed: the others are not waited for any longer than for a node that was lost.
-    pub(super) fn hurry(&mut self, turn: &Turn<'_>) {
+    fn hurry(&mut self, turn: &Turn<'_>) {
         self.until = self.until.min(turn.at.now + turn.config.lease);
     }
 
@@ -244,7 +252,6 @@ impl Job {
     pub(super) fn reclaim(&mut self, turn: &mut Turn<'_>, from: &Speech, join: &Join) -> Result<(), String> {
         let generation = from.generation;
         let place = self.believe(turn, from, join)?;
-        self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
                 return Err(words::continued_without(generation, &join.hostname));
@@ -328,7 +335,6 @@ impl Job {
     /// A node of the generation comes that knows only an earlier one: the last daemon has written it down, but not sent
     /// it to all of its nodes. It will never be complete.
     pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech, hostname: &str) {
-        self.drop_lost_claims();
         if matches!(&self.phase, Phase::Recovering(recovery)
             if recovery.is_of(&from.incarnation) && from.generation < recovery.generation)
         {
@@ -338,7 +344,6 @@ impl Job {
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
-        self.drop_lost_claims();
         let latest = join.latest_generation;
         let highest = self.numbering.highest();
         let has_state = self.numbering.has_begun() || turn.config.only_job.is_some();
@@ -366,7 +371,6 @@ impl Job {
 
     /// A node has taken its place again: the generation runs on if it was the last one.
     pub(super) fn consider_recovered(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -414,7 +418,6 @@ impl Job {
 
     /// Not all nodes have come back in time.
     pub(super) fn recovery_timed_out(&mut self, turn: &mut Turn<'_>) {
-        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -432,15 +435,6 @@ impl Job {
             }
         }
         self.give_up_recovery(turn, &why);
-    }
-
-    /// Nodes that came back and were lost since have to come again.
-    fn drop_lost_claims(&mut self) {
-        if let Phase::Recovering(recovery) = &mut self.phase {
-            recovery
-                .claims
-                .retain(|_, claim| self.roster.nodes().contains_key(&claim.incarnation));
-        }
     }
 
     /// A node says that this generation is over, or is not fit to go on with it: no node goes on with it.

@@ -99,7 +99,7 @@ impl Roster {
         }
     }
 
-    pub(super) fn is_back(&mut self, incarnation: &str) {
+    pub(super) fn came_back(&mut self, incarnation: &str) {
         self.silent.remove(incarnation);
     }
 
@@ -183,7 +183,7 @@ impl Roster {
     }
 
     /// The node will not come back: the next generation does not wait for it.
-    pub(super) fn has_left(&mut self, incarnation: &str) {
+    pub(super) fn mark_left(&mut self, incarnation: &str) {
         let member = self.members.iter_mut().find(|m| m.incarnation == incarnation);
         if let Some(member) = member {
             member.has_left = true;
