@@ -345,15 +345,13 @@ impl Job {
         &mut self,
         turn: &mut Turn<'_>,
         call: CallId,
-        request: KvGetRequest,
+        read: KvGetRequest,
     ) -> Result<(), KvError> {
-        self.check_store(request.generation, &request.assignment_id)?;
-        let timeout = Duration::from_millis(request.timeout_ms.into());
-        self.kv.get(turn, call, request.key, timeout);
-        self.next_wake = [self.next_wake, self.kv.next_deadline()]
-            .into_iter()
-            .flatten()
-            .min();
+        self.check_store(read.generation, &read.assignment_id)?;
+        let timeout = Duration::from_millis(read.timeout_ms.into());
+        self.kv.get(turn, call, read.key, timeout);
+        let deadlines = [self.next_wake, self.kv.next_deadline()];
+        self.next_wake = deadlines.into_iter().flatten().min();
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use ddp_proto::rendezvous::Assignment;
 
-use super::record::Record;
+use super::record::{Record, Stage};
 use crate::rendezvous::event::Turn;
 
 /// Beyond it, what a node says of its log files is not believed.
@@ -42,7 +42,7 @@ impl Numbering {
     /// As an earlier daemon has written it down.
     pub(super) fn recalled(record: &Record) -> Self {
         Self {
-            highest_ended: record.generation - u64::from(record.runs()),
+            highest_ended: record.generation - u64::from(record.stage == Stage::Running),
             attempts: record.attempt,
             run_token: record.run_token.clone(),
             ..Self::after(record.generation)

@@ -70,7 +70,7 @@ impl Job {
     pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
         let away: Vec<Duration> = self.away().map(Node::lease_until).collect();
         let running = self.phase.running_mut();
-        let end = running.and_then(|running| running.take_due_suspect(turn.at.now, away.into_iter()));
+        let end = running.and_then(|running| running.take_due_suspect(turn.at.now, &away));
         if let Some(end) = end {
             self.end_generation(turn, end);
         }
@@ -255,15 +255,11 @@ impl GenerationEnd {
 /// A worker's exit within the daemon's bounds: it is sent to every node. The last lines of stderr are kept.
 fn clamp(config: &Config, mut exit: WorkerExit) -> WorkerExit {
     let mut left = config.max_tail_bytes;
-    let mut kept = 0;
-    for line in exit.stderr_tail.iter().rev() {
-        let bytes = line.len() + 1;
-        if bytes > left {
-            break;
-        }
-        left -= bytes;
-        kept += 1;
-    }
+    let kept = exit.stderr_tail.iter().rev().map_while(|line| {
+        left = left.checked_sub(line.len() + 1)?;
+        Some(())
+    });
+    let kept = kept.count();
     exit.stderr_tail.drain(..exit.stderr_tail.len() - kept);
     let cut = |text: &mut String, bytes: usize| text.truncate(clip(text, bytes).len());
     cut(&mut exit.message, config.max_tail_bytes);

@@ -3,7 +3,6 @@
 //! A [`Record`] is the whole of it: the last one of a job counts. One is made whenever an assignment is given, and when
 //! it is over. The daemon's ledger writes it before anything of the same turn is sent.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::JobOver;
@@ -61,11 +60,6 @@ impl Record {
         !matches!(self.stage, Stage::Running | Stage::Ended)
     }
 
-    /// Its generation runs.
-    pub(super) fn runs(&self) -> bool {
-        self.stage == Stage::Running
-    }
-
     /// What every node is told of a job that has ended; none if it goes on, or is not decided.
     pub(super) fn verdict(&self) -> Option<Reply> {
         match self.stage.clone() {
@@ -77,11 +71,6 @@ impl Record {
             })),
             Stage::Refused { code, reason } => Some(refusal(code, reason)),
         }
-    }
-
-    pub(super) fn incarnations(&self) -> BTreeSet<String> {
-        let members = self.members.iter();
-        members.map(|member| member.incarnation.clone()).collect()
     }
 }
 
@@ -123,7 +112,7 @@ impl Job {
         job.numbering = Numbering::recalled(&record);
         job.account = record.account;
         job.earlier = Some(record.clone());
-        if record.runs() {
+        if record.stage == Stage::Running {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));
         } else if let Phase::Gathering(gathering) = &mut job.phase {
             gathering.wait_until(now + config.reattach_wait);

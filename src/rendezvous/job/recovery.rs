@@ -99,9 +99,7 @@ impl Recovery {
 
     /// The ledger has the node in this generation.
     pub(super) fn is_of(&self, incarnation: &str) -> bool {
-        self.recorded
-            .iter()
-            .any(|member| member.incarnation == incarnation)
+        self.recorded.iter().any(|m| m.incarnation == incarnation)
     }
 
     pub(super) fn generation(&self) -> u64 {
@@ -172,9 +170,7 @@ impl Recovery {
     }
 
     fn is_complete(&self) -> bool {
-        self.run
-            .as_ref()
-            .is_some_and(|run| self.claims.len() == run.node_count as usize)
+        self.run.is_some() && self.missing().is_empty()
     }
 
     /// Ranks follow from each other in order of node rank.

@@ -148,12 +148,9 @@ impl Running {
     }
 
     /// The failure that was held back, if its time is over and no node is away that may be the cause.
-    pub(super) fn take_due_suspect(
-        &mut self,
-        now: Duration,
-        away: impl Iterator<Item = Duration>,
-    ) -> Option<GenerationEnd> {
-        let is_due = self.suspect_until(away).is_some_and(|until| until <= now);
+    pub(super) fn take_due_suspect(&mut self, now: Duration, away: &[Duration]) -> Option<GenerationEnd> {
+        let until = self.suspect_until(away.iter().copied());
+        let is_due = until.is_some_and(|until| until <= now);
         let suspect = self.suspect.take_if(|_| is_due);
         suspect.map(|suspect| suspect.end)
     }

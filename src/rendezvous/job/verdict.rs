@@ -57,8 +57,9 @@ impl Over {
 impl Finished {
     /// As the ledger has it.
     pub(in crate::rendezvous) fn recalled(record: Record) -> Self {
+        let told = record.members.iter().map(|member| member.incarnation.clone());
         Self {
-            told: record.incarnations(),
+            told: told.collect(),
             silent: BTreeMap::new(),
             verdict: record.verdict(),
             run_token: record.run_token,
