@@ -246,14 +246,16 @@ mod tests {
 
     #[test]
     fn everything_is_bounded() {
-        let mut config = Config::default();
-        config.kv = KvLimits {
-            key_bytes: 4,
-            value_bytes: 4,
-            entries: 2,
-            total_bytes: 10,
-            waiters: 1,
-            wait: SECOND,
+        let config = Config {
+            kv: KvLimits {
+                key_bytes: 4,
+                value_bytes: 4,
+                entries: 2,
+                total_bytes: 10,
+                waiters: 1,
+                wait: SECOND,
+            },
+            ..Config::default()
         };
         let (mut store, mut turn) = (KvStore::default(), turn(&config));
         let mut put = |key: &str, len: usize| store.put(&mut turn, key.into(), vec![0; len]);

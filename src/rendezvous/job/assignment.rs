@@ -34,7 +34,7 @@ impl Job {
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
         let assignment = self.assignment(turn.config, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
-        self.phase = Phase::Running(Running::new(assignment, turn.at.now, Duration::ZERO));
+        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
         self.tell_spares(turn);

@@ -183,11 +183,10 @@ impl Job {
             return;
         };
         match gathering.decide(turn, &self.roster, self.numbering.generation()) {
-            Step::Wait => {}
             Step::Start(reason) => self.start(turn, &reason),
-            // Otherwise none of the nodes that an earlier daemon knew has come back.
             Step::TimedOut if !self.is_forgotten(turn.at.now) => self.gathering_timed_out(turn),
-            Step::TimedOut => {}
+            // None of the nodes that an earlier daemon knew has come back, or it is not decided yet.
+            Step::TimedOut | Step::Wait => {}
         }
     }
 

@@ -97,7 +97,7 @@ enum Phase {
     /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
     Recovering(Recovery),
     /// A generation runs.
-    Running(Running),
+    Running(Box<Running>),
     /// Every node was sent the end, or will be when it comes back.
     Over(Over),
 }

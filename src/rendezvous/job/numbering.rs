@@ -112,7 +112,7 @@ impl Numbering {
     pub(super) fn hear_of(&mut self, generation: u64, run_token: &str) {
         self.floor = self.floor.max(generation);
         if self.run_token.is_empty() && generation > 0 {
-            self.run_token = run_token.to_owned();
+            run_token.clone_into(&mut self.run_token);
         }
     }
 

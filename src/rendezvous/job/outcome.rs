@@ -9,6 +9,7 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, WorkerExit};
 use super::gathering::Gathering;
 use super::node::Node;
 use super::record::Stage;
+use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Speech, Turn};
@@ -78,7 +79,7 @@ impl Job {
 
     /// Ends the generation with a failure that was held back, if there is one and it is no consequence.
     pub(super) fn end_with_held_failure(&mut self, turn: &mut Turn<'_>) {
-        if let Some(end) = self.phase.running_mut().and_then(|running| running.take_cause()) {
+        if let Some(end) = self.phase.running_mut().and_then(Running::take_cause) {
             self.end_generation(turn, end);
         }
     }

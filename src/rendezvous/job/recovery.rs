@@ -520,7 +520,7 @@ impl Job {
             assignment_id,
             ..run.assignment
         };
-        self.phase = Phase::Running(Running::new(assignment, turn.at.now, run.ran));
+        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, run.ran)));
         held
     }
 }

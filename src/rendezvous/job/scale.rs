@@ -12,6 +12,7 @@
 use ddp_proto::rendezvous::GenerationOver;
 
 use super::Job;
+use super::running::Running;
 use crate::rendezvous::event::{Turn, regrouping};
 use crate::rendezvous::ranks::Candidate;
 use crate::rendezvous::size::RankLimits;
@@ -77,10 +78,7 @@ impl Job {
         if self.growth().iter().any(|c| c.incarnation == incarnation) {
             return format!("{runs}; this node joins at the next step boundary");
         }
-        let is_done = self
-            .phase
-            .running()
-            .is_some_and(|running| running.has_successes());
+        let is_done = self.phase.running().is_some_and(Running::has_successes);
         let limits = self.roster.size_limits();
         let has_room = (count as usize) < limits.max && !is_done;
         if limits.ranks.is_open() || !has_room {
