@@ -41,8 +41,6 @@ pub struct Config {
     pub backoff_cap: Duration,
     /// Longest time that an agent may ask the daemon to wait for other nodes.
     pub join_timeout_cap: Duration,
-    /// After the first report of how the workers of a failed job ended: how long those of the other nodes may take.
-    pub last_word_wait: Duration,
     /// A job that is over forgets nodes that do not leave within this time.
     pub linger: Duration,
     /// After shutdown was asked for: how long to wait until every agent has left.
@@ -108,7 +106,6 @@ impl Default for Config {
             backoff_base: Duration::from_millis(100),
             backoff_cap: RESTART_BACKOFF_CAP,
             join_timeout_cap: Duration::from_hours(24),
-            last_word_wait: Duration::from_millis(600),
             linger: Duration::from_mins(1),
             drain: Duration::from_secs(5),
             max_jobs: 1024,
@@ -154,11 +151,6 @@ impl Config {
     /// How often an agent should send a heartbeat.
     pub fn heartbeat_interval(&self) -> Duration {
         self.lease / 3
-    }
-
-    /// How long a node that has reported should wait for the last word, the way to it included.
-    pub fn last_word_bound(&self) -> Duration {
-        self.last_word_wait * 3 / 2
     }
 
     /// The lease as it goes over the wire.

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
-use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest};
+use ddp_proto::rendezvous::{
+    AgentMessage, DaemonMessage, GenerationOver, KvGetRequest, KvPutRequest, Refused,
+};
 
 use super::config::Config;
-use super::record::Record;
+use super::job::Record;
 
 /// One stream of an agent. Never used again for another stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -139,6 +141,34 @@ pub enum KvError {
     /// The job or the generation is not known.
     #[error("{0}")]
     Unknown(String),
+}
+
+/// Which node speaks, and of what.
+#[derive(Clone, Debug)]
+pub(super) struct Speech {
+    pub(super) incarnation: String,
+    /// 0: none.
+    pub(super) generation: u64,
+    /// Which assignment of that generation; empty from older builds.
+    pub(super) assignment_id: String,
+}
+
+/// Sends a node away, or all of them.
+pub(super) fn refusal(code: impl Into<i32>, reason: String) -> Body {
+    Body::Refused(Refused {
+        code: code.into(),
+        reason,
+        failures: None,
+    })
+}
+
+/// The end of a generation for which no restart is spent.
+pub(super) fn regrouping(cause: String) -> GenerationOver {
+    GenerationOver {
+        cause,
+        membership: true,
+        ..GenerationOver::default()
+    }
 }
 
 /// One call of `apply`: its parameters, and the effects as they are decided.

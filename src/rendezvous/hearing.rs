@@ -38,7 +38,7 @@ impl Event {
     }
 }
 
-impl Daemon<'_> {
+impl Daemon {
     pub(super) fn heard(&mut self, turn: &mut Turn<'_>) {
         let silence = self.hearing.silence(turn.at.now);
         self.hearing.last = turn.at.now;

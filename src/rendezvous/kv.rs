@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::config::KvLimits;
-use super::event::{CallId, Effect, KvError};
+use super::event::{CallId, Effect, KvError, Turn};
 
 /// The entries of one generation and the reads that wait for some.
 #[derive(Debug, Default)]
@@ -28,13 +27,8 @@ struct Waiter {
 
 impl KvStore {
     /// Writes an entry and answers all reads that waited for it.
-    pub(super) fn put(
-        &mut self,
-        limits: KvLimits,
-        key: String,
-        value: Vec<u8>,
-        effects: &mut Vec<Effect>,
-    ) -> Result<(), KvError> {
+    pub(super) fn put(&mut self, turn: &mut Turn<'_>, key: String, value: Vec<u8>) -> Result<(), KvError> {
+        let limits = turn.config.kv;
         if key.len() > limits.key_bytes {
             return Err(KvError::TooMuch(format!(
                 "key `{}…` has {} bytes, at most {} are allowed",
@@ -74,7 +68,7 @@ impl KvStore {
         let value = Arc::new(value);
         for call in self.by_key.remove(&key).unwrap_or_default() {
             if self.waiters.remove(&call).is_some() {
-                effects.push(Effect::Answer {
+                turn.effects.push(Effect::Answer {
                     call,
                     result: Ok(Arc::clone(&value)),
                 });
@@ -85,15 +79,8 @@ impl KvStore {
     }
 
     /// Answers a read at once, or lets it wait for at most `timeout`.
-    pub(super) fn get(
-        &mut self,
-        limits: KvLimits,
-        now: Duration,
-        call: CallId,
-        key: String,
-        timeout: Duration,
-        effects: &mut Vec<Effect>,
-    ) {
+    pub(super) fn get(&mut self, turn: &mut Turn<'_>, call: CallId, key: String, timeout: Duration) {
+        let (limits, now) = (turn.config.kv, turn.at.now);
         let result = if let Some(value) = self.entries.get(&key) {
             Ok(Arc::clone(value))
         } else if timeout.is_zero() {
@@ -119,7 +106,7 @@ impl KvStore {
             );
             return;
         };
-        effects.push(Effect::Answer { call, result });
+        turn.effects.push(Effect::Answer { call, result });
     }
 
     /// When the next waiting read may have to be answered.
@@ -128,7 +115,8 @@ impl KvStore {
     }
 
     /// Answers the reads whose deadline has passed.
-    pub(super) fn expire(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+    pub(super) fn expire(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.at.now;
         if self.next_deadline.is_none_or(|next| next > now) {
             return;
         }
@@ -140,7 +128,7 @@ impl KvStore {
                     &waiter.key,
                     waiter.deadline.saturating_sub(waiter.asked_at),
                 ));
-                effects.push(Effect::Answer { call, result });
+                turn.effects.push(Effect::Answer { call, result });
                 if let Some(calls) = by_key.get_mut(&waiter.key) {
                     calls.retain(|&other| other != call);
                     if calls.is_empty() {
@@ -154,9 +142,9 @@ impl KvStore {
     }
 
     /// Ends the store: every waiting read fails with the cause, every entry is gone.
-    pub(super) fn end(&mut self, cause: &str, effects: &mut Vec<Effect>) {
+    pub(super) fn end(&mut self, turn: &mut Turn<'_>, cause: &str) {
         for &call in self.waiters.keys() {
-            effects.push(Effect::Answer {
+            turn.effects.push(Effect::Answer {
                 call,
                 result: Err(KvError::Superseded(cause.to_owned())),
             });
@@ -180,8 +168,21 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::{At, Config, KvLimits};
 
     const SECOND: Duration = Duration::from_secs(1);
+
+    fn turn(config: &Config) -> Turn<'_> {
+        Turn {
+            at: At {
+                now: Duration::ZERO,
+                dice: 0.0,
+                id: 0,
+            },
+            config,
+            effects: Vec::new(),
+        }
+    }
 
     fn answers(effects: &[Effect]) -> Vec<(u64, Result<Vec<u8>, String>)> {
         effects
@@ -198,41 +199,26 @@ mod tests {
 
     #[test]
     fn a_waiting_read_is_answered_by_the_write_once() {
-        let (mut store, mut effects) = (KvStore::default(), Vec::new());
-        let limits = KvLimits::default();
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(1),
-            "id".into(),
-            SECOND,
-            &mut effects,
-        );
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(2),
-            "id".into(),
-            SECOND,
-            &mut effects,
-        );
-        assert!(effects.is_empty());
-        store.put(limits, "id".into(), vec![7], &mut effects).unwrap();
-        assert_eq!(answers(&effects), [(1, Ok(vec![7])), (2, Ok(vec![7]))]);
-        effects.clear();
-        store.expire(SECOND, &mut effects);
-        assert!(effects.is_empty(), "answered reads do not expire");
+        let config = Config::default();
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "id".into(), SECOND);
+        store.get(&mut turn, CallId(2), "id".into(), SECOND);
+        assert!(turn.effects.is_empty());
+        store.put(&mut turn, "id".into(), vec![7]).unwrap();
+        assert_eq!(answers(&turn.effects), [(1, Ok(vec![7])), (2, Ok(vec![7]))]);
+        turn.effects.clear();
+        turn.at.now = SECOND;
+        store.expire(&mut turn);
+        assert!(turn.effects.is_empty(), "answered reads do not expire");
     }
 
     #[test]
     fn keys_are_write_once_but_the_same_value_may_come_again() {
-        let (mut store, mut effects) = (KvStore::default(), Vec::new());
-        let limits = KvLimits::default();
-        store.put(limits, "k".into(), vec![1], &mut effects).unwrap();
-        store.put(limits, "k".into(), vec![1], &mut effects).unwrap();
-        let error = store
-            .put(limits, "k".into(), vec![2, 3], &mut effects)
-            .unwrap_err();
+        let config = Config::default();
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.put(&mut turn, "k".into(), vec![1]).unwrap();
+        store.put(&mut turn, "k".into(), vec![1]).unwrap();
+        let error = store.put(&mut turn, "k".into(), vec![2, 3]).unwrap_err();
         insta::assert_snapshot!(error, @r"
         key `k` is already written with a different value (1 bytes, now 2 bytes)
           hint: keys are write-once in a generation; use a different key for each value
@@ -241,48 +227,38 @@ mod tests {
 
     #[test]
     fn reads_expire_at_their_own_deadline() {
-        let (mut store, mut effects) = (KvStore::default(), Vec::new());
-        let limits = KvLimits::default();
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(1),
-            "a".into(),
-            SECOND,
-            &mut effects,
-        );
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(2),
-            "a".into(),
-            3 * SECOND,
-            &mut effects,
-        );
+        let config = Config::default();
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "a".into(), SECOND);
+        store.get(&mut turn, CallId(2), "a".into(), 3 * SECOND);
         assert_eq!(store.next_deadline(), Some(SECOND));
-        store.expire(SECOND, &mut effects);
+        turn.at.now = SECOND;
+        store.expire(&mut turn);
         assert_eq!(
-            answers(&effects),
+            answers(&turn.effects),
             [(1, Err("no rank wrote key `a` within 1s".into()))]
         );
         assert_eq!(store.next_deadline(), Some(3 * SECOND));
-        effects.clear();
-        store.put(limits, "a".into(), vec![], &mut effects).unwrap();
-        assert_eq!(answers(&effects), [(2, Ok(vec![]))]);
+        turn.effects.clear();
+        store.put(&mut turn, "a".into(), vec![]).unwrap();
+        assert_eq!(answers(&turn.effects), [(2, Ok(vec![]))]);
     }
 
     #[test]
     fn everything_is_bounded() {
-        let (mut store, mut effects) = (KvStore::default(), Vec::new());
-        let limits = KvLimits {
-            key_bytes: 4,
-            value_bytes: 4,
-            entries: 2,
-            total_bytes: 10,
-            waiters: 1,
-            wait: SECOND,
+        let config = Config {
+            kv: KvLimits {
+                key_bytes: 4,
+                value_bytes: 4,
+                entries: 2,
+                total_bytes: 10,
+                waiters: 1,
+                wait: SECOND,
+            },
+            ..Config::default()
         };
-        let mut put = |key: &str, len: usize| store.put(limits, key.into(), vec![0; len], &mut effects);
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        let mut put = |key: &str, len: usize| store.put(&mut turn, key.into(), vec![0; len]);
         assert!(matches!(put("12345", 0), Err(KvError::TooMuch(_))));
         assert!(matches!(put("k", 5), Err(KvError::TooMuch(_))));
         put("a", 4).unwrap();
@@ -292,29 +268,15 @@ mod tests {
         );
         put("b", 4).unwrap();
         assert!(matches!(put("", 0), Err(KvError::TooMuch(_))), "entries");
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(1),
-            "x".into(),
-            9 * SECOND,
-            &mut effects,
-        );
+        store.get(&mut turn, CallId(1), "x".into(), 9 * SECOND);
         assert_eq!(
             store.next_deadline(),
             Some(SECOND),
             "no wait is longer than the bound"
         );
-        store.get(
-            limits,
-            Duration::ZERO,
-            CallId(2),
-            "x".into(),
-            SECOND,
-            &mut effects,
-        );
+        store.get(&mut turn, CallId(2), "x".into(), SECOND);
         assert!(matches!(
-            effects.as_slice(),
+            turn.effects.as_slice(),
             [Effect::Answer {
                 call: CallId(2),
                 result: Err(KvError::TooMuch(_))
@@ -324,18 +286,12 @@ mod tests {
 
     #[test]
     fn the_end_of_a_generation_ends_the_reads() {
-        let (mut store, mut effects) = (KvStore::default(), Vec::new());
-        store.get(
-            KvLimits::default(),
-            Duration::ZERO,
-            CallId(1),
-            "x".into(),
-            SECOND,
-            &mut effects,
-        );
-        store.end("rank 1 (node `b`) died of SIGKILL", &mut effects);
+        let config = Config::default();
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "x".into(), SECOND);
+        store.end(&mut turn, "rank 1 (node `b`) died of SIGKILL");
         let words = "generation superseded: rank 1 (node `b`) died of SIGKILL".to_owned();
-        assert_eq!(answers(&effects), [(1, Err(words))]);
+        assert_eq!(answers(&turn.effects), [(1, Err(words))]);
         assert_eq!(store.next_deadline(), None);
     }
 }

@@ -3,6 +3,8 @@
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use super::size::Limits;
 
 /// A node that is ready.
@@ -19,12 +21,23 @@ pub(super) struct Candidate {
 }
 
 /// A place in the last assignment; its index is the node rank.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
     pub(super) incarnation: String,
     pub(super) hostname: String,
     /// The node has left for good: the daemon does not wait for it.
+    #[serde(skip)]
     pub(super) has_left: bool,
+}
+
+impl Member {
+    pub(super) fn new(incarnation: String, hostname: String) -> Self {
+        Self {
+            incarnation,
+            hostname,
+            has_left: false,
+        }
+    }
 }
 
 /// The candidates that take part: those that asked for a rank, those of the last generation, then by arrival; as many

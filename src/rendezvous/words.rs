@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::WorkerExit;
 use ddp_proto::words::{counted, numbered};
+use nix::sys::signal::Signal;
 
 /// Most hosts that are named one by one.
 const MAX_NAMED: usize = 8;
@@ -15,6 +16,11 @@ pub(super) fn same_rank(job: &str, rank: u32, asks: &str, has: &str) -> String {
         "node rank {rank} of job `{job}` is requested by node `{asks}`, but node `{has}` already has it\n  \
          hint: give each node a different `--node-rank`, or omit the flag on all nodes"
     )
+}
+
+/// What a node learns that was away when its generation ended.
+pub(super) fn continued_without(generation: u64, hostname: &str) -> String {
+    format!("generation {generation} continued without node `{hostname}`")
 }
 
 /// "node `b`", or "node `b` (node rank 1)".
@@ -131,43 +137,10 @@ pub(super) fn exit_code(exit: &WorkerExit) -> i32 {
 
 /// The name of a signal on Linux, or its number.
 pub(super) fn signal_name(signal: i32) -> String {
-    const NAMES: [&str; 31] = [
-        "SIGHUP",
-        "SIGINT",
-        "SIGQUIT",
-        "SIGILL",
-        "SIGTRAP",
-        "SIGABRT",
-        "SIGBUS",
-        "SIGFPE",
-        "SIGKILL",
-        "SIGUSR1",
-        "SIGSEGV",
-        "SIGUSR2",
-        "SIGPIPE",
-        "SIGALRM",
-        "SIGTERM",
-        "SIGSTKFLT",
-        "SIGCHLD",
-        "SIGCONT",
-        "SIGSTOP",
-        "SIGTSTP",
-        "SIGTTIN",
-        "SIGTTOU",
-        "SIGURG",
-        "SIGXCPU",
-        "SIGXFSZ",
-        "SIGVTALRM",
-        "SIGPROF",
-        "SIGWINCH",
-        "SIGIO",
-        "SIGPWR",
-        "SIGSYS",
-    ];
-    usize::try_from(signal)
-        .ok()
-        .and_then(|n| NAMES.get(n.checked_sub(1)?))
-        .map_or_else(|| format!("signal {signal}"), |name| (*name).to_owned())
+    Signal::try_from(signal).map_or_else(
+        |_| format!("signal {signal}"),
+        |signal| signal.as_str().to_owned(),
+    )
 }
 
 /// What the nodes that came are still waiting for when the time is over.

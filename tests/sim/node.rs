@@ -12,7 +12,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, NodeStopped, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, LostRank, NodeStopped, WorkerExit};
 use ddp_run::rendezvous::ConnId;
 use rand::Rng;
 
@@ -516,6 +516,53 @@ impl World {
         for id in self.live_workers(number) {
             let delay = self.pause(300);
             self.later(delay, SimEvent::WorkerEnds(number, id, killed(9), false));
+        }
+        if self.happens(0.5) {
+            self.peers_fail(number);
+        }
+    }
+
+    /// Data connections break with the workers of a node: one of each peer fails of that, and says to which rank.
+    fn peers_fail(&mut self, dead: usize) {
+        let group = &self.nodes[dead].group;
+        let Some(lost_rank) = group
+            .workers
+            .iter()
+            .find(|worker| worker.is_alive)
+            .map(|worker| worker.rank)
+        else {
+            return;
+        };
+        let origin = group.assignment.as_ref().map(|(origin, _)| origin.clone());
+        for number in (0..self.nodes.len()).filter(|number| *number != dead) {
+            let group = &mut self.nodes[number].group;
+            let is_peer = group.assignment.as_ref().map(|(origin, _)| origin) == origin.as_ref();
+            if let Some(worker) = group.workers.iter_mut().find(|worker| is_peer && worker.is_alive) {
+                worker.consequence = true;
+                let (id, witness) = (worker.id, worker.rank);
+                self.note("peer that sees a node die");
+                self.tell_lost(
+                    number,
+                    LostRank {
+                        rank: lost_rank,
+                        witness,
+                    },
+                );
+                let delay = self.pause(1000);
+                self.later(delay, SimEvent::WorkerEnds(number, id, Ending::Code(1), false));
+            }
+        }
+    }
+
+    /// The agent passes on at once what a worker saw.
+    fn tell_lost(&mut self, number: usize, lost_rank: LostRank) {
+        let node = &self.nodes[number];
+        if !node.is_gone() && node.stalled.is_none() && !node.is_leaving {
+            let heartbeat = Heartbeat {
+                lost_rank: Some(lost_rank),
+                ..Heartbeat::default()
+            };
+            self.report(number, node.machine.generation(), Body::Heartbeat(heartbeat));
         }
     }
 

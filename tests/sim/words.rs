@@ -19,8 +19,8 @@ pub(crate) struct Words {
     /// The run that each node is in, by its token: the job's name is used again when all nodes have left.
     run_of: BTreeMap<String, String>,
     exit_codes: BTreeMap<String, i32>,
-    /// The last word on each run: all nodes receive the same.
-    last_said: BTreeMap<String, Failures>,
+    /// The failures that the verdict on each run tells: all nodes receive the same.
+    failures: BTreeMap<String, Option<Failures>>,
     last_generation: u64,
 }
 
@@ -32,12 +32,12 @@ impl Words {
         }
     }
 
-    /// Another daemon goes on with the ledger, in which only the runs are that were assigned here. The end of a run that
-    /// nodes of another daemon brought along dies with the daemon that told it.
+    /// Another daemon goes on with the ledger, and knows the runs that were assigned here. Of a run that nodes of another
+    /// daemon brought along, it knows the end for those nodes only.
     pub(crate) fn inherit(&mut self) {
         let assigned: BTreeSet<&String> = self.assignments.values().map(|a| &a.run_token).collect();
         self.exit_codes.retain(|run, _| assigned.contains(run));
-        self.last_said.clear();
+        self.failures.clear();
     }
 
     /// Checks a message to the node `to`.
@@ -47,11 +47,7 @@ impl Words {
             Reply::Assignment(assignment) => self.assignment(to, message.generation, assignment),
             Reply::GenerationOver(over) => self.generation_over(to, message.generation, over),
             Reply::JobOver(over) => self.job_over(to, over),
-            Reply::LastWord(failures) => {
-                let run = self.run_of.get(to).cloned().unwrap_or_default();
-                let first = self.last_said.entry(run).or_insert_with(|| failures.clone());
-                assert_eq!(first, failures, "two last words");
-            }
+            Reply::LastWord(_) => panic!("the verdict tells all that is known"),
             Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
             Reply::Waiting(waiting) => {
                 assert!(!waiting.reason.is_empty());
@@ -88,11 +84,15 @@ impl Words {
         if let Some(run) = self.run_of.get(to) {
             let code = *self.exit_codes.entry(run.clone()).or_insert(over.exit_code);
             assert_eq!(code, over.exit_code, "exit codes differ");
+            let told = self.failures.entry(run.clone());
+            let first = told.or_insert_with(|| over.failures.clone());
+            assert_eq!(*first, over.failures, "two lists of failures");
         }
         if over.exit_code == 0 {
             assert_eq!(over.first_failure, None);
-            assert_eq!((&over.failures, over.last_word_ms), (&None, 0));
+            assert_eq!(over.failures, None);
         }
+        assert_eq!(over.last_word_ms, 0, "nothing follows the verdict");
         if over.first_failure.is_some() {
             assert!(over.failures.is_some(), "the first failure is not in the list");
         }

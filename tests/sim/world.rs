@@ -241,7 +241,7 @@ impl World {
             _ => false,
         };
         let owed = self.witness.owed(&node.incarnation);
-        let owed = owed.filter(|(daemon, _)| self.still_knows(*daemon, &node.run_token()));
+        let owed = owed.filter(|(daemon, _)| self.still_knows(*daemon));
         let verdict = node.told.or(owed.map(|(_, code)| code));
         if let Some(verdict) = verdict
             && !has_own_end
@@ -267,11 +267,11 @@ impl World {
         Some(code)
     }
 
-    /// Whether some daemon knows the end that this one has given to a run. A ledger begins with the first generation.
-    fn still_knows(&self, daemon: usize, run_token: &str) -> bool {
+    /// Whether some daemon knows the end that this one has given to a run.
+    fn still_knows(&self, daemon: usize) -> bool {
         let first = self.daemons[daemon].first;
         let mut heirs = self.daemons.iter().filter(|heir| heir.first == first);
-        self.daemons[daemon].is_alive || (!run_token.is_empty() && heirs.any(|heir| heir.is_alive))
+        heirs.any(|heir| heir.is_alive)
     }
 
     fn happen(&mut self, event: SimEvent) {

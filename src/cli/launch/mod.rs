@@ -46,7 +46,7 @@ use target::{SelfExe, WORKER_SUBCOMMAND};
 
 /// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
 /// are told nowhere else.
-const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::incoming=warn";
+const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::service::incoming=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
@@ -247,9 +247,9 @@ mod tests {
         let events = tracing_subscriber::fmt().with_env_filter(EnvFilter::new(LAUNCHER_EVENTS));
         subscriber::with_default(events.finish(), || {
             assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::ERROR));
-            assert!(event_enabled!(target: "ddp_run::rendezvous::server", Level::ERROR));
-            assert!(event_enabled!(target: "ddp_run::rendezvous::incoming", Level::WARN));
-            assert!(!event_enabled!(target: "ddp_run::rendezvous::actor", Level::INFO));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::server", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::incoming", Level::WARN));
+            assert!(!event_enabled!(target: "ddp_run::rendezvous::service::actor", Level::INFO));
         });
     }
 }

@@ -1,8 +1,8 @@
-//! The order of all failures, and the last word on them.
+//! The order of all failures, and the list of them in the verdict.
 
 use ddp_proto::rendezvous::{Failures, JobOver, MAX_EXITS_OF_A_KIND};
 
-use super::super::failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
+use super::super::job::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
 use super::*;
 
 const MS: Duration = Duration::from_millis(1);
@@ -46,28 +46,24 @@ fn stopped(exits: Vec<WorkerExit>) -> Body {
     })
 }
 
-/// What the node has received since the last time: the verdict's list, and the last word.
-fn lists(s: &mut Scene, node: &str) -> (Option<JobOver>, Option<Failures>) {
-    let (mut verdict, mut last_word) = (None, None);
-    for received in s.received(node) {
-        match received {
-            Received::Message(DaemonMessage {
-                body: Some(Reply::JobOver(over)),
-                ..
-            }) => verdict = Some(over),
-            Received::Message(DaemonMessage {
-                body: Some(Reply::LastWord(failures)),
-                ..
-            }) => assert_eq!(last_word.replace(failures), None, "two last words"),
-            _ => {}
-        }
+/// The verdict that the node has received since the last time, which is the last that it receives.
+fn verdict(s: &mut Scene, node: &str) -> JobOver {
+    let mut received = s.received(node);
+    while received.last() == Some(&Received::Closed) {
+        received.pop();
     }
-    (verdict, last_word)
+    match received.pop() {
+        Some(Received::Message(DaemonMessage {
+            body: Some(Reply::JobOver(over)),
+            ..
+        })) => over,
+        other => panic!("expected a verdict, not {other:?}"),
+    }
 }
 
-fn last_word(s: &mut Scene, node: &str) -> String {
-    let last_word = lists(s, node).1;
-    last_word.map_or_else(|| "nothing".to_owned(), |failures| lines(&failures))
+/// The list of failures in that verdict.
+fn list(s: &mut Scene, node: &str) -> Failures {
+    verdict(s, node).failures.expect("something has failed")
 }
 
 fn lines(failures: &Failures) -> String {
@@ -105,102 +101,47 @@ fn lines(failures: &Failures) -> String {
 }
 
 #[test]
-fn every_node_receives_the_same_list_when_all_have_reported() {
+fn every_node_receives_what_is_known_at_the_verdict_and_no_more() {
     let mut s = two_nodes();
     s.now += SECOND;
+    s.exit("a", 1, follower(0, 250 * MS));
+    s.now += 100 * MS;
     let first = WorkerExit {
-        age_ns: 10_000_000,
+        age_ns: 300_000_000,
         ..fatal(2, 42)
     };
     s.exit("b", 1, first);
     for node in ["a", "b"] {
-        let (verdict, last_word) = lists(&mut s, node);
-        let verdict = verdict.expect("the job has ended");
-        assert_eq!(last_word, None);
-        assert_eq!(verdict.last_word_ms, 900);
         insta::allow_duplicates! {
-            insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @"1.`b` rank 2 42: happened -10 ms, arrived 0 ms");
+            insta::assert_snapshot!(lines(&list(&mut s, node)), @r"
+            1.`a` rank 0 1, a consequence: happened -250 ms, arrived 0 ms
+            1.`b` rank 2 42: happened -200 ms, arrived 100 ms
+            ");
         }
     }
-    s.now += 100 * MS;
-    // It says again what it has reported, and how its other worker ended.
-    s.say("b", 1, stopped(vec![fatal(2, 42), victim(3)]));
-    assert_eq!(last_word(&mut s, "b"), "nothing", "`a` has not reported yet");
-    s.now += 200 * MS;
-    s.say(
-        "a",
-        1,
-        stopped(vec![
-            follower(0, 250 * MS),
-            WorkerExit {
-                age_ns: 310_000_000,
-                ..exited(1, 7)
-            },
-        ]),
-    );
-    let told = last_word(&mut s, "a");
-    insta::assert_snapshot!(told, @r"
-    1.`b` rank 2 42: happened -10 ms, arrived 0 ms
-    1.`b` rank 3 15, a victim: happened 100 ms, arrived 100 ms
-    1.`a` rank 0 1, a consequence: happened 50 ms, arrived 300 ms
-    1.`a` rank 1 7: happened -10 ms, arrived 300 ms
-    ");
-    assert_eq!(last_word(&mut s, "b"), told);
-}
-
-#[test]
-fn the_only_node_receives_the_last_word_at_once() {
-    let mut s = Scene::new();
-    s.join("a", 1, 1).received("a");
-    s.exit("a", 1, fatal(0, 3))
-        .say("a", 1, stopped(vec![follower(1, MS)]));
-    insta::assert_snapshot!(last_word(&mut s, "a"), @r"
-    1.`a` rank 0 3: happened 0 ms, arrived 0 ms
-    1.`a` rank 1 1, a consequence: happened -1 ms, arrived 0 ms
-    ");
-}
-
-#[test]
-fn a_node_that_takes_long_to_stop_keeps_the_others_for_a_moment_only() {
-    let mut s = two_nodes();
-    s.exit("b", 1, fatal(2, 42));
-    s.pass(2 * SECOND, &["a", "b"]);
-    assert_eq!(last_word(&mut s, "b"), "nothing", "no node has reported");
-    s.say("b", 1, stopped(vec![victim(3)]));
-    let wait = Config::default().last_word_wait;
-    s.pass(wait / 2, &["a", "b"]);
-    assert_eq!(last_word(&mut s, "b"), "nothing");
-    s.pass(wait / 2, &["a", "b"]);
-    let told = last_word(&mut s, "b");
-    assert!(told.contains("rank 3 15, a victim"), "{told}");
-    assert_eq!(
-        last_word(&mut s, "a"),
-        told,
-        "the same, though it is stopping still"
-    );
-    s.say("a", 1, stopped(vec![exited(0, 1)]));
-    assert_eq!(last_word(&mut s, "a"), "nothing", "one last word");
+    s.exit("a", 1, killed(1, 9))
+        .say("b", 1, stopped(vec![fatal(2, 42), victim(3)]))
+        .say("a", 1, stopped(vec![follower(0, 250 * MS), exited(1, 7)]))
+        .pass(SECOND, &["a", "b"]);
+    assert_eq!(s.words("a") + &s.words("b"), "");
     s.leave("a", None, "").leave("b", None, "");
     assert!(s.state.is_idle());
 }
 
 #[test]
-fn a_node_that_was_away_receives_the_same_list_in_the_verdict() {
+fn a_node_that_was_away_receives_the_same_list() {
     let mut s = two_nodes();
     s.exit("b", 1, fatal(2, 42)).break_stream("a");
     s.say("b", 1, stopped(vec![victim(3)]));
     s.pass(SECOND, &["b"]);
-    let told = last_word(&mut s, "b");
+    let told = verdict(&mut s, "b");
     s.join_with("a", [10, 0, 0, 1], 1, join("a", 2, 2));
-    let verdict = lists(&mut s, "a").0.expect("the verdict again");
-    assert_eq!(verdict.last_word_ms, 0, "there is nothing to wait for");
-    assert_eq!(lines(&verdict.failures.unwrap()), told);
+    assert_eq!(verdict(&mut s, "a"), told);
     // Even when no other node is left.
     s.leave("b", None, "").leave("a", None, "");
     assert!(s.state.is_idle());
     s.join_with("a", [10, 0, 0, 1], 1, join("a", 2, 2));
-    let verdict = lists(&mut s, "a").0.expect("the verdict again");
-    assert_eq!(lines(&verdict.failures.unwrap()), told);
+    assert_eq!(verdict(&mut s, "a"), told);
 }
 
 #[test]
@@ -212,32 +153,7 @@ fn a_lost_node_is_sent_away_with_what_is_known() {
     s.pass(11 * SECOND, &["a", "b"]);
     s.exit("b", 2, fatal(2, 42));
     s.join_with("c", [10, 0, 0, 1], 1, join("c", 1, 3));
-    let verdict = lists(&mut s, "c").0.expect("the verdict");
-    assert_eq!(verdict.last_word_ms, 0);
-    assert_eq!(verdict.failures.unwrap().failures.len(), 2);
-}
-
-#[test]
-fn a_node_that_leaves_without_a_report_is_not_waited_for() {
-    let mut s = two_nodes();
-    s.exit("b", 1, fatal(2, 42)).leave("b", None, "");
-    assert_eq!(last_word(&mut s, "a"), "nothing");
-    s.say("a", 1, stopped(vec![victim(0)]));
-    assert!(last_word(&mut s, "a").contains("rank 0 15, a victim"));
-}
-
-#[test]
-fn a_failure_that_arrives_after_the_verdict_is_listed() {
-    let mut s = two_nodes();
-    s.exit("b", 1, fatal(2, 42));
-    s.now += 3 * MS;
-    s.exit("a", 1, killed(0, 9));
-    s.say("a", 1, stopped(vec![killed(0, 9)]))
-        .say("b", 1, stopped(vec![fatal(2, 42)]));
-    insta::assert_snapshot!(last_word(&mut s, "b"), @r"
-    1.`b` rank 2 42: happened 0 ms, arrived 0 ms
-    1.`a` rank 0 9: happened 3 ms, arrived 3 ms
-    ");
+    assert_eq!(list(&mut s, "c").failures.len(), 2);
 }
 
 #[test]
@@ -246,7 +162,7 @@ fn a_suspect_is_listed_before_the_cause_that_arrived_later() {
     s.exit("a", 1, follower(0, MS));
     s.now += 20 * MS;
     s.exit("b", 1, fatal(2, 42));
-    let verdict = lists(&mut s, "a").0.expect("the job has ended");
+    let verdict = verdict(&mut s, "a");
     assert_eq!(verdict.first_failure.map(|exit| exit.rank), Some(2));
     insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @r"
     1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
@@ -269,10 +185,8 @@ fn earlier_generations_and_lost_nodes_are_in_the_list() {
     s.break_stream("b").pass(6 * SECOND, &["a"]);
     s.join_with("b'", [10, 0, 0, 2], 0, join("b", 2, 2));
     s.pass(SECOND, &["a", "b'"]);
-    s.received("a");
     s.exit("b'", 3, fatal(2, 42));
-    s.say("a", 3, stopped(vec![])).say("b'", 3, stopped(vec![]));
-    insta::assert_snapshot!(last_word(&mut s, "a"), @r"
+    insta::assert_snapshot!(lines(&list(&mut s, "a")), @r"
     1.`b` rank 3 9: happened 0 ms, arrived 0 ms
     1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
     2.`a` rank 0 5: happened 1000 ms, arrived 1000 ms
@@ -305,8 +219,7 @@ fn the_end_of_a_job_that_nobody_came_back_to_tells_what_had_failed() {
 fn a_node_that_cannot_go_on_is_listed_with_its_reason() {
     let mut s = two_nodes();
     s.give_up("b", 127, "no such file");
-    s.say("a", 1, stopped(vec![]));
-    insta::assert_snapshot!(last_word(&mut s, "a"), @"1.`b` node `b` (node rank 1) left: no such file: happened 0 ms, arrived 0 ms");
+    insta::assert_snapshot!(lines(&list(&mut s, "a")), @"1.`b` node `b` (node rank 1) left: no such file: happened 0 ms, arrived 0 ms");
 }
 
 #[test]
@@ -317,27 +230,35 @@ fn thousands_of_ends_that_are_repeated_count_once() {
     for node in &nodes {
         s.join(node, 80, 80);
     }
-    s.exit("n0", 1, fatal(0, 42));
+    s.exit("n0", 1, exited(0, 42));
     for _ in 0..2 {
         for (first, node) in (0..).step_by(each as usize).zip(&nodes) {
             let ranks = first..first + each;
             s.say(node, 1, stopped(ranks.map(|rank| exited(rank, 3)).collect()));
         }
     }
-    let failures = lists(&mut s, "n0").1.expect("the last word");
-    assert_eq!(failures.failures.len() as u32 + failures.more_failures, 80 * each);
+    for node in &nodes {
+        s.say(node, 1, Body::Join(join(node, 80, 80)));
+    }
+    s.exit("n0", 2, fatal(0, 42));
+    let failures = list(&mut s, "n0");
+    assert_eq!(
+        failures.failures.len() as u32 + failures.more_failures,
+        80 * each + 1
+    );
 }
 
 #[test]
 fn a_node_that_tells_of_more_ends_than_it_may_is_read_no_further() {
     let mut s = two_nodes();
-    s.exit("b", 1, fatal(0, 42));
+    s.exit("b", 1, exited(0, 42));
     s.say("b", 1, stopped((0..5000).map(|rank| exited(rank, 3)).collect()));
-    s.say("a", 1, stopped(vec![]));
-    let failures = lists(&mut s, "a").1.expect("the last word");
+    s.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    s.exit("b", 2, fatal(0, 42));
+    let failures = list(&mut s, "a");
     assert_eq!(
         failures.failures.len() + failures.more_failures as usize,
-        2 * MAX_EXITS_OF_A_KIND
+        2 * MAX_EXITS_OF_A_KIND + 1
     );
 }
 
@@ -354,17 +275,15 @@ fn a_job_that_succeeds_has_nothing_to_tell() {
         .rejoin("b", 1, 2, 2)
         .succeed("a", 2)
         .succeed("b", 2);
-    let (verdict, last_word) = lists(&mut s, "a");
-    let verdict = verdict.expect("the job has ended");
-    assert_eq!((verdict.exit_code, verdict.last_word_ms), (0, 0));
-    assert_eq!((verdict.failures, last_word), (None, None));
+    let verdict = verdict(&mut s, "a");
+    assert_eq!((verdict.exit_code, verdict.failures), (0, None));
 }
 
 #[test]
 fn the_list_is_bounded_and_what_is_beyond_is_counted() {
     let mut s = Scene::new();
     s.join("a", 1, 1).received("a");
-    s.exit("a", 1, fatal(0, 3));
+    s.exit("a", 1, exited(0, 3));
     let many = u32::try_from(MAX_LISTED).unwrap() + 4;
     let exits = (0..many)
         .map(|rank| exited(rank, 3))
@@ -375,35 +294,35 @@ fn the_list_is_bounded_and_what_is_beyond_is_counted() {
         more_failures: 10,
         more_victims: 1,
     });
-    s.say("a", 1, stopped);
-    let failures = lists(&mut s, "a").1.expect("the last word");
+    s.say("a", 1, stopped).say("a", 1, Body::Join(join("a", 1, 1)));
+    s.exit("a", 2, fatal(0, 3));
+    let failures = list(&mut s, "a");
     assert_eq!(
         failures.failures.len(),
         MAX_LISTED + 2,
         "victims have room of their own"
     );
-    assert_eq!((failures.more_failures, failures.more_victims), (14, 1));
+    assert_eq!((failures.more_failures, failures.more_victims), (15, 1));
 }
 
 #[test]
 fn the_last_generation_has_room_and_the_cause_of_each_restart_is_kept_longest() {
     let mut s = Scene::new();
     s.join("a", 1, 1);
-    for generation in 1..=2 {
+    for generation in 1..=3 {
         s.exit("a", generation, exited(0, 1));
-        let exits = (1..12).map(|rank| exited(rank, 1)).collect();
+        let exits = (1..9).map(|rank| exited(rank, 1)).collect();
         s.say("a", generation, stopped(exits))
             .say("a", generation, Body::Join(join("a", 1, 1)))
             .pass(SECOND, &["a"]);
     }
-    s.exit("a", 3, fatal(0, 3))
-        .say("a", 3, stopped((0..14).map(|rank| exited(rank, 3)).collect()));
-    let failures = lists(&mut s, "a").1.expect("the last word");
+    s.exit("a", 4, fatal(0, 3));
+    let failures = list(&mut s, "a");
     let generations: Vec<u64> = failures.failures.iter().map(|f| f.generation).collect();
-    let expected: Vec<u64> = [1, 2].into_iter().chain([3; 14]).collect();
+    let expected: Vec<u64> = [1; 6].into_iter().chain([2]).chain([3; 8]).chain([4]).collect();
     assert_eq!(generations, expected);
-    assert_eq!(failures.failures[1].exit.as_ref().unwrap().rank, 0, "the cause");
-    assert_eq!(failures.more_failures, 24 + 14 - 16);
+    assert_eq!(failures.failures[6].exit.as_ref().unwrap().rank, 0, "the cause");
+    assert_eq!(failures.more_failures, 3 * 9 + 1 - 16);
 }
 
 #[test]
@@ -412,16 +331,17 @@ fn reports_that_are_repeated_count_once_and_long_words_are_cut() {
     let exit = WorkerExit {
         message: "m".repeat(4000),
         stderr_tail: vec!["last words".into(); 100],
-        ..fatal(2, 42)
+        ..exited(2, 42)
     };
     s.exit("b", 1, exit.clone());
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
     s.exit("b", 1, exit);
-    s.say("b", 1, stopped(vec![fatal(2, 42), victim(3)]))
-        .say("b", 1, stopped(vec![fatal(2, 42), victim(3)]))
-        .say("a", 1, stopped(vec![]));
-    let failures = lists(&mut s, "a").1.expect("the last word");
-    assert_eq!(failures.failures.len(), 2);
+    s.say("b", 1, stopped(vec![exited(2, 42), victim(3)]))
+        .rejoin("b", 1, 2, 2)
+        .rejoin("a", 1, 2, 2);
+    s.exit("b", 2, fatal(2, 42));
+    let failures = list(&mut s, "a");
+    assert_eq!(failures.failures.len(), 3);
     assert_eq!((failures.more_failures, failures.more_victims), (0, 0));
     let first = failures.failures[0].exit.as_ref().unwrap();
     assert_eq!((first.message.len(), first.stderr_tail.len()), (512, 0));

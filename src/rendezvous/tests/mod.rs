@@ -3,7 +3,6 @@
 mod failures;
 mod fences;
 mod gathering;
-mod hearing;
 mod outcomes;
 mod reconnects;
 mod records;
@@ -25,7 +24,7 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, WorkerExit,
 };
 
-use super::record::Stage;
+use super::job::Stage;
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
 
 const JOB: &str = "job1";
@@ -436,7 +435,7 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
-        Reply::LastWord(l) => format!("last word: {} failures", l.failures.len()),
+        Reply::LastWord(_) => "more after the verdict".into(),
         Reply::HeartbeatAck(_) => "ack".into(),
     }
 }

@@ -187,6 +187,24 @@ fn a_verdict_outlives_the_daemon() {
 }
 
 #[test]
+fn a_verdict_before_the_first_generation_outlives_the_daemon_too() {
+    let mut s = Scene::new();
+    s.join("a", 3, 3).join("b", 3, 3).break_stream("b");
+    assert!(s.records.is_empty(), "nothing was assigned");
+    s.leave("a", Some(15), "");
+    let records = s.records.values().cloned().collect();
+    s.state = State::recall(Config::default(), records, Duration::ZERO);
+    s.join("b", 3, 3);
+    insta::assert_snapshot!(s.words("b"), @r"
+    job over 143: node `a` was stopped by SIGTERM (failure on ``)
+    closed
+    ");
+    // Another run has nothing to do with it.
+    s.join("c", 1, 1);
+    assert_eq!(s.assignment("c").0, 1);
+}
+
+#[test]
 fn a_job_whose_nodes_are_all_gone_ends_silently() {
     let mut r = Restart::of(&["x"]);
     r.scene.pass(61 * SECOND, &[]);

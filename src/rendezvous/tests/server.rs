@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
-use super::super::actor::{Actor, Request};
+use super::super::service::{Actor, Request};
 use super::super::{Ledger, ServeError, serve};
 use super::*;
 

@@ -16,7 +16,7 @@ use super::{SimEvent, World};
 use crate::node::NodeEvent;
 
 /// Every kind of fault and of world, as [`World::note`] counts them: a run of the simulation that lacks one proves less.
-pub(crate) const KINDS: [&str; 25] = [
+pub(crate) const KINDS: [&str; 26] = [
     "agent killed",
     "agent stalled",
     "agent stopped by a signal",
@@ -34,6 +34,7 @@ pub(crate) const KINDS: [&str; 25] = [
     "job with spares",
     "late message on an old stream",
     "late node",
+    "peer that sees a node die",
     "report that is sent again",
     "several jobs",
     "slow reader",

@@ -9,14 +9,14 @@ use ddp_proto::rendezvous::{DaemonMessage, KvGetRequest, KvPutRequest, StatusRep
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::config::Config;
-use super::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
 use super::ledger::{Ledger, LedgerError};
-use super::state::{State, apply};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
+use crate::rendezvous::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]
-pub(super) enum Request {
+pub(in crate::rendezvous) enum Request {
     /// A stream was opened; what is sent to it goes here.
     Opened(ConnId, mpsc::Sender<DaemonMessage>),
     /// A message or the end of a stream.
@@ -31,11 +31,11 @@ pub(super) enum Request {
 }
 
 /// Where the result of a call on the store goes.
-pub(super) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
+pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
 
 /// Owner of the state of one daemon.
 #[derive(Debug)]
-pub(super) struct Actor {
+pub(in crate::rendezvous) struct Actor {
     state: State,
     ledger: Option<Ledger>,
     inbox: mpsc::Receiver<Request>,
@@ -51,7 +51,10 @@ pub(super) struct Actor {
 
 impl Actor {
     /// With the ledger, if there is one, it takes up what an earlier daemon has written into it.
-    pub(super) fn new(config: Config, ledger: Option<Ledger>) -> (Self, mpsc::Sender<Request>) {
+    pub(in crate::rendezvous) fn new(
+        config: Config,
+        ledger: Option<Ledger>,
+    ) -> (Self, mpsc::Sender<Request>) {
         let (outbox, inbox) = mpsc::channel(config.inbox);
         let records = ledger.as_ref().map_or_else(Vec::new, Ledger::records);
         let actor = Self {
@@ -70,23 +73,17 @@ impl Actor {
     }
 
     /// Runs until all senders are gone, or the ledger cannot be written.
-    pub(super) async fn run(mut self) -> Result<(), LedgerError> {
+    pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if !self.drained.is_empty() && self.state.is_idle() {
-                for drained in self.drained.drain(..) {
-                    // The asker stops waiting at its own deadline.
-                    let _ = drained.send(());
-                }
+            if self.state.is_idle() {
+                answer_all(&mut self.drained);
             }
             let expected = self
                 .state
                 .expects_until()
                 .filter(|until| *until > self.born.elapsed());
             if expected.is_none() {
-                for reunited in self.reunited.drain(..) {
-                    // As above.
-                    let _ = reunited.send(());
-                }
+                answer_all(&mut self.reunited);
             }
             let expected = expected.filter(|_| !self.reunited.is_empty());
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
@@ -209,6 +206,13 @@ impl Actor {
             );
             self.agents.remove(&conn);
         }
+    }
+}
+
+fn answer_all(askers: &mut Vec<oneshot::Sender<()>>) {
+    for asker in askers.drain(..) {
+        // It stops waiting at its own deadline.
+        let _ = asker.send(());
     }
 }
 

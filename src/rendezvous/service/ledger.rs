@@ -17,7 +17,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::record::Record;
+use crate::rendezvous::Record;
 
 /// First line of the file.
 const HEADER: &str = "ddp-rendezvous ledger 1";
@@ -120,7 +120,7 @@ impl Ledger {
 
     /// One that cannot be written.
     #[cfg(test)]
-    pub(super) fn on_a_full_disk(dir: &Path) -> Self {
+    pub(in crate::rendezvous) fn on_a_full_disk(dir: &Path) -> Self {
         let mut ledger = Self::open(dir).expect("writable");
         ledger.file = File::options().append(true).open("/dev/full").expect("a device");
         ledger
@@ -259,7 +259,7 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Record>, LedgerError> {
         }
         let record: Record =
             serde_json::from_str(json).map_err(|error| damaged(number, &error.to_string()))?;
-        if record.generation == 0 {
+        if record.generation == 0 && !record.is_final() {
             return Err(damaged(number, "it has no generation"));
         }
         records.push(record);
@@ -280,19 +280,17 @@ fn length_of_whole_lines(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::policy::Account;
-    use super::super::record::{RecordedMember, Stage};
     use super::*;
+    use crate::rendezvous::job::Stage;
+    use crate::rendezvous::policy::Account;
+    use crate::rendezvous::ranks::Member;
 
     fn record(job: &str, generation: u64) -> Record {
         Record {
             job: job.into(),
             generation,
             assignment_id: format!("{generation:032x}"),
-            members: vec![RecordedMember {
-                incarnation: "i0".into(),
-                hostname: "a".into(),
-            }],
+            members: vec![Member::new("i0".into(), "a".into())],
             run_token: "run".into(),
             attempt: 0,
             account: Account::default(),
@@ -347,6 +345,17 @@ mod tests {
             fs::write(&path, [whole.as_slice(), torn].concat()).unwrap();
             assert_eq!(Ledger::open(dir.path()).unwrap().records(), [record("a", 1)]);
         }
+    }
+
+    #[test]
+    fn a_verdict_needs_no_generation() {
+        let dir = tempfile::tempdir().unwrap();
+        let verdict = Record {
+            generation: 0,
+            ..ended("a")
+        };
+        Ledger::open(dir.path()).unwrap().append(&verdict).unwrap();
+        assert_eq!(Ledger::open(dir.path()).unwrap().records(), [verdict]);
     }
 
     #[test]

@@ -14,6 +14,7 @@ use ddp_proto::rendezvous::{
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
@@ -21,10 +22,10 @@ use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
-use super::config::Config;
-use super::event::{ConnId, Event, KvError, Peer};
 use super::incoming::unhurried;
 use super::ledger::{Ledger, LedgerError};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::{ConnId, Event, KvError, Peer};
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
@@ -63,7 +64,9 @@ pub async fn serve(
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
-    let mut actor = AbortOnDrop(tokio::spawn(actor.run()));
+    // It holds the state of agents, and ends with this function.
+    let mut tasks = JoinSet::new();
+    tasks.spawn(actor.run());
     let service = Service {
         requests: requests.clone(),
         last_conn: Arc::new(AtomicU64::new(0)),
@@ -87,27 +90,27 @@ pub async fn serve(
         });
     tokio::pin!(server);
 
-    // Cancel safe: both futures are polled to their end or dropped for good.
+    // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        ended = &mut actor.0 => return result_of(ended),
+        Some(ended) = tasks.join_next() => return result_of(ended),
         () = shutdown => {}
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        ended = &mut actor.0 => return result_of(ended),
+        Some(ended) = tasks.join_next() => return result_of(ended),
         drained = tokio::time::timeout(drain, answered(&requests, Request::Drain)) => if drained.is_err() {
             tracing::warn!("launchers are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
         },
     }
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        ended = &mut actor.0 => return result_of(ended),
+        Some(ended) = tasks.join_next() => return result_of(ended),
         // Late ones are not waited for any longer.
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
-    drop(actor);
+    drop(tasks);
     drop(close);
     match tokio::time::timeout(CLOSE_TIMEOUT, server).await {
         Ok(ended) => Ok(ended?),
@@ -117,7 +120,7 @@ pub async fn serve(
 }
 
 /// An actor that ends by itself could not write its ledger.
-fn result_of(ended: Result<Result<(), LedgerError>, tokio::task::JoinError>) -> Result<(), ServeError> {
+fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), ServeError> {
     match ended {
         Ok(written) => Ok(written?),
         Err(panic) => std::panic::resume_unwind(panic.into_panic()),
@@ -129,15 +132,6 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
     let (answer, answered) = oneshot::channel();
     if requests.send(ask(answer)).await.is_err() || answered.await.is_err() {
         std::future::pending::<()>().await;
-    }
-}
-
-/// The actor holds the state of agents; it must not outlive the server.
-struct AbortOnDrop(tokio::task::JoinHandle<Result<(), LedgerError>>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 
@@ -186,13 +180,9 @@ impl Rendezvous for Service {
     }
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
-        let mut request = request.into_inner();
-        request.timeout_ms = request
-            .timeout_ms
-            .min(u32::try_from(self.config.kv.wait.as_millis()).unwrap_or(u32::MAX));
         let (answer, result) = oneshot::channel();
         let value = self
-            .ask(Request::KvGet(request, answer), result)
+            .ask(Request::KvGet(request.into_inner(), answer), result)
             .await?
             .map_err(|error| status(&error))?;
         Ok(Response::new(KvGetReply {

@@ -11,22 +11,23 @@
 //!
 //! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 
-use super::config::Config;
-use super::event::Turn;
-use super::job::{Gathering, Job, Phase, Running, Speech};
-use super::joining::{MAX_GENERATION, join_timeout};
-use super::policy::Account;
-use super::ranks::Member;
-use super::record::{Record, RecordedMember, Stage};
-use super::silence::Progress;
-use super::size::RankLimits;
-use super::words;
+use super::gathering::Gathering;
+use super::joining::MAX_GENERATION;
+use super::record::{Record, Stage};
+use super::running::Running;
+use super::{Job, Phase};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::{Speech, Turn, regrouping};
+use crate::rendezvous::policy::Account;
+use crate::rendezvous::ranks::Member;
+use crate::rendezvous::size::RankLimits;
+use crate::rendezvous::words;
 
 /// Highest number of an attempt that is believed.
 const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
@@ -34,20 +35,20 @@ const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 /// A generation of an earlier daemon, as far as its nodes have come back.
 #[derive(Debug)]
 pub(super) struct Recovery {
-    pub(super) generation: u64,
+    generation: u64,
     /// Random name of its assignment; empty while that is not known, and from older builds.
-    pub(super) assignment_id: String,
+    assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
     /// By node rank.
     claims: BTreeMap<u32, Claim>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
-    held: Vec<(String, Body)>,
+    held: Vec<(Speech, Body)>,
     began: Duration,
     /// When it is given up.
-    pub(super) until: Duration,
+    until: Duration,
     /// Its nodes in order of their ranks, if the daemon has them in its ledger.
-    recorded: Vec<RecordedMember>,
+    recorded: Vec<Member>,
 }
 
 /// What all nodes of the generation were told.
@@ -68,6 +69,7 @@ struct Claim {
 }
 
 impl Recovery {
+    /// Of which nothing is known yet.
     fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,
@@ -97,14 +99,37 @@ impl Recovery {
 
     /// The ledger has the node in this generation.
     pub(super) fn is_of(&self, incarnation: &str) -> bool {
-        self.recorded
-            .iter()
-            .any(|member| member.incarnation == incarnation)
+        self.recorded.iter().any(|m| m.incarnation == incarnation)
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    pub(super) fn assignment_id(&self) -> &str {
+        &self.assignment_id
+    }
+
+    pub(super) fn until(&self) -> Duration {
+        self.until
+    }
+
+    /// A node is lost: if it had its place again, it has to come once more.
+    pub(super) fn lose(&mut self, turn: &Turn<'_>, incarnation: &str) {
+        if self.has(incarnation) {
+            self.claims.retain(|_, claim| claim.incarnation != incarnation);
+            self.hurry(turn);
+        }
     }
 
     /// A node has failed: the others are not waited for any longer than for a node that was lost.
-    pub(super) fn hurry(&mut self, until: Duration) {
-        self.until = self.until.min(until);
+    fn hurry(&mut self, turn: &Turn<'_>) {
+        self.until = self.until.min(turn.at.now + turn.config.lease);
+    }
+
+    /// The daemon was stalled: it is not given up before.
+    pub(super) fn wait_at_least(&mut self, until: Duration) {
+        self.until = self.until.max(until);
     }
 
     /// Whether the node has a place in the generation.
@@ -145,9 +170,7 @@ impl Recovery {
     }
 
     fn is_complete(&self) -> bool {
-        self.run
-            .as_ref()
-            .is_some_and(|run| self.claims.len() == run.node_count as usize)
+        self.run.is_some() && self.missing().is_empty()
     }
 
     /// Ranks follow from each other in order of node rank.
@@ -162,7 +185,8 @@ impl Recovery {
 
     /// Gives a node its place; false if it disagrees with those that are there.
     fn claim(&mut self, incarnation: &str, place: &Place) -> bool {
-        let Some(told) = &place.assignment else {
+        let told = place.assignment.as_ref();
+        let Some((told, node)) = told.and_then(|told| Some((told, told.nodes.first()?))) else {
             return false;
         };
         let assignment = Assignment {
@@ -192,35 +216,41 @@ impl Recovery {
         if run.assignment != assignment || run.node_count != place.node_count || is_taken {
             return false;
         }
-        let claim = told.nodes.first().map(|node| Claim {
+        let claim = Claim {
             incarnation: incarnation.to_owned(),
             node: node.clone(),
+        };
+        self.claims.insert(told.node_rank, claim);
+        true
+    }
+
+    /// The members of the generation, in order of their ranks, and what each was told of its own part.
+    fn members(&mut self) -> (Vec<Member>, Vec<NodeAssignment>) {
+        let mut nodes = Vec::with_capacity(self.claims.len());
+        let mut recorded = std::mem::take(&mut self.recorded).into_iter();
+        let members = (0..self.run.as_ref().map_or(0, |run| run.node_count)).map(|rank| {
+            let absent = recorded.next();
+            let claim = self.claims.remove(&rank).map(|Claim { incarnation, node }| {
+                let hostname = node.hostname.clone();
+                nodes.push(node);
+                Member::new(incarnation, hostname)
+            });
+            // Without a ledger, a name that no agent has.
+            claim.or(absent).unwrap_or_default()
         });
-        claim.is_some_and(|claim| {
-            self.claims.insert(told.node_rank, claim);
-            true
-        })
+        (members.collect(), nodes)
     }
 }
 
 impl Job {
     /// A node comes that was in a generation of which this daemon knows nothing: it keeps its place for now, or has to
     /// stop its workers, for the reason that is returned.
-    pub(super) fn reclaim(
-        &mut self,
-        turn: &mut Turn<'_>,
-        from: &Speech<'_>,
-        join: &Join,
-    ) -> Result<(), String> {
+    pub(super) fn reclaim(&mut self, turn: &mut Turn<'_>, from: &Speech, join: &Join) -> Result<(), String> {
         let generation = from.generation;
         let place = self.believe(turn, from, join)?;
-        self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
-                return Err(format!(
-                    "generation {generation} continued without node `{}`",
-                    join.hostname
-                ));
+                return Err(words::continued_without(generation, &join.hostname));
             }
             Phase::Recovering(recovery) if recovery.generation == generation => {}
             // A newer one has come to light.
@@ -230,7 +260,7 @@ impl Job {
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
-            && recovery.claim(from.incarnation, place)
+            && recovery.claim(&from.incarnation, place)
         {
             return Ok(());
         }
@@ -246,11 +276,11 @@ impl Job {
     fn believe<'a>(
         &mut self,
         turn: &mut Turn<'_>,
-        from: &Speech<'_>,
+        from: &Speech,
         join: &'a Join,
     ) -> Result<&'a Place, String> {
         let generation = from.generation;
-        let checked = check_place(turn.config, join, from.assignment_id);
+        let checked = check_place(turn.config, join, &from.assignment_id);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
             turn.decided(format!(
                 "job `{}`: rejected the state that node `{}` reported: {why}",
@@ -262,23 +292,23 @@ impl Job {
             return Err(started_again(generation, ""));
         };
         let account = Account::withdraw(assignment);
-        if (generation, account.age()) >= (self.floor, self.account.age()) {
+        if (generation, account.age()) >= (self.numbering.highest(), self.account.age()) {
             // Whatever becomes of the generation, it and those before it have cost what they have cost.
-            self.attempts = assignment.attempt + 1;
+            self.numbering.believe_attempt(assignment);
             self.account = account;
         }
         if place.over {
             self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, " after this generation had ended"));
         }
-        if generation <= self.highest_ended {
+        if self.numbering.has_ended(generation) {
             return Err(started_again(
                 generation,
                 ", and this generation had ended on another node",
             ));
         }
         if turn.config.only_job.is_some() {
-            self.highest_ended = generation;
+            self.numbering.mark_ended(generation);
             return Err(started_again(generation, " together with the node that hosts it"));
         }
         Ok(place)
@@ -286,10 +316,10 @@ impl Job {
 
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
-    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech<'_>, join: &Join) {
-        if from.generation >= self.generation
-            && let Ok((_, assignment)) = check_place(turn.config, join, from.assignment_id)
-            && assignment.run_token == self.run_token
+    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech, join: &Join) {
+        if from.generation >= self.numbering.generation()
+            && let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
+            && assignment.run_token == self.numbering.run_token()
         {
             let account = Account::withdraw(assignment);
             if account.age() > self.account.age() {
@@ -300,10 +330,9 @@ impl Job {
 
     /// A node of the generation comes that knows only an earlier one: the last daemon has written it down, but not sent
     /// it to all of its nodes. It will never be complete.
-    pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech<'_>, hostname: &str) {
-        self.drop_lost_claims();
+    pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech, hostname: &str) {
         if matches!(&self.phase, Phase::Recovering(recovery)
-            if recovery.is_of(from.incarnation) && from.generation < recovery.generation)
+            if recovery.is_of(&from.incarnation) && from.generation < recovery.generation)
         {
             self.give_up_recovery(turn, &format!(", and node `{hostname}` never received it"));
         }
@@ -311,13 +340,12 @@ impl Job {
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
-        self.drop_lost_claims();
         let latest = join.latest_generation;
-        let highest = self.highest_generation();
-        let has_state = self.generation > 0 || turn.config.only_job.is_some();
+        let highest = self.numbering.highest();
+        let has_state = self.numbering.has_begun() || turn.config.only_job.is_some();
         match &mut self.phase {
             Phase::Gathering(_) if !has_state && latest > highest && latest <= MAX_GENERATION => {
-                self.floor = latest;
+                self.numbering.hear_of(latest, "");
                 self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.
@@ -328,7 +356,7 @@ impl Job {
             {
                 if recovery.is_recorded() {
                     // Another process wants its rank: it may have failed, or be cut off.
-                    recovery.hurry(turn.at.now + turn.config.lease);
+                    recovery.hurry(turn);
                 } else {
                     self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
                 }
@@ -339,7 +367,6 @@ impl Job {
 
     /// A node has taken its place again: the generation runs on if it was the last one.
     pub(super) fn consider_recovered(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -355,52 +382,38 @@ impl Job {
         turn.decided(format!(
             "job `{}`: generation {generation} of an earlier daemon continues: all {} nodes reconnected",
             self.id,
-            self.previous.len()
+            self.roster.members().len()
         ));
         self.record(turn, Stage::Running);
-        let members: Vec<String> = self
-            .previous
-            .iter()
-            .map(|member| member.incarnation.clone())
-            .collect();
-        for member in &members {
-            self.send_assignment(turn, member);
-        }
-        for (incarnation, body) in held {
-            self.message(turn, &incarnation, generation, body);
+        self.send_assignments(turn);
+        for (from, body) in held {
+            self.message(turn, &from, body);
         }
         self.newcomer(turn);
         self.tell_spares(turn);
     }
 
-    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now. After a failure the
-    /// other nodes have until `hurry` to come back.
-    pub(super) fn hold(
-        &mut self,
-        incarnation: &str,
-        generation: u64,
-        body: Body,
-        hurry: Duration,
-    ) -> Option<Body> {
+    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now.
+    pub(super) fn hold(&mut self, turn: &Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Some(body);
         };
         let is_report = matches!(body, Body::WorkerExit(_) | Body::NodeSucceeded(_));
-        if !is_report || recovery.generation != generation || !recovery.has(incarnation) {
+        if !is_report || recovery.generation != from.generation || !recovery.has(&from.incarnation) {
             return Some(body);
         }
         if matches!(body, Body::WorkerExit(_)) {
-            recovery.hurry(hurry);
+            recovery.hurry(turn);
         }
-        if !recovery.held.iter().any(|(who, _)| who == incarnation) {
-            recovery.held.push((incarnation.to_owned(), body));
+        let mut held = recovery.held.iter();
+        if !held.any(|(who, _)| who.incarnation == from.incarnation) {
+            recovery.held.push((from.clone(), body));
         }
         None
     }
 
     /// Not all nodes have come back in time.
     pub(super) fn recovery_timed_out(&mut self, turn: &mut Turn<'_>) {
-        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -412,8 +425,7 @@ impl Job {
         if recovery.is_recorded() && recovery.run.is_none() {
             // All of its nodes are gone: what comes is a new run of the job.
             self.account = Account::default();
-            self.attempts = 0;
-            self.run_token.clear();
+            self.numbering.forget_run();
             if let Some(earlier) = &mut self.earlier {
                 earlier.members.clear();
             }
@@ -421,18 +433,9 @@ impl Job {
         self.give_up_recovery(turn, &why);
     }
 
-    /// Nodes that came back and were lost since have to come again.
-    fn drop_lost_claims(&mut self) {
-        if let Phase::Recovering(recovery) = &mut self.phase {
-            recovery
-                .claims
-                .retain(|_, claim| self.nodes.contains_key(&claim.incarnation));
-        }
-    }
-
     /// A node says that this generation is over, or is not fit to go on with it: no node goes on with it.
     fn mark_ended(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
-        self.highest_ended = self.highest_ended.max(generation);
+        self.numbering.mark_ended(generation);
         if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
             self.give_up_recovery(
                 turn,
@@ -449,9 +452,13 @@ impl Job {
         };
         // What its nodes have written again belongs to it.
         let cause = format!("generation {} continued elsewhere", old.generation);
-        self.kv.end(&cause, &mut turn.effects);
+        self.kv.end(turn, &cause);
         for claim in old.claims.values() {
-            self.went_on_without(turn, &claim.incarnation, old.generation);
+            // It has to stop its workers first.
+            if let Some(node) = self.roster.get_mut(&claim.incarnation) {
+                let over = regrouping(words::continued_without(old.generation, node.hostname()));
+                node.stop_workers(turn, old.generation, over);
+            }
         }
     }
 
@@ -461,7 +468,7 @@ impl Job {
             return;
         };
         let generation = recovery.generation;
-        self.highest_ended = self.highest_ended.max(generation);
+        self.numbering.mark_ended(generation);
         if recovery.run.is_none() {
             let is_recorded = recovery.is_recorded();
             if is_recorded {
@@ -470,27 +477,20 @@ impl Job {
                     self.id
                 ));
             }
-            self.kv.end("its generation has ended", &mut turn.effects);
+            self.kv.end(turn, "its generation has ended");
             self.record(turn, Stage::Ended);
-            let timeouts = self
-                .nodes
-                .values()
-                .map(|node| join_timeout(turn.config, &node.join));
-            let timeout = timeouts.max().unwrap_or(self.patience);
             // If no node has come either, it is abandoned at once.
-            let is_deserted = is_recorded && self.nodes.is_empty();
-            let wait = if is_deserted { Duration::ZERO } else { timeout };
-            self.phase = Phase::Gathering(Gathering {
-                began: turn.at.now,
-                until: turn.at.now + wait,
-                not_before: turn.at.now,
-                last_call: None,
-            });
+            let timeout = if is_recorded && self.roster.nodes().is_empty() {
+                Duration::ZERO
+            } else {
+                self.roster.join_timeout(turn.config)
+            };
+            let now = turn.at.now;
+            self.phase = Phase::Gathering(Gathering::new(now, now, timeout));
             return self.consider_start(turn);
         }
-        let held = self.take_up(turn);
-        for (incarnation, body) in held {
-            self.message(turn, &incarnation, generation, body);
+        for (from, body) in self.take_up(turn) {
+            self.message(turn, &from, body);
         }
         // Unless a worker has failed, which is worse.
         self.end_with_held_failure(turn);
@@ -501,58 +501,26 @@ impl Job {
     }
 
     /// From now on the generation runs here, with the nodes that have come back; returns what they have reported.
-    fn take_up(&mut self, turn: &Turn<'_>) -> Vec<(String, Body)> {
+    fn take_up(&mut self, turn: &Turn<'_>) -> Vec<(Speech, Body)> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
-        let (mut claims, held, recorded) = (
-            std::mem::take(&mut recovery.claims),
-            std::mem::take(&mut recovery.held),
-            std::mem::take(&mut recovery.recorded),
-        );
+        let held = std::mem::take(&mut recovery.held);
+        let (members, nodes) = recovery.members();
         let Some(run) = recovery.run.take() else {
             return held;
         };
-        self.generation = recovery.generation;
-        self.assignment_id = std::mem::take(&mut recovery.assignment_id);
-        self.attempts = run.assignment.attempt;
-        self.run_token.clone_from(&run.assignment.run_token);
-        self.rank_limits = run.rank_limits.unwrap_or(self.rank_limits);
-        let mut nodes = Vec::with_capacity(claims.len());
-        self.previous.clear();
-        for rank in 0..run.node_count {
-            let member = claims.remove(&rank).map(|Claim { incarnation, node }| {
-                let hostname = node.hostname.clone();
-                nodes.push(node);
-                Member {
-                    incarnation,
-                    hostname,
-                    has_left: false,
-                }
-            });
-            let absent = recorded.get(rank as usize).map(|member| Member {
-                incarnation: member.incarnation.clone(),
-                hostname: member.hostname.clone(),
-                has_left: false,
-            });
-            // Without a ledger, a name that no agent has.
-            self.previous.push(member.or(absent).unwrap_or_default());
-        }
-        self.phase = Phase::Running(Running {
-            assignment: Assignment {
-                nodes,
-                lease_ms: turn.config.lease_ms(),
-                assignment_id: self.assignment_id.clone(),
-                ..run.assignment
-            },
-            succeeded: BTreeSet::new(),
-            suspect: None,
-            sightings: BTreeMap::new(),
-            progress: Progress::default(),
-            since: turn.at.now,
-            ran_before: run.ran,
-            scale_up: None,
-        });
+        let assignment_id = std::mem::take(&mut recovery.assignment_id);
+        self.numbering
+            .take_up(recovery.generation, assignment_id.clone(), &run.assignment);
+        self.roster.take_up(members, run.rank_limits);
+        let assignment = Assignment {
+            nodes,
+            lease_ms: turn.config.lease_ms(),
+            assignment_id,
+            ..run.assignment
+        };
+        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, run.ran)));
         held
     }
 }

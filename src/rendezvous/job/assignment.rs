@@ -1,0 +1,126 @@
+//! The start of a generation: ranks, addresses, and one push to each node.
+
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, NodeAssignment};
+
+use super::node::Node;
+use super::record::Stage;
+use super::running::Running;
+use super::{Job, Phase};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Turn;
+use crate::rendezvous::kv::clip;
+use crate::rendezvous::ranks;
+
+/// How much of an assignment's name people are shown.
+const SHOWN_ID_BYTES: usize = 8;
+
+/// Whether two names may be of one assignment: agents and daemons of older builds give none.
+fn is_same(a: &str, b: &str) -> bool {
+    a.is_empty() || b.is_empty() || a == b
+}
+
+impl Job {
+    /// Starts the next generation with the nodes that are ready, or the best of them.
+    pub(super) fn start(&mut self, turn: &mut Turn<'_>, reason: &str) {
+        let previous = self.roster.members();
+        let chosen = ranks::choose(self.roster.candidates(), self.roster.size_limits(), previous);
+        let (ordered, rank_reason) = ranks::order(chosen, previous);
+        self.roster.assign(ordered);
+        self.numbering.assign(turn, self.roster.free_attempt());
+        let generation = self.numbering.generation();
+        let reason = format!("generation {generation}: {reason}; {rank_reason}");
+        let assignment = self.assignment(turn.config, reason);
+        turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
+        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
+        self.record(turn, Stage::Running);
+        self.send_assignments(turn);
+        self.tell_spares(turn);
+    }
+
+    fn assignment(&self, config: &Config, reason: String) -> Assignment {
+        let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
+        let mut first_rank = 0;
+        let mut nodes = Vec::with_capacity(members.len());
+        for node in &members {
+            let join = node.join();
+            nodes.push(NodeAssignment {
+                hostname: join.hostname.clone(),
+                addr: node.address(&members),
+                first_rank,
+                workers: join.workers,
+                role: join.role.clone(),
+            });
+            first_rank += join.workers;
+        }
+        let (master_addr, master_port) = match (members.as_slice(), nodes.first()) {
+            ([alone], _) => ("127.0.0.1".to_owned(), alone.join().master_port),
+            ([first, ..], Some(node)) => (node.addr.clone(), first.join().master_port),
+            _ => (String::new(), 0),
+        };
+        let mut assignment = Assignment {
+            attempt: self.numbering.attempts(),
+            max_restarts: members.first().map_or(0, |node| node.join().max_restarts),
+            nodes,
+            master_addr,
+            master_port,
+            lease_ms: config.lease_ms(),
+            reason,
+            run_token: self.numbering.run_token().to_owned(),
+            assignment_id: self.numbering.assignment_id().to_owned(),
+            ..Assignment::default()
+        };
+        self.account.deposit(&mut assignment);
+        assignment
+    }
+
+    /// Whether this generation has another assignment here than the one of this name.
+    pub(super) fn is_of_another_assignment(&self, generation: u64, assignment_id: &str) -> bool {
+        self.own_assignment(generation)
+            .is_some_and(|own| !is_same(own, assignment_id))
+    }
+
+    /// The name of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up.
+    fn own_assignment(&self, generation: u64) -> Option<&str> {
+        match &self.phase {
+            Phase::Recovering(recovery) if recovery.generation() == generation => {
+                Some(recovery.assignment_id())
+            }
+            _ if generation == self.numbering.generation() => Some(self.numbering.assignment_id()),
+            _ => None,
+        }
+    }
+
+    /// Why what is said of an assignment changes nothing here.
+    pub(super) fn another_assignment_words(&self, generation: u64, assignment_id: &str) -> String {
+        let own = self.own_assignment(generation).unwrap_or_default();
+        format!(
+            "this rendezvous daemon has assigned generation {generation} anew (assignment `{}`, not `{}`)",
+            clip(own, SHOWN_ID_BYTES),
+            clip(assignment_id, SHOWN_ID_BYTES)
+        )
+    }
+
+    /// Tells a member its place, for the first time or again.
+    pub(super) fn send_assignment(&self, turn: &mut Turn<'_>, incarnation: &str) {
+        if let Some(running) = self.phase.running()
+            && let Some(node_rank) = self.roster.rank_of(incarnation)
+            && let Some(node) = self.roster.get(incarnation)
+        {
+            let assignment = Assignment {
+                node_rank,
+                ..running.assignment().clone()
+            };
+            node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
+        }
+    }
+
+    /// Tells each member its place.
+    pub(super) fn send_assignments(&self, turn: &mut Turn<'_>) {
+        for member in self.roster.members() {
+            self.send_assignment(turn, &member.incarnation);
+        }
+    }
+}

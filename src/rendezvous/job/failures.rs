@@ -1,0 +1,172 @@
+//! All failures of a job, as they reached the daemon.
+//!
+//! The first failure decides what follows, at once. Reports of other failures come later: from workers that ended
+//! together with it, and from nodes that report how their workers ended when all of them are gone. The verdict on the
+//! job carries the list as it is then, the same for every node. No node stops later for what is still to come.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
+
+use super::Job;
+use crate::rendezvous::event::{Speech, Turn};
+use crate::rendezvous::kv::clip;
+
+/// Failures that are listed; and as many workers that their agents stopped.
+pub(in crate::rendezvous) const MAX_LISTED: usize = 16;
+/// Ends that are taken from one message: failures and victims.
+pub(in crate::rendezvous) const MAX_TAKEN: usize = 2 * MAX_EXITS_OF_A_KIND;
+/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. Those of the last
+/// generation of a job with [`Config::max_nodes`](crate::rendezvous::Config) fit, at [`MAX_TAKEN`] each.
+pub(in crate::rendezvous) const MAX_KNOWN: usize = 1 << 20;
+/// Bytes of a worker's own words, and of the path of its log, in the list.
+const MAX_WORDS_BYTES: usize = 512;
+
+/// The failures of one job, over all its generations.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    /// In order of arrival. Times are those of the daemon's monotonic clock; less than 0 before the daemon began.
+    listed: Vec<Failure>,
+    /// Generation and rank.
+    known: BTreeSet<(u64, u32)>,
+    unlisted: u32,
+    unlisted_victims: u32,
+}
+
+impl Failures {
+    /// A worker did not end with 0.
+    fn worker(&mut self, now: Duration, generation: u64, hostname: &str, exit: &WorkerExit) {
+        if !self.known.insert((generation, exit.rank)) {
+            return;
+        }
+        if self.known.len() > MAX_KNOWN {
+            // Of the earliest generation, of which no report comes any more.
+            self.known.pop_first();
+        }
+        let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
+        self.add(Failure {
+            generation,
+            hostname: hostname.to_owned(),
+            exit: Some(WorkerExit {
+                stderr_tail: Vec::new(),
+                message: words(&exit.message),
+                log_file: words(&exit.log_file),
+                ..exit.clone()
+            }),
+            arrived_ns: nanoseconds(now),
+            happened_ns: nanoseconds(now)
+                .cast_signed()
+                .saturating_sub_unsigned(exit.age_ns),
+            ..Failure::default()
+        });
+    }
+
+    /// A node is gone, and with it its workers.
+    fn node(&mut self, now: Duration, generation: u64, hostname: &str, why: &str) {
+        self.add(Failure {
+            generation,
+            hostname: hostname.to_owned(),
+            node_gone: clip(why, MAX_WORDS_BYTES).to_owned(),
+            arrived_ns: nanoseconds(now),
+            happened_ns: nanoseconds(now).cast_signed(),
+            ..Failure::default()
+        });
+    }
+
+    fn add(&mut self, new: Failure) {
+        let victim = is_victim(&new);
+        let alike = self.listed.iter().filter(|old| is_victim(old) == victim);
+        if alike.count() >= MAX_LISTED {
+            self.count(u32::from(!victim), u32::from(victim));
+            match self.least_telling(&new) {
+                Some(place) => drop(self.listed.remove(place)),
+                None => return,
+            }
+        }
+        self.listed.push(new);
+    }
+
+    /// So many more are not in the list.
+    fn count(&mut self, failures: u32, victims: u32) {
+        self.unlisted = self.unlisted.saturating_add(failures);
+        self.unlisted_victims = self.unlisted_victims.saturating_add(victims);
+    }
+
+    /// What makes room for `new`: something of an earlier generation, and its first failure only if that is all.
+    fn least_telling(&self, new: &Failure) -> Option<usize> {
+        let mut begun = BTreeSet::new();
+        let (mut first, mut later) = (None, None);
+        for (place, old) in self.listed.iter().enumerate() {
+            if is_victim(old) != is_victim(new) || old.generation >= new.generation {
+                continue;
+            }
+            if begun.insert(old.generation) {
+                first = first.or(Some(place));
+            } else {
+                later = Some(place);
+            }
+        }
+        later.or(first)
+    }
+
+    /// The list as it goes over the wire; none while nothing has failed.
+    pub(super) fn told(&self) -> Option<rendezvous::Failures> {
+        // Both times count from here, so that no report comes before its event.
+        let first = self.listed.first()?.arrived_ns;
+        let mut failures = self.listed.clone();
+        for failure in &mut failures {
+            failure.arrived_ns = failure.arrived_ns.saturating_sub(first);
+            failure.happened_ns = failure.happened_ns.saturating_sub_unsigned(first);
+        }
+        Some(rendezvous::Failures {
+            failures,
+            more_failures: self.unlisted,
+            more_victims: self.unlisted_victims,
+        })
+    }
+}
+
+/// It was stopped: something else had failed, or a signal asked for it.
+fn is_victim(failure: &Failure) -> bool {
+    let exit = failure.exit.as_ref();
+    exit.is_some_and(|exit| exit.stopped_with.is_some())
+}
+
+impl Job {
+    /// Takes down how workers ended, whatever was decided meanwhile.
+    pub(super) fn note_exits(&mut self, turn: &Turn<'_>, from: &Speech, exits: &[WorkerExit]) {
+        let ran = 0 < from.generation && from.generation <= self.numbering.highest();
+        if let (true, Some(node)) = (ran, self.roster.get(&from.incarnation)) {
+            for exit in exits.iter().take(MAX_TAKEN) {
+                self.failures
+                    .worker(turn.at.now, from.generation, node.hostname(), exit);
+            }
+        }
+    }
+
+    /// Takes down that a node is gone that had a part in the generation that runs or ran last.
+    pub(super) fn note_node_gone(&mut self, turn: &Turn<'_>, incarnation: &str, why: &str) {
+        let has_part = self.roster.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
+        if let (true, Some(node)) = (has_part, self.roster.get(incarnation)) {
+            let generation = self.numbering.generation();
+            self.failures.node(turn.at.now, generation, node.hostname(), why);
+        }
+    }
+
+    /// All workers of a node are gone.
+    pub(super) fn node_stopped(&mut self, turn: &mut Turn<'_>, from: &Speech, stopped: &NodeStopped) {
+        self.note_exits(turn, from, &stopped.exits);
+        let node = self.roster.get_mut(&from.incarnation);
+        if node.is_some_and(|node| node.confirm_stopped(from.generation)) {
+            self.failures.count(stopped.more_failures, stopped.more_victims);
+        } else {
+            self.ignore(turn, from, "NodeStopped");
+        }
+    }
+}
+
+/// For 584 years.
+fn nanoseconds(since_the_daemon_began: Duration) -> u64 {
+    since_the_daemon_began.as_nanos() as u64
+}

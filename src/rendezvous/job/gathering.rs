@@ -1,0 +1,181 @@
+//! Gathering: when a generation starts, and what the nodes that are there wait for.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Waiting, refused::Code};
+
+use super::node::Node;
+use super::roster::Roster;
+use super::{Job, Phase};
+use crate::rendezvous::event::{Turn, refusal};
+use crate::rendezvous::ranks;
+use crate::rendezvous::words;
+
+/// The time before a generation starts.
+#[derive(Debug)]
+pub(super) struct Gathering {
+    began: Duration,
+    /// The job is over if the nodes are not there by then; `MAX` until the first one has joined.
+    until: Duration,
+    /// Back-off: nothing starts before.
+    not_before: Duration,
+    /// MIN nodes are there: start with them at this moment.
+    last_call: Option<Duration>,
+}
+
+/// What follows from who is there.
+enum Step {
+    Wait,
+    /// For this reason.
+    Start(String),
+    TimedOut,
+}
+
+impl Gathering {
+    /// Nothing starts before `not_before`, and then nodes have so long to come.
+    pub(super) fn new(now: Duration, not_before: Duration, timeout: Duration) -> Self {
+        Self {
+            began: now,
+            until: not_before.saturating_add(timeout),
+            not_before,
+            last_call: None,
+        }
+    }
+
+    /// The nodes have until then to come.
+    pub(super) fn wait_until(&mut self, until: Duration) {
+        self.until = until;
+    }
+
+    pub(super) fn is_timed_out(&self, now: Duration) -> bool {
+        self.until <= now
+    }
+
+    /// What is left of the pause before the restart.
+    pub(super) fn backoff_left(&self, now: Duration) -> Duration {
+        self.not_before.saturating_sub(now)
+    }
+
+    /// When there is something to decide again, if no node comes or goes.
+    pub(super) fn next_step(&self) -> Duration {
+        // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
+        let backoff = (self.not_before > self.began).then_some(self.not_before);
+        [backoff, self.last_call]
+            .into_iter()
+            .flatten()
+            .fold(self.until, Duration::min)
+    }
+
+    /// Whether generation `last` is followed by another one now.
+    fn decide(&mut self, turn: &Turn<'_>, roster: &Roster, last: u64) -> Step {
+        let now = turn.at.now;
+        if now < self.not_before {
+            return Step::Wait;
+        }
+        // From here on the back-off is no deadline of its own.
+        self.began = self.began.max(self.not_before);
+        let (is_stopping, is_late) = (roster.is_stopping(), self.is_timed_out(now));
+        let ready = roster.hosts(Node::is_ready).len() as u32;
+        let (min, max) = roster.limits();
+        let some_joined = || format!("{ready} of {} joined", words::nodes_within(min, max));
+        if ready < min || min == 0 || (ready < max && is_stopping && !is_late) {
+            self.last_call = None;
+            return if is_late { Step::TimedOut } else { Step::Wait };
+        }
+        if ready >= max {
+            return Step::Start(format!("{} joined", words::all(max)));
+        }
+        if !is_stopping && roster.all_back(Node::is_ready) {
+            let all = words::all(ready);
+            return Step::Start(format!("{all} rejoined after generation {last}"));
+        }
+        if is_late {
+            return Step::Start(format!("{} in time", some_joined()));
+        }
+        let last_call = now + roster.last_call(turn.config.last_call);
+        if now < *self.last_call.get_or_insert(last_call) {
+            return Step::Wait;
+        }
+        Step::Start(format!("{} within `last_call_timeout`", some_joined()))
+    }
+}
+
+impl Job {
+    /// What the nodes that are there wait for, as of `now`.
+    pub(super) fn waiting_words(&self, now: Duration) -> String {
+        let gathering = match &self.phase {
+            Phase::Gathering(gathering) => gathering,
+            Phase::Recovering(recovery) => return recovery.waiting_words(now),
+            Phase::Running(running) => return running.assignment().reason.clone(),
+            Phase::Over(over) => return over.reason().to_owned(),
+        };
+        let hosts = self.roster.hosts(Node::is_ready);
+        let ready = hosts.len() as u32;
+        let names = words::list(hosts);
+        let (min, max) = self.roster.limits();
+        let mut words = format!("{ready} of {} joined: {names}", words::nodes_within(min, max));
+        if ready < min {
+            let _ = write!(words, "; waiting for {} more", min - ready);
+            words.push_str(&words::time_left(gathering.until, now));
+        } else if self.roster.is_stopping() {
+            let generation = self.numbering.generation();
+            let _ = write!(
+                words,
+                "; waiting for the workers of generation {generation} to exit"
+            );
+        } else if let Some(last_call) = gathering.last_call {
+            // To a tenth of a second.
+            let left = (last_call.saturating_sub(now).as_secs_f64() * 10.0).round() / 10.0;
+            let joined = words::nodes(ready);
+            words = format!("{joined} joined ({names}), enough to start; waiting up to {left} s for more");
+        } else {
+            words.push_str("; pausing before the restart");
+        }
+        words
+    }
+
+    /// Tells a node that has no part in anything yet why.
+    pub(super) fn tell_waiting(&self, turn: &mut Turn<'_>, incarnation: &str, reason: String) {
+        if let Some(node) = self.roster.get(incarnation) {
+            let waiting = Waiting {
+                reason,
+                lease_ms: turn.config.lease_ms(),
+            };
+            node.send(turn, self.numbering.generation(), Reply::Waiting(waiting));
+        }
+    }
+
+    /// Starts the next generation if the nodes are there, ends the job if they did not come in time.
+    pub(super) fn consider_start(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Gathering(gathering) = &mut self.phase else {
+            return;
+        };
+        match gathering.decide(turn, &self.roster, self.numbering.generation()) {
+            Step::Start(reason) => self.start(turn, &reason),
+            Step::TimedOut if !self.is_forgotten(turn.at.now) => self.gathering_timed_out(turn),
+            // None of the nodes that an earlier daemon knew has come back, or it is not decided yet.
+            Step::TimedOut | Step::Wait => {}
+        }
+    }
+
+    fn gathering_timed_out(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Gathering(gathering) = &self.phase else {
+            return;
+        };
+        let (min, max) = self.roster.limits();
+        let reason = words::TimedOut {
+            job: &self.id,
+            waited: turn.at.now.saturating_sub(gathering.began),
+            came: self.roster.hosts(Node::is_ready),
+            stopping: self.roster.hosts(Node::is_stopping),
+            gone: self.roster.gone(),
+            missing_ranks: ranks::missing_ranks(&self.roster.candidates(), min),
+            min,
+            max,
+        }
+        .words();
+        self.end(turn, refusal(Code::TimedOut, reason));
+    }
+}

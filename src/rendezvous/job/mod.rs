@@ -1,0 +1,413 @@
+//! One job. It consists of parts, each with fields that only its own file sees, and methods for what may happen to them:
+//!
+//! | file | part | knows |
+//! |---|---|---|
+//! | `numbering` | the generations | their numbers and names, those of earlier daemons, the run |
+//! | `node` | one node | its stream, its lease, whether its workers are gone |
+//! | `roster` | all nodes | who is there, who was in the last assignment, who is gone, how many are needed |
+//! | `gathering` | gathering | when a generation starts, what the nodes wait for |
+//! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
+//! | `running` | the running generation | who is done, which failure is held back, who was seen to die |
+//! | `verdict` | the end of the job | what every node is told, and what is kept for those that missed it |
+//! | `failures` | all failures | their order, and which are listed |
+//!
+//! What is decided about several of them:
+//!
+//! | file | noun | knows |
+//! |---|---|---|
+//! | `joining` | joining | who may take part, who comes back, who is refused |
+//! | `assignment` | the start | what every node receives |
+//! | `outcome` | the end of a generation | failures, success, restarts |
+//! | `departure` | nodes that go | who leaves, who is lost, whose death two witnesses saw |
+//! | `scale` | growing | nodes that come to a job that runs |
+//! | `silence` | silent members | whose peers vouch for them, and for how long |
+//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
+
+mod assignment;
+mod departure;
+mod failures;
+mod gathering;
+mod joining;
+mod node;
+mod numbering;
+mod outcome;
+mod record;
+mod recovery;
+mod roster;
+mod running;
+mod scale;
+mod silence;
+mod verdict;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{
+    GenerationOver, Heartbeat, HeartbeatAck, KvGetRequest, KvPutRequest, NodeStopped, StatusReply,
+};
+
+use super::event::{CallId, ConnId, KvError, Speech, Turn, regrouping};
+use super::kv::KvStore;
+use super::policy::Account;
+use super::size::RankLimits;
+use failures::Failures;
+use gathering::Gathering;
+use node::Node;
+use numbering::Numbering;
+use recovery::Recovery;
+use roster::Roster;
+use running::Running;
+use verdict::Over;
+
+#[cfg(test)]
+pub(super) use failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
+pub(super) use joining::Joining;
+pub use record::Record;
+#[cfg(test)]
+pub(super) use record::Stage;
+pub(super) use verdict::Finished;
+
+/// One job at the daemon.
+#[derive(Debug)]
+pub(super) struct Job {
+    id: String,
+    numbering: Numbering,
+    roster: Roster,
+    phase: Phase,
+    account: Account,
+    failures: Failures,
+    /// Why the last generation is over; none while the first one has not been assigned.
+    last_over: Option<GenerationOver>,
+    /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
+    earlier: Option<Record>,
+    kv: KvStore,
+    /// No deadline of this job is before this moment; it may be early, never late.
+    next_wake: Option<Duration>,
+}
+
+/// What a job is doing.
+#[derive(Debug)]
+enum Phase {
+    /// Nodes are to come before the next generation can start.
+    Gathering(Gathering),
+    /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
+    Recovering(Recovery),
+    /// A generation runs.
+    Running(Box<Running>),
+    /// Every node was sent the end, or will be when it comes back.
+    Over(Over),
+}
+
+impl Phase {
+    fn running(&self) -> Option<&Running> {
+        match self {
+            Self::Running(running) => Some(running),
+            _ => None,
+        }
+    }
+
+    fn running_mut(&mut self) -> Option<&mut Running> {
+        match self {
+            Self::Running(running) => Some(running),
+            _ => None,
+        }
+    }
+}
+
+impl Job {
+    /// A job that no node has joined yet, and whose generations come after `floor`.
+    pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
+        Self {
+            id: id.to_owned(),
+            numbering: Numbering::after(floor),
+            roster: Roster::default(),
+            phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
+            account: Account::default(),
+            failures: Failures::default(),
+            last_over: None,
+            earlier: None,
+            kv: KvStore::default(),
+            next_wake: None,
+        }
+    }
+
+    pub(super) fn next_wake(&self) -> Option<Duration> {
+        self.next_wake
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.roster.nodes().is_empty()
+    }
+
+    /// Nodes that fell silent, and how long each is expected back.
+    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
+        self.roster.silent()
+    }
+
+    /// A message of a node, other than `Join`.
+    pub(super) fn hear(&mut self, turn: &mut Turn<'_>, conn: ConnId, from: &Speech, body: Body) {
+        let node = self.roster.get(&from.incarnation);
+        if !node.is_some_and(|node| node.speaks_on(conn)) {
+            self.ignore(turn, from, "a message on an old stream");
+        } else if !self.is_of_another_assignment(from.generation, &from.assignment_id) {
+            self.message(turn, from, body);
+        } else if let Some(body) = self.without_claims(turn, from, body) {
+            self.message(turn, from, body);
+        }
+    }
+
+    fn message(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) {
+        let Some(node) = self.roster.get_mut(&from.incarnation) else {
+            return;
+        };
+        let silence = node.heard(turn);
+        self.tell_back(turn, &from.incarnation, silence);
+        let Some(body) = self.hold(turn, from, body) else {
+            return;
+        };
+        match body {
+            Body::Heartbeat(heartbeat) => return self.heartbeat(turn, from, &heartbeat),
+            Body::NodeStopped(stopped) => self.node_stopped(turn, from, &stopped),
+            Body::WorkerExit(exit) => self.worker_exit(turn, from, exit),
+            Body::NodeSucceeded(_) => self.node_succeeded(turn, from),
+            Body::NodeLeaving(leaving) => self.node_leaving(turn, from, leaving.signal),
+            Body::Leave(leave) => self.leave(turn, &from.incarnation, &leave),
+            Body::Join(_) => {}
+        }
+        self.plan_wake();
+    }
+
+    fn heartbeat(&mut self, turn: &mut Turn<'_>, from: &Speech, heartbeat: &Heartbeat) {
+        let generation = self.numbering.generation();
+        if let Some(node) = self.roster.get_mut(&from.incarnation) {
+            if from.generation == generation {
+                node.reached(heartbeat.step);
+            }
+            node.send(turn, generation, Reply::HeartbeatAck(HeartbeatAck {}));
+        }
+        self.note_sighting(turn, from, heartbeat.lost_rank);
+        if self.is_of_member(from)
+            && let (Some(running), Some(step)) = (self.phase.running_mut(), heartbeat.step)
+        {
+            running.note_step(turn.at.now, step);
+        }
+        // Also of a generation that an earlier daemon assigned.
+        if from.generation == self.numbering.highest()
+            && let Some(limits) = RankLimits::of(heartbeat)
+        {
+            self.limit_sizes(turn, limits);
+        }
+    }
+
+    /// What a node says of another assignment of the same generation changes nothing, but that the node is there, that
+    /// its workers are gone, and that it leaves.
+    fn without_claims(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
+        match body {
+            Body::Heartbeat(_) => Some(Body::Heartbeat(Heartbeat::default())),
+            Body::NodeStopped(_) => Some(Body::NodeStopped(NodeStopped::default())),
+            Body::Leave(leave) => Some(Body::Leave(leave)),
+            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
+                let cause = self.another_assignment_words(from.generation, &from.assignment_id);
+                self.ignore(turn, from, &format!("a report ({cause})"));
+                let node = self.roster.get(&from.incarnation);
+                if let Some(node) = node.filter(|node| !node.is_stopping()) {
+                    node.send(turn, from.generation, Reply::GenerationOver(regrouping(cause)));
+                }
+                None
+            }
+        }
+    }
+
+    /// Says why a message changes nothing.
+    fn ignore(&self, turn: &mut Turn<'_>, from: &Speech, what: &str) {
+        let phase = match self.phase {
+            Phase::Gathering(_) if !self.numbering.has_begun() => "not assigned yet",
+            Phase::Gathering(_) => "over; nodes are gathering for the next one",
+            Phase::Recovering(_) => "unknown; the daemon is recovering an earlier one",
+            Phase::Running(_) => "running",
+            Phase::Over(_) => "over, and so is the job",
+        };
+        turn.detail(format!(
+            "job `{}`: ignored {what} of {} for generation {}: generation {} is {phase}",
+            self.id,
+            self.roster.name_of(&from.incarnation),
+            from.generation,
+            self.numbering.generation(),
+        ));
+    }
+
+    /// The stream of a node is gone.
+    pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
+        let node = self.roster.get_mut(incarnation);
+        let Some(node) = node.filter(|node| node.speaks_on(conn)) else {
+            return;
+        };
+        let is_news = node.disconnect(turn);
+        if clean && matches!(self.phase, Phase::Over(_)) {
+            self.roster.dismiss(turn, incarnation);
+        } else if is_news {
+            turn.detail(format!(
+                "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
+                self.id,
+                node.hostname(),
+                turn.config.reconnect_grace.as_secs_f64()
+            ));
+            self.believe_witnesses(turn);
+        }
+        self.plan_wake();
+    }
+
+    /// Does what is due: expired leases, the end of the back-off, last call, time-outs.
+    pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.at.now;
+        self.kv.expire(turn);
+        for incarnation in self.roster.expired(now) {
+            if !self.excuse(turn, &incarnation) {
+                self.lease_lost(turn, &incarnation);
+            }
+        }
+        match &self.phase {
+            Phase::Gathering(_) => self.consider_start(turn),
+            Phase::Recovering(recovery) if recovery.until() <= now => self.recovery_timed_out(turn),
+            Phase::Over(over) if over.until() <= now => self.roster.dismiss_all(turn),
+            Phase::Running(_) => {
+                self.judge_suspect(turn);
+                self.consider_scale_up(turn);
+            }
+            Phase::Over(_) | Phase::Recovering(_) => {}
+        }
+        self.plan_wake();
+    }
+
+    /// A node looks connected.
+    pub(super) fn has_open_streams(&self) -> bool {
+        self.roster.nodes().values().any(Node::is_connected)
+    }
+
+    /// The daemon itself was stalled, or cut off: no node loses its lease for that.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
+        self.roster.renew_leases(until);
+        if let Phase::Recovering(recovery) = &mut self.phase {
+            recovery.wait_at_least(until);
+        }
+        self.plan_wake();
+    }
+
+    /// Computes the next deadline; heartbeats only move deadlines away and need no new plan.
+    fn plan_wake(&mut self) {
+        let phase = match &self.phase {
+            Phase::Gathering(gathering) => Some(gathering.next_step()),
+            Phase::Recovering(recovery) => Some(recovery.until()),
+            Phase::Over(over) => Some(over.until()),
+            Phase::Running(running) => running.next_step(self.away().map(Node::lease_until)),
+        };
+        let deadlines = [self.roster.next_lease(), phase, self.kv.next_deadline()];
+        self.next_wake = deadlines.into_iter().flatten().min();
+    }
+
+    /// True if no node needs this job any more.
+    pub(super) fn is_forgotten(&self, now: Duration) -> bool {
+        self.roster.nodes().is_empty()
+            && match &self.phase {
+                Phase::Over(_) => true,
+                // A job that ran keeps its restart count until its nodes had the time to come back.
+                Phase::Gathering(gathering) => {
+                    !self.numbering.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
+                }
+                Phase::Recovering(_) | Phase::Running(_) => false,
+            }
+    }
+
+    /// The node is in the generation that runs.
+    fn is_member(&self, incarnation: &str) -> bool {
+        self.phase.running().is_some() && self.roster.rank_of(incarnation).is_some()
+    }
+
+    /// It is, and not done.
+    fn is_at_work(&self, incarnation: &str) -> bool {
+        self.is_member(incarnation) && !self.has_succeeded(incarnation)
+    }
+
+    /// A member speaks of the generation that runs.
+    fn is_of_member(&self, from: &Speech) -> bool {
+        from.generation == self.numbering.generation() && self.is_member(&from.incarnation)
+    }
+
+    /// Writes an entry of the store.
+    pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+        self.check_store(request.generation, &request.assignment_id)?;
+        self.kv.put(turn, request.key, request.value)?;
+        self.plan_wake();
+        Ok(())
+    }
+
+    /// Reads an entry of the store, now or later.
+    pub(super) fn get(
+        &mut self,
+        turn: &mut Turn<'_>,
+        call: CallId,
+        read: KvGetRequest,
+    ) -> Result<(), KvError> {
+        self.check_store(read.generation, &read.assignment_id)?;
+        let timeout = Duration::from_millis(read.timeout_ms.into());
+        self.kv.get(turn, call, read.key, timeout);
+        let deadlines = [self.next_wake, self.kv.next_deadline()];
+        self.next_wake = deadlines.into_iter().flatten().min();
+        Ok(())
+    }
+
+    /// The store is open to this assignment of this generation, if that runs.
+    fn check_store(&self, generation: u64, assignment_id: &str) -> Result<(), KvError> {
+        if self.is_of_another_assignment(generation, assignment_id) {
+            let words = self.another_assignment_words(generation, assignment_id);
+            return Err(KvError::Superseded(words));
+        }
+        let (own, id) = (self.numbering.generation(), &self.id);
+        match &self.phase {
+            Phase::Recovering(recovery) if recovery.generation() == generation => {
+                if recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
+                    return Err(KvError::Unknown(format!(
+                        "no node of generation {generation} of job `{id}` has reconnected yet"
+                    )));
+                }
+                Ok(())
+            }
+            _ if generation > own => Err(KvError::Unknown(format!(
+                "generation {generation} of job `{id}` was not assigned by this daemon"
+            ))),
+            Phase::Running(_) if generation == own => Ok(()),
+            Phase::Over(over) => Err(KvError::Superseded(format!(
+                "the job has ended: {}",
+                over.reason()
+            ))),
+            _ => Err(KvError::Superseded(self.last_over.as_ref().map_or_else(
+                || format!("generation {own} of the job runs"),
+                |over| over.cause.clone(),
+            ))),
+        }
+    }
+
+    /// What people and tools may know.
+    pub(super) fn status(&self, now: Duration) -> StatusReply {
+        let phase = match self.phase {
+            Phase::Gathering(_) => "gathering",
+            Phase::Recovering(_) => "recovering",
+            Phase::Running(_) => "running",
+            Phase::Over(_) => "over",
+        };
+        let nodes = self.roster.nodes().iter().map(|(incarnation, node)| {
+            let rank = self.roster.rank_of(incarnation);
+            node.status(now, rank.filter(|_| self.phase.running().is_some()))
+        });
+        StatusReply {
+            generation: self.numbering.generation(),
+            phase: phase.into(),
+            restart_count: self.account.spent(),
+            assignment_id: self.numbering.assignment_id().to_owned(),
+            nodes: nodes.collect(),
+            reason: self.waiting_words(now),
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! One agent process, as the daemon knows it: its stream, its lease, and how far it is from running workers.
+
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
+
+use super::joining::Joining;
+use crate::rendezvous::event::{ConnId, Peer, Turn};
+use crate::rendezvous::ranks::Candidate;
+
+/// A node.
+#[derive(Debug)]
+pub(super) struct Node {
+    conn: Option<ConnId>,
+    peer: Peer,
+    join: Join,
+    /// Number of its arrival at the job.
+    arrival: u64,
+    lease_until: Duration,
+    /// When it spoke last, or its connection broke.
+    last_word: Duration,
+    /// Why it is not lost although its lease has run out.
+    excuse: Option<Excuse>,
+    readiness: Readiness,
+    step: Option<u64>,
+}
+
+/// How far a node is from running workers of the next generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readiness {
+    /// Joined; in the running generation or free for the next one.
+    Joined,
+    /// Told that this generation is over, has not confirmed that its workers are gone.
+    Stopping(u64),
+    /// Its workers are gone, it has not joined again.
+    Stopped,
+}
+
+/// A silent node that is not lost yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Excuse {
+    /// Its peers are to show that training advances.
+    Asked,
+    /// They have.
+    Proven,
+}
+
+impl Node {
+    pub(super) fn new(turn: &Turn<'_>, joining: Joining, arrival: u64) -> Self {
+        let mut join = joining.join;
+        let place = join.place.take();
+        Self {
+            conn: Some(joining.conn),
+            peer: joining.peer,
+            join,
+            arrival,
+            lease_until: turn.at.now + turn.config.lease,
+            last_word: turn.at.now,
+            excuse: None,
+            readiness: Readiness::Joined,
+            step: place.and_then(|place| place.heartbeat?.step),
+        }
+    }
+
+    pub(super) fn join(&self) -> &Join {
+        &self.join
+    }
+
+    pub(super) fn hostname(&self) -> &str {
+        &self.join.hostname
+    }
+
+    pub(super) fn readiness(&self) -> Readiness {
+        self.readiness
+    }
+
+    pub(super) fn step(&self) -> Option<u64> {
+        self.step
+    }
+
+    pub(super) fn lease_until(&self) -> Duration {
+        self.lease_until
+    }
+
+    pub(super) fn last_word(&self) -> Duration {
+        self.last_word
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.conn.is_some()
+    }
+
+    pub(super) fn speaks_on(&self, conn: ConnId) -> bool {
+        self.conn == Some(conn)
+    }
+
+    /// Its peers have shown that it is at work, though it is silent.
+    pub(super) fn is_proven(&self) -> bool {
+        self.excuse == Some(Excuse::Proven)
+    }
+
+    pub(super) fn is_away(&self) -> bool {
+        self.conn.is_none() || self.excuse.is_some()
+    }
+
+    /// Not free for the next generation: workers of an ended one may still run there.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.readiness != Readiness::Joined
+    }
+
+    /// Free for the next generation, and connected.
+    pub(super) fn is_ready(&self) -> bool {
+        self.readiness == Readiness::Joined && self.conn.is_some()
+    }
+
+    /// As one that may take part in the next generation.
+    pub(super) fn candidate(&self, incarnation: &str) -> Candidate {
+        Candidate {
+            incarnation: incarnation.to_owned(),
+            hostname: self.join.hostname.clone(),
+            asked: self.join.node_rank,
+            arrival: self.arrival,
+            workers: self.join.workers,
+        }
+    }
+
+    /// Address under which the other members reach it.
+    ///
+    /// A node on the daemon's own host may come from the loopback, which is no address for the others; they
+    /// reach that host under the address at which they reach the daemon.
+    pub(super) fn address(&self, members: &[&Self]) -> String {
+        let far = members.iter().find(|other| !other.peer.remote.is_loopback());
+        match far {
+            Some(far) if self.join.local_addr.is_empty() && self.peer.remote.is_loopback() => {
+                far.peer.local.to_string()
+            }
+            _ => self.address_alone(),
+        }
+    }
+
+    /// Its address, seen without the others.
+    fn address_alone(&self) -> String {
+        if self.join.local_addr.is_empty() {
+            self.peer.remote.to_string()
+        } else {
+            self.join.local_addr.clone()
+        }
+    }
+
+    /// What people and tools may know of it.
+    pub(super) fn status(&self, now: Duration, node_rank: Option<u32>) -> NodeStatus {
+        NodeStatus {
+            hostname: self.join.hostname.clone(),
+            addr: self.address_alone(),
+            node_rank,
+            workers: self.join.workers,
+            lease_left_ms: self.lease_until.saturating_sub(now).as_millis() as u32,
+            step: self.step,
+        }
+    }
+
+    pub(super) fn send(&self, turn: &mut Turn<'_>, generation: u64, body: Reply) {
+        turn.send(self.conn, generation, body);
+    }
+
+    pub(super) fn close(&self, turn: &mut Turn<'_>) {
+        turn.close(self.conn);
+    }
+
+    /// It speaks on this stream from now on. True if that is a new one, which ends the other.
+    pub(super) fn connect(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer) -> bool {
+        let is_new = self.conn != Some(conn);
+        if is_new {
+            self.close(turn);
+            (self.conn, self.peer) = (Some(conn), peer);
+        }
+        is_new
+    }
+
+    /// Its stream is gone. False if that is nothing new: what is silent for long is cut off at some time.
+    pub(super) fn disconnect(&mut self, turn: &Turn<'_>) -> bool {
+        self.conn = None;
+        if self.excuse.is_some() {
+            return false;
+        }
+        self.last_word = turn.at.now;
+        self.lease_until = self.lease_until.min(turn.at.now + turn.config.reconnect_grace);
+        true
+    }
+
+    /// It has spoken. Returns how long it was silent, if that was worth an excuse.
+    pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
+        let silence = turn.at.now.saturating_sub(self.last_word);
+        self.last_word = turn.at.now;
+        self.lease_until = turn.at.now + turn.config.lease;
+        self.excuse.take().map(|_| silence)
+    }
+
+    /// It joins again, on the same stream or on a new one; the rank that it asked for first stands. Returns what
+    /// [`heard`](Self::heard) does.
+    pub(super) fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) -> Option<Duration> {
+        let is_new_stream = self.connect(turn, joining.conn, joining.peer);
+        self.join = Join {
+            node_rank: self.join.node_rank,
+            place: None,
+            ..joining.join
+        };
+        let generation = joining.from.generation;
+        if is_new_stream && matches!(self.readiness, Readiness::Stopping(stopping) if generation < stopping) {
+            // It has missed the assignment with the stream that broke, and never had workers of that generation. On the
+            // same stream its `Join` may have crossed the assignment.
+            self.readiness = Readiness::Stopped;
+        }
+        self.heard(turn)
+    }
+
+    pub(super) fn become_free(&mut self) {
+        self.readiness = Readiness::Joined;
+    }
+
+    /// Its workers are to stop: their generation is over.
+    pub(super) fn stop_workers(&mut self, turn: &mut Turn<'_>, generation: u64, over: GenerationOver) {
+        self.readiness = Readiness::Stopping(generation);
+        self.send(turn, generation, Reply::GenerationOver(over));
+    }
+
+    /// Its workers of this generation are gone. False if that was not expected.
+    pub(super) fn confirm_stopped(&mut self, generation: u64) -> bool {
+        let is_expected = self.readiness == Readiness::Stopping(generation);
+        if is_expected {
+            self.readiness = Readiness::Stopped;
+        }
+        is_expected
+    }
+
+    /// Its workers have come to this step; none in a generation that begins.
+    pub(super) fn reached(&mut self, step: Option<u64>) {
+        self.step = step;
+    }
+
+    pub(super) fn renew_lease(&mut self, until: Duration) {
+        self.lease_until = self.lease_until.max(until);
+    }
+
+    /// Though its lease has run out, it is not lost before `until`. True if that is news.
+    pub(super) fn excuse(&mut self, excuse: Excuse, until: Duration) -> bool {
+        self.lease_until = until;
+        let before = self.excuse.replace(excuse);
+        before != Some(excuse) && before != Some(Excuse::Proven)
+    }
+
+    pub(super) fn end_excuse(&mut self, now: Duration) {
+        if self.excuse.is_some() {
+            self.lease_until = self.lease_until.min(now);
+        }
+    }
+
+    /// Why it is lost when its lease has run out, and whether it fell silent on an open stream.
+    pub(super) fn lease_words(&self, turn: &Turn<'_>) -> (String, bool) {
+        if self.excuse.is_some() {
+            let silence = turn.at.now.saturating_sub(self.last_word).as_secs_f64();
+            (format!("no word of it for {silence:.1} s"), true)
+        } else if self.is_connected() {
+            let lease = turn.config.lease.as_secs_f64();
+            (format!("no heartbeat for {lease:.1} s"), true)
+        } else {
+            let grace = turn.config.reconnect_grace.as_secs_f64();
+            let words = format!("its connection broke and it did not reconnect within {grace:.1} s");
+            (words, false)
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! The nodes of a job: who is there, who was in the last assignment, who is gone, and how many are needed.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{GenerationOver, Join};
+
+use super::joining::join_timeout;
+use super::node::Node;
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Turn;
+use crate::rendezvous::ranks::{self, Candidate, Member};
+use crate::rendezvous::size::{Limits, RankLimits};
+use crate::rendezvous::words;
+
+/// Lost nodes that a job remembers, to give them the verdict should they come back.
+const MAX_LOST: usize = 4096;
+
+/// The nodes of one job. Each is known by its incarnation.
+#[derive(Debug, Default)]
+pub(super) struct Roster {
+    nodes: BTreeMap<String, Node>,
+    /// Nodes of the last assignment, by node rank: ranks are sticky.
+    members: Vec<Member>,
+    /// Lost nodes, newest last: they may come back when the job is over.
+    lost: VecDeque<String>,
+    /// Nodes that fell silent on an open stream, and how long each is expected back: their launchers may have been
+    /// suspended.
+    silent: BTreeMap<String, Duration>,
+    /// Nodes that ever came, which numbers their arrival.
+    arrivals: u64,
+    /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
+    patience: Duration,
+    /// The numbers of ranks that the workers can go on with, as they last said.
+    rank_limits: RankLimits,
+}
+
+impl Roster {
+    pub(super) fn get(&self, incarnation: &str) -> Option<&Node> {
+        self.nodes.get(incarnation)
+    }
+
+    pub(super) fn get_mut(&mut self, incarnation: &str) -> Option<&mut Node> {
+        self.nodes.get_mut(incarnation)
+    }
+
+    pub(super) fn nodes(&self) -> &BTreeMap<String, Node> {
+        &self.nodes
+    }
+
+    /// All nodes but this one.
+    pub(super) fn others(&self, incarnation: &str) -> impl Iterator<Item = (&String, &Node)> {
+        self.nodes.iter().filter(move |(other, _)| *other != incarnation)
+    }
+
+    /// A node is about to come. Returns the number of its arrival, and how long it lets the daemon wait for others.
+    pub(super) fn expect(&mut self, config: &Config, join: &Join) -> (u64, Duration) {
+        let timeout = join_timeout(config, join);
+        self.patience = self.patience.max(timeout);
+        self.arrivals += 1;
+        (self.arrivals - 1, timeout)
+    }
+
+    pub(super) fn add(&mut self, incarnation: &str, node: Node) {
+        self.nodes.insert(incarnation.to_owned(), node);
+    }
+
+    pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+        if let Some(node) = self.nodes.remove(incarnation) {
+            node.close(turn);
+        }
+    }
+
+    pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
+        for node in std::mem::take(&mut self.nodes).values() {
+            node.close(turn);
+        }
+    }
+
+    pub(super) fn lose(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+        if self.nodes.contains_key(incarnation) {
+            self.dismiss(turn, incarnation);
+            if self.lost.len() >= MAX_LOST {
+                self.lost.pop_front();
+            }
+            self.lost.push_back(incarnation.to_owned());
+        }
+    }
+
+    pub(super) fn is_lost(&self, incarnation: &str) -> bool {
+        self.lost.iter().any(|lost| lost == incarnation)
+    }
+
+    /// The node fell silent, and may come back until then.
+    pub(super) fn fell_silent(&mut self, incarnation: &str, until: Duration) {
+        if self.silent.len() < MAX_LOST {
+            self.silent.insert(incarnation.to_owned(), until);
+        }
+    }
+
+    pub(super) fn came_back(&mut self, incarnation: &str) {
+        self.silent.remove(incarnation);
+    }
+
+    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
+        &self.silent
+    }
+
+    /// All nodes that the end of the job concerns.
+    pub(super) fn concerned(&self) -> BTreeSet<String> {
+        self.nodes.keys().chain(&self.lost).cloned().collect()
+    }
+
+    pub(super) fn expired(&self, now: Duration) -> Vec<String> {
+        let expired = self.nodes.iter().filter(|(_, node)| node.lease_until() <= now);
+        expired.map(|(incarnation, _)| incarnation.clone()).collect()
+    }
+
+    /// The daemon was stalled: no lease runs out before.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
+        self.nodes.values_mut().for_each(|node| node.renew_lease(until));
+    }
+
+    pub(super) fn next_lease(&self) -> Option<Duration> {
+        self.nodes.values().map(Node::lease_until).min()
+    }
+
+    /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
+    pub(super) fn end_excuses(&mut self, now: Duration) {
+        self.nodes.values_mut().for_each(|node| node.end_excuse(now));
+    }
+
+    pub(super) fn send_all(&self, turn: &mut Turn<'_>, generation: u64, body: &Reply) {
+        for node in self.nodes.values() {
+            node.send(turn, generation, body.clone());
+        }
+    }
+
+    pub(super) fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// Those of them that are there.
+    pub(super) fn members_there(&self) -> impl Iterator<Item = (&String, &Node)> {
+        let members = self.members.iter().map(|member| &member.incarnation);
+        members.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
+    }
+
+    pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
+        let rank = self.members.iter().position(|m| m.incarnation == incarnation);
+        rank.map(|rank| rank as u32)
+    }
+
+    /// How people call a node: its host, with its rank if it has one.
+    pub(super) fn name_of(&self, incarnation: &str) -> String {
+        let rank = self.rank_of(incarnation);
+        let member = rank.map(|rank| self.members[rank as usize].hostname.as_str());
+        let host = self.get(incarnation).map(Node::hostname).or(member);
+        words::node(host.unwrap_or("unknown"), rank)
+    }
+
+    /// These nodes make the next generation, in order of their ranks.
+    pub(super) fn assign(&mut self, chosen: Vec<Candidate>) {
+        let members = chosen.into_iter();
+        self.members = members.map(|c| Member::new(c.incarnation, c.hostname)).collect();
+        self.nodes.values_mut().for_each(|node| node.reached(None));
+    }
+
+    /// These nodes make a generation that runs already.
+    pub(super) fn take_up(&mut self, members: Vec<Member>, rank_limits: Option<RankLimits>) {
+        self.members = members;
+        self.rank_limits = rank_limits.unwrap_or(self.rank_limits);
+    }
+
+    /// The generation is over: its nodes are to stop their workers.
+    pub(super) fn stop_members(&mut self, turn: &mut Turn<'_>, generation: u64, over: &GenerationOver) {
+        for member in &self.members {
+            if let Some(node) = self.nodes.get_mut(&member.incarnation) {
+                node.stop_workers(turn, generation, over.clone());
+            }
+        }
+    }
+
+    /// The node will not come back: the next generation does not wait for it.
+    pub(super) fn mark_left(&mut self, incarnation: &str) {
+        let member = self.members.iter_mut().find(|m| m.incarnation == incarnation);
+        if let Some(member) = member {
+            member.has_left = true;
+        }
+    }
+
+    /// Of all nodes of the last generation that make the next one too, unless they are lost, this is true.
+    pub(super) fn all_back(&self, is_back: impl Fn(&Node) -> bool) -> bool {
+        let mut expected = self.members.iter().filter(|member| !member.has_left);
+        !self.members.is_empty() && expected.all(|m| self.get(&m.incarnation).is_some_and(&is_back))
+    }
+
+    /// Hosts of nodes of the last generation that are gone. A daemon that was restarted may never have learned the name
+    /// of one.
+    pub(super) fn gone(&self) -> Vec<&str> {
+        let gone =
+            |member: &&Member| !member.hostname.is_empty() && !self.nodes.contains_key(&member.incarnation);
+        let members = self.members.iter().filter(gone);
+        members.map(|member| member.hostname.as_str()).collect()
+    }
+
+    /// Hosts of the nodes of which this is true.
+    pub(super) fn hosts(&self, wanted: impl Fn(&Node) -> bool) -> Vec<&str> {
+        let nodes = self.nodes.values().filter(|node| wanted(node));
+        nodes.map(Node::hostname).collect()
+    }
+
+    /// Workers of an ended generation may still run.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.nodes.values().any(Node::is_stopping)
+    }
+
+    /// Nodes that are free for the next generation.
+    pub(super) fn candidates(&self) -> Vec<Candidate> {
+        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
+        ready
+            .map(|(incarnation, node)| node.candidate(incarnation))
+            .collect()
+    }
+
+    /// Nodes that are ready while a generation runs without them.
+    pub(super) fn spares(&self) -> impl Iterator<Item = (&String, &Node)> {
+        let is_spare =
+            |(incarnation, node): &(&String, &Node)| node.is_ready() && self.rank_of(incarnation).is_none();
+        self.nodes.iter().filter(is_spare)
+    }
+
+    pub(super) fn step(&self) -> Option<u64> {
+        self.nodes.values().filter_map(Node::step).max()
+    }
+
+    /// Number of the first attempt of which no node has log files.
+    pub(super) fn free_attempt(&self) -> u32 {
+        let free = self.nodes.values().map(|node| node.join().free_attempt);
+        free.max().unwrap_or(0)
+    }
+
+    /// How long the nodes that are there let the daemon wait for others.
+    pub(super) fn join_timeout(&self, config: &Config) -> Duration {
+        let timeouts = self.nodes.values().map(|node| join_timeout(config, node.join()));
+        timeouts.max().unwrap_or(self.patience)
+    }
+
+    /// How long more nodes are waited for; `default` if the job does not say.
+    pub(super) fn last_call(&self, default: Duration) -> Duration {
+        let asked = self.nodes.values().map(|node| node.join().last_call_ms).max();
+        match asked {
+            None | Some(0) => default,
+            Some(ms) => Duration::from_millis(ms.into()),
+        }
+    }
+
+    /// How many nodes the job needs and takes.
+    pub(super) fn limits(&self) -> (u32, u32) {
+        let first = self.nodes.values().next().map(Node::join);
+        first.map_or((0, 0), |join| (join.min_nodes, join.max_nodes))
+    }
+
+    /// As [`limits`](Self::limits), with the numbers of ranks that the workers can go on with.
+    pub(super) fn size_limits(&self) -> Limits {
+        let (min, max) = self.limits();
+        Limits {
+            min: min as usize,
+            max: max as usize,
+            ranks: self.rank_limits,
+        }
+    }
+
+    /// The workers say which numbers of ranks they can go on with. True if that is news.
+    pub(super) fn limit_ranks(&mut self, limits: RankLimits) -> bool {
+        std::mem::replace(&mut self.rank_limits, limits) != limits
+    }
+
+    /// Enough nodes are there without this one, in a number that the workers can go on with. A node whose connection is
+    /// broken is there until its lease runs out.
+    pub(super) fn suffices_without(&self, incarnation: &str) -> bool {
+        let others = self.others(incarnation);
+        let workers: Vec<u32> = others.map(|(_, node)| node.join().workers).collect();
+        let limits = self.size_limits();
+        let fit = limits.ranks.is_open() || limits.pick(&workers).is_some();
+        workers.len() >= limits.min && fit
+    }
+
+    /// The spares with which the running generation could be larger; none of its members has to go for them.
+    pub(super) fn growth(&self) -> Vec<Candidate> {
+        let limits = self.size_limits();
+        let candidate = |(incarnation, node): (&String, &Node)| node.candidate(incarnation);
+        let mut spares: Vec<Candidate> = self.spares().map(candidate).collect();
+        if limits.ranks.is_open() {
+            spares.truncate(limits.max.saturating_sub(self.members.len()));
+            return spares;
+        }
+        let members = self.members_there().map(candidate);
+        let chosen = ranks::choose(members.chain(spares.clone()).collect(), limits, &self.members);
+        let is_chosen = |incarnation: &str| chosen.iter().any(|c| c.incarnation == incarnation);
+        if !self.members.iter().all(|member| is_chosen(&member.incarnation)) {
+            return Vec::new();
+        }
+        spares.retain(|spare| is_chosen(&spare.incarnation));
+        spares
+    }
+}

@@ -1,0 +1,186 @@
+//! A generation that runs: who is done, how far it has come, and what may end it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{Assignment, LostRank};
+
+use super::node::{Excuse, Node};
+use super::outcome::GenerationEnd;
+use super::silence::Progress;
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Turn;
+
+/// The running generation.
+#[derive(Debug)]
+pub(super) struct Running {
+    /// Without the node rank, which differs from node to node.
+    assignment: Assignment,
+    /// Members whose workers all ended with 0, by incarnation.
+    succeeded: BTreeSet<String>,
+    /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
+    suspect: Option<Suspect>,
+    /// By node rank: members to which a data connection broke.
+    sightings: BTreeMap<u32, LostRank>,
+    progress: Progress,
+    /// When this daemon has assigned it, or taken it up.
+    since: Duration,
+    /// How long it ran before that, under an earlier daemon.
+    ran_before: Duration,
+    /// Nodes have come that the job has room for: it goes on with them at this moment.
+    scale_up: Option<Duration>,
+}
+
+/// What ends the generation if nothing better comes.
+#[derive(Debug)]
+struct Suspect {
+    end: GenerationEnd,
+    /// How long it waits for a better cause, if no member's connection is broken.
+    until: Duration,
+    /// How long it waits at most.
+    latest: Duration,
+}
+
+impl Running {
+    /// One that begins now, or has run for some time under an earlier daemon.
+    pub(super) fn new(assignment: Assignment, now: Duration, ran_before: Duration) -> Self {
+        Self {
+            assignment,
+            succeeded: BTreeSet::new(),
+            suspect: None,
+            sightings: BTreeMap::new(),
+            progress: Progress::default(),
+            since: now,
+            ran_before,
+            scale_up: None,
+        }
+    }
+
+    /// Without the node rank.
+    pub(super) fn assignment(&self) -> &Assignment {
+        &self.assignment
+    }
+
+    pub(super) fn ran(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.since) + self.ran_before
+    }
+
+    /// All workers of a member ended with 0. Returns of how many members that is true.
+    pub(super) fn succeed(&mut self, incarnation: &str, now: Duration) -> usize {
+        self.succeeded.insert(incarnation.to_owned());
+        self.progress.succeed(now);
+        self.succeeded.len()
+    }
+
+    pub(super) fn has_succeeded(&self, incarnation: &str) -> bool {
+        self.succeeded.contains(incarnation)
+    }
+
+    pub(super) fn has_successes(&self) -> bool {
+        !self.succeeded.is_empty()
+    }
+
+    pub(super) fn note_step(&mut self, now: Duration, step: u64) {
+        self.progress.note(now, step);
+    }
+
+    /// What speaks for a silent member, and until when. Nothing does once a worker has failed.
+    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+        let progress = self.suspect.is_none().then_some(&self.progress);
+        progress.and_then(|progress| progress.excuse(config, node))
+    }
+
+    /// A member tells what a worker of it saw of another node's rank. True if that is news.
+    pub(super) fn note_sighting(&mut self, own: u32, seen: LostRank) -> bool {
+        let Some(node_rank) = self.node_of(seen.rank) else {
+            return false;
+        };
+        let is_witness = node_rank != own && self.node_of(seen.witness) == Some(own);
+        let is_news = is_witness && !self.sightings.contains_key(&node_rank);
+        if is_news {
+            self.sightings.insert(node_rank, seen);
+        }
+        is_news
+    }
+
+    /// Members to which a data connection broke, by node rank.
+    pub(super) fn sightings(&self) -> &BTreeMap<u32, LostRank> {
+        &self.sightings
+    }
+
+    /// Node rank of the node that a rank belongs to.
+    fn node_of(&self, rank: u32) -> Option<u32> {
+        let mut nodes = self.assignment.nodes.iter().zip(0..);
+        nodes.find_map(|(node, node_rank)| {
+            let ranks = node.first_rank..node.first_rank.saturating_add(node.workers);
+            ranks.contains(&rank).then_some(node_rank)
+        })
+    }
+
+    /// A failure is held back, for the time being.
+    pub(super) fn has_suspect(&self) -> bool {
+        self.suspect.is_some()
+    }
+
+    /// Holds a failure back, for its cause to arrive; false if another one is held back that may as well be the cause. A
+    /// connection that breaks again and again does not hold it back for ever.
+    pub(super) fn hold_back(&mut self, turn: &Turn<'_>, end: GenerationEnd) -> bool {
+        let until = turn.at.now + turn.config.culprit_wait;
+        let (until, latest) = match &self.suspect {
+            None => (until, until + turn.config.lease),
+            Some(held) if held.end.is_consequence() && !end.is_consequence() => (held.until, held.latest),
+            Some(_) => return false,
+        };
+        self.suspect = Some(Suspect { end, until, latest });
+        true
+    }
+
+    /// What a member has to report follows, and may be the cause.
+    pub(super) fn await_reports(&mut self, turn: &Turn<'_>) {
+        if let Some(suspect) = &mut self.suspect {
+            suspect.until = suspect.until.max(turn.at.now + turn.config.culprit_wait);
+        }
+    }
+
+    /// When the failure that is held back ends the generation, unless a node comes back before. `away` is when each member
+    /// is lost that is out of reach.
+    fn suspect_until(&self, away: impl Iterator<Item = Duration>) -> Option<Duration> {
+        let suspect = self.suspect.as_ref()?;
+        let until = away.chain([suspect.until]).max();
+        until.map(|until| until.min(suspect.latest))
+    }
+
+    /// The failure that was held back, if its time is over and no node is away that may be the cause.
+    pub(super) fn take_due_suspect(&mut self, now: Duration, away: &[Duration]) -> Option<GenerationEnd> {
+        let until = self.suspect_until(away.iter().copied());
+        let is_due = until.is_some_and(|until| until <= now);
+        let suspect = self.suspect.take_if(|_| is_due);
+        suspect.map(|suspect| suspect.end)
+    }
+
+    /// The failure that was held back, if there is one and it is no consequence.
+    pub(super) fn take_cause(&mut self) -> Option<GenerationEnd> {
+        let cause = self.suspect.take_if(|suspect| !suspect.end.is_consequence());
+        cause.map(|suspect| suspect.end)
+    }
+
+    /// Nodes have come: those that come until then are waited for, if not for an earlier one already.
+    pub(super) fn plan_scale_up(&mut self, at: Duration) {
+        self.scale_up.get_or_insert(at);
+    }
+
+    /// Whether the generation goes on with so many newcomers now. It forgets them if they are none.
+    pub(super) fn grows(&mut self, now: Duration, newcomers: usize, is_full: bool) -> bool {
+        if newcomers == 0 {
+            self.scale_up = None;
+            return false;
+        }
+        is_full || self.scale_up.is_some_and(|at| at <= now)
+    }
+
+    /// When there is something to decide again, if nothing is heard. `away` is as for the failure that is held back.
+    pub(super) fn next_step(&self, away: impl Iterator<Item = Duration>) -> Option<Duration> {
+        let suspect = self.suspect_until(away);
+        [suspect, self.scale_up].into_iter().flatten().min()
+    }
+}

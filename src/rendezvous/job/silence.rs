@@ -1,0 +1,128 @@
+//! Members that fall silent while training goes on: their peers are asked before they are lost.
+//!
+//! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
+//! members took part in one after the earlier of them: the first of the two may have been under way. Such a proof is as
+//! good as a word of the silent node itself, up to [`Config::outage_timeout`] after its last one. Nothing is proved where
+//! workers report no steps, nor once a worker has failed.
+
+use std::time::Duration;
+
+use super::Job;
+use super::node::{Excuse, Node};
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Turn;
+
+/// Steps within which peers have to show that they advance.
+const PATIENCE_STEPS: u32 = 3;
+
+/// How far the generation has come, by the heartbeats of all members.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// The last two times at which the highest step had grown, and that step; the latest first.
+    seen: [Option<(Duration, u64)>; 2],
+    /// How long a step takes.
+    step_time: Option<Duration>,
+    /// All members took part in a step after this moment.
+    proven: Option<Duration>,
+    /// When the last member ended with success.
+    success: Option<Duration>,
+}
+
+impl Progress {
+    /// A member tells its highest step.
+    pub(super) fn note(&mut self, now: Duration, step: u64) {
+        let [last, before] = self.seen;
+        let Some((at, reached)) = last else {
+            self.seen = [Some((now, step)), None];
+            return;
+        };
+        if step <= reached {
+            return;
+        }
+        // Over two of them: members tell of the same step at different times.
+        let (since, from) = before.unwrap_or((at, reached));
+        let steps = u32::try_from(step - from).unwrap_or(u32::MAX);
+        self.step_time = Some(now.saturating_sub(since) / steps);
+        let two_steps = [last, before]
+            .into_iter()
+            .flatten()
+            .find(|(_, seen)| step >= seen + 2);
+        self.proven = self.proven.max(two_steps.map(|(at, _)| at));
+        self.seen = [Some((now, step)), last];
+    }
+
+    /// A member ended with success.
+    pub(super) fn succeed(&mut self, now: Duration) {
+        self.success = Some(now);
+    }
+
+    /// How long after it was known to be alive a silent member is lost; none if no steps are reported.
+    fn patience(&self, config: &Config) -> Option<Duration> {
+        let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
+        Some(config.lease.max(peers_time))
+    }
+
+    /// What speaks for a silent member, and until when.
+    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+        let last_word = node.last_word();
+        let patience = self.patience(config)?;
+        let bound = last_word + config.outage_timeout;
+        // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
+        // closed by its end.
+        let is_connected = node.is_connected() || node.is_proven();
+        if is_connected && self.success.is_some_and(|at| at > last_word) {
+            return Some((Excuse::Proven, bound));
+        }
+        Some(match self.proven {
+            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
+            _ => (Excuse::Asked, bound.min(last_word + patience)),
+        })
+    }
+}
+
+impl Job {
+    /// What a node's silence is worth saying when it is over.
+    pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
+        if let Some(silence) = silence {
+            let name = self.roster.name_of(incarnation);
+            turn.decided(format!(
+                "job `{}`: {name} is back after {:.1} s",
+                self.id,
+                silence.as_secs_f64()
+            ));
+        }
+    }
+
+    /// The lease of a node has run out: gives it more time if its peers vouch for it, and returns whether they do.
+    pub(super) fn excuse(&mut self, turn: &mut Turn<'_>, incarnation: &str) -> bool {
+        let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
+        if !is_at_work || self.roster.members().len() == 1 {
+            return false;
+        }
+        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get_mut(incarnation)) else {
+            return false;
+        };
+        let excuse = running.excuse(turn.config, node);
+        let Some((excuse, until)) = excuse.filter(|(_, until)| *until > turn.at.now) else {
+            return false;
+        };
+        if node.excuse(excuse, until) {
+            let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+            let bound = turn.config.outage_timeout.as_secs_f64();
+            let hostname = node.hostname();
+            let awaited = match excuse {
+                Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
+                Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),
+            };
+            let words = format!("node `{hostname}` has been silent for {silence:.1} s{awaited}");
+            turn.decided(format!("job `{}`: {words}", self.id));
+            if excuse == Excuse::Proven {
+                let others = self.roster.others(incarnation).map(|(other, _)| other.clone());
+                for other in others.collect::<Vec<_>>() {
+                    self.tell_waiting(turn, &other, words.clone());
+                }
+            }
+        }
+        true
+    }
+}
