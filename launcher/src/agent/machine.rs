@@ -5,7 +5,7 @@
 //! Joining ──────────────▶ Running ───────────────────────────────────▶ Stopping
 //!    ▲  ▲                    │ all ended with 0                            │ all gone
 //!    │  │                    ▼                                             ▼
-//!    │  └── GenerationOver ─ Succeeded           Joining | Undecided | Listening ─▶ Leaving
+//!    │  └── GenerationOver ─ Succeeded           Joining | Undecided | Leaving
 //!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
 //! ```
 //!
@@ -105,8 +105,6 @@ pub(super) enum Phase {
     },
     Succeeded,
     Undecided,
-    /// The job has failed, and the daemon collects what all nodes know of it.
-    Listening(ExitReason),
     Leaving(ExitReason),
     Done,
 }
@@ -128,8 +126,6 @@ pub struct Machine {
     finishing: bool,
     /// Workers that exited with an error, while it is not known whether they are the cause or a consequence.
     pub(super) suspects: Vec<Suspect>,
-    /// The daemon has announced its last word on the job, which comes within this time after our own report.
-    pub(super) last_word: Option<Duration>,
     /// Signals received so far.
     signals: u32,
 }
@@ -147,7 +143,6 @@ impl Machine {
             listening: false,
             finishing: false,
             suspects: Vec::new(),
-            last_word: None,
             signals: 0,
             rules,
         };
@@ -243,17 +238,13 @@ impl Machine {
         match message.body {
             Some(Word::Assignment(assignment)) => self.on_assignment(generation, assignment),
             Some(Word::GenerationOver(over)) => self.on_generation_over(generation, &over),
-            Some(Word::JobOver(over)) => {
-                let last_word_ms = over.last_word_ms;
-                self.on_verdict(ExitReason::of_job_over(over), last_word_ms)
-            }
-            Some(Word::LastWord(_)) => self.on_last_word(),
+            Some(Word::JobOver(over)) => self.end(ExitReason::of_job_over(over)),
             Some(Word::Refused(refused)) => self.end(ExitReason::of_refusal(refused)),
             // The daemon has taken the join: how long it waits for others is bounded there, and a spare waits for as
             // long as the job runs.
             Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
-            // An empty body is a message of a newer build.
-            Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
+            // An empty body is a message of a newer build; a last word comes from an older one.
+            Some(Word::Waiting(_) | Word::HeartbeatAck(_) | Word::LastWord(_)) | None => Vec::new(),
         }
     }
 
@@ -317,7 +308,7 @@ impl Machine {
                 Then::StopUnlessOver(_) | Then::Rejoin | Then::Finish(_) => return Vec::new(),
             },
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
-            Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => return Vec::new(),
+            Phase::Leaving(_) | Phase::Done => return Vec::new(),
         };
         effects.push(Effect::Say(restart_notice(over)));
         effects
@@ -386,7 +377,6 @@ impl Machine {
                 self.finish(exit_reason)
             }
             Phase::Leaving(_) | Phase::Done => Vec::new(),
-            Phase::Listening(_) => self.on_last_word(),
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(exit_reason),
         }
     }
@@ -411,7 +401,6 @@ impl Machine {
             },
             Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
             Phase::Running => self.blame_first_suspect(),
-            Phase::Listening(_) => self.on_last_word(),
             Phase::Succeeded | Phase::Done => Vec::new(),
         }
     }
@@ -495,15 +484,23 @@ impl Machine {
                 Vec::new()
             }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(exit_reason),
-            Phase::Listening(own) => match exit_reason {
-                ExitReason::DaemonGone { .. } => {
-                    let own = own.clone();
-                    self.finish(own)
-                }
-                _ => Vec::new(),
-            },
             Phase::Leaving(_) | Phase::Done => Vec::new(),
         }
+    }
+
+    /// The workers are gone: says good-bye to a daemon that can be reached.
+    fn leave(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
+        if let ExitReason::DaemonGone { .. } = exit_reason {
+            return self.finish(exit_reason);
+        }
+        let leave = exit_reason.farewell();
+        self.phase = Phase::Leaving(exit_reason);
+        vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
+    }
+
+    fn finish(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
+        self.phase = Phase::Done;
+        vec![Effect::Finish(exit_reason)]
     }
 
     fn join(&self) -> Vec<Effect> {

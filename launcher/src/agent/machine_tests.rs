@@ -1,5 +1,5 @@
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
+use ddp_proto::rendezvous::{Failures, JobOver, Leave, NodeAssignment, Refused, Waiting};
 
 #[path = "spawning_tests.rs"]
 mod spawning;
@@ -131,6 +131,17 @@ impl Play {
         joined.is_some() && stopped < joined && stopped.is_some()
     }
 
+    /// To a daemon that does not know the end of the job, it tells it.
+    fn says_good_bye(&self) -> bool {
+        let code = Some(42);
+        matches!(&self.last[..], [Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)] if leave.exit_code == code)
+    }
+
+    /// Exit code when the good-bye was received.
+    fn end(&mut self) -> Option<u8> {
+        self.on(Event::Left).finish().map(ExitReason::exit_code)
+    }
+
     fn finish(&self) -> Option<&ExitReason> {
         self.last.iter().find_map(|effect| match effect {
             Effect::Finish(exit_reason) => Some(exit_reason),
@@ -161,6 +172,63 @@ fn success_is_told_when_all_are_gone() {
     play.receive(1, Word::JobOver(JobOver::default()));
     assert!(matches!(play.last[0], Effect::Leave(Leave { signal: None, .. })));
     assert_eq!(play.on(Event::Left).finish(), Some(&ExitReason::Succeeded));
+}
+
+/// The job has failed; a daemon of an older build announces a last word on it.
+fn verdict() -> Word {
+    Word::JobOver(JobOver {
+        exit_code: 42,
+        last_word_ms: 700,
+        ..JobOver::default()
+    })
+}
+
+#[test]
+fn nothing_is_reported_or_waited_for_after_the_verdict() {
+    let mut play = Play::running(false, 1);
+    play.receive(1, verdict());
+    assert_eq!(play.receive(1, Word::LastWord(Failures::default())).last, []);
+    assert!(play.exit(0, Ending::Code(1)).swept().says_good_bye());
+    assert_eq!(play.receive(1, Word::LastWord(Failures::default())).last, []);
+    assert_eq!(play.end(), Some(42));
+}
+
+#[test]
+fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
+    let says =
+        |play: &Play| matches!(&play.last[..], [Effect::Say(words)] if words.contains("another signal kills"));
+    // After the verdict, of whatever node the failure is; or before it: the failure was reported to the daemon.
+    for is_own in [false, true] {
+        let mut play = Play::running(false, 2);
+        if is_own {
+            play.exit(1, KILLED);
+            assert!(says(play.on(Event::Signal(libc::SIGINT))));
+            play.receive(1, verdict());
+        } else {
+            play.receive(1, verdict()).exit(1, Ending::Code(1));
+            assert!(says(play.on(Event::Signal(libc::SIGINT))));
+        }
+        assert!(
+            play.on(Event::Signal(libc::SIGTERM))
+                .does(&Effect::SignalAll(libc::SIGKILL))
+        );
+        assert!(play.exit(0, Ending::Code(1)).swept().says_good_bye());
+        assert_eq!(play.end(), Some(42));
+    }
+}
+
+#[test]
+fn a_signal_before_the_verdict_counts_if_there_is_to_be_a_restart_or_none_is_received() {
+    for word in [None, Some(over())] {
+        let mut play = Play::running(false, 2);
+        play.exit(1, KILLED).on(Event::Signal(libc::SIGINT));
+        if let Some(word) = word {
+            assert_eq!(play.receive(1, word).last, []);
+        }
+        play.on(Event::Signal(libc::SIGTERM));
+        play.exit(0, KILLED).swept();
+        assert_eq!(play.end(), Some(130), "the first signal's");
+    }
 }
 
 #[test]

@@ -36,7 +36,7 @@ fn words(phase: &Phase, generation: Generation) -> &'static str {
             ..
         } => "a worker of this node failed; waiting for the daemon's decision",
         Phase::Stopping { .. } => "the workers are being stopped",
-        Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => "the workers have exited",
+        Phase::Leaving(_) | Phase::Done => "the workers have exited",
     }
 }
 

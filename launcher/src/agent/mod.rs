@@ -6,7 +6,6 @@
 //! | `exit_reason` | the ways in which a launch ends, with their exit codes |
 //! | `event` | the words in which the machine and its driver speak |
 //! | `stop` | the stop routine, a part of the machine |
-//! | `farewell` | the end of the agent: the daemon's last word, the good-bye; a part of the machine |
 //! | `launch` | a launch from outside: its beginning and its outcome |
 //! | `driver` | one loop that turns all that happens into events, and carries out the effects |
 //! | `inbox` | the one `select!` over everything that may happen |
@@ -26,7 +25,6 @@ mod contracts;
 mod driver;
 mod event;
 mod exit_reason;
-mod farewell;
 mod inbox;
 mod launch;
 mod link;
