@@ -7,7 +7,7 @@ use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ddp_proto::control::{PeerWait, Phase, Progress, Sizes, ToWorker};
+use ddp_proto::control::{ToAgent, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -26,33 +26,7 @@ const MAX_CONNECTIONS: usize = 4096;
 pub(crate) struct ControlEvent {
     pub(crate) generation: Generation,
     pub(crate) local_rank: LocalRank,
-    pub(crate) news: News,
-}
-
-/// The messages of the control socket that concern the agent.
-#[derive(Debug)]
-pub(crate) enum News {
-    Heartbeat {
-        step: u64,
-        phase: Phase,
-        /// How long the program itself has had nothing to say.
-        quiet: Duration,
-        progress: Option<Progress>,
-        /// Its waits for other ranks.
-        waits: Vec<PeerWait>,
-        /// Where in a step it is: part of a line.
-        activity: String,
-    },
-    Sizes(Sizes),
-    State {
-        text: String,
-    },
-    Failure {
-        message: String,
-        hint: Option<String>,
-        consequence: bool,
-        lost_rank: Option<u32>,
-    },
+    pub(crate) message: ToAgent,
 }
 
 /// The place of this node's workers in one generation.

@@ -4,33 +4,10 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
-use super::workers::{PrepareError, Site};
+use super::{PrepareError, Site};
 
 /// Role of a node whose agent is too old to tell one.
 const DEFAULT_ROLE: &str = "default";
-
-/// The first rank of a node that offers so many `workers`; what makes no sense if it cannot have such a place.
-pub(super) fn first_rank(assignment: &Assignment, workers: u32) -> Result<GlobalRank, String> {
-    let node = assignment
-        .nodes
-        .get(assignment.node_rank as usize)
-        .ok_or_else(|| format!("it has no node {}", assignment.node_rank))?;
-    if node.workers != workers {
-        return Err(format!(
-            "it has {} workers for this node, which offers {workers}",
-            node.workers
-        ));
-    }
-    let ranks: u64 = assignment.nodes.iter().map(|node| u64::from(node.workers)).sum();
-    let end = u64::from(node.first_rank) + u64::from(workers);
-    if end > ranks || ranks > u64::from(u32::MAX) {
-        return Err(format!(
-            "the first rank of this node is {}, but there are only {ranks} ranks",
-            node.first_rank
-        ));
-    }
-    Ok(GlobalRank(node.first_rank))
-}
 
 /// The place of each of this node's workers.
 pub(super) fn contracts_of(

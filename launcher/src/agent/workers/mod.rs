@@ -1,16 +1,26 @@
 //! The workers of one generation on this node.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `contracts` | what an assignment means for each of them |
+//! | `exits` | the ends that they came to, as the protocol tells them |
+//! | `hang_watch` | finds those that hang, and ends them |
 
+mod contracts;
 mod exits;
+mod hang_watch;
 
-use std::ffi::OsString;
+pub(super) use hang_watch::{HangWatch, Threads};
+
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::control::{PeerWait, Phase, Sizes};
+use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
+use ddp_proto::exit;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::ports::PortRange;
 use ddp_proto::rendezvous::{Assignment, Heartbeat};
@@ -19,7 +29,6 @@ use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
-use super::contracts::contracts_of;
 use crate::output::console::Stream;
 use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
 use crate::output::plan::{LineSource, OutputPlan};
@@ -33,6 +42,10 @@ use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
 use crate::supervise::waits::ToldWaits;
+use contracts::contracts_of;
+
+/// Longest message of a worker on its own failure; the rest is cut off.
+const MAX_WORDS_CHARS: usize = 4000;
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +64,16 @@ pub(super) enum PrepareError {
         "the launcher panicked (see the panic message above) and did not create the files of the workers"
     )]
     Panicked,
+}
+
+impl PrepareError {
+    /// Of the launcher that ends for it.
+    pub(super) const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Log(_) => exit::USAGE,
+            Self::Pipe(_) | Self::Store { .. } | Self::Assignment(_) | Self::Panicked => exit::INTERNAL,
+        }
+    }
 }
 
 /// What is needed to prepare workers, beyond the assignment.
@@ -127,31 +150,31 @@ impl Site<'_> {
 
 /// One worker.
 #[derive(Debug)]
-pub(super) struct Worker {
-    pub(super) rank: GlobalRank,
-    pub(super) pid: Option<i32>,
+struct Worker {
+    rank: GlobalRank,
+    pid: Option<i32>,
     /// Its last sign of life.
-    pub(super) beat: Option<Beat>,
+    beat: Option<Beat>,
     /// What a number of ranks has to divide for it to go on, in its own words.
-    pub(super) sizes: Option<Sizes>,
+    sizes: Option<Sizes>,
     /// The step in which it was called slow.
-    pub(super) called_slow: Option<u64>,
+    called_slow: Option<u64>,
     /// What it does, in its own words, if it was asked.
-    pub(super) state: Option<String>,
+    state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
-    pub(super) waits: Vec<PeerWait>,
+    waits: Vec<PeerWait>,
     /// Where in a step it is, by its last heartbeat; empty if it does not say.
-    pub(super) activity: String,
+    activity: String,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
-    pub(super) found_waiting: Option<u64>,
+    found_waiting: Option<u64>,
     /// It hung, and was sent SIGABRT.
-    pub(super) aborted: bool,
+    aborted: bool,
     /// Its own words on its failure.
-    pub(super) said: Option<String>,
+    said: Option<String>,
     /// It says that it failed only because another rank did.
-    pub(super) consequence: bool,
+    consequence: bool,
     /// The rank to which its data connection broke, as it says.
-    pub(super) lost_rank: Option<u32>,
+    lost_rank: Option<u32>,
     /// What it wrote into its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
@@ -287,12 +310,72 @@ impl WorkerGroup {
         })
     }
 
-    pub(super) fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
+    fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
         self.workers.get_mut(local_rank.0 as usize)
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.workers.len()
+    /// A worker runs; its rank, if it is one of these.
+    pub(super) fn spawned(&mut self, local_rank: LocalRank, pid: i32) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank)?;
+        worker.pid = Some(pid);
+        Some(worker.rank)
+    }
+
+    /// Rank 0 is this worker.
+    pub(super) fn is_rank_0(&self, local_rank: LocalRank) -> bool {
+        let worker = self.workers.get(local_rank.0 as usize);
+        worker.is_some_and(|worker| worker.rank == GlobalRank(0))
+    }
+
+    /// Notes what a worker says.
+    pub(super) fn note(&mut self, local_rank: LocalRank, message: ToAgent) {
+        let Some(worker) = self.get_mut(local_rank) else {
+            return;
+        };
+        match message {
+            ToAgent::Heartbeat {
+                step,
+                phase,
+                quiet_ms,
+                waits,
+                activity,
+                ..
+            } => {
+                let at = Instant::now();
+                (worker.waits, worker.activity) = (waits, activity);
+                worker.beat = Some(Beat {
+                    at,
+                    fresh: at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at),
+                    step,
+                    phase,
+                });
+                tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
+            }
+            ToAgent::Sizes(sizes) => worker.sizes = Some(sizes),
+            ToAgent::State { text } => worker.state = Some(text),
+            ToAgent::Failure {
+                message,
+                hint,
+                consequence,
+                lost_rank,
+            } => {
+                let words = match hint {
+                    Some(hint) => format!("{message}\nhint: {hint}"),
+                    None => message,
+                };
+                worker.consequence = consequence;
+                worker.lost_rank = lost_rank;
+                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
+            }
+            // Answered by the connection.
+            ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
+        }
+    }
+
+    /// The worker says that it failed only because another rank did.
+    pub(super) fn is_consequence(&self, local_rank: LocalRank) -> bool {
+        let worker = self.workers.get(local_rank.0 as usize);
+        worker.is_some_and(|worker| worker.consequence)
     }
 
     /// The control group that its workers are in, where there is one.
@@ -308,9 +391,14 @@ impl WorkerGroup {
             .filter_map(|worker| worker.pid)
     }
 
+    /// What a number of ranks has to divide for the job to go on, as the workers say; none if none has said it.
+    pub(super) fn sizes(&self) -> Option<Sizes> {
+        self.workers.iter().find_map(|worker| worker.sizes)
+    }
+
     /// What each heartbeat tells the daemon about the workers.
     pub(super) fn heartbeat(&self) -> Heartbeat {
-        let sizes = self.workers.iter().find_map(|worker| worker.sizes);
+        let sizes = self.sizes();
         Heartbeat {
             step: self.step(),
             ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
@@ -370,15 +458,16 @@ impl WorkerGroup {
         self.trouble.map(|trouble| trouble - self.began)
     }
 
-    /// Sends a signal to live workers, all or one: to their process groups, or to them alone if that is their scope. One
-    /// that got it last does not get it again: a second SIGINT would interrupt what a program does because of the first.
-    pub(super) fn signal(&mut self, signal: i32, only: Option<LocalRank>) {
+    /// Sends a signal to the live workers that are meant: to their process groups, or to them alone if that is their
+    /// scope. One that got it last does not get it again: a second SIGINT would interrupt what a program does because of
+    /// the first.
+    pub(super) fn signal(&mut self, signal: i32, is_meant: impl Fn(LocalRank) -> bool) {
         let Ok(number) = Signal::try_from(signal) else {
             return;
         };
         let alone = self.signal_scope == SignalScope::Rank && number != Signal::SIGKILL;
-        for (local_rank, worker) in self.workers.iter_mut().enumerate() {
-            let meant = only.is_none_or(|only| only.0 as usize == local_rank) && worker.sent != Some(signal);
+        for (local_rank, worker) in (0..).map(LocalRank).zip(&mut self.workers) {
+            let meant = is_meant(local_rank) && worker.sent != Some(signal);
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 let pid = Pid::from_raw(pid);
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
@@ -395,7 +484,7 @@ impl WorkerGroup {
     }
 
     /// Workers that live, with their process ids.
-    pub(super) fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
+    fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         live.filter_map(|worker| Some((worker.pid?, worker)))
     }
@@ -410,27 +499,27 @@ impl WorkerGroup {
     }
 
     /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
-    pub(super) fn found_waiting(&mut self) {
+    fn found_waiting(&mut self) {
         for worker in &mut self.workers {
             worker.found_waiting = worker.beat.map(|beat| beat.step);
         }
     }
 
     /// What the workers said that they do is not what they do now.
-    pub(super) fn forget_states(&mut self) {
+    fn forget_states(&mut self) {
         for worker in &mut self.workers {
             worker.state = None;
         }
     }
 
     /// Where the log folders of all workers lie; none without a log directory.
-    pub(super) fn attempt_dir(&self) -> Option<PathBuf> {
+    fn attempt_dir(&self) -> Option<PathBuf> {
         let log = self.workers.first()?.files.stderr_log()?;
         log.ancestors().nth(2).map(Path::to_owned)
     }
 
     /// The live worker that is to blame for a silence of at least `bound`, if there is one.
-    pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
+    fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
         let live = self
             .workers
             .iter()
@@ -449,7 +538,7 @@ impl WorkerGroup {
     }
 
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
-    pub(super) fn is_unwatched(&self, bound: Duration) -> bool {
+    fn is_unwatched(&self, bound: Duration) -> bool {
         let began = !self.workers.is_empty() && self.began.elapsed() > bound;
         began && self.workers.iter().all(|worker| worker.beat.is_none())
     }
@@ -466,7 +555,7 @@ impl WorkerGroup {
     }
 
     /// Ends one worker that hangs. The signal is not counted as one of ours: its death is a failure.
-    pub(super) fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
+    fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
         let worker = self.workers.get(local_rank.0 as usize);
         if let Some(pid) = worker.and_then(|worker| worker.pid) {
             // A stopped process would not take it.
@@ -496,13 +585,17 @@ impl WorkerGroup {
         Some(worker.files.clone())
     }
 
-    /// Workers that failed on their own and have not said why.
-    pub(super) fn silent_failures(&self) -> impl Iterator<Item = LocalRank> + '_ {
-        let workers = self.workers.iter().zip(0..);
-        workers.filter_map(|(worker, local_rank)| {
+    /// The files of workers that failed on their own and have not said why.
+    pub(super) fn files_of_silent_failures(&self) -> Vec<(LocalRank, WorkerFiles)> {
+        let workers = (0..).map(LocalRank).zip(&self.workers);
+        let is_silent = |worker: &Worker| {
             let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
-            (failed && worker.words().is_none()).then_some(LocalRank(local_rank))
-        })
+            failed && worker.words().is_none()
+        };
+        workers
+            .filter(|(_, worker)| is_silent(worker))
+            .map(|(local_rank, worker)| (local_rank, worker.files.clone()))
+            .collect()
     }
 
     /// Keeps what a worker wrote into its error file before it ended.
@@ -562,18 +655,13 @@ impl Worker {
         }
     }
 
-    /// Where it is written down what it does, if it has a log folder.
-    pub(super) fn hang_file(&self) -> Option<PathBuf> {
-        self.files.hang_file()
-    }
-
     /// Where it was, by its last heartbeat; none if it has sent none.
-    pub(super) fn place(&self) -> Option<String> {
+    fn place(&self) -> Option<String> {
         Some(self.beat?.place(&self.activity))
     }
 
     /// The same, once it has got beyond its start: before that a place says nothing that the failure does not.
-    pub(super) fn place_in_training(&self) -> Option<String> {
+    fn place_in_training(&self) -> Option<String> {
         let beat = self.beat.filter(|beat| beat.phase != Phase::Starting)?;
         Some(beat.place(&self.activity))
     }
@@ -582,9 +670,4 @@ impl Worker {
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.in_file.clone())
     }
-}
-
-/// Environment of the launcher itself.
-pub(super) fn inherited() -> Vec<(OsString, OsString)> {
-    std::env::vars_os().collect()
 }

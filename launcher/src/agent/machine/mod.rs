@@ -9,8 +9,22 @@
 //!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
 //! ```
 //!
-//! There is one stop routine, whatever the reason: notify with the cause → SIGTERM, or the signal that is the reason →
-//! grace → SIGKILL → bounded wait → sweep what is left. Native workers get no signal but SIGKILL.
+//! | file | what it does |
+//! |---|---|
+//! | `event` | the words in which the machine and its driver speak |
+//! | `exit_reason` | the ways in which a launch ends, with their exit codes |
+//! | `members` | who of the workers runs, and who has ended |
+//! | `blame` | which of the failed workers is the cause |
+//! | `stop` | the one stop routine |
+
+mod blame;
+mod event;
+mod exit_reason;
+mod members;
+mod stop;
+
+pub use event::{Effect, Event};
+pub use exit_reason::ExitReason;
 
 use std::time::Duration;
 
@@ -23,11 +37,11 @@ use ddp_proto::rendezvous::{
     Assignment, DaemonMessage, GenerationOver, NodeLeaving, NodeSucceeded, WorkerExit,
 };
 
-use super::blame::Suspect;
-use super::contracts;
-use super::event::{Effect, Event};
-use super::exit_reason::ExitReason;
+use crate::spawn::spawner::{SpawnError, SpawnEvent};
 use crate::supervise::ending::{Ending, signal_name};
+use blame::{CULPRIT_WAIT, Judgement, Suspect, Suspects};
+use members::Members;
+use stop::{Stop, Stopped, Then};
 
 /// How long the daemon may take to decide what follows a failure of ours.
 pub const VERDICT_WAIT: Duration = Duration::from_secs(30);
@@ -58,74 +72,38 @@ pub struct Rules {
     pub elastic: bool,
 }
 
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Worker {
-    Waiting,
-    Running,
-    Ended(Ending),
-}
-
-/// How far the stop routine has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
-    /// The workers were asked to stop at a step boundary. Native ones have the whole of the grace for it, others most.
-    Asked,
-    /// The workers know why, and may end on their own.
-    Notified,
-    /// SIGTERM was sent, or the signal that is the reason.
-    Terminated,
-    /// SIGKILL was sent.
-    Killed,
-    /// The workers are gone; their leftovers are looked for.
-    Sweeping,
-}
-
-/// What follows when the workers are gone.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Then {
-    /// They all ended with 0.
-    Succeed,
-    /// One failed; the daemon decides.
-    AskDaemon,
-    /// One failed, and then this signal came: nothing is started again, but a verdict of the daemon goes before it.
-    StopUnlessOver(i32),
-    /// The daemon wants the next generation.
-    Rejoin,
-    /// The end.
-    Finish(ExitReason),
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Phase {
+#[derive(Debug, PartialEq)]
+enum Phase {
     Joining,
-    Running,
-    Stopping {
-        stage: Stage,
-        then: Then,
-    },
+    /// With the workers that failed, until it is known who is to blame.
+    Running(Suspects),
+    Stopping(Stop),
     Succeeded,
     Undecided,
     Leaving(ExitReason),
     Done,
 }
 
+/// The place that was assigned last.
+#[derive(Debug, Default)]
+struct Assigned {
+    generation: Generation,
+    /// Random name of the assignment; empty from a daemon of an older build.
+    id: String,
+    first_rank: u32,
+}
+
 /// The state of the agent.
 #[derive(Debug)]
 pub struct Machine {
-    pub(super) rules: Rules,
-    pub(super) phase: Phase,
-    pub(super) generation: Generation,
-    /// Random name of the assignment of this generation; empty from a daemon of an older build.
-    assignment_id: String,
-    pub(super) first_rank: u32,
-    pub(super) workers: Vec<Worker>,
-    pub(super) spawning: bool,
+    rules: Rules,
+    phase: Phase,
+    assigned: Assigned,
+    members: Members,
     /// Any worker listens on the control socket; set by the driver.
-    pub(super) listening: bool,
+    listening: bool,
     /// All native workers have said that they are done with the last step; set by the driver.
     finishing: bool,
-    /// Workers that exited with an error, while it is not known whether they are the cause or a consequence.
-    pub(super) suspects: Vec<Suspect>,
     /// Signals received so far.
     signals: u32,
 }
@@ -135,14 +113,10 @@ impl Machine {
     pub fn start(rules: Rules) -> (Self, Vec<Effect>) {
         let machine = Self {
             phase: Phase::Joining,
-            generation: Generation(0),
-            assignment_id: String::new(),
-            first_rank: 0,
-            workers: Vec::new(),
-            spawning: false,
+            assigned: Assigned::default(),
+            members: Members::default(),
             listening: false,
             finishing: false,
-            suspects: Vec::new(),
             signals: 0,
             rules,
         };
@@ -152,18 +126,18 @@ impl Machine {
 
     /// Generation that was last assigned.
     pub fn generation(&self) -> Generation {
-        self.generation
+        self.assigned.generation
     }
 
     /// Which assignment of the generation it was.
     pub(super) fn assignment_id(&self) -> &str {
-        &self.assignment_id
+        &self.assigned.id
     }
 
     /// Whether this is the assignment that the node has. Daemons of older builds do not name it.
     pub(super) fn is_own(&self, generation: Generation, assignment: &Assignment) -> bool {
-        let (told, own) = (&assignment.assignment_id, &self.assignment_id);
-        generation == self.generation && (told.is_empty() || own.is_empty() || told == own)
+        let (told, own) = (&assignment.assignment_id, &self.assigned.id);
+        generation == self.generation() && (told.is_empty() || own.is_empty() || told == own)
     }
 
     /// Whether any worker listens on the control socket, and so can do something with a notice.
@@ -178,7 +152,7 @@ impl Machine {
 
     /// True while all is well.
     pub fn is_running(&self) -> bool {
-        self.phase == Phase::Running
+        matches!(self.phase, Phase::Running(_))
     }
 
     /// True while the daemon decides what follows a failure on this node.
@@ -190,7 +164,7 @@ impl Machine {
     /// it is: they end with 0 too where ranks of another node were asked to stop.
     pub fn has_succeeded(&self) -> bool {
         let ended = match &self.phase {
-            Phase::Stopping { then, .. } => *then == Then::Succeed,
+            Phase::Stopping(stop) => *stop.then() == Then::Succeed,
             phase => *phase == Phase::Succeeded,
         };
         ended && (self.finishing || !self.rules.native)
@@ -198,7 +172,30 @@ impl Machine {
 
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
-        self.spawning
+        self.members.is_spawning()
+    }
+
+    /// True if the workers of this node have come to an end, and the daemon has to say what follows.
+    pub(super) fn waits_for_daemon(&self) -> bool {
+        match &self.phase {
+            Phase::Stopping(stop) => *stop.then() == Then::AskDaemon,
+            phase => matches!(phase, Phase::Succeeded | Phase::Undecided),
+        }
+    }
+
+    /// What goes on at this node while the daemon is out of reach, in words.
+    pub(super) fn meanwhile(&self) -> &'static str {
+        match &self.phase {
+            Phase::Joining if self.generation() == Generation(0) => "no worker was started yet",
+            Phase::Joining => "no worker is running; the restart waits for the daemon",
+            Phase::Running(_) => "the workers keep running",
+            Phase::Succeeded => "the workers of this node succeeded; waiting for the daemon's decision",
+            Phase::Undecided | Phase::Stopping(_) if self.waits_for_daemon() => {
+                "a worker of this node failed; waiting for the daemon's decision"
+            }
+            Phase::Undecided | Phase::Stopping(_) => "the workers are being stopped",
+            Phase::Leaving(_) | Phase::Done => "the workers have exited",
+        }
     }
 
     /// Takes an event, returns what is to be done, in this order.
@@ -209,13 +206,12 @@ impl Machine {
         match event {
             Event::Daemon(message) => self.on_daemon(message),
             Event::DaemonGone { exit_code, error } => self.on_daemon_gone(exit_code, error),
-            Event::Spawned {
-                generation,
-                local_rank,
-                pid,
-            } => self.on_spawned(generation, local_rank, pid),
-            Event::SpawnEnded { generation, failure } => self.on_spawn_ended(generation, failure),
-            Event::CannotBegin { exit_code, error } => self.on_cannot_begin(exit_code, error),
+            Event::Spawn(event) => self.on_spawn(event),
+            Event::CannotBegin { exit_code, error } => {
+                self.members.spawn_ended();
+                self.members.forget();
+                self.end(ExitReason::Broken { exit_code, error })
+            }
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
             Event::ControlDrained {
                 generation,
@@ -252,8 +248,10 @@ impl Machine {
         match self.phase {
             Phase::Joining => {}
             // "Keep your place", after a reconnect.
-            Phase::Running | Phase::Succeeded if self.is_own(generation, &assignment) => return Vec::new(),
-            Phase::Running => {
+            Phase::Running(_) | Phase::Succeeded if self.is_own(generation, &assignment) => {
+                return Vec::new();
+            }
+            Phase::Running(_) => {
                 // A daemon that lost its state: it takes us for a node without workers.
                 let cause = format!("the daemon assigned generation {generation} anew");
                 return self.stop(&cause, Then::Rejoin);
@@ -261,11 +259,11 @@ impl Machine {
             _ => return Vec::new(),
         }
         let place = match generation {
-            Generation(1..MAX_GENERATIONS) => contracts::first_rank(&assignment, self.rules.workers),
+            Generation(1..MAX_GENERATIONS) => first_rank(&assignment, self.rules.workers),
             Generation(number) => Err(format!("its generation is {number}")),
         };
-        self.first_rank = match place {
-            Ok(rank) => rank.0,
+        let first_rank = match place {
+            Ok(rank) => rank,
             Err(nonsense) => {
                 let error = format!("invalid assignment from the rendezvous daemon: {nonsense}");
                 return self.end(ExitReason::Broken {
@@ -274,12 +272,13 @@ impl Machine {
                 });
             }
         };
-        self.generation = generation;
-        self.assignment_id.clone_from(&assignment.assignment_id);
-        self.suspects.clear();
-        self.workers = vec![Worker::Waiting; self.rules.workers as usize];
-        self.spawning = true;
-        self.phase = Phase::Running;
+        self.assigned = Assigned {
+            generation,
+            id: assignment.assignment_id.clone(),
+            first_rank,
+        };
+        self.members = Members::waiting(self.rules.workers);
+        self.phase = Phase::Running(Suspects::default());
         vec![Effect::Disarm, Effect::Spawn(assignment)]
     }
 
@@ -294,19 +293,18 @@ impl Machine {
     }
 
     fn on_generation_over(&mut self, generation: Generation, over: &GenerationOver) -> Vec<Effect> {
-        if generation < self.generation {
+        if generation < self.generation() {
             return Vec::new();
         }
         let mut effects = match &mut self.phase {
-            Phase::Running if over.at_step_boundary => self.stop_at_boundary(&over.cause, Then::Rejoin),
-            Phase::Running => self.stop(&over.cause, Then::Rejoin),
-            Phase::Stopping { then, .. } => match then {
-                Then::AskDaemon | Then::Succeed => {
-                    *then = Then::Rejoin;
-                    Vec::new()
+            Phase::Running(_) if over.at_step_boundary => self.stop_at_boundary(&over.cause, Then::Rejoin),
+            Phase::Running(_) => self.stop(&over.cause, Then::Rejoin),
+            Phase::Stopping(stop) => {
+                if !stop.on_generation_over() {
+                    return Vec::new();
                 }
-                Then::StopUnlessOver(_) | Then::Rejoin | Then::Finish(_) => return Vec::new(),
-            },
+                Vec::new()
+            }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
             Phase::Leaving(_) | Phase::Done => return Vec::new(),
         };
@@ -314,21 +312,121 @@ impl Machine {
         effects
     }
 
-    fn on_exited(&mut self, local_rank: LocalRank, ending: Ending) -> Vec<Effect> {
-        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
-            *worker = Worker::Ended(ending);
+    /// How the start of a generation's workers goes.
+    ///
+    /// A start can outlast its generation: a program on a file system that does not answer keeps the spawner waiting
+    /// when the workers have long been given up. Reports of it that come then do not count for the next generation.
+    fn on_spawn(&mut self, event: SpawnEvent) -> Vec<Effect> {
+        match event {
+            SpawnEvent::Spawned {
+                generation,
+                local_rank,
+                pid,
+            } => {
+                if generation != self.generation() || !self.members.spawned(local_rank) {
+                    return vec![Effect::KillStray(pid)];
+                }
+                match &self.phase {
+                    Phase::Stopping(stop) => stop.on_late_start(local_rank),
+                    _ => Vec::new(),
+                }
+            }
+            SpawnEvent::Ended { generation, failure } if generation == self.generation() => {
+                self.on_spawn_ended(failure)
+            }
+            SpawnEvent::Ended { .. } => Vec::new(),
         }
+    }
+
+    fn on_spawn_ended(&mut self, failure: Option<SpawnError>) -> Vec<Effect> {
+        self.members.spawn_ended();
+        let mut effects = match failure {
+            Some(error) => self.end(ExitReason::CannotStart(error)),
+            // No worker was ever started: all of none have ended, but nothing has succeeded.
+            None if self.is_running() && self.members.is_empty() => self.end(ExitReason::Broken {
+                exit_code: exit::INTERNAL,
+                error: format!("no worker of generation {} was started", self.generation()),
+            }),
+            None => Vec::new(),
+        };
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    fn on_exited(&mut self, local_rank: LocalRank, ending: Ending) -> Vec<Effect> {
+        self.members.ended(local_rank, ending);
         let mut effects = Vec::new();
-        if self.phase == Phase::Running && !ending.is_success() {
-            effects = self.on_failed(local_rank, ending);
+        if let Phase::Running(suspects) = &mut self.phase
+            && !ending.is_success()
+        {
+            let suspect = Suspect::new(local_rank, ending);
+            if suspect.is_certain() {
+                effects = self.blame(&suspect);
+            } else {
+                suspects.add(suspect);
+                // The generation is over, whichever rank is the cause.
+                effects = vec![Effect::CancelSpawn, Effect::DrainControl(local_rank)];
+            }
         }
         effects.extend(self.check_gone());
         effects
     }
 
+    /// The last words of a suspect are there.
+    fn on_control_drained(
+        &mut self,
+        generation: Generation,
+        local_rank: LocalRank,
+        consequence: bool,
+    ) -> Vec<Effect> {
+        let (is_current, are_gone) = (generation == self.generation(), self.members.are_gone());
+        let Phase::Running(suspects) = &mut self.phase else {
+            return Vec::new();
+        };
+        if !is_current {
+            return Vec::new();
+        }
+        match suspects.on_words(local_rank, consequence, are_gone) {
+            Judgement::Blame(suspect) => self.blame(&suspect),
+            Judgement::Wait => vec![Effect::Arm(CULPRIT_WAIT)],
+            Judgement::Open => Vec::new(),
+        }
+    }
+
+    /// Stops the others, tells them why, and reports.
+    fn blame(&mut self, suspect: &Suspect) -> Vec<Effect> {
+        let cause = suspect.as_cause(self.assigned.first_rank, &self.rules.hostname);
+        let mut effects = self.stop(&cause, Then::AskDaemon);
+        effects.insert(1, Effect::Describe(suspect.local_rank));
+        effects
+    }
+
+    /// Goes on when the last worker is gone.
+    fn check_gone(&mut self) -> Vec<Effect> {
+        if !self.members.are_gone() {
+            return Vec::new();
+        }
+        let workers = self.workers();
+        match &mut self.phase {
+            // Any failure but that of a suspect would have left this phase.
+            Phase::Running(suspects) if suspects.is_empty() => {
+                let (stop, effects) = Stop::after_success(workers);
+                self.phase = Phase::Stopping(stop);
+                effects
+            }
+            // No other worker is left that could be the cause.
+            Phase::Running(suspects) => match suspects.judge() {
+                Some(suspect) => self.blame(&suspect),
+                None => Vec::new(),
+            },
+            Phase::Stopping(stop) => stop.on_gone(),
+            _ => Vec::new(),
+        }
+    }
+
     fn on_described(&mut self, exit: WorkerExit) -> Vec<Effect> {
         match self.phase {
-            Phase::Stopping { .. } | Phase::Undecided => vec![Effect::Report(Report::WorkerExit(exit))],
+            Phase::Stopping(_) | Phase::Undecided => vec![Effect::Report(Report::WorkerExit(exit))],
             // The daemon has decided without it.
             _ => Vec::new(),
         }
@@ -339,7 +437,7 @@ impl Machine {
         let again = self.signals > 1;
         let exit_reason = ExitReason::Stopped { signal };
         match &mut self.phase {
-            Phase::Running => {
+            Phase::Running(_) => {
                 let name = signal_name(signal);
                 let grace_s = self.rules.shutdown_timeout.as_secs_f64();
                 let mut effects = vec![
@@ -352,26 +450,7 @@ impl Machine {
                 effects.extend(self.stop_at_boundary(&name, Then::Finish(exit_reason)));
                 effects
             }
-            Phase::Stopping { stage, then } => {
-                match then {
-                    // The verdict has the same exit code on all nodes; of several signals the first decides.
-                    Then::Finish(_) | Then::StopUnlessOver(_) => {}
-                    Then::AskDaemon => *then = Then::StopUnlessOver(signal),
-                    Then::Succeed | Then::Rejoin => *then = Then::Finish(exit_reason),
-                }
-                if *stage >= Stage::Killed {
-                    return Vec::new();
-                }
-                if again {
-                    let mut effects = vec![Effect::Say("killing the workers".into())];
-                    effects.extend(self.kill());
-                    return effects;
-                }
-                let name = signal_name(signal);
-                vec![Effect::Say(format!(
-                    "{name}: the workers are already being stopped; another signal kills them"
-                ))]
-            }
+            Phase::Stopping(stop) => stop.on_signal(signal, again),
             Phase::Leaving(exit_reason) if again => {
                 let exit_reason = exit_reason.clone();
                 self.finish(exit_reason)
@@ -382,7 +461,7 @@ impl Machine {
     }
 
     fn on_alarm(&mut self) -> Vec<Effect> {
-        match &self.phase {
+        match &mut self.phase {
             Phase::Joining => self.end(ExitReason::Refused {
                 exit_code: exit::RENDEZVOUS_TIMED_OUT,
                 reason: "the rendezvous daemon neither started nor refused the job in time".into(),
@@ -391,39 +470,36 @@ impl Machine {
                 exit_code: exit::DAEMON_UNREACHABLE,
                 error: "the rendezvous daemon sent no decision after the failure".into(),
             }),
-            Phase::Stopping { stage, .. } => match stage {
-                Stage::Asked => self.terminate(self.after_signal()),
-                Stage::Notified => self.terminate(self.rules.shutdown_timeout),
-                Stage::Terminated => self.kill(),
-                // Reported by the sweep, by process id.
-                Stage::Killed => self.sweep(),
-                Stage::Sweeping => Vec::new(),
+            Phase::Stopping(stop) => stop.on_alarm(),
+            Phase::Leaving(exit_reason) => {
+                let exit_reason = exit_reason.clone();
+                self.finish(exit_reason)
+            }
+            Phase::Running(suspects) => match suspects.first() {
+                Some(suspect) => self.blame(&suspect),
+                None => Vec::new(),
             },
-            Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
-            Phase::Running => self.blame_first_suspect(),
             Phase::Succeeded | Phase::Done => Vec::new(),
         }
     }
 
     fn on_swept(&mut self, stuck: &[String]) -> Vec<Effect> {
-        let Phase::Stopping { then, .. } = &self.phase else {
+        let Phase::Stopping(stop) = &self.phase else {
             return Vec::new();
         };
-        let mut then = then.clone();
+        let mut then = stop.then().clone();
         let mut effects = Vec::new();
-        let is_success = |worker: &Worker| matches!(worker, Worker::Ended(ending) if ending.is_success());
         if let Then::Finish(ExitReason::DaemonGone { error, .. }) = &then
             && self.rules.native
             && self.finishing
-            && !self.workers.is_empty()
-            && self.workers.iter().all(is_success)
+            && self.members.all_succeeded()
         {
             // They had no step left when they were asked to stop.
             effects.push(succeeded_without_daemon(error));
             then = Then::Finish(ExitReason::Succeeded);
         }
         effects.extend(self.next_steps(&then));
-        self.workers.clear();
+        self.members.forget();
         if !stuck.is_empty() {
             effects.push(Effect::Say(format!(
                 "cannot kill processes: {}\n  hint: state D is a wait inside the kernel, often for a file system \
@@ -450,37 +526,92 @@ impl Machine {
         effects
     }
 
+    /// What a user can do next, when the workers are gone that were asked to stop.
+    fn next_steps(&self, then: &Then) -> Option<Effect> {
+        let Then::Finish(exit_reason) = then else {
+            return None;
+        };
+        let taken_in = (self.rules.elastic && matches!(exit_reason, ExitReason::Stopped { .. }))
+            .then_some("if the other nodes continue, start this node again to rejoin the job");
+        let words = [self.how_to_resume(exit_reason), taken_in.map(str::to_owned)];
+        let words: Vec<String> = words.into_iter().flatten().collect();
+        (!words.is_empty()).then(|| Effect::Say(words.join("\n  ")))
+    }
+
+    /// Whether native workers have saved, and how their run goes on.
+    fn how_to_resume(&self, exit_reason: &ExitReason) -> Option<String> {
+        if !exit_reason.leaves_time_to_save() || !self.rules.native || self.members.is_empty() {
+            return None;
+        }
+        let resume = self
+            .rules
+            .resume_words
+            .as_deref()
+            .unwrap_or("`--set run.resume=auto`");
+        // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
+        Some(if self.members.any_succeeded() {
+            format!("resume with {resume}")
+        } else {
+            format!(
+                "the workers were stopped before they had saved; resuming with {resume} continues from the last \
+                 complete checkpoint, if one exists\n  \
+                 hint: a longer `--shutdown-timeout` gives them more time to save"
+            )
+        })
+    }
+
+    /// The workers as the stop routine needs to know them.
+    fn workers(&self) -> Stopped {
+        Stopped {
+            native: self.rules.native,
+            grace: self.rules.shutdown_timeout,
+            listening: self.listening,
+            are_gone: self.members.are_gone(),
+        }
+    }
+
+    /// Stops the workers because the generation is over.
+    fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
+        let (stop, effects) = Stop::notify(cause, then, self.workers());
+        self.phase = Phase::Stopping(stop);
+        effects
+    }
+
+    /// Stops workers that are all well.
+    fn stop_at_boundary(&mut self, cause: &str, then: Then) -> Vec<Effect> {
+        let (stop, effects) = Stop::ask(cause, then, self.workers());
+        self.phase = Phase::Stopping(stop);
+        effects
+    }
+
     /// Ends the launch for `exit_reason`: at once, or when the workers are gone.
-    pub(super) fn end(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
+    fn end(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
         match &mut self.phase {
-            Phase::Running => match &exit_reason {
-                // The others have nothing to wait for.
-                ExitReason::CannotStart(error) => {
-                    let cause = error.to_string();
-                    self.stop(&cause, Then::Finish(exit_reason))
+            Phase::Running(_) => {
+                // The others have nothing to wait for, unless they are all well.
+                let (cause, are_well) = match &exit_reason {
+                    ExitReason::CannotStart(error) => (error.to_string(), false),
+                    ExitReason::JobOver { reason, .. } | ExitReason::Refused { reason, .. } => {
+                        (reason.clone(), false)
+                    }
+                    ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
+                        ("the rendezvous daemon is unreachable".into(), true)
+                    }
+                    ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => {
+                        (error.clone(), false)
+                    }
+                    ExitReason::Succeeded => ("the job has ended".into(), false),
+                    ExitReason::Stopped { signal } => (signal_name(*signal), true),
+                };
+                let then = Then::Finish(exit_reason);
+                if are_well {
+                    self.stop_at_boundary(&cause, then)
+                } else {
+                    self.stop(&cause, then)
                 }
-                ExitReason::JobOver { reason, .. } | ExitReason::Refused { reason, .. } => {
-                    let cause = reason.clone();
-                    self.stop(&cause, Then::Finish(exit_reason))
-                }
-                ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
-                    self.stop_at_boundary("the rendezvous daemon is unreachable", Then::Finish(exit_reason))
-                }
-                ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => {
-                    let cause = error.clone();
-                    self.stop(&cause, Then::Finish(exit_reason))
-                }
-                ExitReason::Succeeded => self.stop("the job has ended", Then::Finish(exit_reason)),
-                ExitReason::Stopped { signal } => {
-                    let name = signal_name(*signal);
-                    self.stop_at_boundary(&name, Then::Finish(exit_reason))
-                }
-            },
-            Phase::Stopping { then, .. } => {
-                // Our own end stands: the daemon only confirms it.
-                if !matches!(then, Then::Finish(_)) {
-                    *then = Then::Finish(exit_reason);
-                }
+            }
+            Phase::Stopping(stop) => {
+                stop.on_end(exit_reason);
                 Vec::new()
             }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(exit_reason),
@@ -513,6 +644,29 @@ impl Machine {
         effects.extend(self.join());
         effects
     }
+}
+
+/// The first rank of a node that offers so many `workers`; what makes no sense if it cannot have such a place.
+fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
+    let node = assignment
+        .nodes
+        .get(assignment.node_rank as usize)
+        .ok_or_else(|| format!("it has no node {}", assignment.node_rank))?;
+    if node.workers != workers {
+        return Err(format!(
+            "it has {} workers for this node, which offers {workers}",
+            node.workers
+        ));
+    }
+    let ranks: u64 = assignment.nodes.iter().map(|node| u64::from(node.workers)).sum();
+    let end = u64::from(node.first_rank) + u64::from(workers);
+    if end > ranks || ranks > u64::from(u32::MAX) {
+        return Err(format!(
+            "the first rank of this node is {}, but there are only {ranks} ranks",
+            node.first_rank
+        ));
+    }
+    Ok(node.first_rank)
 }
 
 fn succeeded_without_daemon(error: &str) -> Effect {
