@@ -127,20 +127,11 @@ impl ControlServer {
         self.place.borrow().as_ref().map(|place| place.store.clone())
     }
 
-    /// A worker runs.
-    pub(crate) fn joined(&self, local_rank: LocalRank, pid: i32) {
+    /// A worker runs, or has ended: then its process id means nothing any more.
+    pub(crate) fn set_pid(&self, local_rank: LocalRank, pid: Option<i32>) {
         self.update(|place| {
             if let Some(slot) = place.pids.get_mut(local_rank.0 as usize) {
-                *slot = Some(pid);
-            }
-        });
-    }
-
-    /// A worker ended: its process id means nothing any more.
-    pub(crate) fn left(&self, local_rank: LocalRank) {
-        self.update(|place| {
-            if let Some(slot) = place.pids.get_mut(local_rank.0 as usize) {
-                *slot = None;
+                *slot = pid;
             }
         });
     }

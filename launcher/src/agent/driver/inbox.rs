@@ -8,8 +8,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_unti
 
 use super::super::daemon::LinkEvent;
 use super::super::signals::{Call, Signals};
-use super::super::workers::{PrepareError, Threads};
-use super::starting::Ready;
+use super::super::workers::{PrepareError, Prepared, Threads};
 use super::tasks::LeftInFiles;
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
@@ -52,7 +51,7 @@ pub(super) enum Mail {
     Watch,
     Alarm,
     /// The files and pipes of a generation's workers are there, or cannot be made.
-    Prepared(Generation, Box<Result<Ready, PrepareError>>),
+    Prepared(Generation, Box<Result<Prepared, PrepareError>>),
     /// A worker has said all it will ever say on the control socket.
     ControlDrained(Generation, LocalRank),
     /// The last words of a failed worker are there, as far as they will be; with those of its error file.

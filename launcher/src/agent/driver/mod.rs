@@ -29,15 +29,15 @@ use super::daemon::{DaemonConnection, LinkEvent};
 use super::launch::{Launch, LaunchError};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
-use super::workers::{HangWatch, PrepareError, WorkerGroup};
+use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
 use crate::control::{ControlEvent, ControlServer, Place, Store};
 use crate::report::event_log::LogEvent;
-use crate::spawn::spawner::{Batch, SpawnEvent, check_program};
+use crate::spawn::spawner::{SpawnEvent, check_program};
 use crate::supervise::reap;
 use inbox::{Inbox, Mail};
 use meeting_point::MeetingPoint;
 use records::{Ended, Records};
-use starting::{Ready, Starter};
+use starting::Starter;
 use tasks::{LeftInFiles, Leftovers};
 
 /// The agent with all its parts.
@@ -139,7 +139,7 @@ impl<'a> Driver<'a> {
                 self.inbox.arm(VERDICT_WAIT);
             }
             Mail::Alarm => self.events.push_back(Event::Alarm),
-            Mail::Prepared(generation, ready) => self.on_prepared(generation, *ready),
+            Mail::Prepared(generation, prepared) => self.on_prepared(generation, *prepared),
             Mail::ControlDrained(generation, local_rank) => {
                 self.read_control();
                 self.events.push_back(Event::ControlDrained {
@@ -206,7 +206,7 @@ impl<'a> Driver<'a> {
                         local_rank: local_rank.0,
                         pid: *pid,
                     });
-                    self.control.joined(*local_rank, *pid);
+                    self.control.set_pid(*local_rank, Some(*pid));
                 }
             }
             SpawnEvent::Ended { generation, .. } if *generation == current => {
@@ -229,7 +229,7 @@ impl<'a> Driver<'a> {
             guardian.forget(*pid);
         }
         for (local_rank, ending) in self.worker_group.ended(dead) {
-            self.control.left(local_rank);
+            self.control.set_pid(local_rank, None);
             self.records.put(LogEvent::WorkerEnded {
                 generation: self.machine.generation().0,
                 local_rank: local_rank.0,
@@ -405,11 +405,11 @@ impl<'a> Driver<'a> {
     }
 
     /// Has the workers started, unless they were given up meanwhile.
-    fn on_prepared(&mut self, generation: Generation, ready: Result<Ready, PrepareError>) {
+    fn on_prepared(&mut self, generation: Generation, prepared: Result<Prepared, PrepareError>) {
         if generation != self.machine.generation() || !self.starter.is_wanted() {
             return;
         }
-        if let Err(error) = ready.and_then(|ready| self.spawn(generation, ready)) {
+        if let Err(error) = prepared.and_then(|prepared| self.spawn(generation, prepared)) {
             self.events.push_back(Event::CannotBegin {
                 exit_code: error.exit_code(),
                 error: error.to_string(),
@@ -417,46 +417,35 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn spawn(&mut self, generation: Generation, ready: Ready) -> Result<(), PrepareError> {
-        let Ready {
-            prepared,
-            entry,
+    fn spawn(&mut self, generation: Generation, prepared: Prepared) -> Result<(), PrepareError> {
+        let Prepared {
+            worker_group,
+            specs,
+            contracts,
             node_addrs,
-        } = ready;
+        } = prepared;
         let Some(client) = self.daemon.client().cloned() else {
             return Err(PrepareError::Assignment("it arrived without a connection".into()));
         };
-        let plan = &self.launch.plan;
-        self.worker_group = prepared.worker_group;
+        self.worker_group = worker_group;
         self.records.generation_begins();
         let scope = KvScope {
-            job_id: plan.job_id.clone(),
+            job_id: self.launch.plan.job_id.clone(),
             generation,
             assignment_id: self.machine.assignment_id().to_owned(),
         };
         self.control.begin(Place {
             generation,
-            contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
+            contracts: contracts.iter().map(WorkerEnv::to_vars).collect(),
             node_addrs,
             store: Arc::new(Store::new(client, scope)),
-            pids: vec![None; prepared.contracts.len()],
+            pids: vec![None; contracts.len()],
             spawned: false,
             asked_to_stop: None,
             over: None,
         });
-        self.starter.request(Batch {
-            generation,
-            command: plan.command.clone(),
-            workers: prepared.specs,
-            // Native workers are asked to stop, and save first, also where every process of the job gets the signal.
-            ignored: if plan.command.native {
-                plan.signals.stop.clone()
-            } else {
-                Vec::new()
-            },
-            entry,
-            cancelled: self.worker_group.cancelled.clone(),
-        })
+        let cancelled = self.worker_group.cancelled.clone();
+        self.starter.request(&self.launch, generation, specs, cancelled)
     }
 
     /// Collects what is known of a failed worker.

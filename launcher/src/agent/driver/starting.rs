@@ -1,23 +1,20 @@
 //! The beginning of a generation: how this node joins it, and what its workers are started from.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
 use super::super::launch::Launch;
-use super::super::workers::{PrepareError, Prepared, Site, WorkerGroup};
+use super::super::workers::{PrepareError, Site, WorkerGroup};
 use super::inbox::Mail;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::output::pump::Pump;
-use crate::plan::LaunchPlan;
-use crate::spawn::environment::{Common, threads_per_worker};
-use crate::spawn::spawner::{Batch, SpawnEvent, Spawner};
+use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -30,17 +27,12 @@ pub(super) struct Starter {
     control: String,
     /// What the workers of the current generation need is being made.
     preparing: bool,
+    /// The way into the control group that they are to be born in, if there is one.
+    entry: Option<CgroupEntry>,
     /// Signals for the workers that came while these were being started.
     deferred: BTreeSet<i32>,
     /// Of the last assignment.
     run_token: String,
-}
-
-/// What the workers of a generation are started from.
-pub(super) struct Ready {
-    pub(super) prepared: Prepared,
-    pub(super) entry: Option<CgroupEntry>,
-    pub(super) node_addrs: Vec<String>,
 }
 
 impl Starter {
@@ -55,6 +47,7 @@ impl Starter {
             spawner: Spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
+            entry: None,
             deferred: BTreeSet::new(),
             run_token: String::new(),
         })
@@ -96,29 +89,29 @@ impl Starter {
     ) -> impl Future<Output = Mail> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
-        let making = agent_store.map(|agent_store| {
-            let entry = launch.group.as_deref().and_then(WorkerCgroup::entry);
-            let making = Making {
-                plan: launch.plan.clone(),
-                inherited: launch.inherited.clone(),
-                marker: launch.guardian.marker().to_owned(),
-                hostname: launch.hostname.clone(),
-                scratch_dir: launch.guardian.scratch_dir().to_owned(),
-                control: self.control.clone(),
-                entry: entry.map(|(entry, group)| (entry, group.to_owned())),
-                pump: self.pump.clone(),
-                generation,
-                assignment,
-                agent_store,
-            };
-            launch.files.give(move || making.make())
+        let entry = launch.group.as_deref().and_then(WorkerCgroup::entry);
+        let (entry, group) = entry.map(|(entry, group)| (entry, group.to_owned())).unzip();
+        self.entry = entry;
+        let site = agent_store.map(|agent_store| Site {
+            plan: launch.plan.clone(),
+            inherited: launch.inherited.clone(),
+            hostname: launch.hostname.clone(),
+            marker: launch.guardian.marker().to_owned(),
+            scratch_dir: launch.guardian.scratch_dir().to_owned(),
+            control: self.control.clone(),
+            agent_store,
+            group,
         });
+        let (files, pump) = (launch.files.clone(), self.pump.clone());
         async move {
-            let made = match making {
-                Ok(making) => making.await.unwrap_or(Err(PrepareError::Panicked)),
+            let prepared = match site {
+                Ok(site) => files
+                    .give(move || WorkerGroup::prepare(generation, &assignment, &site, &pump))
+                    .await
+                    .unwrap_or(Err(PrepareError::Panicked)),
                 Err(error) => Err(error),
             };
-            Mail::Prepared(generation, Box::new(made))
+            Mail::Prepared(generation, Box::new(prepared))
         }
     }
 
@@ -128,7 +121,27 @@ impl Starter {
     }
 
     /// Has the workers started.
-    pub(super) fn request(&self, batch: Batch) -> Result<(), PrepareError> {
+    pub(super) fn request(
+        &mut self,
+        launch: &Launch<'_>,
+        generation: Generation,
+        workers: Vec<WorkerSpec>,
+        cancelled: Arc<AtomicBool>,
+    ) -> Result<(), PrepareError> {
+        let Launch { plan, .. } = launch;
+        let batch = Batch {
+            generation,
+            command: plan.command.clone(),
+            workers,
+            // Native workers are asked to stop, and save first, also where every process of the job gets the signal.
+            ignored: if plan.command.native {
+                plan.signals.stop.clone()
+            } else {
+                Vec::new()
+            },
+            entry: self.entry.take(),
+            cancelled,
+        };
         if !self.spawner.request(batch) {
             let busy = "workers of the last generation are still being started";
             return Err(PrepareError::Pipe(io::Error::other(busy)));
@@ -144,57 +157,5 @@ impl Starter {
     /// All are started: what was kept for them.
     pub(super) fn deferred(&mut self) -> BTreeSet<i32> {
         std::mem::take(&mut self.deferred)
-    }
-}
-
-/// Makes it, where a file system may be waited for.
-struct Making {
-    plan: Arc<LaunchPlan>,
-    inherited: Arc<[(OsString, OsString)]>,
-    marker: String,
-    hostname: String,
-    scratch_dir: PathBuf,
-    control: String,
-    /// The control group that the workers are to be born in, if there is one, behind the way into it.
-    entry: Option<(CgroupEntry, PathBuf)>,
-    pump: Pump,
-    generation: Generation,
-    assignment: Assignment,
-    agent_store: bool,
-}
-
-impl Making {
-    fn make(self) -> Result<Ready, PrepareError> {
-        let plan = &*self.plan;
-        let (entry, group) = self.entry.unzip();
-        let site = Site {
-            common: Common {
-                inherited: &self.inherited,
-                extra: &plan.command.env,
-                marker: &self.marker,
-                threads: threads_per_worker(plan.workers),
-                progress_bar: plan.progress_bar,
-                virtual_local_rank: plan.virtual_local_rank,
-            },
-            log_dir: plan.log_dir.as_deref(),
-            scratch_dir: &self.scratch_dir,
-            job_id: &plan.job_id,
-            hostname: &self.hostname,
-            control: &self.control,
-            output: &plan.output,
-            signal_scope: plan.signals.scope,
-            native: plan.command.native,
-            agent_store: self.agent_store,
-            master_addr: plan.master_addr.as_deref(),
-            worker_ports: plan.worker_ports,
-            cores: &plan.cores,
-            group: group.as_deref(),
-        };
-        let nodes = self.assignment.nodes.iter();
-        Ok(Ready {
-            prepared: WorkerGroup::prepare(self.generation, &self.assignment, &site, &self.pump)?,
-            entry,
-            node_addrs: nodes.map(|node| node.addr.clone()).collect(),
-        })
     }
 }

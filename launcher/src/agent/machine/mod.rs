@@ -658,6 +658,9 @@ fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
             node.workers
         ));
     }
+    if u16::try_from(assignment.master_port).is_err() {
+        return Err(format!("{} is not a port", assignment.master_port));
+    }
     let ranks: u64 = assignment.nodes.iter().map(|node| u64::from(node.workers)).sum();
     let end = u64::from(node.first_rank) + u64::from(workers);
     if end > ranks || ranks > u64::from(u32::MAX) {

@@ -4,25 +4,15 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
-use super::{PrepareError, Site};
+use super::Site;
 
 /// Role of a node whose agent is too old to tell one.
 const DEFAULT_ROLE: &str = "default";
 
-/// The place of each of this node's workers.
-pub(super) fn contracts_of(
-    generation: Generation,
-    assignment: &Assignment,
-    site: &Site<'_>,
-) -> Result<Vec<WorkerEnv>, PrepareError> {
-    let nonsense = |what: String| PrepareError::Assignment(what);
-    let node = assignment
-        .nodes
-        .get(assignment.node_rank as usize)
-        .ok_or_else(|| nonsense(format!("it has no node {}", assignment.node_rank)))?;
+/// The place of each of this node's workers, in an assignment that the machine has accepted.
+pub(super) fn contracts_of(generation: Generation, assignment: &Assignment, site: &Site) -> Vec<WorkerEnv> {
+    let node = &assignment.nodes[assignment.node_rank as usize];
     let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
-    let master_port = u16::try_from(assignment.master_port)
-        .map_err(|_| nonsense(format!("{} is not a port", assignment.master_port)))?;
     let of_role = |nodes: &[NodeAssignment]| -> u32 {
         let same = nodes.iter().filter(|other| other.role == node.role);
         same.map(|node| node.workers).sum()
@@ -46,17 +36,22 @@ pub(super) fn contracts_of(
         role: role.into(),
         role_rank: role_first + local_rank,
         role_world_size,
-        master_addr: site.master_addr.unwrap_or(&assignment.master_addr).to_owned(),
-        master_port,
+        master_addr: site
+            .plan
+            .master_addr
+            .as_ref()
+            .unwrap_or(&assignment.master_addr)
+            .clone(),
+        master_port: assignment.master_port as u16,
         restart_count: assignment.restart_count,
         max_restarts: assignment.max_restarts,
-        run_id: site.job_id.to_owned(),
+        run_id: site.plan.job_id.clone(),
         agent_store: site.agent_store,
         run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
         error_file: None,
         generation,
-        control: Some(site.control.to_owned()),
-        worker_ports: site.worker_ports,
+        control: Some(site.control.clone()),
+        worker_ports: site.plan.worker_ports,
     };
-    Ok((0..node.workers).map(contract).collect())
+    (0..node.workers).map(contract).collect()
 }

@@ -12,6 +12,7 @@ mod hang_watch;
 
 pub(super) use hang_watch::{HangWatch, Threads};
 
+use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +23,6 @@ use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
-use ddp_proto::ports::PortRange;
 use ddp_proto::rendezvous::{Assignment, Heartbeat};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
@@ -31,12 +31,12 @@ use nix::unistd::{Pid, pipe2};
 
 use crate::output::console::Stream;
 use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
-use crate::output::plan::{LineSource, OutputPlan};
+use crate::output::plan::LineSource;
 use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::output::repeated_errors::RepeatedErrors;
-use crate::plan::{CoreSet, SignalScope};
+use crate::plan::{CoreSet, LaunchPlan, SignalScope};
 use crate::report::local_end::LocalEnd;
-use crate::spawn::environment::{self, Common};
+use crate::spawn::environment::{self, Common, threads_per_worker};
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
@@ -77,34 +77,28 @@ impl PrepareError {
 }
 
 /// What is needed to prepare workers, beyond the assignment.
-pub(super) struct Site<'a> {
-    pub(super) common: Common<'a>,
-    pub(super) log_dir: Option<&'a Path>,
-    pub(super) scratch_dir: &'a Path,
-    pub(super) job_id: &'a str,
-    pub(super) hostname: &'a str,
-    pub(super) control: &'a str,
-    pub(super) output: &'a OutputPlan,
-    pub(super) signal_scope: SignalScope,
-    /// The workers are the native ones.
-    pub(super) native: bool,
+pub(super) struct Site {
+    pub(super) plan: Arc<LaunchPlan>,
+    /// Environment of the launcher.
+    pub(super) inherited: Arc<[(OsString, OsString)]>,
+    /// Of this node.
+    pub(super) hostname: String,
+    /// By which processes are found that workers leave behind.
+    pub(super) marker: String,
+    pub(super) scratch_dir: PathBuf,
+    /// Address of the control socket.
+    pub(super) control: String,
     /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
     pub(super) agent_store: bool,
-    /// `--master-addr`
-    pub(super) master_addr: Option<&'a str>,
-    /// `--worker-ports`
-    pub(super) worker_ports: Option<PortRange>,
-    /// By local rank; empty: not bound.
-    pub(super) cores: &'a [CoreSet],
     /// The control group that these workers are born in, if there is one.
-    pub(super) group: Option<&'a Path>,
+    pub(super) group: Option<PathBuf>,
 }
 
-impl Site<'_> {
+impl Site {
     /// Where filtered lines of one stream go, if there are filters and a place for log files.
     fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
-        let words = self.output.filters(stream);
-        let (Some(log_dir), false) = (self.log_dir, words.is_empty()) else {
+        let words = self.plan.output.filters(stream);
+        let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
             return Ok(None);
         };
         let name = match stream {
@@ -122,23 +116,25 @@ impl Site<'_> {
         // A daemon of an older build counts restarts only.
         let attempt = assignment.attempt.max(assignment.restart_count);
         let run = format!("{}-{}", assignment.run_token, generation.0);
-        self.log_dir
+        self.plan
+            .log_dir
+            .as_deref()
             .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
     }
 
     /// What precedes the lines of one worker.
     fn prefix(&self, contract: &WorkerEnv) -> String {
-        self.output.prefix.of(&LineSource {
+        self.plan.output.prefix.of(&LineSource {
             rank: contract.rank,
             local_rank: contract.local_rank,
             role: &contract.role,
-            hostname: self.hostname,
+            hostname: &self.hostname,
         })
     }
 
     /// The cores of one worker as the system takes them.
     fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
-        let CoreSet(numbers) = self.cores.get(local_rank.0 as usize)?;
+        let CoreSet(numbers) = self.plan.cores.get(local_rank.0 as usize)?;
         let mut set = CpuSet::new();
         for number in numbers {
             // A number beyond the system's largest set is on no machine.
@@ -216,6 +212,8 @@ pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
     pub(super) specs: Vec<WorkerSpec>,
     pub(super) contracts: Vec<WorkerEnv>,
+    /// Of every node, in order of node rank.
+    pub(super) node_addrs: Vec<String>,
 }
 
 impl WorkerGroup {
@@ -242,26 +240,35 @@ impl WorkerGroup {
     pub(super) fn prepare(
         generation: Generation,
         assignment: &Assignment,
-        site: &Site<'_>,
+        site: &Site,
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
-        let mut worker_group = Self::empty(site.group, site.signal_scope);
+        let plan = &*site.plan;
+        let common = Common {
+            inherited: &site.inherited,
+            extra: &plan.command.env,
+            marker: &site.marker,
+            threads: threads_per_worker(plan.workers),
+            progress_bar: plan.progress_bar,
+            virtual_local_rank: plan.virtual_local_rank,
+        };
+        let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
         worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
             site.duplicate(Stream::Stderr, attempt)?,
         ];
-        let repeated = site.native.then(RepeatedErrors::default);
+        let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
-        for mut contract in contracts_of(generation, assignment, site)? {
+        for mut contract in contracts_of(generation, assignment, site) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let files = WorkerFiles::create(site.log_dir, site.scratch_dir, attempt, rank)?;
+            let files = WorkerFiles::create(plan.log_dir.as_deref(), &site.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
             let prefix = site.prefix(&contract);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
-                let shown = site.output.shows(rank, local_rank, stream);
+                let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
                 let (writer, reader) = tail();
                 let tap = Tap {
@@ -284,7 +291,7 @@ impl WorkerGroup {
                     Err(PrepareError::Pipe(io::Error::other(silent)))
                 }
             };
-            let (output, [stdout, stderr]) = if site.output.hands_over(rank, local_rank) {
+            let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
                 let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
@@ -293,7 +300,7 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: environment::of_worker(&site.common, &contract),
+                env: environment::of_worker(&common, &contract),
                 output,
                 has_stdin: rank == GlobalRank(0),
                 cores: site.cores_of(local_rank),
@@ -307,6 +314,7 @@ impl WorkerGroup {
             worker_group,
             specs,
             contracts,
+            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
         })
     }
 
