@@ -143,17 +143,13 @@ impl ControlServer {
 
     /// Tells all workers that the generation is over, those that connect later too.
     pub(crate) fn generation_over(&self, cause: &str) {
-        let mut over = None;
-        self.update(|place| {
-            if place.over.is_none() {
-                place.over = Some(cause.to_owned());
-                over = Some(place.generation);
-            }
-        });
-        if let Some(generation) = over {
-            let cause = cause.to_owned();
-            self.tell_all(&ToWorker::GenerationOver { generation, cause });
-        }
+        let generation = match &*self.place.borrow() {
+            Some(place) if place.over.is_none() => place.generation,
+            _ => return,
+        };
+        let cause = cause.to_owned();
+        self.update(|place| place.over = Some(cause.clone()));
+        self.tell_all(&ToWorker::GenerationOver { generation, cause });
     }
 
     /// Asks all workers to stop at the next step boundary, those that connect later too.

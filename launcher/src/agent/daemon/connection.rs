@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::super::machine::{Event, LEAVE_WAIT, Machine};
-use super::link::{Link, LinkConfig, LinkEvent};
+use super::link::{Link, LinkEvent};
 use crate::output::console::Console;
 use crate::plan::LaunchPlan;
 
@@ -57,15 +57,11 @@ impl DaemonConnection {
         launcher_id: &str,
         console: Console,
     ) -> (Self, mpsc::Receiver<LinkEvent>) {
-        let (link, events) = Link::start(LinkConfig {
-            endpoint: plan.endpoint.clone(),
-            identity: AgentIdentity {
-                job_id: plan.job_id.clone(),
-                incarnation: NodeId(launcher_id.to_owned()),
-            },
-            connect_timeout: plan.connect_timeout,
-            outage_timeout: plan.outage_timeout,
-        });
+        let identity = AgentIdentity {
+            job_id: plan.job_id.clone(),
+            incarnation: NodeId(launcher_id.to_owned()),
+        };
+        let (link, events) = Link::start(plan.clone(), identity);
         let connection = Self {
             link,
             plan,

@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::memory::Memory;
+use crate::plan::LaunchPlan;
 
 /// Messages of the daemon that may wait for the agent.
 const QUEUE: usize = 256;
@@ -52,16 +53,6 @@ enum Command {
 /// The latest heartbeat, until it is sent: it says all that those before it said.
 type LatestHeartbeat = Arc<Mutex<Option<(Generation, Heartbeat)>>>;
 
-/// How to reach the daemon.
-pub(super) struct LinkConfig {
-    pub(super) endpoint: String,
-    pub(super) identity: AgentIdentity,
-    /// How long it may be unreachable at the beginning.
-    pub(super) connect_timeout: Duration,
-    /// How long it may be unreachable later on, unless the agent gives up before.
-    pub(super) outage_timeout: Duration,
-}
-
 /// The agent's handle to its stream.
 pub(super) struct Link {
     /// Has no bound, because a job hangs without a report that was dropped. Few can wait: a node makes a handful in a
@@ -74,8 +65,8 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Starts to connect.
-    pub(super) fn start(config: LinkConfig) -> (Self, mpsc::Receiver<LinkEvent>) {
+    /// Starts to connect to the daemon of the plan.
+    pub(super) fn start(plan: Arc<LaunchPlan>, identity: AgentIdentity) -> (Self, mpsc::Receiver<LinkEvent>) {
         let (commands, queue) = mpsc::unbounded_channel();
         let (events, receiver) = mpsc::channel(QUEUE);
         let heartbeat = LatestHeartbeat::default();
@@ -84,7 +75,8 @@ impl Link {
         let (gives_up, end_of_attempts) = watch::channel(Instant::now());
         task.spawn(async move {
             let mut side = Side {
-                config,
+                plan,
+                identity,
                 queue,
                 heartbeat: latest,
                 gives_up: end_of_attempts,
@@ -135,7 +127,8 @@ impl Link {
 
 /// The task's side.
 struct Side {
-    config: LinkConfig,
+    plan: Arc<LaunchPlan>,
+    identity: AgentIdentity,
     queue: mpsc::UnboundedReceiver<Command>,
     heartbeat: LatestHeartbeat,
     /// When a daemon that is out of reach is given up. Counts when it changes, until the next break.
@@ -160,9 +153,9 @@ impl Side {
     async fn run(&mut self) -> Result<(), ClientError> {
         let client = self.connect().await?;
         self.tell(LinkEvent::Connected(client.clone())).await;
-        let mut attempts = client.attempts(self.config.connect_timeout);
+        let mut attempts = client.attempts(self.plan.connect_timeout);
         loop {
-            let identity = self.config.identity.clone();
+            let identity = self.identity.clone();
             // Cancel safe: a stream that was not opened is given up.
             let stream = tokio::select! {
                 stream = client.agent_stream(identity, &mut attempts) => match stream {
@@ -184,7 +177,7 @@ impl Side {
             if self.is_known && !self.is_lost {
                 // It has worked until now.
                 self.gives_up.mark_unchanged();
-                attempts = client.attempts(self.config.outage_timeout);
+                attempts = client.attempts(self.plan.outage_timeout);
             } else if !self.is_known && matches!(error, ClientError::Stranger { .. }) {
                 return Err(error);
             }
@@ -208,10 +201,10 @@ impl Side {
     }
 
     async fn connect(&self) -> Result<Client, ClientError> {
-        let patience = self.config.connect_timeout;
+        let patience = self.plan.connect_timeout;
         let cause = Mutex::new(None);
         let note = |words: &str| *cause.lock().expect("nothing panics with it") = Some(words.to_owned());
-        let connecting = Client::connect_telling(&self.config.endpoint, Instant::now() + patience, note);
+        let connecting = Client::connect_telling(&self.plan.endpoint, Instant::now() + patience, note);
         tokio::pin!(connecting);
         if let Ok(outcome) = tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
             return outcome;
@@ -257,7 +250,7 @@ impl Side {
                 }
                 () = tokio::time::sleep_until(attempts.deadline()), if is_silent => {
                     let silence = ClientError::Broken {
-                        endpoint: self.config.endpoint.clone(),
+                        endpoint: self.plan.endpoint.clone(),
                         cause: "the daemon said nothing on the stream".into(),
                     };
                     match give_up(client, attempts, silence) {

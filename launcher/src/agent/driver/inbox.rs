@@ -33,12 +33,6 @@ pub(super) struct Inbox {
     alarm: Option<Instant>,
 }
 
-/// Where those write that have things to tell.
-pub(super) struct Senders {
-    pub(super) spawns: mpsc::Sender<SpawnEvent>,
-    pub(super) control: mpsc::Sender<ControlEvent>,
-}
-
 /// What came out of the inbox.
 pub(super) enum Mail {
     Signal(Call),
@@ -63,12 +57,13 @@ pub(super) enum Mail {
 }
 
 impl Inbox {
-    /// Opens it; hung workers are looked for at the interval of `watch`.
+    /// Opens it, and gives what the spawner and the control socket write to; hung workers are looked for at the interval of
+    /// `watch`.
     pub(super) fn open(
         signals: Signals,
         link: mpsc::Receiver<LinkEvent>,
         watch: Option<Duration>,
-    ) -> (Self, Senders) {
+    ) -> (Self, mpsc::Sender<SpawnEvent>, mpsc::Sender<ControlEvent>) {
         let (spawn_sender, spawns) = mpsc::channel(QUEUE);
         let (control_sender, control) = mpsc::channel(QUEUE);
         let (results_sender, results) = mpsc::channel(QUEUE);
@@ -83,11 +78,7 @@ impl Inbox {
             watch: watch.map(every),
             alarm: None,
         };
-        let senders = Senders {
-            spawns: spawn_sender,
-            control: control_sender,
-        };
-        (inbox, senders)
+        (inbox, spawn_sender, control_sender)
     }
 
     /// The next of whatever comes. Cancel safe.

@@ -38,7 +38,7 @@ use inbox::{Inbox, Mail};
 use meeting_point::MeetingPoint;
 use records::{Ended, Records};
 use starting::Starter;
-use tasks::{LeftInFiles, Leftovers};
+use tasks::LeftInFiles;
 
 /// The agent with all its parts.
 pub(super) struct Driver<'a> {
@@ -69,9 +69,9 @@ impl<'a> Driver<'a> {
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
         let launcher_id = launch.guardian.launcher_id();
         let (daemon, link) = DaemonConnection::start(plan.clone(), launcher_id, launch.console.clone());
-        let (inbox, senders) = Inbox::open(signals, link, hang_watch.interval());
-        let control = ControlServer::start(senders.control)?;
-        let starter = Starter::start(&launch, senders.spawns, control.address())?;
+        let (inbox, spawn_events, control_events) = Inbox::open(signals, link, hang_watch.interval());
+        let control = ControlServer::start(control_events)?;
+        let starter = Starter::start(&launch, spawn_events, control.address())?;
         let (machine, opening) = Machine::start(rules_of(&launch));
         let mut driver = Self {
             launch,
@@ -464,11 +464,9 @@ impl<'a> Driver<'a> {
 
     /// Kills all that is left of the workers.
     fn sweep(&mut self) {
-        let leftovers = Leftovers {
-            guardian: self.launch.guardian.pid(),
-            group: self.launch.group.clone(),
-        };
-        let kill = self.launch.processes.give(move || leftovers.kill());
+        let (guardian, group) = (self.launch.guardian.pid(), self.launch.group.clone());
+        let kill = move || tasks::kill_leftovers(guardian, group.as_deref());
+        let kill = self.launch.processes.give(kill);
         let failed = self.worker_group.files_of_silent_failures();
         let log_dir = self.launch.plan.log_dir.clone();
         let read = self.launch.files.give(move || LeftInFiles::read(failed, log_dir));

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, LocalRank};
@@ -82,23 +81,15 @@ impl LeftInFiles {
     }
 }
 
-/// What is left of workers, and what is not.
-pub(super) struct Leftovers {
-    /// Our descendant too, and spared.
-    pub(super) guardian: i32,
-    pub(super) group: Option<Arc<WorkerCgroup>>,
-}
-
-impl Leftovers {
-    /// Kills them all, and returns those that are left after [`SWEEP_BOUND`]. Blocks.
-    pub(super) fn kill(self) -> Vec<i32> {
-        if let Some(group) = &self.group {
-            group.kill();
-        }
-        let spared = BTreeSet::from([self.guardian]);
-        let of = nix::unistd::Pid::this().as_raw();
-        KillTargets::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+/// Kills all that is left of the workers, but not the guardian, our descendant too; gives those that are left after
+/// [`SWEEP_BOUND`]. Blocks.
+pub(super) fn kill_leftovers(guardian: i32, group: Option<&WorkerCgroup>) -> Vec<i32> {
+    if let Some(group) = group {
+        group.kill();
     }
+    let spared = BTreeSet::from([guardian]);
+    let of = nix::unistd::Pid::this().as_raw();
+    KillTargets::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
 }
 
 /// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.

@@ -72,8 +72,8 @@ pub(super) struct Stopped {
 pub(super) struct Stop {
     stage: Stage,
     then: Then,
-    native: bool,
-    grace: Duration,
+    /// As it was when the stop began.
+    workers: Stopped,
 }
 
 impl Stop {
@@ -84,23 +84,25 @@ impl Stop {
         } else {
             LAST_WORDS
         };
-        let mut stop = Self::at(Stage::Notified, then, workers);
+        let stage = Stage::Notified;
+        let mut stop = Self { stage, then, workers };
         let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(stop.await_end(patience, workers));
+        effects.extend(stop.await_end(patience));
         (stop, effects)
     }
 
     /// Stops workers that are all well: because a user asked for it, or the nodes change.
     pub(super) fn ask(cause: &str, then: Then, workers: Stopped) -> (Self, Vec<Effect>) {
-        let mut stop = Self::at(Stage::Asked, then, workers);
+        let stage = Stage::Asked;
+        let mut stop = Self { stage, then, workers };
         let patience = if workers.native {
             workers.grace
         } else {
             workers.grace.saturating_sub(stop.after_signal())
         };
         let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(stop.await_end(patience, workers));
-        if stop.stage == Stage::Asked && !stop.native {
+        effects.extend(stop.await_end(patience));
+        if stop.stage == Stage::Asked && !stop.workers.native {
             effects.push(Effect::SignalUnasked(stop.signal()));
         }
         (stop, effects)
@@ -108,19 +110,10 @@ impl Stop {
 
     /// Sweeps after workers that have all ended with 0.
     pub(super) fn after_success(workers: Stopped) -> (Self, Vec<Effect>) {
-        let mut stop = Self::at(Stage::Killed, Then::Succeed, workers);
+        let (stage, then) = (Stage::Killed, Then::Succeed);
+        let mut stop = Self { stage, then, workers };
         let effects = stop.sweep();
         (stop, effects)
-    }
-
-    fn at(stage: Stage, then: Then, workers: Stopped) -> Self {
-        let Stopped { native, grace, .. } = workers;
-        Self {
-            stage,
-            then,
-            native,
-            grace,
-        }
     }
 
     /// What follows when the workers are gone.
@@ -129,24 +122,24 @@ impl Stop {
     }
 
     /// Leaves time to workers that can do something with a notice; the others get their signal at once.
-    fn await_end(&mut self, patience: Duration, workers: Stopped) -> Vec<Effect> {
-        let patience = patience.min(self.grace);
-        if workers.are_gone {
+    fn await_end(&mut self, patience: Duration) -> Vec<Effect> {
+        let patience = patience.min(self.workers.grace);
+        if self.workers.are_gone {
             return self.sweep();
         }
-        if workers.listening && !patience.is_zero() {
+        if self.workers.listening && !patience.is_zero() {
             return vec![Effect::Arm(patience)];
         }
-        self.terminate(self.grace)
+        self.terminate(self.workers.grace)
     }
 
     /// How much of the grace is left to those who listen when they get the signal.
     fn after_signal(&self) -> Duration {
-        AFTER_SIGNAL.min(self.grace / 2)
+        AFTER_SIGNAL.min(self.workers.grace / 2)
     }
 
     fn terminate(&mut self, grace: Duration) -> Vec<Effect> {
-        if self.native {
+        if self.workers.native {
             // They ignore every other signal that stops a job.
             return self.kill();
         }
@@ -180,7 +173,7 @@ impl Stop {
     pub(super) fn on_alarm(&mut self) -> Vec<Effect> {
         match self.stage {
             Stage::Asked => self.terminate(self.after_signal()),
-            Stage::Notified => self.terminate(self.grace),
+            Stage::Notified => self.terminate(self.workers.grace),
             Stage::Terminated => self.kill(),
             // Reported by the sweep, by process id.
             Stage::Killed => self.sweep(),
@@ -201,7 +194,7 @@ impl Stop {
     pub(super) fn on_late_start(&self, local_rank: LocalRank) -> Vec<Effect> {
         match self.stage {
             // The others that do not listen got theirs when the stop began. No worker gets the same signal twice.
-            Stage::Asked if !self.native => vec![Effect::SignalUnasked(self.signal())],
+            Stage::Asked if !self.workers.native => vec![Effect::SignalUnasked(self.signal())],
             Stage::Asked | Stage::Notified => Vec::new(),
             Stage::Terminated => vec![Effect::SignalLate(local_rank, self.signal())],
             Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],

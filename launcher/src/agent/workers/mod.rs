@@ -318,6 +318,10 @@ impl WorkerGroup {
         })
     }
 
+    fn get(&self, local_rank: LocalRank) -> Option<&Worker> {
+        self.workers.get(local_rank.0 as usize)
+    }
+
     fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
         self.workers.get_mut(local_rank.0 as usize)
     }
@@ -331,8 +335,8 @@ impl WorkerGroup {
 
     /// Rank 0 is this worker.
     pub(super) fn is_rank_0(&self, local_rank: LocalRank) -> bool {
-        let worker = self.workers.get(local_rank.0 as usize);
-        worker.is_some_and(|worker| worker.rank == GlobalRank(0))
+        self.get(local_rank)
+            .is_some_and(|worker| worker.rank == GlobalRank(0))
     }
 
     /// Notes what a worker says.
@@ -382,8 +386,7 @@ impl WorkerGroup {
 
     /// The worker says that it failed only because another rank did.
     pub(super) fn is_consequence(&self, local_rank: LocalRank) -> bool {
-        let worker = self.workers.get(local_rank.0 as usize);
-        worker.is_some_and(|worker| worker.consequence)
+        self.get(local_rank).is_some_and(|worker| worker.consequence)
     }
 
     /// The control group that its workers are in, where there is one.
@@ -564,8 +567,7 @@ impl WorkerGroup {
 
     /// Ends one worker that hangs. The signal is not counted as one of ours: its death is a failure.
     fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
-        let worker = self.workers.get(local_rank.0 as usize);
-        if let Some(pid) = worker.and_then(|worker| worker.pid) {
+        if let Some(pid) = self.get(local_rank).and_then(|worker| worker.pid) {
             // A stopped process would not take it.
             let _ = killpg(Pid::from_raw(pid), signal);
             let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
@@ -582,15 +584,12 @@ impl WorkerGroup {
 
     /// The stream whose last lines tell why a worker failed.
     pub(super) fn stderr_of(&self, local_rank: LocalRank) -> Option<TailReader> {
-        self.workers
-            .get(local_rank.0 as usize)
-            .map(|worker| worker.stderr.clone())
+        Some(self.get(local_rank)?.stderr.clone())
     }
 
     /// The files of a worker, which only a thread that may wait looks into.
     pub(super) fn files_of(&self, local_rank: LocalRank) -> Option<WorkerFiles> {
-        let worker = self.workers.get(local_rank.0 as usize)?;
-        Some(worker.files.clone())
+        Some(self.get(local_rank)?.files.clone())
     }
 
     /// The files of workers that failed on their own and have not said why.
