@@ -2,17 +2,17 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `contracts` | what an assignment means for each of them |
+//! | `site` | what they are started from: an assignment, and where this node is |
 //! | `exits` | the ends that they came to, as the protocol tells them |
 //! | `hang_watch` | finds those that hang, and ends them |
 
-mod contracts;
 mod exits;
 mod hang_watch;
+mod site;
 
 pub(super) use hang_watch::{HangWatch, Threads};
+pub(super) use site::{PrepareError, Site};
 
-use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,128 +21,26 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
-use ddp_proto::exit;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat};
 use nix::fcntl::OFlag;
-use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use crate::output::console::Stream;
-use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
-use crate::output::plan::LineSource;
+use crate::output::logs::WorkerFiles;
 use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::output::repeated_errors::RepeatedErrors;
-use crate::plan::{CoreSet, LaunchPlan, SignalScope};
+use crate::plan::SignalScope;
 use crate::report::local_end::LocalEnd;
-use crate::spawn::environment::{self, Common, threads_per_worker};
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
 use crate::supervise::waits::ToldWaits;
-use contracts::contracts_of;
 
 /// Longest message of a worker on its own failure; the rest is cut off.
 const MAX_WORDS_CHARS: usize = 4000;
-
-/// Why the workers of a generation cannot be started.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum PrepareError {
-    #[error(transparent)]
-    Log(#[from] LogError),
-    #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
-    Pipe(#[from] io::Error),
-    #[error(
-        "cannot host PyTorch's store at MASTER_PORT {port}: {cause}\n  hint: check `ulimit -n`, or choose a free port with `--master-port`"
-    )]
-    Store { port: u32, cause: io::Error },
-    #[error("invalid assignment from the rendezvous daemon: {0}")]
-    Assignment(String),
-    #[error(
-        "the launcher panicked (see the panic message above) and did not create the files of the workers"
-    )]
-    Panicked,
-}
-
-impl PrepareError {
-    /// Of the launcher that ends for it.
-    pub(super) const fn exit_code(&self) -> u8 {
-        match self {
-            Self::Log(_) => exit::USAGE,
-            Self::Pipe(_) | Self::Store { .. } | Self::Assignment(_) | Self::Panicked => exit::INTERNAL,
-        }
-    }
-}
-
-/// What is needed to prepare workers, beyond the assignment.
-pub(super) struct Site {
-    pub(super) plan: Arc<LaunchPlan>,
-    /// Environment of the launcher.
-    pub(super) inherited: Arc<[(OsString, OsString)]>,
-    /// Of this node.
-    pub(super) hostname: String,
-    /// By which processes are found that workers leave behind.
-    pub(super) marker: String,
-    pub(super) scratch_dir: PathBuf,
-    /// Address of the control socket.
-    pub(super) control: String,
-    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
-    pub(super) agent_store: bool,
-    /// The control group that these workers are born in, if there is one.
-    pub(super) group: Option<PathBuf>,
-}
-
-impl Site {
-    /// Where filtered lines of one stream go, if there are filters and a place for log files.
-    fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
-        let words = self.plan.output.filters(stream);
-        let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
-            return Ok(None);
-        };
-        let name = match stream {
-            Stream::Stdout => "filtered_stdout.log",
-            Stream::Stderr => "filtered_stderr.log",
-        };
-        Ok(Some(Duplicate {
-            words: words.to_vec(),
-            file: Arc::new(open_filtered(log_dir, attempt, name)?),
-        }))
-    }
-
-    /// The number of the folder that takes the log files of a generation.
-    fn attempt(&self, generation: Generation, assignment: &Assignment) -> u32 {
-        // A daemon of an older build counts restarts only.
-        let attempt = assignment.attempt.max(assignment.restart_count);
-        let run = format!("{}-{}", assignment.run_token, generation.0);
-        self.plan
-            .log_dir
-            .as_deref()
-            .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
-    }
-
-    /// What precedes the lines of one worker.
-    fn prefix(&self, contract: &WorkerEnv) -> String {
-        self.plan.output.prefix.of(&LineSource {
-            rank: contract.rank,
-            local_rank: contract.local_rank,
-            role: &contract.role,
-            hostname: &self.hostname,
-        })
-    }
-
-    /// The cores of one worker as the system takes them.
-    fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
-        let CoreSet(numbers) = self.plan.cores.get(local_rank.0 as usize)?;
-        let mut set = CpuSet::new();
-        for number in numbers {
-            // A number beyond the system's largest set is on no machine.
-            let _ = set.set(*number);
-        }
-        Some(set)
-    }
-}
 
 /// One worker.
 #[derive(Debug)]
@@ -244,14 +142,6 @@ impl WorkerGroup {
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
         let plan = &*site.plan;
-        let common = Common {
-            inherited: &site.inherited,
-            extra: &plan.command.env,
-            marker: &site.marker,
-            threads: threads_per_worker(plan.workers),
-            progress_bar: plan.progress_bar,
-            virtual_local_rank: plan.virtual_local_rank,
-        };
         let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
         worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
@@ -261,7 +151,7 @@ impl WorkerGroup {
         ];
         let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
-        for mut contract in contracts_of(generation, assignment, site) {
+        for mut contract in site.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
             let files = WorkerFiles::create(plan.log_dir.as_deref(), &site.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
@@ -284,12 +174,11 @@ impl WorkerGroup {
                         .map(|repeated| repeated.of_rank(rank)),
                     duplicate: duplicate.clone(),
                 };
-                if pump.add(tap) {
-                    Ok((pipe_end, reader))
-                } else {
+                if !pump.add(tap) {
                     let silent = "the thread that reads them does not respond";
-                    Err(PrepareError::Pipe(io::Error::other(silent)))
+                    return Err(PrepareError::Pipe(io::Error::other(silent)));
                 }
+                Ok((pipe_end, reader))
             };
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
@@ -300,15 +189,14 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: environment::of_worker(&common, &contract),
+                env: site.environment_of(&contract),
                 output,
                 has_stdin: rank == GlobalRank(0),
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group
-                .workers
-                .push(Worker::new(rank, files, stdout, stderr));
+            let worker = Worker::new(rank, files, stdout, stderr);
+            worker_group.workers.push(worker);
         }
         Ok(Prepared {
             worker_group,
