@@ -96,12 +96,8 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
-    let stop = SignalPlan {
-        stop: launch.plan.signals.stop.clone(),
-        forward: Vec::new(),
-        ..SignalPlan::default()
-    };
     let Launch {
+        plan,
         console,
         processes,
         group,
@@ -130,7 +126,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         // Usually it was never made.
         let _ = std::fs::remove_dir_all(scratch_dir);
     });
-    if !is_closed(closing, CLOSING_BOUND, &stop).await {
+    if !is_closed(closing, CLOSING_BOUND, &plan.signals).await {
         tracing::debug!("the launcher exits before its cleanup is complete");
     }
     dismiss(guardian);
@@ -141,11 +137,15 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     }
 }
 
-/// Waits until all is put away, but no longer than `bound` or until a signal of `stop` comes: the one that stopped the
-/// job was taken before. False if it was not waited for.
-async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration, stop: &SignalPlan) -> bool {
+/// Waits until all is put away, but no longer than `bound` or until a signal comes that stops the launcher: the one that
+/// stopped the job was taken before. False if it was not waited for.
+async fn is_closed<T>(
+    closing: impl Future<Output = Option<T>>,
+    bound: Duration,
+    signals: &SignalPlan,
+) -> bool {
     let interrupted = async {
-        let Ok(mut signals) = Signals::listen(stop) else {
+        let Ok(mut signals) = Signals::listen(signals) else {
             return std::future::pending().await;
         };
         while !matches!(signals.next().await, Call::Stop(_)) {}

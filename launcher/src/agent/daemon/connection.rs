@@ -156,24 +156,21 @@ impl DaemonConnection {
                 self.console.say("reconnected to the rendezvous daemon");
             }
             LinkEvent::Gone(error) => {
-                let exit_code = error.exit_code();
                 let stalled = self.outage.as_ref().and_then(|outage| outage.stalled);
-                return Some(match stalled {
-                    Some(stalled) if exit_code == exit::DAEMON_UNREACHABLE => Event::DaemonGone {
-                        exit_code: exit::RENDEZVOUS_TIMED_OUT,
-                        error: format!(
+                let (exit_code, error) = match (error.exit_code(), stalled) {
+                    (exit::DAEMON_UNREACHABLE, Some(stalled)) => {
+                        let words = format!(
                             "the job continued without this node, which was suspended for {:.1} s, and the \
                              rendezvous daemon at `{}` is gone\n  \
                              hint: see the launchers of the other nodes for how the job ended",
                             stalled.as_secs_f64(),
                             self.plan.endpoint
-                        ),
-                    },
-                    _ => Event::DaemonGone {
-                        exit_code,
-                        error: error.to_string(),
-                    },
-                });
+                        );
+                        (exit::RENDEZVOUS_TIMED_OUT, words)
+                    }
+                    (exit_code, _) => (exit_code, error.to_string()),
+                };
+                return Some(Event::DaemonGone { exit_code, error });
             }
             LinkEvent::Left => return Some(Event::Left),
         }

@@ -50,7 +50,7 @@ impl Memory {
             }
             Body::Heartbeat(heartbeat) => {
                 if let Some(place) = self.place.as_mut().filter(|_| generation == self.generation) {
-                    place.heartbeat = *heartbeat;
+                    place.place.heartbeat = Some(*heartbeat);
                 }
             }
             // Nothing follows it.
@@ -123,41 +123,37 @@ impl Memory {
     }
 }
 
-/// What the agent holds of the generation that was assigned to it last.
+/// The place of this node in the generation that was assigned to it last, for a daemon that has lost its state.
 #[derive(Debug)]
 struct HeldPlace {
     /// With this node alone: what all nodes tell together makes the whole, however many they are.
     assignment: Assignment,
-    node_count: u32,
-    /// The last one.
-    heartbeat: Heartbeat,
+    /// The rest, as it is told.
+    place: Place,
     since: Instant,
-    over: bool,
 }
 
 impl HeldPlace {
     /// None if the assignment has no place for this node, which the agent refuses.
     fn of(now: Instant, assignment: &Assignment) -> Option<Self> {
         let own = assignment.nodes.get(assignment.node_rank as usize)?.clone();
+        let node_count = u32::try_from(assignment.nodes.len()).ok()?;
+        let mut assignment = assignment.clone();
+        assignment.nodes = vec![own];
         Some(Self {
-            assignment: Assignment {
-                nodes: vec![own],
-                reason: assignment.reason.clone(),
-                master_addr: assignment.master_addr.clone(),
-                run_token: assignment.run_token.clone(),
-                assignment_id: assignment.assignment_id.clone(),
-                ..*assignment
+            assignment,
+            place: Place {
+                node_count,
+                heartbeat: Some(Heartbeat::default()),
+                ..Place::default()
             },
-            node_count: u32::try_from(assignment.nodes.len()).ok()?,
-            heartbeat: Heartbeat::default(),
             since: now,
-            over: false,
         })
     }
 
     /// The daemon has ended the generation, if it says so at this `cost`.
     fn give_up(&mut self, cost: Option<&GenerationOver>) {
-        self.over = true;
+        self.place.over = true;
         if let Some(over) = cost {
             self.assignment.restart_count = over.restart_count;
             self.assignment.best_step = over.best_step.max(self.assignment.best_step);
@@ -168,10 +164,8 @@ impl HeldPlace {
     fn told(&self, now: Instant) -> Place {
         Place {
             assignment: Some(self.assignment.clone()),
-            node_count: self.node_count,
-            heartbeat: Some(self.heartbeat),
             held_ms: u64::try_from(now.duration_since(self.since).as_millis()).unwrap_or(u64::MAX),
-            over: self.over,
+            ..self.place.clone()
         }
     }
 }

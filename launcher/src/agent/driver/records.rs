@@ -86,8 +86,10 @@ impl Records {
     pub(super) fn note_message(&mut self, message: &DaemonMessage) {
         let generation = message.generation;
         let failures = match &message.body {
+            Some(Word::JobOver(over)) => over.failures.as_ref(),
+            Some(Word::Refused(refused)) => refused.failures.as_ref(),
             Some(Word::Assignment(assignment)) => {
-                self.put(LogEvent::Assigned {
+                return self.put(LogEvent::Assigned {
                     generation,
                     assignment_id: &assignment.assignment_id,
                     node_rank: assignment.node_rank,
@@ -95,17 +97,11 @@ impl Records {
                     restart_count: assignment.restart_count,
                     reason: &assignment.reason,
                 });
-                None
             }
             Some(Word::GenerationOver(over)) => {
-                self.put(LogEvent::GenerationOver {
-                    generation,
-                    cause: &over.cause,
-                });
-                None
+                let cause = &over.cause;
+                return self.put(LogEvent::GenerationOver { generation, cause });
             }
-            Some(Word::JobOver(over)) => over.failures.as_ref(),
-            Some(Word::Refused(refused)) => refused.failures.as_ref(),
             _ => None,
         };
         if let Some(failures) = failures {

@@ -284,10 +284,7 @@ impl WorkerGroup {
 
     /// Process ids of the workers that have not been reaped.
     pub(super) fn live_pids(&self) -> impl Iterator<Item = i32> + '_ {
-        self.workers
-            .iter()
-            .filter(|worker| worker.end.is_none())
-            .filter_map(|worker| worker.pid)
+        self.live().map(|(pid, _)| pid)
     }
 
     /// What a number of ranks has to divide for the job to go on, as the workers say; none if none has said it.

@@ -86,6 +86,7 @@ impl Site {
         } else {
             &node.role
         };
+        let master_addr = self.plan.master_addr.as_ref().unwrap_or(&assignment.master_addr);
         let contract = |local_rank: u32| WorkerEnv {
             rank: GlobalRank(node.first_rank + local_rank),
             local_rank: LocalRank(local_rank),
@@ -96,12 +97,7 @@ impl Site {
             role: role.into(),
             role_rank: role_first + local_rank,
             role_world_size,
-            master_addr: site
-                .plan
-                .master_addr
-                .as_ref()
-                .unwrap_or(&assignment.master_addr)
-                .clone(),
+            master_addr: master_addr.clone(),
             master_port: assignment.master_port as u16,
             restart_count: assignment.restart_count,
             max_restarts: assignment.max_restarts,
