@@ -50,7 +50,7 @@ impl Memory {
             }
             Body::Heartbeat(heartbeat) => {
                 if let Some(place) = self.place.as_mut().filter(|_| generation == self.generation) {
-                    place.place.heartbeat = Some(*heartbeat);
+                    place.rest.heartbeat = Some(*heartbeat);
                 }
             }
             // Nothing follows it.
@@ -129,7 +129,7 @@ struct HeldPlace {
     /// With this node alone: what all nodes tell together makes the whole, however many they are.
     assignment: Assignment,
     /// The rest, as it is told.
-    place: Place,
+    rest: Place,
     since: Instant,
 }
 
@@ -142,7 +142,7 @@ impl HeldPlace {
         assignment.nodes = vec![own];
         Some(Self {
             assignment,
-            place: Place {
+            rest: Place {
                 node_count,
                 heartbeat: Some(Heartbeat::default()),
                 ..Place::default()
@@ -153,7 +153,7 @@ impl HeldPlace {
 
     /// The daemon has ended the generation, if it says so at this `cost`.
     fn give_up(&mut self, cost: Option<&GenerationOver>) {
-        self.place.over = true;
+        self.rest.over = true;
         if let Some(over) = cost {
             self.assignment.restart_count = over.restart_count;
             self.assignment.best_step = over.best_step.max(self.assignment.best_step);
@@ -165,7 +165,7 @@ impl HeldPlace {
         Place {
             assignment: Some(self.assignment.clone()),
             held_ms: u64::try_from(now.duration_since(self.since).as_millis()).unwrap_or(u64::MAX),
-            ..self.place.clone()
+            ..self.rest.clone()
         }
     }
 }

@@ -469,7 +469,10 @@ impl<'a> Driver<'a> {
         let kill = self.launch.processes.give(kill);
         let failed = self.worker_group.files_of_silent_failures();
         let log_dir = self.launch.plan.log_dir.clone();
-        let read = self.launch.files.give(move || LeftInFiles::read(failed, log_dir));
+        let read = self
+            .launch
+            .files
+            .give(move || LeftInFiles::read(failed, log_dir.as_deref()));
         let (streams, console) = (self.worker_group.streams(), self.launch.console.clone());
         self.inbox.expect(tasks::sweep(kill, read, streams, console));
     }

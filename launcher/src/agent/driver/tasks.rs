@@ -1,7 +1,7 @@
 //! Work that takes time, done beside the agent's loop: each gives mail for the inbox.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, LocalRank};
@@ -70,13 +70,13 @@ pub(super) struct LeftInFiles {
 
 impl LeftInFiles {
     /// Looks into the files of those that failed and have not said why, and into the log directory. Blocks.
-    pub(super) fn read(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Option<PathBuf>) -> Self {
+    pub(super) fn read(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Option<&Path>) -> Self {
         let words = failed.into_iter();
         Self {
             words: words
                 .filter_map(|(rank, files)| Some((rank, files.error_message()?)))
                 .collect(),
-            free_attempt: log_dir.as_deref().map(free_attempt),
+            free_attempt: log_dir.map(free_attempt),
         }
     }
 }
