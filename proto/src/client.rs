@@ -17,8 +17,7 @@
 //! - An `Assignment` of the generation that already runs means "keep your place": nothing is restarted.
 //! - Every `GenerationOver` is answered by `NodeStopped`, then `Join`, in whatever state the agent is.
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
-//! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code. Where
-//!   `JobOver.last_word_ms` announces a last word: report `NodeStopped` first, and wait for it so long.
+//! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
 mod attempts;
 mod error;
@@ -120,12 +119,6 @@ impl Client {
     /// The address that this client speaks to, as it was given.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
-    }
-
-    /// Where the daemon would be looked for now. Give it a deadline: see
-    /// [`Resolver::addresses`](crate::resolver::Resolver::addresses).
-    pub async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
-        self.target.addresses().await
     }
 
     /// Attempts to open a stream, for so long from now on.

@@ -150,6 +150,7 @@ fn suspended() -> (ReservedPort, [Running; 2]) {
     let node = |rank: &str| {
         let node = launch()
             .node_of(2, &port.endpoint, "suspended")
+            .flag("--rdzv-conf", "connect_timeout=10")
             .flag("--node-rank", rank);
         node.shell("echo at work; exec sleep 1000").start()
     };

@@ -84,6 +84,13 @@ fn an_outage_of_the_daemon_restarts_no_healthy_worker() {
     assert!(crashes > HEALTHY_SEEDS, "only {crashes} daemons died");
 }
 
+/// In this world an agent was stopped for 50 s. When it went on, it gave up the daemon before it had read the verdict that
+/// had come meanwhile, and ended with the success of its own workers.
+#[test]
+fn who_was_stopped_reads_what_came_meanwhile_before_it_gives_up_the_daemon() {
+    World::new(40716, false).run();
+}
+
 /// The same seed gives the same world, or a replay would be worth nothing.
 #[test]
 fn a_seed_replays_exactly() {

@@ -1,13 +1,14 @@
 //! A node: the agent's real decisions and the real memory of its link, around processes that are numbers.
 //!
-//! What `launcher/src/agent/driver` and `link` do with processes, streams and timers is done here in the world's time.
+//! What `launcher/src/agent/driver` and `daemon` do with processes, streams and timers is done here in the world's time.
 //! Nothing is decided here.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use ddp_launcher::decisions::{Effect, Event, LEAVE_WAIT, Machine, Memory, VERDICT_WAIT};
+use ddp_launcher::decisions::{Effect, Event, LEAVE_WAIT, Machine, Memory, SpawnEvent, VERDICT_WAIT};
 use ddp_launcher::{Ending, ExitReason};
+use ddp_proto::client::ATTEMPT_TIMEOUT;
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body;
@@ -18,6 +19,9 @@ use rand::Rng;
 
 use crate::witness::{AssignmentId, Origin};
 use crate::world::{SimEvent, World};
+
+/// A deadline that is noticed so late passed while the process was stopped (`launcher/src/agent/daemon/link.rs`).
+const OVERSLEPT: Duration = Duration::from_secs(1);
 
 /// One agent process and its workers.
 #[derive(Debug)]
@@ -56,7 +60,7 @@ pub(crate) struct Node {
     pub(crate) written: Vec<(String, Vec<u8>)>,
     /// How fast its clock runs, in millionths.
     pub(crate) pace: u64,
-    /// It is stopped until then; what comes meanwhile waits.
+    /// It is stopped until then; what comes meanwhile waits, its link's messages too.
     pub(crate) stalled: Option<Duration>,
     pub(crate) backlog: Vec<NodeEvent>,
     /// When the last message that was received is read.
@@ -107,6 +111,8 @@ pub(crate) enum NodeEvent {
     Heartbeats(ConnId),
     Alarm(u64),
     GivesUp,
+    /// Its link receives a message on this stream, or its end.
+    Receives(ConnId, Option<DaemonMessage>),
     /// A message that its link has received; true: the first after a break.
     Reads(bool, DaemonMessage),
     Decides(Event),
@@ -205,6 +211,7 @@ impl World {
             }
             NodeEvent::Alarm(_) => {}
             NodeEvent::GivesUp => self.give_up_daemon(number),
+            NodeEvent::Receives(conn, message) => self.receive(number, conn, message),
             NodeEvent::Reads(restored, message) => self.read(number, restored, message),
             NodeEvent::Decides(event) => self.decide(number, event),
             NodeEvent::Prepared(generation) => self.spawn(number, generation),
@@ -276,10 +283,9 @@ impl World {
             Effect::Spawn(assignment) => self.prepare(number, generation, assignment),
             Effect::CancelSpawn => {
                 if std::mem::take(&mut node.group.preparing) {
-                    events.push_back(Event::SpawnEnded {
-                        generation,
-                        failure: None,
-                    });
+                    let failure = None;
+                    let ended = SpawnEvent::Ended { generation, failure };
+                    events.push_back(Event::Spawn(ended));
                 }
             }
             Effect::Arm(after) => self.arm(number, after),
@@ -359,7 +365,14 @@ impl World {
         if self.now < node.gives_up || (node.is_known && !node.is_broken) || node.memory.is_refused() {
             return;
         }
+        // As the link does: who was stopped when the time was over has not read yet what came meanwhile.
+        if self.now > node.gives_up + OVERSLEPT {
+            node.gives_up = self.now + ATTEMPT_TIMEOUT;
+            return self.later(ATTEMPT_TIMEOUT, SimEvent::Node(number, NodeEvent::GivesUp));
+        }
         node.link_ended = true;
+        // The agent reads it after all that the link has received.
+        let reads_in = node.read_at.saturating_sub(self.now);
         if let Some(conn) = node.conn.take() {
             self.send_up(conn, |conn| SimEvent::Ends(conn, false));
         }
@@ -367,7 +380,7 @@ impl World {
             exit_code: exit::DAEMON_UNREACHABLE,
             error: "the daemon is unreachable".into(),
         };
-        self.decide(number, gone);
+        self.later(reads_in, SimEvent::Node(number, NodeEvent::Decides(gone)));
     }
 
     fn arm(&mut self, number: usize, after: Duration) {
@@ -428,12 +441,12 @@ impl World {
                 is_finished: false,
                 consequence: fails && by_code && number.is_multiple_of(3),
             });
-            let spawned = Event::Spawned {
+            let spawned = SpawnEvent::Spawned {
                 generation,
                 local_rank: LocalRank(local_rank),
                 pid: 1000 + worker as i32,
             };
-            self.decide(number, spawned);
+            self.decide(number, Event::Spawn(spawned));
             let ending = match (fails && local_rank == culprit, by_code) {
                 (false, _) => Ending::Code(0),
                 (true, true) => Ending::Code(10 + number as i32 % 100),
@@ -445,11 +458,8 @@ impl World {
                 self.later(delay, SimEvent::WorkerEnds(number, worker, ending, true));
             }
         }
-        let ended = Event::SpawnEnded {
-            generation,
-            failure: None,
-        };
-        self.decide(number, ended);
+        let failure = None;
+        self.decide(number, Event::Spawn(SpawnEvent::Ended { generation, failure }));
         self.use_store(number);
     }
 

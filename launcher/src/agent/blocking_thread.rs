@@ -37,10 +37,10 @@ impl BlockingThread {
     }
 
     /// Does `work` after what was given before; none if it panicked.
-    pub(super) fn give<T: Send + 'static>(
+    pub(super) fn give<T: Send + 'static, W: FnOnce() -> T + Send + 'static>(
         &self,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> impl Future<Output = Option<T>> + Send + 'static {
+        work: W,
+    ) -> impl Future<Output = Option<T>> + Send + use<T, W> {
         let queue = self.queue.clone();
         let (result, outcome) = oneshot::channel();
         let work: Work = Box::new(move || {

@@ -1,5 +1,6 @@
 //! A launch from outside: what it is given, what comes out of it.
 
+use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use ddp_proto::exit;
 
 use super::blocking_thread::BlockingThread;
 use super::driver::Driver;
-use super::exit_reason::ExitReason;
+use super::machine::ExitReason;
 use super::signals::{Call, Signals};
 use crate::cgroup::{self, WorkerCgroup};
 use crate::output::console::{Console, OWN_PREFIX};
@@ -90,23 +91,19 @@ impl From<LaunchError> for ExitReason {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let parts = match LaunchParts::of(&plan, &guardian) {
-        Ok(parts) => parts,
+    let launch = match Launch::of(plan, &guardian) {
+        Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),
     };
-    let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
-    let stop = SignalPlan {
-        stop: plan.signals.stop.clone(),
-        forward: Vec::new(),
-        ..SignalPlan::default()
-    };
-    let LaunchParts {
+    let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
+    let Launch {
+        plan,
         console,
         processes,
         group,
         ..
-    } = parts.clone();
-    let (exit_reason, report) = match Driver::new(plan, &guardian, parts) {
+    } = launch.clone();
+    let (exit_reason, report) = match Driver::start(launch) {
         Ok(driver) => driver.run().await,
         Err(error) => {
             let report = format!("error: {error}");
@@ -129,7 +126,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         // Usually it was never made.
         let _ = std::fs::remove_dir_all(scratch_dir);
     });
-    if !is_closed(closing, CLOSING_BOUND, &stop).await {
+    if !is_closed(closing, CLOSING_BOUND, &plan.signals).await {
         tracing::debug!("the launcher exits before its cleanup is complete");
     }
     dismiss(guardian);
@@ -140,11 +137,15 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     }
 }
 
-/// Waits until all is put away, but no longer than `bound` or until a signal of `stop` comes: the one that stopped the
-/// job was taken before. False if it was not waited for.
-async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration, stop: &SignalPlan) -> bool {
+/// Waits until all is put away, but no longer than `bound` or until a signal comes that stops the launcher: the one that
+/// stopped the job was taken before. False if it was not waited for.
+async fn is_closed<T>(
+    closing: impl Future<Output = Option<T>>,
+    bound: Duration,
+    signals: &SignalPlan,
+) -> bool {
     let interrupted = async {
-        let Ok(mut signals) = Signals::listen(stop) else {
+        let Ok(mut signals) = Signals::listen(signals) else {
             return std::future::pending().await;
         };
         while !matches!(signals.next().await, Call::Stop(_)) {}
@@ -159,24 +160,35 @@ async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration,
     }
 }
 
-/// What a launch needs from its beginning to its very end.
+/// What a launch has from its beginning to its very end.
 #[derive(Clone)]
-pub(super) struct LaunchParts {
+pub(super) struct Launch<'a> {
+    pub(super) plan: Arc<LaunchPlan>,
+    pub(super) guardian: &'a Guardian,
+    /// Of this node.
+    pub(super) hostname: String,
+    /// Environment of the launcher itself.
+    pub(super) inherited: Arc<[(OsString, OsString)]>,
     pub(super) console: Console,
     /// For processes, and for what is written about them.
     pub(super) processes: BlockingThread,
-    /// For files of workers and for the error files.
+    /// For files of workers and for the error files: the loop waits for no file system once the launch has begun.
     pub(super) files: BlockingThread,
     pub(super) group: Option<Arc<WorkerCgroup>>,
 }
 
-impl LaunchParts {
-    fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
+impl<'a> Launch<'a> {
+    fn of(plan: LaunchPlan, guardian: &'a Guardian) -> io::Result<Self> {
+        let hostname = nix::unistd::gethostname().map_err(io::Error::from)?;
         Ok(Self {
             processes: BlockingThread::start("processes")?,
             files: BlockingThread::start("files")?,
             console: Console::start(Sinks::standard(), plan.progress_bar)?,
             group: guardian.group().and_then(group_of_workers),
+            plan: Arc::new(plan),
+            guardian,
+            hostname: hostname.to_string_lossy().into_owned(),
+            inherited: std::env::vars_os().collect(),
         })
     }
 }

@@ -38,20 +38,18 @@ impl Signals {
     pub(super) fn listen(plan: &SignalPlan) -> io::Result<Self> {
         let hangup = Signal::SIGHUP as i32;
         let hangup_ignored = is_ignored(Signal::SIGHUP);
-        let stops = plan.stop.iter().map(|number| Call::Stop(*number));
-        let forwards = plan.forward.iter().map(|number| Call::Forward(*number));
-        let mut streams = Vec::new();
-        for call in stops.chain(forwards).chain([Call::Child]) {
-            let number = match call {
-                Call::Stop(number) | Call::Forward(number) => number,
-                Call::Child => Signal::SIGCHLD as i32,
-            };
-            if number != hangup || !hangup_ignored {
-                streams.push((signal(SignalKind::from_raw(number))?, call));
-            }
-        }
+        let stops = plan.stop.iter().map(|number| (*number, Call::Stop(*number)));
+        let forwards = plan
+            .forward
+            .iter()
+            .map(|number| (*number, Call::Forward(*number)));
+        let calls = stops
+            .chain(forwards)
+            .chain([(Signal::SIGCHLD as i32, Call::Child)]);
+        let calls = calls.filter(|(number, _)| *number != hangup || !hangup_ignored);
+        let streams = calls.map(|(number, call)| Ok((signal(SignalKind::from_raw(number))?, call)));
         Ok(Self {
-            streams,
+            streams: streams.collect::<io::Result<_>>()?,
             stopped: None,
         })
     }

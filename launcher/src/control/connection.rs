@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, Place, WORKER_QUEUE};
 use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
@@ -162,52 +162,23 @@ impl<'a> Connection<'a> {
         }
     }
 
-    async fn take(&mut self, message: ToAgent) {
+    async fn take(&mut self, mut message: ToAgent) {
+        if let ToAgent::Heartbeat { activity, .. } = &mut message {
+            *activity = part_of_line(activity);
+        }
         match message {
             // One greeting is enough.
             ToAgent::Hello { .. } => {}
-            ToAgent::Heartbeat {
-                step,
-                phase,
-                quiet_ms,
-                progress,
-                waits,
-                activity,
-            } => {
+            ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(News::Heartbeat {
-                    step,
-                    phase,
-                    quiet: Duration::from_millis(quiet_ms),
-                    progress,
-                    waits,
-                    activity: part_of_line(&activity),
-                }));
+                let _ = self.hub.events.try_send(self.event(message));
             }
-            ToAgent::Sizes(sizes) => {
+            ToAgent::Sizes(_)
+            | ToAgent::State { .. }
+            | ToAgent::PeerLost { .. }
+            | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(News::Sizes(sizes))).await;
-            }
-            ToAgent::State { text } => {
-                // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(News::State { text })).await;
-            }
-            ToAgent::PeerLost { rank } => {
-                // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(News::PeerLost { rank })).await;
-            }
-            ToAgent::Failure {
-                message,
-                hint,
-                consequence,
-            } => {
-                let news = News::Failure {
-                    message,
-                    hint,
-                    consequence,
-                };
-                // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(news)).await;
+                let _ = self.hub.events.send(self.event(message)).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -225,11 +196,11 @@ impl<'a> Connection<'a> {
         }
     }
 
-    fn event(&self, news: News) -> ControlEvent {
+    fn event(&self, message: ToAgent) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
-            news,
+            message,
         }
     }
 

@@ -7,7 +7,7 @@ use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ddp_proto::control::{PeerWait, Phase, Progress, Sizes, ToWorker};
+use ddp_proto::control::{ToAgent, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -26,36 +26,7 @@ const MAX_CONNECTIONS: usize = 4096;
 pub(crate) struct ControlEvent {
     pub(crate) generation: Generation,
     pub(crate) local_rank: LocalRank,
-    pub(crate) news: News,
-}
-
-/// The messages of the control socket that concern the agent.
-#[derive(Debug)]
-pub(crate) enum News {
-    Heartbeat {
-        step: u64,
-        phase: Phase,
-        /// How long the program itself has had nothing to say.
-        quiet: Duration,
-        progress: Option<Progress>,
-        /// Its waits for other ranks.
-        waits: Vec<PeerWait>,
-        /// Where in a step it is: part of a line.
-        activity: String,
-    },
-    Sizes(Sizes),
-    State {
-        text: String,
-    },
-    Failure {
-        message: String,
-        hint: Option<String>,
-        consequence: bool,
-    },
-    /// The data connection to another rank broke.
-    PeerLost {
-        rank: u32,
-    },
+    pub(crate) message: ToAgent,
 }
 
 /// The place of this node's workers in one generation.
@@ -156,20 +127,11 @@ impl ControlServer {
         self.place.borrow().as_ref().map(|place| place.store.clone())
     }
 
-    /// A worker runs.
-    pub(crate) fn joined(&self, local_rank: LocalRank, pid: i32) {
+    /// A worker runs, or has ended: then its process id means nothing any more.
+    pub(crate) fn set_pid(&self, local_rank: LocalRank, pid: Option<i32>) {
         self.update(|place| {
             if let Some(slot) = place.pids.get_mut(local_rank.0 as usize) {
-                *slot = Some(pid);
-            }
-        });
-    }
-
-    /// A worker ended: its process id means nothing any more.
-    pub(crate) fn left(&self, local_rank: LocalRank) {
-        self.update(|place| {
-            if let Some(slot) = place.pids.get_mut(local_rank.0 as usize) {
-                *slot = None;
+                *slot = pid;
             }
         });
     }
@@ -181,17 +143,13 @@ impl ControlServer {
 
     /// Tells all workers that the generation is over, those that connect later too.
     pub(crate) fn generation_over(&self, cause: &str) {
-        let mut over = None;
-        self.update(|place| {
-            if place.over.is_none() {
-                place.over = Some(cause.to_owned());
-                over = Some(place.generation);
-            }
-        });
-        if let Some(generation) = over {
-            let cause = cause.to_owned();
-            self.tell_all(&ToWorker::GenerationOver { generation, cause });
-        }
+        let generation = match &*self.place.borrow() {
+            Some(place) if place.over.is_none() => place.generation,
+            _ => return,
+        };
+        let cause = cause.to_owned();
+        self.update(|place| place.over = Some(cause.clone()));
+        self.tell_all(&ToWorker::GenerationOver { generation, cause });
     }
 
     /// Asks all workers to stop at the next step boundary, those that connect later too.

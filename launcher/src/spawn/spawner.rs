@@ -65,18 +65,23 @@ pub(crate) struct Batch {
 
 /// What becomes of the batch of a generation, which may be over when this arrives.
 #[derive(Debug)]
-pub(crate) struct SpawnEvent {
-    pub(crate) generation: Generation,
-    pub(crate) news: SpawnNews,
-}
-
-/// The news of a batch.
-#[derive(Debug)]
-pub(crate) enum SpawnNews {
-    /// One worker runs.
-    Spawned { local_rank: LocalRank, pid: i32 },
-    /// The batch is through: all are started, or it was cancelled, or a start failed.
-    Finished { failure: Option<SpawnError> },
+pub enum SpawnEvent {
+    /// A worker runs.
+    Spawned {
+        /// Its generation.
+        generation: Generation,
+        /// Its place on this node.
+        local_rank: LocalRank,
+        /// Its process.
+        pid: i32,
+    },
+    /// No more workers of the generation will be started: all were, or the batch was cancelled, or a start failed.
+    Ended {
+        /// The generation.
+        generation: Generation,
+        /// Why not all of them could be started.
+        failure: Option<SpawnError>,
+    },
 }
 
 /// A program cannot be started. Trying again would not help, so no restart is spent on it.
@@ -257,8 +262,8 @@ impl Spawner {
                 while let Some(batch) = requests.blocking_recv() {
                     let generation = batch.generation;
                     let failure = start_batch(batch, registrar, &events);
-                    let news = SpawnNews::Finished { failure };
-                    if events.blocking_send(SpawnEvent { generation, news }).is_err() {
+                    let ended = SpawnEvent::Ended { generation, failure };
+                    if events.blocking_send(ended).is_err() {
                         return;
                     }
                 }
@@ -286,9 +291,10 @@ fn start_batch(
         match start_worker(&batch, &worker, registrar) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
-                let _ = events.blocking_send(SpawnEvent {
+                let _ = events.blocking_send(SpawnEvent::Spawned {
                     generation: batch.generation,
-                    news: SpawnNews::Spawned { local_rank, pid },
+                    local_rank,
+                    pid,
                 });
             }
             // It is no longer wanted, and its group may be gone.

@@ -9,9 +9,9 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, Assignment, DaemonMessage, GenerationOver, HeartbeatAck, JobOver, Join, KvGetReply,
-    KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting,
-    WorkerExit,
+    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, HeartbeatAck, JobOver, Join,
+    KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest,
+    Waiting, WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -29,8 +29,8 @@ pub(crate) struct Policy {
     pub(crate) decides: bool,
     /// Answers `Join` with this instead.
     pub(crate) refuses: Option<Refused>,
-    /// Announces a last word on a job that failed, within this time.
-    pub(crate) last_word_ms: u32,
+    /// Failures on other nodes, told with the verdict after this node's own.
+    pub(crate) failures: Vec<Failure>,
     /// Workers of a node 0 that does not exist; this agent is node 1 then.
     pub(crate) workers_of_node_0: u32,
     /// Its longest blocking read.
@@ -43,7 +43,7 @@ impl Default for Policy {
             assigns: true,
             decides: true,
             refuses: None,
-            last_word_ms: 0,
+            failures: Vec::new(),
             workers_of_node_0: 0,
             longest_read: Duration::MAX,
         }
@@ -261,6 +261,21 @@ impl Shared {
         Word::Assignment(assignment)
     }
 
+    /// None where no other node has any, like a daemon of an older build.
+    fn all_failures(&self, job: &Job, own: &WorkerExit) -> Option<Failures> {
+        let own = Failure {
+            generation: job.generation,
+            hostname: job.join.hostname.clone(),
+            exit: Some(own.clone()),
+            ..Failure::default()
+        };
+        let others = &self.policy.failures;
+        (!others.is_empty()).then(|| Failures {
+            failures: [vec![own], others.clone()].concat(),
+            ..Failures::default()
+        })
+    }
+
     fn on_failure(&self, job: &mut Job, exit: &WorkerExit) -> Word {
         job.over = true;
         let cause = format!("rank {} failed", exit.rank);
@@ -282,7 +297,7 @@ impl Shared {
             reason: cause,
             first_failure,
             first_failure_host,
-            last_word_ms: self.policy.last_word_ms,
+            failures: self.all_failures(job, exit),
             ..JobOver::default()
         })
     }

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `ends` | exit codes, signals, restarts, programs that cannot be started |
 //! | `stopping` | grace, SIGKILL, signals in every state |
-//! | `last_word` | what is reported of all workers when they are gone, and what the daemon says to that |
+//! | `reported_ends` | what is reported of all workers when they are gone, and what the verdict brings |
 //! | `leftovers` | grandchildren, orphans, a launcher that is killed |
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
@@ -16,9 +16,9 @@ mod daemon;
 mod ends;
 mod harness;
 mod key_value;
-mod last_word;
 mod leftovers;
 mod listening;
+mod reported_ends;
 mod stopping;
 mod strangers;
 mod surroundings;

@@ -435,7 +435,6 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
-        Reply::LastWord(_) => "more after the verdict".into(),
         Reply::HeartbeatAck(_) => "ack".into(),
     }
 }

@@ -148,14 +148,18 @@ impl World {
         self.at(at, SimEvent::Delivers(conn, message));
     }
 
-    /// The link of an agent receives something, which the agent reads a little later.
+    /// A message, or the end of a stream, arrives at an agent's host.
     pub(super) fn deliver(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
-        let Some(stream) = self.streams.get_mut(&conn) else {
-            return;
-        };
-        stream.unread = stream.unread.saturating_sub(1);
-        let number = stream.node;
-        if self.nodes[number].conn != Some(conn) || self.nodes[number].is_gone() {
+        if let Some(stream) = self.streams.get_mut(&conn) {
+            stream.unread = stream.unread.saturating_sub(1);
+            let number = stream.node;
+            self.on_node(number, NodeEvent::Receives(conn, message));
+        }
+    }
+
+    /// The link of an agent receives it; the agent reads a message a little later.
+    pub(crate) fn receive(&mut self, number: usize, conn: ConnId, message: Option<DaemonMessage>) {
+        if self.nodes[number].conn != Some(conn) {
             return;
         }
         let Some(message) = message else {

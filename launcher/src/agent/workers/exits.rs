@@ -17,7 +17,7 @@ const MAX_WORDS_CHARS: usize = 200;
 impl WorkerGroup {
     /// The end of a worker with all that is known of it; none while it lives.
     pub(in crate::agent) fn describe(&self, local_rank: LocalRank) -> Option<WorkerExit> {
-        let worker = self.workers.get(local_rank.0 as usize)?;
+        let worker = self.get(local_rank)?;
         let end = worker.end?;
         Some(WorkerExit {
             stderr_tail: worker.stderr.lines(),

@@ -58,28 +58,21 @@ impl ExitReason {
     /// The good-bye to the daemon when this ends the agent: a signal or a failed start ends the whole job. A daemon that
     /// took the place of the one that has ended the job learns how.
     pub(super) fn farewell(&self) -> Leave {
-        match self {
-            Self::Stopped { signal } => Leave {
-                signal: Some(*signal),
-                ..Leave::default()
-            },
-            Self::CannotStart(error) => Leave {
-                reason: error.to_string(),
-                exit_code: Some(i32::from(self.exit_code())),
-                ..Leave::default()
-            },
-            Self::JobOver {
-                reason, exit_code, ..
+        let reason = match self {
+            Self::CannotStart(error) => error.to_string(),
+            Self::JobOver { reason, .. } | Self::Broken { error: reason, .. } => reason.clone(),
+            Self::Stopped { signal } => {
+                return Leave {
+                    signal: Some(*signal),
+                    ..Leave::default()
+                };
             }
-            | Self::Broken {
-                error: reason,
-                exit_code,
-            } => Leave {
-                reason: reason.clone(),
-                exit_code: Some(i32::from(*exit_code)),
-                ..Leave::default()
-            },
-            _ => Leave::default(),
+            _ => return Leave::default(),
+        };
+        Leave {
+            reason,
+            exit_code: Some(i32::from(self.exit_code())),
+            ..Leave::default()
         }
     }
 

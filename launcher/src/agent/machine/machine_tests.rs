@@ -4,10 +4,8 @@ use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
 #[path = "spawning_tests.rs"]
 mod spawning;
 
-use super::super::blame::CULPRIT_WAIT;
-use super::super::stop::{LAST_WORDS, NATIVE_LAST_WORDS};
+use super::stop::{LAST_WORDS, NATIVE_LAST_WORDS};
 use super::*;
-use crate::spawn::spawner::SpawnError;
 
 const KILLED: Ending = Ending::Signal {
     signal: 9,
@@ -84,16 +82,16 @@ impl Play {
     }
 
     fn spawned(&mut self, local_rank: u32) -> &mut Self {
-        self.on(Event::Spawned {
+        self.on(Event::Spawn(SpawnEvent::Spawned {
             generation: self.machine.generation(),
             local_rank: LocalRank(local_rank),
             pid: 100 + local_rank as i32,
-        })
+        }))
     }
 
     fn spawn_ended(&mut self, failure: Option<SpawnError>) -> &mut Self {
         let generation = self.machine.generation();
-        self.on(Event::SpawnEnded { generation, failure })
+        self.on(Event::Spawn(SpawnEvent::Ended { generation, failure }))
     }
 
     fn exit(&mut self, local_rank: u32, ending: Ending) -> &mut Self {
@@ -131,6 +129,17 @@ impl Play {
         joined.is_some() && stopped < joined && stopped.is_some()
     }
 
+    /// To a daemon that does not know the end of the job, it tells it.
+    fn says_good_bye(&self) -> bool {
+        let code = Some(42);
+        matches!(&self.last[..], [Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)] if leave.exit_code == code)
+    }
+
+    /// Exit code when the good-bye was received.
+    fn end(&mut self) -> Option<u8> {
+        self.on(Event::Left).finish().map(ExitReason::exit_code)
+    }
+
     fn finish(&self) -> Option<&ExitReason> {
         self.last.iter().find_map(|effect| match effect {
             Effect::Finish(exit_reason) => Some(exit_reason),
@@ -161,6 +170,59 @@ fn success_is_told_when_all_are_gone() {
     play.receive(1, Word::JobOver(JobOver::default()));
     assert!(matches!(play.last[0], Effect::Leave(Leave { signal: None, .. })));
     assert_eq!(play.on(Event::Left).finish(), Some(&ExitReason::Succeeded));
+}
+
+/// The job has failed.
+fn verdict() -> Word {
+    Word::JobOver(JobOver {
+        exit_code: 42,
+        ..JobOver::default()
+    })
+}
+
+#[test]
+fn nothing_is_reported_or_waited_for_after_the_verdict() {
+    let mut play = Play::running(false, 1);
+    play.receive(1, verdict());
+    assert!(play.exit(0, Ending::Code(1)).swept().says_good_bye());
+    assert_eq!(play.end(), Some(42));
+}
+
+#[test]
+fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
+    let says = |play: &Play| matches!(&play.last[..], [Effect::Say(words)] if words.contains("another signal kills"));
+    // After the verdict, of whatever node the failure is; or before it: the failure was reported to the daemon.
+    for is_own in [false, true] {
+        let mut play = Play::running(false, 2);
+        if is_own {
+            play.exit(1, KILLED);
+            assert!(says(play.on(Event::Signal(libc::SIGINT))));
+            play.receive(1, verdict());
+        } else {
+            play.receive(1, verdict()).exit(1, Ending::Code(1));
+            assert!(says(play.on(Event::Signal(libc::SIGINT))));
+        }
+        assert!(
+            play.on(Event::Signal(libc::SIGTERM))
+                .does(&Effect::SignalAll(libc::SIGKILL))
+        );
+        assert!(play.exit(0, Ending::Code(1)).swept().says_good_bye());
+        assert_eq!(play.end(), Some(42));
+    }
+}
+
+#[test]
+fn a_signal_before_the_verdict_counts_if_there_is_to_be_a_restart_or_none_is_received() {
+    for word in [None, Some(over())] {
+        let mut play = Play::running(false, 2);
+        play.exit(1, KILLED).on(Event::Signal(libc::SIGINT));
+        if let Some(word) = word {
+            assert_eq!(play.receive(1, word).last, []);
+        }
+        play.on(Event::Signal(libc::SIGTERM));
+        play.exit(0, KILLED).swept();
+        assert_eq!(play.end(), Some(130), "the first signal's");
+    }
 }
 
 #[test]
@@ -332,11 +394,7 @@ fn a_node_whose_workers_were_never_started_has_not_succeeded() {
         exit_code: exit::DAEMON_UNREACHABLE,
         error: "gone".into(),
     });
-    play.on(Event::SpawnEnded {
-        generation: Generation(1),
-        failure: None,
-    });
-    play.swept();
+    play.spawn_ended(None).swept();
     if play.finish().is_none() {
         play.on(Event::Left);
     }
@@ -681,4 +739,27 @@ fn a_generation_that_workers_cannot_parse_is_refused() {
             "{words}"
         );
     }
+}
+
+#[test]
+fn what_goes_on_without_the_daemon_is_told_as_it_is() {
+    let told = |play: &Play, words: &str| {
+        let said = play.machine.meanwhile();
+        assert!(said.starts_with(words), "{:?}: {said}", play.machine);
+    };
+    let mut play = Play::begin(false);
+    told(&play, "no worker was started yet");
+    play.assign(1, 1).spawn(1);
+    told(&play, "the workers keep running");
+    told(play.receive(1, over()), "the workers are being stopped");
+    told(play.exit(0, KILLED).swept(), "no worker is running");
+    play.assign(2, 2).spawn(2);
+    told(play.exit(0, KILLED), "a worker of this node failed");
+    told(play.exit(1, KILLED).swept(), "a worker of this node failed");
+    told(play.on(Event::Signal(15)), "the workers have exited");
+    let mut play = Play::running(false, 1);
+    told(
+        play.exit(0, Ending::Code(0)).swept(),
+        "the workers of this node succeeded",
+    );
 }

@@ -74,10 +74,10 @@ fn while_the_last_start_hangs() -> Play {
 }
 
 fn late_end() -> Event {
-    Event::SpawnEnded {
+    Event::Spawn(SpawnEvent::Ended {
         generation: Generation(1),
         failure: None,
-    }
+    })
 }
 
 #[test]
@@ -92,28 +92,30 @@ fn the_end_of_a_batch_that_was_given_up_does_not_end_the_next_generation_as_a_su
 #[test]
 fn a_program_that_could_not_be_started_for_the_last_generation_does_not_end_the_next_one() {
     let mut play = while_the_last_start_hangs();
-    let late = Event::SpawnEnded {
+    let late = Event::Spawn(SpawnEvent::Ended {
         generation: Generation(1),
         failure: Some(SpawnError::NotFound {
             program: "x".into(),
             hint: "look".into(),
         }),
-    };
+    });
     assert_eq!(play.on(late).last, []);
     assert!(play.machine.is_running());
 }
 
 #[test]
 fn a_worker_of_a_generation_that_was_given_up_is_killed_and_takes_no_place_in_the_next_one() {
-    let late = |pid| Event::Spawned {
-        generation: Generation(1),
-        local_rank: LocalRank(0),
-        pid,
+    let late = |pid| {
+        Event::Spawn(SpawnEvent::Spawned {
+            generation: Generation(1),
+            local_rank: LocalRank(0),
+            pid,
+        })
     };
     let mut play = while_the_last_start_hangs();
     assert_eq!(play.on(late(77)).last, [Effect::KillStray(77)]);
     play.on(late_end());
-    assert_eq!(play.machine.workers, [Worker::Waiting, Worker::Waiting]);
+    assert_eq!(play.machine.members, Members::waiting(2));
 
     // Nor does it live while the next generation gathers.
     let mut play = Play::begin(false);

@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, DaemonMessage, Leave, WorkerExit};
 
 use super::exit_reason::ExitReason;
-use crate::spawn::spawner::SpawnError;
+use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::ending::Ending;
 
 /// What happened.
@@ -22,22 +22,8 @@ pub enum Event {
         /// In words.
         error: String,
     },
-    /// A worker of this generation runs.
-    Spawned {
-        /// Its generation.
-        generation: Generation,
-        /// Its place on this node.
-        local_rank: LocalRank,
-        /// Its process.
-        pid: i32,
-    },
-    /// No more workers of this generation will be started.
-    SpawnEnded {
-        /// The generation.
-        generation: Generation,
-        /// Why not all of them could be started.
-        failure: Option<SpawnError>,
-    },
+    /// How the start of the workers goes.
+    Spawn(SpawnEvent),
     /// Something that the generation needs failed before any worker was started.
     CannotBegin {
         /// Exit code that belongs to the error.

@@ -1,157 +1,74 @@
 //! The workers of one generation on this node.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `site` | what they are started from: an assignment, and where this node is |
+//! | `exits` | the ends that they came to, as the protocol tells them |
+//! | `hang_watch` | finds those that hang, and ends them |
 
 mod exits;
+mod hang_watch;
+mod site;
 
-use std::ffi::OsString;
+pub(super) use hang_watch::{HangWatch, Threads};
+pub(super) use site::{PrepareError, Site};
+
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::control::{PeerWait, Phase, Sizes};
+use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
-use ddp_proto::ports::PortRange;
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank};
 use nix::fcntl::OFlag;
-use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
-use super::contracts::contracts_of;
 use crate::output::console::Stream;
-use crate::output::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
-use crate::output::plan::{LineSource, OutputPlan};
+use crate::output::logs::WorkerFiles;
 use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::output::repeated_errors::RepeatedErrors;
-use crate::plan::{CoreSet, SignalScope};
+use crate::plan::SignalScope;
 use crate::report::local_end::LocalEnd;
-use crate::spawn::environment::{self, Common};
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
 use crate::supervise::waits::ToldWaits;
 
-/// Why the workers of a generation cannot be started.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum PrepareError {
-    #[error(transparent)]
-    Log(#[from] LogError),
-    #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
-    Pipe(#[from] io::Error),
-    #[error(
-        "cannot host PyTorch's store at MASTER_PORT {port}: {cause}\n  hint: check `ulimit -n`, or choose a free port with `--master-port`"
-    )]
-    Store { port: u32, cause: io::Error },
-    #[error("invalid assignment from the rendezvous daemon: {0}")]
-    Assignment(String),
-    #[error(
-        "the launcher panicked (see the panic message above) and did not create the files of the workers"
-    )]
-    Panicked,
-}
-
-/// What is needed to prepare workers, beyond the assignment.
-pub(super) struct Site<'a> {
-    pub(super) common: Common<'a>,
-    pub(super) log_dir: Option<&'a Path>,
-    pub(super) scratch_dir: &'a Path,
-    pub(super) job_id: &'a str,
-    pub(super) hostname: &'a str,
-    pub(super) control: &'a str,
-    pub(super) output: &'a OutputPlan,
-    pub(super) signal_scope: SignalScope,
-    /// The workers are the native ones.
-    pub(super) native: bool,
-    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
-    pub(super) agent_store: bool,
-    /// `--master-addr`
-    pub(super) master_addr: Option<&'a str>,
-    /// `--worker-ports`
-    pub(super) worker_ports: Option<PortRange>,
-    /// By local rank; empty: not bound.
-    pub(super) cores: &'a [CoreSet],
-    /// The control group that these workers are born in, if there is one.
-    pub(super) group: Option<&'a Path>,
-}
-
-impl Site<'_> {
-    /// Where filtered lines of one stream go, if there are filters and a place for log files.
-    fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
-        let words = self.output.filters(stream);
-        let (Some(log_dir), false) = (self.log_dir, words.is_empty()) else {
-            return Ok(None);
-        };
-        let name = match stream {
-            Stream::Stdout => "filtered_stdout.log",
-            Stream::Stderr => "filtered_stderr.log",
-        };
-        Ok(Some(Duplicate {
-            words: words.to_vec(),
-            file: Arc::new(open_filtered(log_dir, attempt, name)?),
-        }))
-    }
-
-    /// The number of the folder that takes the log files of a generation.
-    fn attempt(&self, generation: Generation, assignment: &Assignment) -> u32 {
-        // A daemon of an older build counts restarts only.
-        let attempt = assignment.attempt.max(assignment.restart_count);
-        let run = format!("{}-{}", assignment.run_token, generation.0);
-        self.log_dir
-            .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
-    }
-
-    /// What precedes the lines of one worker.
-    fn prefix(&self, contract: &WorkerEnv) -> String {
-        self.output.prefix.of(&LineSource {
-            rank: contract.rank,
-            local_rank: contract.local_rank,
-            role: &contract.role,
-            hostname: self.hostname,
-        })
-    }
-
-    /// The cores of one worker as the system takes them.
-    fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
-        let CoreSet(numbers) = self.cores.get(local_rank.0 as usize)?;
-        let mut set = CpuSet::new();
-        for number in numbers {
-            // A number beyond the system's largest set is on no machine.
-            let _ = set.set(*number);
-        }
-        Some(set)
-    }
-}
+/// Longest message of a worker on its own failure; the rest is cut off.
+const MAX_WORDS_CHARS: usize = 4000;
 
 /// One worker.
 #[derive(Debug)]
-pub(super) struct Worker {
-    pub(super) rank: GlobalRank,
-    pub(super) pid: Option<i32>,
+struct Worker {
+    rank: GlobalRank,
+    pid: Option<i32>,
     /// Its last sign of life.
-    pub(super) beat: Option<Beat>,
+    beat: Option<Beat>,
     /// What a number of ranks has to divide for it to go on, in its own words.
-    pub(super) sizes: Option<Sizes>,
+    sizes: Option<Sizes>,
     /// The step in which it was called slow.
-    pub(super) called_slow: Option<u64>,
+    called_slow: Option<u64>,
     /// What it does, in its own words, if it was asked.
-    pub(super) state: Option<String>,
+    state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
-    pub(super) waits: Vec<PeerWait>,
+    waits: Vec<PeerWait>,
     /// Where in a step it is, by its last heartbeat; empty if it does not say.
-    pub(super) activity: String,
+    activity: String,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
-    pub(super) found_waiting: Option<u64>,
+    found_waiting: Option<u64>,
     /// It hung, and was sent SIGABRT.
-    pub(super) aborted: bool,
+    aborted: bool,
     /// Its own words on its failure.
-    pub(super) said: Option<String>,
+    said: Option<String>,
     /// It says that it failed only because another rank did.
-    pub(super) consequence: bool,
+    consequence: bool,
     /// The rank to which its data connection broke, as it says.
-    pub(super) lost_rank: Option<u32>,
+    lost_rank: Option<u32>,
     /// What it wrote into its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
@@ -193,6 +110,8 @@ pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
     pub(super) specs: Vec<WorkerSpec>,
     pub(super) contracts: Vec<WorkerEnv>,
+    /// Of every node, in order of node rank.
+    pub(super) node_addrs: Vec<String>,
 }
 
 impl WorkerGroup {
@@ -219,26 +138,27 @@ impl WorkerGroup {
     pub(super) fn prepare(
         generation: Generation,
         assignment: &Assignment,
-        site: &Site<'_>,
+        site: &Site,
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
-        let mut worker_group = Self::empty(site.group, site.signal_scope);
+        let plan = &*site.plan;
+        let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
         worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
             site.duplicate(Stream::Stderr, attempt)?,
         ];
-        let repeated = site.native.then(RepeatedErrors::default);
+        let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
-        for mut contract in contracts_of(generation, assignment, site)? {
+        for mut contract in site.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let files = WorkerFiles::create(site.log_dir, site.scratch_dir, attempt, rank)?;
+            let files = WorkerFiles::create(plan.log_dir.as_deref(), &site.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
             let prefix = site.prefix(&contract);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
-                let shown = site.output.shows(rank, local_rank, stream);
+                let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
                 let (writer, reader) = tail();
                 let tap = Tap {
@@ -254,14 +174,13 @@ impl WorkerGroup {
                         .map(|repeated| repeated.of_rank(rank)),
                     duplicate: duplicate.clone(),
                 };
-                if pump.add(tap) {
-                    Ok((pipe_end, reader))
-                } else {
+                if !pump.add(tap) {
                     let silent = "the thread that reads them does not respond";
-                    Err(PrepareError::Pipe(io::Error::other(silent)))
+                    return Err(PrepareError::Pipe(io::Error::other(silent)));
                 }
+                Ok((pipe_end, reader))
             };
-            let (output, [stdout, stderr]) = if site.output.hands_over(rank, local_rank) {
+            let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
             } else {
                 let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
@@ -270,29 +189,98 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: environment::of_worker(&site.common, &contract),
+                env: site.environment_of(&contract),
                 output,
                 has_stdin: rank == GlobalRank(0),
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group
-                .workers
-                .push(Worker::new(rank, files, stdout, stderr));
+            let worker = Worker::new(rank, files, stdout, stderr);
+            worker_group.workers.push(worker);
         }
         Ok(Prepared {
             worker_group,
             specs,
             contracts,
+            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
         })
     }
 
-    pub(super) fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
+    fn get(&self, local_rank: LocalRank) -> Option<&Worker> {
+        self.workers.get(local_rank.0 as usize)
+    }
+
+    fn get_mut(&mut self, local_rank: LocalRank) -> Option<&mut Worker> {
         self.workers.get_mut(local_rank.0 as usize)
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.workers.len()
+    /// A worker runs; its rank, if it is one of these.
+    pub(super) fn spawned(&mut self, local_rank: LocalRank, pid: i32) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank)?;
+        worker.pid = Some(pid);
+        Some(worker.rank)
+    }
+
+    /// Rank 0 is this worker.
+    pub(super) fn is_rank_0(&self, local_rank: LocalRank) -> bool {
+        self.get(local_rank)
+            .is_some_and(|worker| worker.rank == GlobalRank(0))
+    }
+
+    /// Notes what a worker says.
+    pub(super) fn note(&mut self, local_rank: LocalRank, message: ToAgent) -> bool {
+        let Some(worker) = self.get_mut(local_rank) else {
+            return false;
+        };
+        let mut is_urgent = false;
+        match message {
+            ToAgent::Heartbeat {
+                step,
+                phase,
+                quiet_ms,
+                waits,
+                activity,
+                ..
+            } => {
+                let at = Instant::now();
+                (worker.waits, worker.activity) = (waits, activity);
+                worker.beat = Some(Beat {
+                    at,
+                    fresh: at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at),
+                    step,
+                    phase,
+                });
+                tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
+            }
+            // Should this node be lost before its next heartbeat, the others have to know.
+            ToAgent::Sizes(sizes) => is_urgent = worker.sizes.replace(sizes) != Some(sizes),
+            // The daemon may have seen that rank's node go, and wait for a second witness.
+            ToAgent::PeerLost { rank } => {
+                worker.lost_rank = Some(rank);
+                is_urgent = true;
+            }
+            ToAgent::State { text } => worker.state = Some(text),
+            ToAgent::Failure {
+                message,
+                hint,
+                consequence,
+            } => {
+                let words = match hint {
+                    Some(hint) => format!("{message}\nhint: {hint}"),
+                    None => message,
+                };
+                worker.consequence = consequence;
+                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
+            }
+            // Answered by the connection.
+            ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
+        }
+        is_urgent
+    }
+
+    /// The worker says that it failed only because another rank did.
+    pub(super) fn is_consequence(&self, local_rank: LocalRank) -> bool {
+        self.get(local_rank).is_some_and(|worker| worker.consequence)
     }
 
     /// The control group that its workers are in, where there is one.
@@ -302,15 +290,17 @@ impl WorkerGroup {
 
     /// Process ids of the workers that have not been reaped.
     pub(super) fn live_pids(&self) -> impl Iterator<Item = i32> + '_ {
-        self.workers
-            .iter()
-            .filter(|worker| worker.end.is_none())
-            .filter_map(|worker| worker.pid)
+        self.live().map(|(pid, _)| pid)
+    }
+
+    /// What a number of ranks has to divide for the job to go on, as the workers say; none if none has said it.
+    pub(super) fn sizes(&self) -> Option<Sizes> {
+        self.workers.iter().find_map(|worker| worker.sizes)
     }
 
     /// What each heartbeat tells the daemon about the workers.
     pub(super) fn heartbeat(&self) -> Heartbeat {
-        let sizes = self.workers.iter().find_map(|worker| worker.sizes);
+        let sizes = self.sizes();
         Heartbeat {
             step: self.step(),
             ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
@@ -374,15 +364,16 @@ impl WorkerGroup {
         self.trouble.map(|trouble| trouble - self.began)
     }
 
-    /// Sends a signal to live workers, all or one: to their process groups, or to them alone if that is their scope. One
-    /// that got it last does not get it again: a second SIGINT would interrupt what a program does because of the first.
-    pub(super) fn signal(&mut self, signal: i32, only: Option<LocalRank>) {
+    /// Sends a signal to the live workers that are meant: to their process groups, or to them alone if that is their
+    /// scope. One that got it last does not get it again: a second SIGINT would interrupt what a program does because of
+    /// the first.
+    pub(super) fn signal(&mut self, signal: i32, is_meant: impl Fn(LocalRank) -> bool) {
         let Ok(number) = Signal::try_from(signal) else {
             return;
         };
         let alone = self.signal_scope == SignalScope::Rank && number != Signal::SIGKILL;
-        for (local_rank, worker) in self.workers.iter_mut().enumerate() {
-            let meant = only.is_none_or(|only| only.0 as usize == local_rank) && worker.sent != Some(signal);
+        for (local_rank, worker) in (0..).map(LocalRank).zip(&mut self.workers) {
+            let meant = is_meant(local_rank) && worker.sent != Some(signal);
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 let pid = Pid::from_raw(pid);
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
@@ -399,7 +390,7 @@ impl WorkerGroup {
     }
 
     /// Workers that live, with their process ids.
-    pub(super) fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
+    fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         live.filter_map(|worker| Some((worker.pid?, worker)))
     }
@@ -414,27 +405,27 @@ impl WorkerGroup {
     }
 
     /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
-    pub(super) fn found_waiting(&mut self) {
+    fn found_waiting(&mut self) {
         for worker in &mut self.workers {
             worker.found_waiting = worker.beat.map(|beat| beat.step);
         }
     }
 
     /// What the workers said that they do is not what they do now.
-    pub(super) fn forget_states(&mut self) {
+    fn forget_states(&mut self) {
         for worker in &mut self.workers {
             worker.state = None;
         }
     }
 
     /// Where the log folders of all workers lie; none without a log directory.
-    pub(super) fn attempt_dir(&self) -> Option<PathBuf> {
+    fn attempt_dir(&self) -> Option<PathBuf> {
         let log = self.workers.first()?.files.stderr_log()?;
         log.ancestors().nth(2).map(Path::to_owned)
     }
 
     /// The live worker that is to blame for a silence of at least `bound`, if there is one.
-    pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
+    fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
         let live = self
             .workers
             .iter()
@@ -453,7 +444,7 @@ impl WorkerGroup {
     }
 
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
-    pub(super) fn is_unwatched(&self, bound: Duration) -> bool {
+    fn is_unwatched(&self, bound: Duration) -> bool {
         let began = !self.workers.is_empty() && self.began.elapsed() > bound;
         began && self.workers.iter().all(|worker| worker.beat.is_none())
     }
@@ -470,9 +461,8 @@ impl WorkerGroup {
     }
 
     /// Ends one worker that hangs. The signal is not counted as one of ours: its death is a failure.
-    pub(super) fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
-        let worker = self.workers.get(local_rank.0 as usize);
-        if let Some(pid) = worker.and_then(|worker| worker.pid) {
+    fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
+        if let Some(pid) = self.get(local_rank).and_then(|worker| worker.pid) {
             // A stopped process would not take it.
             let _ = killpg(Pid::from_raw(pid), signal);
             let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
@@ -489,24 +479,25 @@ impl WorkerGroup {
 
     /// The stream whose last lines tell why a worker failed.
     pub(super) fn stderr_of(&self, local_rank: LocalRank) -> Option<TailReader> {
-        self.workers
-            .get(local_rank.0 as usize)
-            .map(|worker| worker.stderr.clone())
+        Some(self.get(local_rank)?.stderr.clone())
     }
 
     /// The files of a worker, which only a thread that may wait looks into.
     pub(super) fn files_of(&self, local_rank: LocalRank) -> Option<WorkerFiles> {
-        let worker = self.workers.get(local_rank.0 as usize)?;
-        Some(worker.files.clone())
+        Some(self.get(local_rank)?.files.clone())
     }
 
-    /// Workers that failed on their own and have not said why.
-    pub(super) fn silent_failures(&self) -> impl Iterator<Item = LocalRank> + '_ {
-        let workers = self.workers.iter().zip(0..);
-        workers.filter_map(|(worker, local_rank)| {
+    /// The files of workers that failed on their own and have not said why.
+    pub(super) fn files_of_silent_failures(&self) -> Vec<(LocalRank, WorkerFiles)> {
+        let workers = (0..).map(LocalRank).zip(&self.workers);
+        let is_silent = |worker: &Worker| {
             let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
-            (failed && worker.words().is_none()).then_some(LocalRank(local_rank))
-        })
+            failed && worker.words().is_none()
+        };
+        workers
+            .filter(|(_, worker)| is_silent(worker))
+            .map(|(local_rank, worker)| (local_rank, worker.files.clone()))
+            .collect()
     }
 
     /// Keeps what a worker wrote into its error file before it ended.
@@ -566,18 +557,13 @@ impl Worker {
         }
     }
 
-    /// Where it is written down what it does, if it has a log folder.
-    pub(super) fn hang_file(&self) -> Option<PathBuf> {
-        self.files.hang_file()
-    }
-
     /// Where it was, by its last heartbeat; none if it has sent none.
-    pub(super) fn place(&self) -> Option<String> {
+    fn place(&self) -> Option<String> {
         Some(self.beat?.place(&self.activity))
     }
 
     /// The same, once it has got beyond its start: before that a place says nothing that the failure does not.
-    pub(super) fn place_in_training(&self) -> Option<String> {
+    fn place_in_training(&self) -> Option<String> {
         let beat = self.beat.filter(|beat| beat.phase != Phase::Starting)?;
         Some(beat.place(&self.activity))
     }
@@ -586,9 +572,4 @@ impl Worker {
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.in_file.clone())
     }
-}
-
-/// Environment of the launcher itself.
-pub(super) fn inherited() -> Vec<(OsString, OsString)> {
-    std::env::vars_os().collect()
 }

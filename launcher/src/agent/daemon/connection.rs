@@ -1,0 +1,284 @@
+//! The connection to the daemon: whether it can be reached, how long it is waited for, and what people are told of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ddp_proto::client::{AgentIdentity, Client};
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, NodeId};
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Leave};
+use nix::time::{ClockId, clock_gettime};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::super::machine::{Event, LEAVE_WAIT, Machine};
+use super::link::{Link, LinkEvent};
+use crate::output::console::Console;
+use crate::plan::LaunchPlan;
+
+/// How the agent and the daemon stand.
+pub(in crate::agent) struct DaemonConnection {
+    link: Link,
+    plan: Arc<LaunchPlan>,
+    console: Console,
+    /// None until a daemon has answered.
+    client: Option<Client>,
+    /// While the stream is broken.
+    outage: Option<Outage>,
+    /// What the daemon said last that it waits for.
+    last_waiting: String,
+    /// How long it waits for a heartbeat; none while that is not known.
+    lease: Option<Duration>,
+    /// When the last heartbeat was sent, as [`since_boot`]: the daemon counts the lease from a little later.
+    last_heartbeat: Duration,
+    /// The last stall that was noticed: when, and how long it was.
+    stall: Option<(Instant, Duration)>,
+}
+
+/// The daemon is out of reach.
+struct Outage {
+    begun: Instant,
+    /// When the daemon is given up.
+    gives_up: Instant,
+    /// What goes on at this node cannot wait as long as workers that train.
+    is_pressing: bool,
+    /// What was said last to go on at this node.
+    meanwhile: &'static str,
+    /// How long this process was stalled just before, or meanwhile.
+    stalled: Option<Duration>,
+}
+
+impl DaemonConnection {
+    /// Begins to connect, as the launcher with this id.
+    pub(in crate::agent) fn start(
+        plan: Arc<LaunchPlan>,
+        launcher_id: &str,
+        console: Console,
+    ) -> (Self, mpsc::Receiver<LinkEvent>) {
+        let identity = AgentIdentity {
+            job_id: plan.job_id.clone(),
+            incarnation: NodeId(launcher_id.to_owned()),
+        };
+        let (link, events) = Link::start(plan.clone(), identity);
+        let connection = Self {
+            link,
+            plan,
+            console,
+            client: None,
+            outage: None,
+            last_waiting: String::new(),
+            lease: None,
+            last_heartbeat: since_boot(),
+            stall: None,
+        };
+        (connection, events)
+    }
+
+    /// For the key-value calls.
+    pub(in crate::agent) fn client(&self) -> Option<&Client> {
+        self.client.as_ref()
+    }
+
+    pub(in crate::agent) fn is_broken(&self) -> bool {
+        self.outage.is_some()
+    }
+
+    /// How often the daemon wants a heartbeat, once that is known.
+    pub(in crate::agent) fn heartbeat_interval(&self) -> Option<Duration> {
+        self.lease.map(|lease| lease / 3)
+    }
+
+    pub(in crate::agent) fn report(&self, generation: Generation, report: Report) {
+        self.link.report(generation, report);
+    }
+
+    pub(in crate::agent) fn beat(&self, generation: Generation, heartbeat: Heartbeat) {
+        self.link.beat(generation, heartbeat);
+    }
+
+    /// Sends the heartbeat that is due; without a connection the daemon would not receive it.
+    pub(in crate::agent) fn beat_in_time(&mut self, generation: Generation, heartbeat: Heartbeat) {
+        self.last_heartbeat = since_boot();
+        if !self.is_broken() && self.client.is_some() {
+            self.beat(generation, heartbeat);
+        }
+    }
+
+    /// Says good-bye. False if the daemon does not know this agent, or cannot be reached any more.
+    pub(in crate::agent) fn leave(&self, generation: Generation, leave: Leave) -> bool {
+        let deadline = Instant::now() + LEAVE_WAIT;
+        self.client.is_some() && self.link.leave(generation, leave, deadline)
+    }
+
+    /// Takes what the link tells, says what people should know, and gives what is to be decided on.
+    pub(in crate::agent) fn on_event(&mut self, event: LinkEvent, machine: &Machine) -> Option<Event> {
+        match event {
+            LinkEvent::Connected(client) => self.client = Some(client),
+            LinkEvent::Message(message) => {
+                self.note_message(&message, machine);
+                return Some(Event::Daemon(message));
+            }
+            LinkEvent::Unanswered(patience, cause) => {
+                let cause = cause.map_or_else(String::new, |cause| format!(" ({cause})"));
+                self.console.say(&format!(
+                    "rendezvous `{}` is unreachable{cause}; retrying for {} s",
+                    self.plan.endpoint,
+                    patience.as_secs_f64()
+                ));
+            }
+            LinkEvent::Broken(error) => {
+                let now = Instant::now();
+                let lease = self.lease.unwrap_or_default();
+                let stall = self
+                    .stall
+                    .filter(|(noticed, _)| now.duration_since(*noticed) < lease);
+                let mut outage = Outage {
+                    begun: now,
+                    gives_up: now,
+                    is_pressing: false,
+                    meanwhile: machine.meanwhile(),
+                    stalled: stall.map(|(_, time)| time),
+                };
+                outage.set_patience(now, machine, &self.plan);
+                self.link.give_up_at(outage.gives_up);
+                self.console.say(&format!(
+                    "{error}; {}; retrying for {} s, then exiting with code {}",
+                    outage.meanwhile,
+                    (outage.gives_up - outage.begun).as_secs_f64(),
+                    outage.exit_code(machine)
+                ));
+                self.outage = Some(outage);
+            }
+            LinkEvent::Restored => {
+                (self.outage, self.stall) = (None, None);
+                self.console.say("reconnected to the rendezvous daemon");
+            }
+            LinkEvent::Gone(error) => {
+                let stalled = self.outage.as_ref().and_then(|outage| outage.stalled);
+                let (exit_code, error) = match (error.exit_code(), stalled) {
+                    (exit::DAEMON_UNREACHABLE, Some(stalled)) => {
+                        let words = format!(
+                            "the job continued without this node, which was suspended for {:.1} s, and the \
+                             rendezvous daemon at `{}` is gone\n  \
+                             hint: see the launchers of the other nodes for how the job ended",
+                            stalled.as_secs_f64(),
+                            self.plan.endpoint
+                        );
+                        (exit::RENDEZVOUS_TIMED_OUT, words)
+                    }
+                    (exit_code, _) => (exit_code, error.to_string()),
+                };
+                return Some(Event::DaemonGone { exit_code, error });
+            }
+            LinkEvent::Left => return Some(Event::Left),
+        }
+        None
+    }
+
+    /// Notices that workers of this node have come to an end while the daemon is out of reach, which alone decides what
+    /// follows, and says so.
+    pub(in crate::agent) fn reconsider(&mut self, machine: &Machine) {
+        let Some(outage) = &mut self.outage else {
+            return;
+        };
+        if outage.is_pressing != outage.is_pressing_now(machine) {
+            outage.set_patience(Instant::now(), machine, &self.plan);
+            self.link.give_up_at(outage.gives_up);
+        }
+        let meanwhile = machine.meanwhile();
+        if machine.waits_for_daemon() && outage.meanwhile != meanwhile {
+            outage.meanwhile = meanwhile;
+            let left = outage.gives_up.saturating_duration_since(Instant::now());
+            self.console.say(&format!(
+                "{meanwhile}; the rendezvous daemon is still unreachable; retrying for {:.0} s, then exiting with code {}",
+                left.as_secs_f64(),
+                outage.exit_code(machine)
+            ));
+        }
+    }
+
+    /// Notices that this process sent no heartbeat for longer than the daemon waits for one: it was stopped, or its
+    /// machine suspended. The daemon may have given up this node, and have ended with the job: then no message would
+    /// ever arrive.
+    pub(in crate::agent) fn check_stall(&mut self) {
+        let now = since_boot();
+        let gap = now.saturating_sub(self.last_heartbeat);
+        let Some(lease) = self.lease.filter(|lease| gap > *lease) else {
+            return;
+        };
+        // Said once.
+        self.last_heartbeat = now;
+        self.console.say(&format!(
+            "this launcher was stalled for {:.1} s, longer than its lease of {:.1} s: the process was stopped or \
+             its machine suspended; the other nodes may have continued without it",
+            gap.as_secs_f64(),
+            lease.as_secs_f64()
+        ));
+        self.stall = Some((Instant::now(), gap));
+        if let Some(outage) = &mut self.outage {
+            outage.stalled = Some(gap);
+        }
+    }
+
+    fn note_message(&mut self, message: &DaemonMessage, machine: &Machine) {
+        let lease_ms = match &message.body {
+            Some(Word::Waiting(waiting)) => {
+                if self.plan.nodes.max > 1 && waiting.reason != self.last_waiting {
+                    self.console.say(&waiting.reason);
+                    self.last_waiting.clone_from(&waiting.reason);
+                }
+                waiting.lease_ms
+            }
+            Some(Word::Assignment(assignment)) => {
+                let generation = Generation(message.generation);
+                if machine.is_running() && machine.is_own(generation, assignment) {
+                    self.console
+                        .say(&format!("generation {generation} continues without a restart"));
+                    self.last_waiting.clear();
+                }
+                assignment.lease_ms
+            }
+            _ => 0,
+        };
+        if lease_ms > 0 {
+            self.lease = Some(Duration::from_millis(lease_ms.into()));
+        }
+    }
+}
+
+impl Outage {
+    /// Workers that train, or have done all of their work, need the daemon least. One that has given up this node may
+    /// never come back.
+    fn is_pressing_now(&self, machine: &Machine) -> bool {
+        self.stalled.is_some() || !machine.is_running() && !machine.has_succeeded()
+    }
+
+    /// Sets when the daemon is given up.
+    fn set_patience(&mut self, now: Instant, machine: &Machine, plan: &LaunchPlan) {
+        let latest = self.begun + plan.outage_timeout;
+        self.is_pressing = self.is_pressing_now(machine);
+        self.gives_up = if self.is_pressing {
+            latest.min(now + plan.connect_timeout)
+        } else {
+            latest
+        };
+    }
+
+    /// Exit code if the daemon stays out of reach.
+    fn exit_code(&self, machine: &Machine) -> u8 {
+        if self.stalled.is_some() {
+            exit::RENDEZVOUS_TIMED_OUT
+        } else if machine.has_succeeded() {
+            exit::SUCCESS
+        } else {
+            exit::DAEMON_UNREACHABLE
+        }
+    }
+}
+
+/// Time since the machine was started, its sleep included.
+fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
+}

@@ -1,0 +1,346 @@
+//! What an agent keeps of what was said, for a stream that is opened again and for a daemon that has lost its state.
+
+use ddp_proto::ids::Generation;
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, GenerationOver, Heartbeat, Join, Place};
+use tokio::time::Instant;
+
+/// What the agent sends again after the stream broke.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// The agent's latest `Join`.
+    join: Option<Join>,
+    /// Generation last assigned.
+    generation: Generation,
+    /// What was reported of this generation since.
+    reports: Vec<Body>,
+    /// The place in the generation last assigned.
+    place: Option<HeldPlace>,
+    /// Highest generation of which a daemon spoke.
+    latest: Generation,
+    /// The agent has no workers, and takes the next assignment.
+    is_joining: bool,
+    /// The daemon does not take this node.
+    is_refused: bool,
+}
+
+impl Memory {
+    /// The agent reports this.
+    pub fn note(&mut self, generation: Generation, body: &Body) {
+        if let Body::Join(join) = body {
+            self.join = Some(join.clone());
+        }
+        if generation < self.generation {
+            // The agent has not read the assignment yet.
+            return;
+        }
+        match body {
+            Body::Join(_) => {
+                self.generation = generation;
+                self.reports.clear();
+                self.is_joining = true;
+            }
+            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeStopped(_) | Body::NodeLeaving(_) => {
+                if generation != self.generation {
+                    self.generation = generation;
+                    self.reports.clear();
+                }
+                self.reports.push(body.clone());
+            }
+            Body::Heartbeat(heartbeat) => {
+                if let Some(place) = self.place.as_mut().filter(|_| generation == self.generation) {
+                    place.rest.heartbeat = Some(*heartbeat);
+                }
+            }
+            // Nothing follows it.
+            Body::Leave(_) => {}
+        }
+    }
+
+    /// The daemon says this.
+    pub fn receive(&mut self, now: Instant, message: &DaemonMessage) {
+        let generation = Generation(message.generation);
+        self.latest = self.latest.max(generation);
+        match &message.body {
+            // The agent takes an assignment: from now on it speaks of this generation.
+            Some(Word::Assignment(assignment)) if self.takes(generation, &assignment.assignment_id) => {
+                self.generation = generation;
+                self.is_joining = false;
+                self.reports.clear();
+                self.place = HeldPlace::of(now, assignment);
+            }
+            Some(Word::GenerationOver(over)) if generation == self.generation => {
+                if let Some(place) = &mut self.place {
+                    // An agent that was out of reach learns of the end, but not what it has cost.
+                    place.give_up((over.max_restarts > 0).then_some(over));
+                }
+            }
+            Some(Word::JobOver(_) | Word::Refused(_)) => {
+                self.is_refused = matches!(message.body, Some(Word::Refused(_)));
+                if let Some(place) = &mut self.place {
+                    place.give_up(None);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The daemon does not take this node: nothing is left to be said but good-bye.
+    pub fn is_refused(&self) -> bool {
+        self.is_refused
+    }
+
+    /// A daemon that lost its state may assign a number again. While workers run, the agent speaks of theirs.
+    fn takes(&self, generation: Generation, assignment_id: &str) -> bool {
+        let is_another = assignment_id != self.assignment_id(generation);
+        generation > self.generation || generation == self.generation && self.is_joining && is_another
+    }
+
+    /// Which assignment of the generation it was; empty if that is not known any more.
+    pub fn assignment_id(&self, generation: Generation) -> &str {
+        let place = self.place.as_ref().filter(|_| generation == self.generation);
+        place.map_or("", |place| &place.assignment.assignment_id)
+    }
+
+    /// What a new stream begins with: `Join`, then the reports of the generation of which they speak; nothing before
+    /// the agent has joined.
+    pub fn greeting(&self, now: Instant) -> (Generation, Vec<Body>) {
+        let join = self.join(now).map(Body::Join);
+        let reports = join.is_some().then_some(&self.reports).into_iter().flatten();
+        let reports = reports.cloned();
+        (self.generation, join.into_iter().chain(reports).collect())
+    }
+
+    fn join(&self, now: Instant) -> Option<Join> {
+        let mut join = self.join.clone()?;
+        join.latest_generation = self.latest.0;
+        if let Some(place) = &self.place {
+            join.run_token.clone_from(&place.assignment.run_token);
+            join.place = Some(Box::new(place.told(now)));
+        }
+        Some(join)
+    }
+}
+
+/// The place of this node in the generation that was assigned to it last, for a daemon that has lost its state.
+#[derive(Debug)]
+struct HeldPlace {
+    /// With this node alone: what all nodes tell together makes the whole, however many they are.
+    assignment: Assignment,
+    /// The rest, as it is told.
+    rest: Place,
+    since: Instant,
+}
+
+impl HeldPlace {
+    /// None if the assignment has no place for this node, which the agent refuses.
+    fn of(now: Instant, assignment: &Assignment) -> Option<Self> {
+        let own = assignment.nodes.get(assignment.node_rank as usize)?.clone();
+        let node_count = u32::try_from(assignment.nodes.len()).ok()?;
+        let mut assignment = assignment.clone();
+        assignment.nodes = vec![own];
+        Some(Self {
+            assignment,
+            rest: Place {
+                node_count,
+                heartbeat: Some(Heartbeat::default()),
+                ..Place::default()
+            },
+            since: now,
+        })
+    }
+
+    /// The daemon has ended the generation, if it says so at this `cost`.
+    fn give_up(&mut self, cost: Option<&GenerationOver>) {
+        self.rest.over = true;
+        if let Some(over) = cost {
+            self.assignment.restart_count = over.restart_count;
+            self.assignment.best_step = over.best_step.max(self.assignment.best_step);
+        }
+    }
+
+    /// As it is sent to a daemon.
+    fn told(&self, now: Instant) -> Place {
+        Place {
+            assignment: Some(self.assignment.clone()),
+            held_ms: u64::try_from(now.duration_since(self.since).as_millis()).unwrap_or(u64::MAX),
+            ..self.rest.clone()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::rendezvous::{NodeAssignment, NodeLeaving, NodeStopped, NodeSucceeded, Waiting};
+
+    use super::*;
+
+    fn receive(memory: &mut Memory, generation: u64, body: Word) {
+        let message = DaemonMessage {
+            generation,
+            body: Some(body),
+        };
+        memory.receive(Instant::now(), &message);
+    }
+
+    fn assignment() -> Word {
+        assignment_of("a1")
+    }
+
+    fn assignment_of(assignment_id: &str) -> Word {
+        let node = |hostname: &str, first_rank| NodeAssignment {
+            hostname: hostname.into(),
+            first_rank,
+            workers: 2,
+            ..NodeAssignment::default()
+        };
+        Word::Assignment(Assignment {
+            node_rank: 1,
+            nodes: vec![node("a", 0), node("b", 2)],
+            run_token: "run".into(),
+            assignment_id: assignment_id.into(),
+            ..Assignment::default()
+        })
+    }
+
+    #[test]
+    fn a_new_generation_forgets_the_reports_of_the_last() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        memory.note(Generation(1), &Body::NodeSucceeded(NodeSucceeded {}));
+        assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 1));
+        memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
+        receive(&mut memory, 2, assignment());
+        assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
+    fn what_is_said_of_a_generation_names_its_assignment() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(0)), "");
+        receive(&mut memory, 1, assignment());
+        memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!(memory.assignment_id(Generation(1)), "a1", "also when it is over");
+        let place = memory.join(Instant::now()).unwrap().place.unwrap();
+        assert_eq!(place.assignment.unwrap().assignment_id, "a1");
+        receive(&mut memory, 2, assignment());
+        assert_eq!(
+            memory.assignment_id(Generation(1)),
+            "",
+            "it is not of the new one"
+        );
+    }
+
+    #[test]
+    fn a_number_that_is_assigned_again_is_taken_when_no_workers_run() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        let again = assignment_of("b1");
+        receive(&mut memory, 1, again.clone());
+        assert_eq!(
+            memory.assignment_id(Generation(1)),
+            "a1",
+            "its workers are of this one"
+        );
+        let stopped = Body::NodeStopped(NodeStopped::default());
+        memory.note(Generation(1), &stopped);
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        receive(&mut memory, 1, again.clone());
+        memory.note(Generation(1), &stopped);
+        receive(&mut memory, 1, again);
+        assert_eq!(
+            (memory.assignment_id(Generation(1)), memory.reports.len()),
+            ("b1", 1),
+            "a repeated one changes nothing"
+        );
+    }
+
+    #[test]
+    fn a_new_stream_repeats_the_notice_to_leave() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        let leaving = Body::NodeLeaving(NodeLeaving { signal: 15 });
+        memory.note(Generation(1), &leaving);
+        assert_eq!(memory.reports, [leaving]);
+    }
+
+    #[test]
+    fn a_join_that_crossed_an_assignment_does_not_hide_it() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 2, assignment());
+        // The agent has not read the assignment yet.
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
+    fn a_new_stream_begins_with_the_place_of_this_node_alone() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        let heartbeat = Heartbeat {
+            step: Some(7),
+            ranks_divide: Some(12),
+            ..Heartbeat::default()
+        };
+        memory.note(Generation(1), &Body::Heartbeat(heartbeat));
+        let join = memory.join(Instant::now()).unwrap();
+        assert_eq!((join.run_token.as_str(), join.latest_generation), ("run", 1));
+        let place = join.place.unwrap();
+        let told = place.assignment.unwrap();
+        assert_eq!((told.node_rank, place.node_count, place.over), (1, 2, false));
+        assert_eq!(
+            told.nodes
+                .iter()
+                .map(|node| node.hostname.as_str())
+                .collect::<Vec<_>>(),
+            ["b"]
+        );
+        assert_eq!(place.heartbeat, Some(heartbeat));
+    }
+
+    #[test]
+    fn a_place_is_given_up_when_its_generation_is_over() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 1, assignment());
+        let over = GenerationOver {
+            restart_count: 2,
+            max_restarts: 3,
+            best_step: Some(7),
+            ..GenerationOver::default()
+        };
+        receive(&mut memory, 1, Word::GenerationOver(over));
+        // Its workers are gone, and it waits for the next one.
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        let place = memory.join(Instant::now()).unwrap().place.unwrap();
+        let told = place.assignment.unwrap();
+        assert_eq!(
+            (place.over, told.restart_count, told.best_step),
+            (true, 2, Some(7))
+        );
+        receive(&mut memory, 2, assignment());
+        assert!(!memory.join(Instant::now()).unwrap().place.unwrap().over);
+    }
+
+    #[test]
+    fn a_spare_tells_the_generation_that_it_received() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        receive(&mut memory, 3, Word::Waiting(Waiting::default()));
+        let join = memory.join(Instant::now()).unwrap();
+        assert_eq!(
+            (memory.generation, join.latest_generation, join.place),
+            (Generation(0), 3, None)
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! Everything the agent listens to.
+
+use std::time::Duration;
+
+use ddp_proto::ids::{Generation, LocalRank};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
+
+use super::super::daemon::LinkEvent;
+use super::super::signals::{Call, Signals};
+use super::super::workers::{PrepareError, Prepared, Threads};
+use super::tasks::LeftInFiles;
+use crate::control::ControlEvent;
+use crate::spawn::spawner::SpawnEvent;
+
+/// Events of one kind that may wait for the loop.
+const QUEUE: usize = 1024;
+/// Interval of heartbeats until the daemon sends its lease.
+const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// The ends of all channels that lead to the agent.
+pub(super) struct Inbox {
+    signals: Signals,
+    spawns: mpsc::Receiver<SpawnEvent>,
+    control: mpsc::Receiver<ControlEvent>,
+    link: mpsc::Receiver<LinkEvent>,
+    /// Of the work that is done beside the loop.
+    results: mpsc::Receiver<Mail>,
+    results_sender: mpsc::Sender<Mail>,
+    heartbeat: Interval,
+    /// When to look for hung workers; none: never.
+    watch: Option<Interval>,
+    alarm: Option<Instant>,
+}
+
+/// What came out of the inbox.
+pub(super) enum Mail {
+    Signal(Call),
+    Spawn(SpawnEvent),
+    Control(ControlEvent),
+    Link(LinkEvent),
+    /// A heartbeat is due.
+    Heartbeat,
+    /// Look for hung workers.
+    Watch,
+    Alarm,
+    /// The files and pipes of a generation's workers are there, or cannot be made.
+    Prepared(Generation, Box<Result<Prepared, PrepareError>>),
+    /// A worker has said all it will ever say on the control socket.
+    ControlDrained(Generation, LocalRank),
+    /// The last words of a failed worker are there, as far as they will be; with those of its error file.
+    Described(Generation, LocalRank, Option<String>),
+    /// The workers have had the time to say what they do; what the kernel knows of their threads.
+    Answered(Threads),
+    /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
+    Swept(Vec<String>, LeftInFiles),
+}
+
+impl Inbox {
+    /// Opens it, and gives what the spawner and the control socket write to; hung workers are looked for at the interval of
+    /// `watch`.
+    pub(super) fn open(
+        signals: Signals,
+        link: mpsc::Receiver<LinkEvent>,
+        watch: Option<Duration>,
+    ) -> (Self, mpsc::Sender<SpawnEvent>, mpsc::Sender<ControlEvent>) {
+        let (spawn_sender, spawns) = mpsc::channel(QUEUE);
+        let (control_sender, control) = mpsc::channel(QUEUE);
+        let (results_sender, results) = mpsc::channel(QUEUE);
+        let inbox = Self {
+            signals,
+            spawns,
+            control,
+            link,
+            results,
+            results_sender,
+            heartbeat: every(FIRST_HEARTBEAT),
+            watch: watch.map(every),
+            alarm: None,
+        };
+        (inbox, spawn_sender, control_sender)
+    }
+
+    /// The next of whatever comes. Cancel safe.
+    pub(super) async fn next(&mut self) -> Mail {
+        let alarm = self.alarm;
+        let ring = async {
+            match alarm {
+                Some(at) => sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        let watch = async {
+            match &mut self.watch {
+                Some(ticks) => ticks.tick().await,
+                None => std::future::pending().await,
+            }
+        };
+        // Cancel safe: every branch keeps what it has not returned. Not biased: a worker that floods the control
+        // socket must not starve the rest.
+        tokio::select! {
+            call = self.signals.next() => Mail::Signal(call),
+            Some(event) = self.control.recv() => Mail::Control(event),
+            Some(event) = self.spawns.recv() => Mail::Spawn(event),
+            Some(result) = self.results.recv() => result,
+            Some(event) = self.link.recv() => Mail::Link(event),
+            () = ring => {
+                self.alarm = None;
+                Mail::Alarm
+            }
+            _ = self.heartbeat.tick() => Mail::Heartbeat,
+            _ = watch => Mail::Watch,
+        }
+    }
+
+    /// What workers have said on the control socket and was passed on, but still lies there.
+    pub(super) fn said(&mut self) -> Vec<ControlEvent> {
+        std::iter::from_fn(|| self.control.try_recv().ok())
+            .take(QUEUE)
+            .collect()
+    }
+
+    /// Does what takes time beside the loop; its result comes back as mail.
+    pub(super) fn expect(&self, work: impl Future<Output = Mail> + Send + 'static) {
+        let results = self.results_sender.clone();
+        tokio::spawn(async move {
+            let result = work.await;
+            // The launch may be over.
+            let _ = results.send(result).await;
+        });
+    }
+
+    /// Gives [`Mail::Alarm`] after this time, instead of any set before.
+    pub(super) fn arm(&mut self, after: Duration) {
+        self.alarm = Some(Instant::now() + after);
+    }
+
+    pub(super) fn disarm(&mut self) {
+        self.alarm = None;
+    }
+
+    /// Heartbeats are due so often from now on.
+    pub(super) fn beat_every(&mut self, interval: Duration) {
+        if !interval.is_zero() && interval != self.heartbeat.period() {
+            self.heartbeat = every(interval);
+        }
+    }
+}
+
+/// Ticks from now on; a late tick is not made up for.
+fn every(interval: Duration) -> Interval {
+    let mut ticks = interval_at(Instant::now() + interval, interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}

@@ -1,0 +1,85 @@
+//! The place where the workers' PyTorch meets: a port for `MASTER_PORT`, and the store that node 0 hosts there.
+
+use std::io;
+
+use ddp_proto::rendezvous::Assignment;
+
+use super::super::launch::Launch;
+use super::super::workers::PrepareError;
+use crate::spawn::master_port::MasterPort;
+use crate::tcp_store::TcpStoreServer;
+
+/// What this node has to offer for it; new in each generation.
+#[derive(Default)]
+pub(super) struct MeetingPoint {
+    reserved: Option<MasterPort>,
+    /// On node 0, if the workers' PyTorch uses one; it stays open until the next generation begins.
+    store: Option<TcpStoreServer>,
+}
+
+impl MeetingPoint {
+    /// Reserves a port for what may become rank 0; none, which is said, if there is none.
+    pub(super) fn renew(&mut self, launch: &Launch<'_>) -> Option<u16> {
+        // What is left of the last generation does not meet the next one.
+        if let Some(last) = self.store.take() {
+            last.close();
+        }
+        // Released before the next one is reserved.
+        self.reserved = None;
+        let plan = &launch.plan;
+        // Native workers do not use it, and need the range for themselves.
+        let range = plan.worker_ports.filter(|_| !plan.command.native);
+        let (reserved, what) = match (plan.master_port, range) {
+            (Some(port), _) => (
+                MasterPort::reserve_this(port),
+                format!(
+                    "cannot reserve `--master-port {port}`; rank 0 may fail to bind it if it runs on this node"
+                ),
+            ),
+            (None, Some(ports)) => (
+                MasterPort::reserve_within(ports),
+                format!("cannot reserve a port of `--worker-ports {ports}` for MASTER_PORT"),
+            ),
+            (None, None) => (
+                MasterPort::reserve(),
+                "cannot reserve a port for MASTER_PORT".to_owned(),
+            ),
+        };
+        self.reserved = reserved
+            .inspect_err(|error| launch.console.say(&format!("{what}: {error}")))
+            .ok();
+        self.reserved.as_ref().map(MasterPort::get).or(plan.master_port)
+    }
+
+    /// Hosts the store of the workers' PyTorch, if this is node 0. True if no worker of this node needs to do that. Alone,
+    /// rank 0 can do it instead; with several nodes, the others' workers would look for what they share elsewhere.
+    pub(super) fn host(
+        &mut self,
+        launch: &Launch<'_>,
+        assignment: &Assignment,
+    ) -> Result<bool, PrepareError> {
+        let agent_store = launch.plan.command.agent_store;
+        if !agent_store || assignment.node_rank != 0 {
+            return Ok(agent_store);
+        }
+        let listening = match &self.reserved {
+            Some(port) => port.listen(),
+            None => Err(io::Error::other("it could not be reserved")),
+        };
+        let console = &launch.console;
+        match listening.and_then(|listener| TcpStoreServer::start(listener, console.clone())) {
+            Ok(store) => self.store = Some(store),
+            Err(cause) => {
+                let error = PrepareError::Store {
+                    port: assignment.master_port,
+                    cause,
+                };
+                if assignment.nodes.len() > 1 {
+                    return Err(error);
+                }
+                console.say(&format!("rank 0 hosts the store: {error}"));
+            }
+        }
+        Ok(self.store.is_some())
+    }
+}

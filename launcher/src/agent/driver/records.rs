@@ -1,0 +1,199 @@
+//! What is kept of a launch, and told at its end: the event log, the failures, the report, the error files.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ddp_proto::ids::{Generation, GlobalRank};
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
+use tokio::time::timeout;
+
+use super::super::launch::{Launch, LaunchError};
+use super::super::machine::ExitReason;
+use super::super::workers::WorkerGroup;
+use crate::output::logs::{create_log_dir, free_attempt, remove_empty};
+use crate::report::event_log::{EventLog, LogEvent};
+use crate::report::root_cause::Verdict;
+use crate::report::text::{self, Facts};
+
+/// How long the file system may take to store the error files and their copies.
+const FILE_BOUND: Duration = Duration::from_secs(2);
+
+/// All that is kept.
+pub(super) struct Records {
+    event_log: EventLog,
+    /// Folders made for log files, the innermost first.
+    made: Vec<PathBuf>,
+    /// The first attempt without log files.
+    free_attempt: u32,
+    /// The first failure that this node saw itself in the current generation.
+    local_failure: Option<WorkerExit>,
+    /// All failures of the job, as the daemon told them last.
+    failures: Failures,
+}
+
+/// How a launch ended.
+pub(super) struct Ended<'a> {
+    pub(super) launch: &'a Launch<'a>,
+    pub(super) exit_reason: &'a ExitReason,
+    /// The last one that this node was in.
+    pub(super) generation: Generation,
+    /// Its workers.
+    pub(super) worker_group: &'a WorkerGroup,
+}
+
+impl Records {
+    /// Makes the log directory, and opens the event log.
+    pub(super) fn open(launch: &Launch<'_>) -> Result<Self, LaunchError> {
+        let plan = &launch.plan;
+        let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
+        let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
+        Ok(Self {
+            event_log: EventLog::start(event_log, &plan.job_id, &launch.hostname)?,
+            made: made.unwrap_or_default(),
+            free_attempt: plan.log_dir.as_deref().map_or(0, free_attempt),
+            local_failure: None,
+            failures: Failures::default(),
+        })
+    }
+
+    /// Writes something into the event log.
+    pub(super) fn put(&self, event: LogEvent<'_>) {
+        self.event_log.put(event);
+    }
+
+    /// The first attempt without log files.
+    pub(super) fn free_attempt(&self) -> u32 {
+        self.free_attempt
+    }
+
+    pub(super) fn set_free_attempt(&mut self, attempt: u32) {
+        self.free_attempt = attempt;
+    }
+
+    /// The workers of a generation are being started.
+    pub(super) fn generation_begins(&mut self) {
+        self.local_failure = None;
+    }
+
+    /// A worker of this node has failed.
+    pub(super) fn note_failure(&mut self, exit: &WorkerExit) {
+        self.local_failure = Some(exit.clone());
+    }
+
+    /// Keeps what a message of the daemon tells.
+    pub(super) fn note_message(&mut self, message: &DaemonMessage) {
+        let generation = message.generation;
+        let failures = match &message.body {
+            Some(Word::JobOver(over)) => over.failures.as_ref(),
+            Some(Word::Refused(refused)) => refused.failures.as_ref(),
+            Some(Word::Assignment(assignment)) => {
+                return self.put(LogEvent::Assigned {
+                    generation,
+                    assignment_id: &assignment.assignment_id,
+                    node_rank: assignment.node_rank,
+                    nodes: assignment.nodes.len(),
+                    restart_count: assignment.restart_count,
+                    reason: &assignment.reason,
+                });
+            }
+            Some(Word::GenerationOver(over)) => {
+                let cause = &over.cause;
+                return self.put(LogEvent::GenerationOver { generation, cause });
+            }
+            _ => None,
+        };
+        if let Some(failures) = failures {
+            self.failures.clone_from(failures);
+        }
+    }
+
+    /// Tells programs how the launch ended, those who start us and those who read our files; gives the report for people.
+    pub(super) async fn close(&mut self, ended: &Ended<'_>) -> Option<String> {
+        let report = self.report(ended);
+        self.put(LogEvent::Finished {
+            exit_code: ended.exit_reason.exit_code(),
+            report: report.as_deref(),
+        });
+        let Launch { console, files, .. } = ended.launch;
+        if matches!(ended.exit_reason, ExitReason::Succeeded) && ended.generation == Generation(0) {
+            console
+                .say("the job succeeded without this node, which stayed on standby and started no workers");
+        }
+        if matches!(ended.exit_reason, ExitReason::Stopped { .. }) {
+            // It may have been stopped before it wrote anything.
+            let made = std::mem::take(&mut self.made);
+            let removed = files.give(move || remove_empty(&made));
+            // They are empty: nothing is lost if they stay.
+            let _ = timeout(FILE_BOUND, removed).await;
+        } else if let Some(report) = &report {
+            let written = files.give(self.error_files(ended, report));
+            let complaints = match timeout(FILE_BOUND, written).await {
+                Ok(results) => results.into_iter().flatten().filter_map(Result::err).collect(),
+                Err(_) => vec![io::ErrorKind::TimedOut.into()],
+            };
+            for error in complaints {
+                console.say(&format!("cannot write the error file: {error}"));
+            }
+        }
+        self.event_log.shutdown().await;
+        report
+    }
+
+    /// What writes the error files: the launcher's own, and that of the program that started it.
+    fn error_files(
+        &self,
+        ended: &Ended<'_>,
+        report: &str,
+    ) -> impl FnOnce() -> [io::Result<()>; 2] + Send + use<> {
+        let first_rank = match ended.exit_reason {
+            ExitReason::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
+            _ => None,
+        };
+        let worker_file = first_rank.and_then(|rank| ended.worker_group.error_file_of(GlobalRank(rank)));
+        let Launch {
+            plan,
+            inherited,
+            hostname,
+            ..
+        } = ended.launch;
+        let (plan, inherited, hostname) = (plan.clone(), inherited.clone(), hostname.clone());
+        let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
+        let (exit_reason, report) = (ended.exit_reason.clone(), report.to_owned());
+        let generation = ended.generation;
+        move || {
+            let verdict = Verdict {
+                job_id: &plan.job_id,
+                exit_reason: &exit_reason,
+                report: &report,
+                local_failure: local_failure.as_ref(),
+                failures: &failures,
+                generation,
+                hostname: &hostname,
+                worker_file,
+            };
+            let below_logs = plan.log_dir.as_deref();
+            [
+                below_logs.map_or(Ok(()), |dir| verdict.write_to(dir)),
+                verdict.pass_on(&inherited),
+            ]
+        }
+    }
+
+    fn report(&self, ended: &Ended<'_>) -> Option<String> {
+        let plan = &ended.launch.plan;
+        text::report(&Facts {
+            exit_reason: ended.exit_reason,
+            program: &plan.command.display_name,
+            executable: &plan.command.program,
+            hostname: &ended.launch.hostname,
+            output_unseen: plan.output.direct || plan.output.raw,
+            local_failure: self.local_failure.as_ref(),
+            local_ends: &ended.worker_group.local_ends(),
+            failures: &self.failures,
+            generation: ended.generation,
+            ran_for: ended.worker_group.ran_for(),
+        })
+    }
+}

@@ -1,0 +1,125 @@
+//! Work that takes time, done beside the agent's loop: each gives mail for the inbox.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Duration;
+
+use ddp_proto::ids::{Generation, LocalRank};
+use tokio::time::{Instant, timeout};
+
+use super::inbox::Mail;
+use crate::cgroup::WorkerCgroup;
+use crate::output::console::Console;
+use crate::output::logs::{WorkerFiles, free_attempt};
+use crate::output::pump::TailReader;
+use crate::supervise::proc_table;
+use crate::supervise::sweep::KillTargets;
+
+/// How long the last lines and words of a failed worker are waited for.
+const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
+/// How long the last words of a worker on the control socket are waited for.
+const CONTROL_DRAIN_BOUND: Duration = Duration::from_millis(300);
+/// How long the file system may take to give what workers left in files.
+const FILE_BOUND: Duration = Duration::from_secs(1);
+/// How long leftovers of workers may take to die.
+const SWEEP_BOUND: Duration = Duration::from_secs(3);
+/// How long the end of the workers' output is waited for while the console does not move.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the end of the workers' output is waited for at all.
+const DRAIN_BOUND: Duration = Duration::from_secs(30);
+
+/// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
+pub(super) async fn drain_control(
+    generation: Generation,
+    local_rank: LocalRank,
+    silence: impl Future<Output = ()>,
+) -> Mail {
+    // A child that holds the worker's socket open must not hold up the verdict.
+    let _ = timeout(CONTROL_DRAIN_BOUND, silence).await;
+    Mail::ControlDrained(generation, local_rank)
+}
+
+/// Waits for the last words of a failed worker: the end of its stderr, `silence` on the control socket, and then what
+/// `in_file` finds in its error file.
+pub(super) async fn describe(
+    (generation, local_rank): (Generation, LocalRank),
+    stderr: Option<TailReader>,
+    silence: impl Future<Output = ()>,
+    in_file: impl Future<Output = Option<Option<String>>>,
+) -> Mail {
+    let words = async {
+        if let Some(mut stderr) = stderr {
+            stderr.ended().await;
+        }
+        silence.await;
+    };
+    // A process that still holds its pipes open has had the time to write.
+    let _ = timeout(DESCRIBE_BOUND, words).await;
+    let in_file = timeout(FILE_BOUND, in_file).await.ok().flatten().flatten();
+    Mail::Described(generation, local_rank, in_file)
+}
+
+/// What is read in files when the workers are gone; nothing where the file system does not answer.
+#[derive(Debug, Default)]
+pub(super) struct LeftInFiles {
+    /// Words of the error files.
+    pub(super) words: Vec<(LocalRank, String)>,
+    /// [`free_attempt`], where there is a log directory.
+    pub(super) free_attempt: Option<u32>,
+}
+
+impl LeftInFiles {
+    /// Looks into the files of those that failed and have not said why, and into the log directory. Blocks.
+    pub(super) fn read(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Option<&Path>) -> Self {
+        let words = failed.into_iter();
+        Self {
+            words: words
+                .filter_map(|(rank, files)| Some((rank, files.error_message()?)))
+                .collect(),
+            free_attempt: log_dir.map(free_attempt),
+        }
+    }
+}
+
+/// Kills all that is left of the workers, but not the guardian, our descendant too; gives those that are left after
+/// [`SWEEP_BOUND`]. Blocks.
+pub(super) fn kill_leftovers(guardian: i32, group: Option<&WorkerCgroup>) -> Vec<i32> {
+    if let Some(group) = group {
+        group.kill();
+    }
+    let spared = BTreeSet::from([guardian]);
+    let of = nix::unistd::Pid::this().as_raw();
+    KillTargets::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+}
+
+/// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.
+/// `kill` gives the processes that cannot be killed, or nothing if it panicked.
+pub(super) async fn sweep(
+    kill: impl Future<Output = Option<Vec<i32>>>,
+    read: impl Future<Output = Option<LeftInFiles>>,
+    streams: Vec<TailReader>,
+    console: Console,
+) -> Mail {
+    let stuck = kill.await.unwrap_or_default();
+    drain(streams, &console).await;
+    let stuck = stuck.into_iter().map(proc_table::describe).collect();
+    let left = timeout(FILE_BOUND, read).await.ok().flatten();
+    Mail::Swept(stuck, left.unwrap_or_default())
+}
+
+/// Waits for the ends of the workers' streams, longer while the console is moving.
+async fn drain(streams: Vec<TailReader>, console: &Console) {
+    let last = Instant::now() + DRAIN_BOUND;
+    for mut stream in streams {
+        loop {
+            let written = console.written();
+            let ended = timeout(DRAIN_PATIENCE, stream.ended()).await.is_ok();
+            if ended {
+                break;
+            }
+            if console.written() == written || Instant::now() >= last {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! What the workers of a generation are started from: the daemon's assignment, and where this node is.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
+use ddp_proto::rendezvous::{Assignment, NodeAssignment};
+use nix::sched::CpuSet;
+
+use crate::output::console::Stream;
+use crate::output::logs::{LogError, claim_attempt, open_filtered};
+use crate::output::plan::LineSource;
+use crate::output::pump::Duplicate;
+use crate::plan::{CoreSet, LaunchPlan};
+use crate::spawn::environment::{self, Common, threads_per_worker};
+
+/// Role of a node whose agent is too old to tell one.
+const DEFAULT_ROLE: &str = "default";
+
+/// Why the workers of a generation cannot be started.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::agent) enum PrepareError {
+    #[error(transparent)]
+    Log(#[from] LogError),
+    #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
+    Pipe(#[from] io::Error),
+    #[error(
+        "cannot host PyTorch's store at MASTER_PORT {port}: {cause}\n  hint: check `ulimit -n`, or choose a free port with `--master-port`"
+    )]
+    Store { port: u32, cause: io::Error },
+    #[error("invalid assignment from the rendezvous daemon: {0}")]
+    Assignment(String),
+    #[error(
+        "the launcher panicked (see the panic message above) and did not create the files of the workers"
+    )]
+    Panicked,
+}
+
+impl PrepareError {
+    /// Of the launcher that ends for it.
+    pub(in crate::agent) const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Log(_) => exit::USAGE,
+            Self::Pipe(_) | Self::Store { .. } | Self::Assignment(_) | Self::Panicked => exit::INTERNAL,
+        }
+    }
+}
+
+/// What is needed to prepare workers, beyond the assignment.
+pub(in crate::agent) struct Site {
+    pub(in crate::agent) plan: Arc<LaunchPlan>,
+    /// Environment of the launcher.
+    pub(in crate::agent) inherited: Arc<[(OsString, OsString)]>,
+    /// Of this node.
+    pub(in crate::agent) hostname: String,
+    /// By which processes are found that workers leave behind.
+    pub(in crate::agent) marker: String,
+    pub(in crate::agent) scratch_dir: PathBuf,
+    /// Address of the control socket.
+    pub(in crate::agent) control: String,
+    /// The agent of node 0 holds MASTER_PORT, and hosts the store there.
+    pub(in crate::agent) agent_store: bool,
+    /// The control group that these workers are born in, if there is one.
+    pub(in crate::agent) group: Option<PathBuf>,
+}
+
+impl Site {
+    /// The place of each of this node's workers, in an assignment that the machine has accepted.
+    pub(super) fn contracts(&self, generation: Generation, assignment: &Assignment) -> Vec<WorkerEnv> {
+        let node = &assignment.nodes[assignment.node_rank as usize];
+        let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
+        let of_role = |nodes: &[NodeAssignment]| -> u32 {
+            let same = nodes.iter().filter(|other| other.role == node.role);
+            same.map(|node| node.workers).sum()
+        };
+        let (role_first, role_world_size) = (
+            of_role(&assignment.nodes[..assignment.node_rank as usize]),
+            of_role(&assignment.nodes),
+        );
+        let role = if node.role.is_empty() {
+            DEFAULT_ROLE
+        } else {
+            &node.role
+        };
+        let master_addr = self.plan.master_addr.as_ref().unwrap_or(&assignment.master_addr);
+        let contract = |local_rank: u32| WorkerEnv {
+            rank: GlobalRank(node.first_rank + local_rank),
+            local_rank: LocalRank(local_rank),
+            node_rank: NodeRank(assignment.node_rank),
+            world_size: WorldSize(world_size),
+            local_world_size: node.workers,
+            node_count: assignment.nodes.len() as u32,
+            role: role.into(),
+            role_rank: role_first + local_rank,
+            role_world_size,
+            master_addr: master_addr.clone(),
+            master_port: assignment.master_port as u16,
+            restart_count: assignment.restart_count,
+            max_restarts: assignment.max_restarts,
+            run_id: self.plan.job_id.clone(),
+            agent_store: self.agent_store,
+            run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
+            error_file: None,
+            generation,
+            control: Some(self.control.clone()),
+            worker_ports: self.plan.worker_ports,
+        };
+        (0..node.workers).map(contract).collect()
+    }
+
+    /// The whole environment of one worker.
+    pub(super) fn environment_of(&self, contract: &WorkerEnv) -> Vec<(OsString, OsString)> {
+        let plan = &*self.plan;
+        let common = Common {
+            inherited: &self.inherited,
+            extra: &plan.command.env,
+            marker: &self.marker,
+            threads: threads_per_worker(plan.workers),
+            progress_bar: plan.progress_bar,
+            virtual_local_rank: plan.virtual_local_rank,
+        };
+        environment::of_worker(&common, contract)
+    }
+
+    /// Where filtered lines of one stream go, if there are filters and a place for log files.
+    pub(super) fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
+        let words = self.plan.output.filters(stream);
+        let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
+            return Ok(None);
+        };
+        let name = match stream {
+            Stream::Stdout => "filtered_stdout.log",
+            Stream::Stderr => "filtered_stderr.log",
+        };
+        Ok(Some(Duplicate {
+            words: words.to_vec(),
+            file: Arc::new(open_filtered(log_dir, attempt, name)?),
+        }))
+    }
+
+    /// The number of the folder that takes the log files of a generation.
+    pub(super) fn attempt(&self, generation: Generation, assignment: &Assignment) -> u32 {
+        // A daemon of an older build counts restarts only.
+        let attempt = assignment.attempt.max(assignment.restart_count);
+        let run = format!("{}-{}", assignment.run_token, generation.0);
+        self.plan
+            .log_dir
+            .as_deref()
+            .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
+    }
+
+    /// What precedes the lines of one worker.
+    pub(super) fn prefix(&self, contract: &WorkerEnv) -> String {
+        self.plan.output.prefix.of(&LineSource {
+            rank: contract.rank,
+            local_rank: contract.local_rank,
+            role: &contract.role,
+            hostname: &self.hostname,
+        })
+    }
+
+    /// The cores of one worker as the system takes them.
+    pub(super) fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
+        let CoreSet(numbers) = self.plan.cores.get(local_rank.0 as usize)?;
+        let mut set = CpuSet::new();
+        for number in numbers {
+            // A number beyond the system's largest set is on no machine.
+            let _ = set.set(*number);
+        }
+        Some(set)
+    }
+}
