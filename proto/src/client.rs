@@ -25,9 +25,6 @@ mod error;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use error::ClientError;
 
-use std::io;
-use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -80,7 +77,6 @@ pub struct KvScope {
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: String,
-    target: Arc<Target>,
     inner: RendezvousClient<Channel>,
 }
 
@@ -97,14 +93,13 @@ impl Client {
         deadline: Instant,
         mut tell: impl FnMut(&str),
     ) -> Result<Self, ClientError> {
-        let target = Arc::new(Target::of(endpoint)?);
+        let target = Target::of(endpoint)?;
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
             let setback = match timeout_at(attempts.next_deadline(), target.connect()).await {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
-                        target,
                         inner: RendezvousClient::new(channel),
                     });
                 }

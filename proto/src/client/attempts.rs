@@ -1,7 +1,5 @@
 //! The pace of attempts to reach the daemon, and how a connection to it is set up.
 
-use std::io;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -104,7 +102,6 @@ fn backoff(attempt: u32, jitter: f64) -> Duration {
 pub(super) struct Target {
     endpoint: Endpoint,
     resolver: Resolver,
-    port: u16,
 }
 
 impl Target {
@@ -121,8 +118,7 @@ impl Target {
             return Err(bad("the host is missing".into()));
         }
         let not_a_port = || bad(format!("`{port}` is not a port"));
-        let port = port
-            .parse()
+        port.parse::<u16>()
             .ok()
             .filter(|port| *port > 0)
             .ok_or_else(not_a_port)?;
@@ -135,7 +131,6 @@ impl Target {
                 .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
                 .keep_alive_while_idle(true),
             resolver: Resolver::start(host)?,
-            port,
         })
     }
 
@@ -148,15 +143,12 @@ impl Target {
         connector.set_connect_timeout(Some(ATTEMPT_TIMEOUT));
         self.endpoint.connect_with_connector(connector).await
     }
-
-    /// Looks the host up.
-    pub(super) async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
-        self.resolver.addresses(self.port).await
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
 
     #[tokio::test]

@@ -146,7 +146,8 @@ impl DaemonConnection {
                 self.console.say(&format!(
                     "{error}; {}; retrying for {} s, then exiting with code {}",
                     outage.meanwhile,
-                    (outage.gives_up - outage.begun).as_secs_f64(),
+                    // To a millisecond: it is what a setting says, plus the time since it was read.
+                    (outage.gives_up - outage.begun).as_millis() as f64 / 1e3,
                     outage.exit_code(machine)
                 ));
                 self.outage = Some(outage);
