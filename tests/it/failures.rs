@@ -4,15 +4,15 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::{Launch, Proxy, ReservedPort, eventually, launch, temp_dir};
+use crate::harness::{Launch, ReservedPort, launch, temp_dir};
 
-/// Works until the file of its rank is there, whatever it is sent, and ends with that file's content as its code.
-const SCRIPT: &str = r#"trap "" TERM; echo "at work $RANK"
-    until [ -e "$DIR/$RANK" ]; do sleep 0.02; done; exit "$(cat "$DIR/$RANK")""#;
+/// Works until the file of its rank and start is there, and ends with that file's content as its code.
+const SCRIPT: &str = r#"name="$RANK.$TORCHELASTIC_RESTART_COUNT"; echo "at work $name"
+    until [ -e "$DIR/$name" ]; do sleep 0.02; done; exit "$(cat "$DIR/$name")""#;
 
 /// Makes a rank end, whole or not at all.
-fn end(dir: &Path, rank: u32, code: u32) {
-    let (draft, file) = (dir.join(format!("{rank}.tmp")), dir.join(rank.to_string()));
+fn end(dir: &Path, name: &str, code: u32) {
+    let (draft, file) = (dir.join(format!("{name}.tmp")), dir.join(name));
     std::fs::write(&draft, code.to_string()).expect("writable");
     std::fs::rename(draft, file).expect("the same folder");
 }
@@ -26,11 +26,11 @@ fn error_file(logs: &Path) -> Value {
 fn both_nodes_tell_the_same_failures_in_the_same_order() {
     let (dir, port) = (temp_dir(), ReservedPort::new());
     let (logs_a, logs_b) = (dir.path().join("a"), dir.path().join("b"));
-    let events_a = dir.path().join("a.jsonl");
     let node = |endpoint: &str, rank: &str, logs: &Path| -> Launch {
         launch()
             .node_of(2, endpoint, "order")
             .flag("--node-rank", rank)
+            .flag("--max-restarts", "1")
             .flag("--log-dir", logs.to_str().expect("unicode"))
             .env("DIR", dir.path().to_str().expect("unicode"))
             .shell(SCRIPT)
@@ -38,36 +38,21 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     let mut b = node(&port.endpoint, "1", &logs_b)
         .nproc(2)
         .flag("--rdzv-conf", "is_host=1")
-        .env("RUST_LOG", "info")
         .start();
-    // Node a is connected by a wire that the test can hold up, once a peer is at its other end.
-    b.wait_for("joined");
-    let wire = Proxy::to(&port.endpoint);
-    let mut a = node(&wire.endpoint(), "0", &logs_a)
+    let mut a = node(&port.endpoint, "0", &logs_a)
         .flag("--rdzv-conf", "is_host=0")
-        .flag("--event-log-handler", events_a.to_str().expect("unicode"))
         .start();
-    a.wait_for("at work 0");
-    b.wait_for("at work 1");
-    b.wait_for("at work 2");
-
-    // Rank 1 decides the job; rank 0 fails on its own before its node knows.
-    wire.hold();
-    end(dir.path(), 1, 42);
-    b.wait_for("ended: rank 1");
-    end(dir.path(), 0, 7);
-    eventually("the end of rank 0", || {
-        let events = std::fs::read_to_string(&events_a).ok()?;
-        events.contains("worker_ended").then_some(())
-    });
-    wire.release();
-    // Its own node's failure was reported by then: rank 2 was asked to stop.
-    end(dir.path(), 2, 3);
+    a.wait_for("at work 0.0");
+    b.wait_for("at work 1.0");
+    b.wait_for("at work 2.0");
+    end(dir.path(), "1.0", 42);
+    a.wait_for("at work 0.1");
+    b.wait_for("at work 1.1");
+    b.wait_for("at work 2.1");
+    end(dir.path(), "0.1", 7);
     let (a, b) = (a.finish(), b.finish());
-    a.expect_exit(42).expect_stderr("first failure: rank 1");
-    b.expect_exit(42)
-        .expect_stderr("first failure: rank 1")
-        .expect_stderr("exited with code 7 (");
+    a.expect_exit(7).expect_stderr("first failure: rank 0");
+    b.expect_exit(7).expect_stderr("first failure: rank 0");
 
     let (a, b) = (error_file(&logs_a), error_file(&logs_b));
     assert_eq!(a["failures"], b["failures"]);
@@ -77,18 +62,18 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
         .filter(|failure| failure["stopped_with"].is_null())
         .map(|failure| (&failure["rank"], &failure["exit_code"], &failure["generation"]))
         .collect();
-    let one = Value::from(1);
+    let value = |number: u64| Value::from(number);
     assert_eq!(
         by_themselves,
         [
-            (&Value::from(1), &Value::from(42), &one),
-            (&Value::from(0), &Value::from(7), &one)
+            (&value(1), &value(42), &value(1)),
+            (&value(0), &value(7), &value(2))
         ],
         "{a:#}"
     );
     assert_eq!(failures[0]["arrived_ns"], 0);
     assert!(failures[1]["arrived_ns"].as_u64() > Some(0), "{a:#}");
-    assert_eq!(a["first_failure"]["rank"], 1);
+    assert_eq!(a["first_failure"]["rank"], 0);
 }
 
 #[test]

@@ -260,14 +260,10 @@ impl<'a> Driver<'a> {
     }
 
     fn on_control(&mut self, event: ControlEvent) {
-        let ControlEvent {
-            generation,
-            local_rank,
-            message,
-        } = event;
-        if generation != self.machine.generation() {
+        if event.generation != self.machine.generation() {
             return;
         }
+        let (local_rank, message) = (event.local_rank, event.message);
         if let ToAgent::Heartbeat {
             step,
             progress: Some(progress),
@@ -415,16 +411,10 @@ impl<'a> Driver<'a> {
     }
 
     fn spawn(&mut self, generation: Generation, prepared: Prepared) -> Result<(), PrepareError> {
-        let Prepared {
-            worker_group,
-            specs,
-            contracts,
-            node_addrs,
-        } = prepared;
         let Some(client) = self.daemon.client().cloned() else {
             return Err(PrepareError::Assignment("it arrived without a connection".into()));
         };
-        self.worker_group = worker_group;
+        self.worker_group = prepared.worker_group;
         self.records.generation_begins();
         let scope = KvScope {
             job_id: self.launch.plan.job_id.clone(),
@@ -433,16 +423,17 @@ impl<'a> Driver<'a> {
         };
         self.control.begin(Place {
             generation,
-            contracts: contracts.iter().map(WorkerEnv::to_vars).collect(),
-            node_addrs,
+            contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
+            node_addrs: prepared.node_addrs,
             store: Arc::new(Store::new(client, scope)),
-            pids: vec![None; contracts.len()],
+            pids: vec![None; prepared.contracts.len()],
             spawned: false,
             asked_to_stop: None,
             over: None,
         });
         let cancelled = self.worker_group.cancelled.clone();
-        self.starter.request(&self.launch, generation, specs, cancelled)
+        self.starter
+            .request(&self.launch, generation, prepared.specs, cancelled)
     }
 
     /// Collects what is known of a failed worker.

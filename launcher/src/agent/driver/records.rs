@@ -152,13 +152,9 @@ impl Records {
             _ => None,
         };
         let worker_file = first_rank.and_then(|rank| ended.worker_group.error_file_of(GlobalRank(rank)));
-        let Launch {
-            plan,
-            inherited,
-            hostname,
-            ..
-        } = ended.launch;
-        let (plan, inherited, hostname) = (plan.clone(), inherited.clone(), hostname.clone());
+        let launch = ended.launch;
+        let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
+        let hostname = launch.hostname.clone();
         let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
         let (exit_reason, report) = (ended.exit_reason.clone(), report.to_owned());
         let generation = ended.generation;
