@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, StatusRepl
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
-use super::hearing::Hearing;
+use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
@@ -32,7 +32,7 @@ pub(super) struct Daemon {
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
-    pub(super) hearing: Hearing,
+    pub(super) isolation: Isolation,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,8 +94,8 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         config,
         effects: Vec::new(),
     };
-    if event.is_heard(daemon.hearing.silence(at.now), &turn) {
-        daemon.heard(&mut turn);
+    if event.is_contact(daemon.isolation.silence(at.now), &turn) {
+        daemon.note_contact(&mut turn);
     }
     match event {
         Event::Message { conn, .. } if daemon.ended.contains(&conn) => {
@@ -152,7 +152,7 @@ impl Daemon {
             };
             self.join(turn, &job_id, joining);
         } else if let Some(job) = self.jobs.get_mut(&job_id) {
-            job.hear(turn, conn, &from, body);
+            job.receive(turn, conn, &from, body);
         }
         self.forget(turn, &job_id);
     }

@@ -43,7 +43,7 @@ const SHORT_FILES: [&str; 17] = [
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
-const CROWDED_FOLDERS: usize = 3;
+const CROWDED_FOLDERS: usize = 1;
 
 /// A file of the product.
 #[derive(Debug)]

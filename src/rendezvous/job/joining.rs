@@ -240,7 +240,7 @@ impl Job {
         } else {
             self.place_of(turn, &from, join)
         };
-        self.numbering.hear_of(from.generation, &join.run_token);
+        self.numbering.learn_of(from.generation, &join.run_token);
         let max_restarts = join.max_restarts;
         let mut node = Node::new(turn, joining, arrival);
         if let Err(cause) = place {

@@ -147,7 +147,7 @@ impl Job {
     }
 
     /// A message of a node, other than `Join`.
-    pub(super) fn hear(&mut self, turn: &mut Turn<'_>, conn: ConnId, from: &Speech, body: Body) {
+    pub(super) fn receive(&mut self, turn: &mut Turn<'_>, conn: ConnId, from: &Speech, body: Body) {
         let node = self.roster.get(&from.incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
             self.ignore(turn, from, "a message on an old stream");

@@ -109,7 +109,7 @@ impl Numbering {
     }
 
     /// A node knows of this generation of an earlier daemon, in the run of this name if that is known.
-    pub(super) fn hear_of(&mut self, generation: u64, run_token: &str) {
+    pub(super) fn learn_of(&mut self, generation: u64, run_token: &str) {
         self.floor = self.floor.max(generation);
         if self.run_token.is_empty() && generation > 0 {
             run_token.clone_into(&mut self.run_token);

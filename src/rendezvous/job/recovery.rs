@@ -345,7 +345,7 @@ impl Job {
         let has_state = self.numbering.has_begun() || turn.config.only_job.is_some();
         match &mut self.phase {
             Phase::Gathering(_) if !has_state && latest > highest && latest <= MAX_GENERATION => {
-                self.numbering.hear_of(latest, "");
+                self.numbering.learn_of(latest, "");
                 self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.

@@ -3,6 +3,7 @@
 mod failures;
 mod fences;
 mod gathering;
+mod isolation;
 mod outcomes;
 mod reconnects;
 mod records;

@@ -11,25 +11,24 @@ use super::state::Daemon;
 /// Heartbeats that every node has missed when the daemon suspects itself.
 const MISSED_HEARTBEATS: u32 = 2;
 
-/// When the daemon has heard anybody.
+/// Whether the daemon is cut off, as far as it can tell.
 #[derive(Debug, Default)]
-pub(super) struct Hearing {
-    last: Duration,
-    /// It suspects itself.
-    is_isolated: bool,
+pub(super) struct Isolation {
+    last_contact: Duration,
+    is_suspected: bool,
 }
 
-impl Hearing {
-    /// How long nobody has been heard.
+impl Isolation {
+    /// How long nothing has come from any node.
     pub(super) fn silence(&self, now: Duration) -> Duration {
-        now.saturating_sub(self.last)
+        now.saturating_sub(self.last_contact)
     }
 }
 
 impl Event {
     /// Proves that the network works. A stream that ends after a long `silence` may have been given up by the daemon's
     /// own pings.
-    pub(super) fn is_heard(&self, silence: Duration, turn: &Turn<'_>) -> bool {
+    pub(super) fn is_contact(&self, silence: Duration, turn: &Turn<'_>) -> bool {
         match self {
             Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } => true,
             Self::Closed { .. } => silence < turn.config.http2_keepalive_interval,
@@ -39,10 +38,10 @@ impl Event {
 }
 
 impl Daemon {
-    pub(super) fn heard(&mut self, turn: &mut Turn<'_>) {
-        let silence = self.hearing.silence(turn.at.now);
-        self.hearing.last = turn.at.now;
-        if std::mem::take(&mut self.hearing.is_isolated) {
+    pub(super) fn note_contact(&mut self, turn: &mut Turn<'_>) {
+        let silence = self.isolation.silence(turn.at.now);
+        self.isolation.last_contact = turn.at.now;
+        if std::mem::take(&mut self.isolation.is_suspected) {
             turn.decided(format!(
                 "the daemon hears from nodes again after {:.1} s; all leases are renewed",
                 silence.as_secs_f64()
@@ -54,17 +53,17 @@ impl Daemon {
     /// Gives all nodes more time if none of them is heard, though streams are open.
     pub(super) fn consider_isolation(&mut self, turn: &mut Turn<'_>) {
         let (silence, beat) = (
-            self.hearing.silence(turn.at.now),
+            self.isolation.silence(turn.at.now),
             turn.config.heartbeat_interval(),
         );
         if silence <= beat * MISSED_HEARTBEATS || silence > turn.config.outage_timeout {
             return;
         }
-        if !self.hearing.is_isolated {
+        if !self.isolation.is_suspected {
             if !self.jobs.values().any(|job| job.has_open_streams()) {
                 return;
             }
-            self.hearing.is_isolated = true;
+            self.isolation.is_suspected = true;
             turn.decided(format!(
                 "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, for \
                  up to {:.0} s",
