@@ -446,9 +446,9 @@ fn the_daemons_own_pause_costs_nobody_the_lease() {
     s.now += 100 * SECOND;
     s.apply(Event::Tick);
     assert_eq!(s.words("a"), "");
-    s.pass(8 * SECOND, &[]);
+    s.pass(8 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
-    s.pass(2 * SECOND, &[]);
+    s.pass(2 * SECOND, &["a"]);
     assert!(s.words("a").contains("lost"));
 }
 

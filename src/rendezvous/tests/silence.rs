@@ -66,7 +66,7 @@ fn a_node_that_is_cut_off_while_training_advances_is_waited_for() {
     s.train(30 * SECOND, &["a", "b"], step, 10);
     expect_no_end(&mut s);
     // The proof was for that silence only.
-    s.pass(9 * SECOND, &[]);
+    s.pass(10 * SECOND, &["a"]);
     assert!(s.words("a").contains("no heartbeat for 9.0 s"));
 }
 

@@ -1,5 +1,7 @@
 //! A node that dies, as its peers' data connections and the daemon's own show.
 
+use ddp_proto::rendezvous::LostRank;
+
 use super::*;
 
 /// Three nodes of two workers each, of which two are enough.
@@ -12,12 +14,14 @@ fn three_nodes() -> Scene {
     s
 }
 
-/// A worker that fails since its data connection to another rank broke.
-fn lost(rank: u32, lost_rank: u32) -> WorkerExit {
-    WorkerExit {
-        consequence: true,
-        lost_rank: Some(lost_rank),
-        ..exited(rank, 1)
+impl Scene {
+    /// Rank `witness` of a node loses its data connection to another rank.
+    fn lost(&mut self, node: &str, witness: u32, rank: u32) -> &mut Self {
+        let heartbeat = Heartbeat {
+            lost_rank: Some(LostRank { rank, witness }),
+            ..Heartbeat::default()
+        };
+        self.say(node, 1, Body::Heartbeat(heartbeat))
     }
 }
 
@@ -25,11 +29,11 @@ fn lost(rank: u32, lost_rank: u32) -> WorkerExit {
 fn a_node_that_two_witnesses_saw_die_is_lost_at_once() {
     // Its stream may break before a peer reports, or after.
     let mut s = three_nodes();
-    s.break_stream("c").exit("a", 1, lost(0, 5));
+    s.break_stream("c").lost("a", 0, 5);
     let words = s.words("a");
     insta::assert_snapshot!(words, @"generation 1 over: node `c` (node rank 2) was lost: its connection broke, and so did that of rank 0 to its rank 5 (no restart spent)");
     let mut s = three_nodes();
-    s.exit("a", 1, lost(0, 5)).break_stream("c");
+    s.lost("a", 0, 5).break_stream("c");
     assert_eq!(s.words("a"), words);
     assert!(
         s.words("b")
@@ -41,7 +45,7 @@ fn a_node_that_two_witnesses_saw_die_is_lost_at_once() {
 fn one_witness_alone_is_not_believed() {
     // Its agent is there, and reports itself what happened to the worker.
     let mut s = three_nodes();
-    s.exit("a", 1, lost(0, 5));
+    s.lost("a", 0, 5);
     s.pass(SECOND / 10, &["a", "b", "c"]).exit("c", 1, killed(5, 11));
     assert!(s.words("a").contains("rank 5 (node `c`) died of SIGSEGV"));
     // Its link to the daemon is cut, and the data plane works.
@@ -50,15 +54,13 @@ fn one_witness_alone_is_not_believed() {
     assert_eq!(s.words("a"), "");
     // Another node is away than the one whose rank was lost.
     let mut s = three_nodes();
-    s.break_stream("b").exit("a", 1, lost(0, 5));
+    s.break_stream("b").lost("a", 0, 5);
     assert_eq!(s.words("c"), "");
 }
 
 #[test]
 fn a_worker_is_no_witness_against_its_own_node_nor_against_ranks_that_do_not_exist() {
     let mut s = three_nodes();
-    s.exit("c", 1, lost(4, 5))
-        .exit("a", 1, lost(0, 77))
-        .break_stream("c");
+    s.lost("c", 4, 5).lost("a", 0, 77).break_stream("c");
     assert_eq!(s.words("a"), "");
 }
