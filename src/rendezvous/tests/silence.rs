@@ -155,6 +155,7 @@ fn no_progress_excuses_a_silence_without_end() {
 fn a_failure_while_a_node_is_silent_ends_the_wait_for_it() {
     let mut s = training();
     s.train(30 * SECOND, &["a"], 100, 10);
+    expect_no_end(&mut s);
     s.exit(
         "a",
         1,
@@ -217,7 +218,7 @@ fn a_new_launcher_on_the_host_of_a_node_that_is_waited_for_takes_its_place() {
     let words = s.words("a");
     assert!(
         words.contains(
-            "node `b` has been silent for 5.0 s, but training advances: waiting up to 600 s for it"
+            "node `b` has been silent for 9.0 s, but training advances: waiting up to 600 s for it"
         ),
         "{words}"
     );
