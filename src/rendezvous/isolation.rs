@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use super::event::{Event, Turn};
+use super::job::Job;
 use super::state::Daemon;
 
 /// Heartbeats that every node has missed when the daemon suspects itself.
@@ -60,7 +61,7 @@ impl Daemon {
             return;
         }
         if !self.isolation.is_suspected {
-            if !self.jobs.values().any(|job| job.has_open_streams()) {
+            if !self.jobs.values().any(Job::has_open_streams) {
                 return;
             }
             self.isolation.is_suspected = true;

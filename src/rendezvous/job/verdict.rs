@@ -80,9 +80,11 @@ impl Finished {
         &self.silent
     }
 
-    /// A node of this job comes, or of another run of it.
+    /// A node of this run comes, one that was in it or one that was on standby.
     pub(in crate::rendezvous) fn concerns(&self, joining: &Joining) -> bool {
-        self.told.contains(&joining.from.incarnation) || joining.is_of_run(&self.run_token)
+        let latest = joining.join.latest_generation;
+        let stood_by = joining.from.generation == 0 && latest > 0 && latest == self.generation;
+        stood_by || self.told.contains(&joining.from.incarnation) || joining.is_of_run(&self.run_token)
     }
 
     /// Tells a node the verdict, and sends it away; false if there is none.

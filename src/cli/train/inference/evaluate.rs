@@ -92,9 +92,10 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
         Tokenizer::Bytes => "byte",
         _ => "token",
     };
-    let part = match is_held_out {
-        true => ": its last tenth, held out of training",
-        false => "",
+    let part = if is_held_out {
+        ": its last tenth, held out of training"
+    } else {
+        ""
     };
     Ok(format!(
         "checkpoint     {checkpoint}\n\
