@@ -35,7 +35,7 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
     contract.role.clone_from(&plan.role);
     contract.max_restarts = plan.max_restarts;
     contract.agent_store = plan.command.agent_store;
-    contract.run_id.clone_from(&plan.job_id);
+    contract.run_id.clone_from(&plan.run_id);
     contract.master_port = plan.master_port.unwrap_or(0);
     contract.worker_ports = plan.worker_ports;
     if let Some(address) = &plan.master_addr {

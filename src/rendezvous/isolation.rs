@@ -9,9 +9,6 @@ use super::event::{Event, Turn};
 use super::job::Job;
 use super::state::Daemon;
 
-/// Heartbeats that every node has missed when the daemon suspects itself.
-const MISSED_HEARTBEATS: u32 = 2;
-
 /// Whether the daemon is cut off, as far as it can tell.
 #[derive(Debug, Default)]
 pub(super) struct Isolation {
@@ -28,11 +25,11 @@ impl Isolation {
 
 impl Event {
     /// Proves that the network works. A stream that ends after a long `silence` may have been given up by the daemon's
-    /// own pings.
-    pub(super) fn is_contact(&self, silence: Duration, turn: &Turn<'_>) -> bool {
+    /// own pings, and one on which no node has joined by its deadline.
+    pub(super) fn is_contact(&self, silence: Duration, turn: &Turn<'_>, has_joined: bool) -> bool {
         match self {
             Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } => true,
-            Self::Closed { .. } => silence < turn.config.http2_keepalive_interval,
+            Self::Closed { .. } => has_joined && silence < turn.config.http2_keepalive_interval,
             Self::Tick => false,
         }
     }
@@ -57,7 +54,8 @@ impl Daemon {
             self.isolation.silence(turn.at.now),
             turn.config.heartbeat_interval(),
         );
-        if silence <= beat * MISSED_HEARTBEATS || silence > turn.config.outage_timeout {
+        // A lease is three heartbeats: the node that spoke first has half of one left when no other has spoken since.
+        if silence * 2 <= beat * 3 || silence > turn.config.outage_timeout {
             return;
         }
         if !self.isolation.is_suspected {
@@ -66,8 +64,8 @@ impl Daemon {
             }
             self.isolation.is_suspected = true;
             turn.decided(format!(
-                "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, for \
-                 up to {:.0} s",
+                "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, \
+                 for up to {:.0} s",
                 silence.as_secs_f64(),
                 turn.config.outage_timeout.as_secs_f64()
             ));

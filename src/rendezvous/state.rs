@@ -94,7 +94,8 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         config,
         effects: Vec::new(),
     };
-    if event.is_contact(daemon.isolation.silence(at.now), &turn) {
+    let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
+    if event.is_contact(daemon.isolation.silence(at.now), &turn, has_joined) {
         daemon.note_contact(&mut turn);
     }
     match event {
@@ -233,8 +234,9 @@ impl Daemon {
                 late.as_secs_f64()
             ));
             self.renew_leases(now + turn.config.lease);
+        } else {
+            self.consider_isolation(turn);
         }
-        self.consider_isolation(turn);
         let due: Vec<String> = self
             .jobs
             .iter()

@@ -104,7 +104,9 @@ fn two_jobs_that_nobody_named_are_refused_by_what_differs() {
         refused
             .expect_exit(76)
             .expect_stderr("two jobs without `--rdzv-id` meet at one rendezvous: `arguments` is `-c echo one")
-            .expect_stderr("hint: give each job its own `--rdzv-id`");
+            .expect_stderr(
+                "hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
+            );
     }
     let alike = [node("three").start(), node("three").start()];
     for node in alike {

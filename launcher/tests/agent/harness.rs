@@ -203,6 +203,7 @@ impl Launch {
     fn plan(self) -> LaunchPlan {
         LaunchPlan {
             job_id: "test-job".into(),
+            run_id: "test-job".into(),
             endpoint: self.endpoint,
             nodes: NodeRange { min: 1, max: 1 },
             node_rank: None,

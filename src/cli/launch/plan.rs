@@ -99,8 +99,7 @@ pub fn resolve(
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
-    // Last of all that can fail: it writes.
-    let out_dir = claim_out_dir(validated.as_ref(), &job.id, alone && !dry_run)?;
+    let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let new_logs = NewLogs {
         job: &job.id,
@@ -112,8 +111,9 @@ pub fn resolve(
         hand_over_terminal(&mut output, &mut signals);
     }
     let plan = LaunchPlan {
-        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.id)),
+        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
         job_id: job.id,
+        run_id: job.run_id,
         endpoint: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
@@ -161,9 +161,14 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
     (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
+/// Digits of the job's signature in the name of a run that nobody has named.
+const RUN_DIGITS: usize = 8;
+
 /// A job, as all of its nodes must describe it.
 struct Job {
     id: String,
+    /// After it the files of the run are named.
+    run_id: String,
     signature: String,
     description: String,
     max_restarts: u32,
@@ -183,9 +188,16 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
         1 => utc::unique_id(SystemTime::now()),
         _ => DEFAULT_JOB_ID.to_owned(),
     };
+    let id = settings.rdzv_id.clone().unwrap_or_else(unnamed);
+    let signature = target.signature(&agreed);
     Job {
-        id: settings.rdzv_id.clone().unwrap_or_else(unnamed),
-        signature: target.signature(&agreed),
+        // Runs of different configurations do not share a directory only because neither has a name.
+        run_id: match (&settings.rdzv_id, config) {
+            (None, Some(_)) if nodes.max > 1 => format!("{id}-{}", &signature[..RUN_DIGITS]),
+            _ => id.clone(),
+        },
+        id,
+        signature,
         description: target.describe(&config.map_or_else(Vec::new, Validated::entries)),
         max_restarts,
     }

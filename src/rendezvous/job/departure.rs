@@ -145,6 +145,7 @@ impl Job {
             && running.note_sighting(own, seen)
         {
             self.believe_witnesses(turn);
+            self.plan_wake();
         }
     }
 

@@ -52,6 +52,7 @@ impl Failures {
                 stderr_tail: Vec::new(),
                 message: words(&exit.message),
                 log_file: words(&exit.log_file),
+                activity: words(&exit.activity),
                 ..exit.clone()
             }),
             arrived_ns: nanoseconds(now),

@@ -41,6 +41,12 @@ impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
+        let is_new = joining.from.generation == 0 && joining.join.latest_generation == 0;
+        if is_new && self.roster.is_deserted(turn) {
+            // All of them have died without a word: what comes is no part of their run.
+            turn.decided(format!("job `{}`: no node of the last run is left", self.id));
+            self.roster.dismiss_all(turn);
+        }
         if self.roster.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
@@ -184,7 +190,7 @@ impl Job {
         let mut others = self.roster.others(&from.incarnation);
         let (_, other) = others.find(|(_, node)| node.join().job_description != join.job_description)?;
         Some(format!(
-            "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give each job its own `--rdzv-id`",
+            "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
             between_jobs(other.join(), join)
         ))
     }
@@ -221,7 +227,7 @@ impl Job {
         let refused = refusal(code, reason);
         turn.send(Some(joining.conn), self.numbering.generation(), refused.clone());
         // Before the first generation it is unknown which of them is right: all of them end, with the same code.
-        let undecided = !self.numbering.has_begun() && matches!(self.phase, Phase::Gathering(_));
+        let undecided = self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_));
         if code == Code::Disagree && undecided {
             self.end(turn, refused);
         }

@@ -72,6 +72,15 @@ impl Roster {
         }
     }
 
+    /// Nodes are there, but none has been connected or has spoken for longer than a lease.
+    pub(super) fn is_deserted(&self, turn: &Turn<'_>) -> bool {
+        let is_gone = |node: &Node| {
+            let silence = turn.at.now.saturating_sub(node.last_word());
+            !node.is_connected() && silence > turn.config.lease
+        };
+        !self.nodes.is_empty() && self.nodes.values().all(is_gone)
+    }
+
     pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
         for node in std::mem::take(&mut self.nodes).values() {
             node.close(turn);

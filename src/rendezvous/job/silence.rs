@@ -46,7 +46,7 @@ impl Progress {
         let two_steps = [last, before]
             .into_iter()
             .flatten()
-            .find(|(_, seen)| step >= seen + 2);
+            .find(|(_, seen)| step - seen >= 2);
         self.proven = self.proven.max(two_steps.map(|(at, _)| at));
         self.seen = [Some((now, step)), last];
     }
@@ -85,11 +85,15 @@ impl Job {
     pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
         if let Some(silence) = silence {
             let name = self.roster.name_of(incarnation);
-            turn.decided(format!(
-                "job `{}`: {name} is back after {:.1} s",
-                self.id,
-                silence.as_secs_f64()
-            ));
+            let words = format!("{name} is back after {:.1} s", silence.as_secs_f64());
+            turn.decided(format!("job `{}`: {words}", self.id));
+            self.tell_others(turn, incarnation, &words);
+        }
+    }
+
+    fn tell_others(&self, turn: &mut Turn<'_>, incarnation: &str, words: &str) {
+        for (other, _) in self.roster.others(incarnation) {
+            self.tell_waiting(turn, other, words.to_owned());
         }
     }
 
@@ -117,10 +121,7 @@ impl Job {
             let words = format!("node `{hostname}` has been silent for {silence:.1} s{awaited}");
             turn.decided(format!("job `{}`: {words}", self.id));
             if excuse == Excuse::Proven {
-                let others = self.roster.others(incarnation).map(|(other, _)| other.clone());
-                for other in others.collect::<Vec<_>>() {
-                    self.tell_waiting(turn, &other, words.clone());
-                }
+                self.tell_others(turn, incarnation, &words);
             }
         }
         true

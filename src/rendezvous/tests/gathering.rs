@@ -376,7 +376,7 @@ fn two_jobs_that_nobody_named_are_refused_by_what_differs() {
     s.join_with("b", [10, 0, 0, 2], 0, of("b", "--lr 2"));
     insta::assert_snapshot!(s.words("b"), @r"
     refused Disagree: two jobs without `--rdzv-id` meet at one rendezvous: `arguments` is `--lr 1` on node `a`, `--lr 2` on node `b`
-      hint: give each job its own `--rdzv-id`
+      hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one
     closed
     ");
     assert!(

@@ -33,7 +33,7 @@ fn a_node_that_is_not_heard_when_the_others_are_again_is_lost_a_lease_later() {
     s.pass(4 * SECOND, &["a"]);
     assert!(
         s.words("a")
-            .contains("node `b` (node rank 1) was lost: no heartbeat for 9.0 s")
+            .contains("node `b` (node rank 1) was lost: no heartbeat for 69.0 s")
     );
 }
 
@@ -57,5 +57,27 @@ fn nodes_that_end_together_are_lost_as_soon_as_their_connections_tell() {
         s.state.status(s.now, JOB).unwrap().nodes,
         [],
         "nobody is waited for"
+    );
+}
+
+#[test]
+fn a_heartbeat_that_was_late_when_the_network_broke_costs_no_node() {
+    let mut s = two_nodes();
+    s.heartbeat("a", 1);
+    s.now += SECOND * 3 + SECOND / 50;
+    s.heartbeat("b", 1).pass(30 * SECOND, &[]);
+    assert_eq!(s.words("b"), "");
+}
+
+#[test]
+fn a_new_launcher_does_not_join_the_run_of_nodes_that_all_died_without_a_word() {
+    let mut s = two_nodes();
+    s.pass(30 * SECOND, &[]).break_stream("a").break_stream("b");
+    s.pass(30 * SECOND, &[]);
+    s.join("a'", 2, 2).join("b'", 2, 2);
+    let (generation, assignment) = s.assignment("a'");
+    assert_eq!(
+        (generation, assignment.nodes.len(), assignment.restart_count),
+        (2, 2, 0)
     );
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::client::{AgentIdentity, Client};
+use ddp_proto::client::{ATTEMPT_TIMEOUT, AgentIdentity, Client};
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
@@ -158,6 +158,8 @@ impl DaemonConnection {
             }
             LinkEvent::Gone(error) => {
                 let stalled = self.outage.as_ref().and_then(|outage| outage.stalled);
+                // Work that has succeeded stays a success.
+                let stalled = stalled.filter(|_| !machine.has_succeeded());
                 let (exit_code, error) = match (error.exit_code(), stalled) {
                     (exit::DAEMON_UNREACHABLE, Some(stalled)) => {
                         let words = format!(
@@ -265,14 +267,18 @@ impl Outage {
         } else {
             latest
         };
+        if self.stalled.is_some() {
+            // No attempt was made while this process was stopped.
+            self.gives_up = self.gives_up.max(now + ATTEMPT_TIMEOUT);
+        }
     }
 
     /// Exit code if the daemon stays out of reach.
     fn exit_code(&self, machine: &Machine) -> u8 {
-        if self.stalled.is_some() {
-            exit::RENDEZVOUS_TIMED_OUT
-        } else if machine.has_succeeded() {
+        if machine.has_succeeded() {
             exit::SUCCESS
+        } else if self.stalled.is_some() {
+            exit::RENDEZVOUS_TIMED_OUT
         } else {
             exit::DAEMON_UNREACHABLE
         }

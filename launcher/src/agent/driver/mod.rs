@@ -473,7 +473,8 @@ fn rules_of(launch: &Launch<'_>) -> Rules {
         hostname: launch.hostname.clone(),
         native: plan.command.native,
         resume_words: plan.resume_words.clone(),
-        join_timeout: plan.join_timeout,
+        // The daemon has to be reached first, and an error of that tells more.
+        join_timeout: plan.connect_timeout + plan.join_timeout,
         shutdown_timeout: plan.shutdown_timeout,
         workers: plan.workers,
         elastic: plan.nodes.min < plan.nodes.max,

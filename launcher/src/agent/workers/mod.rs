@@ -306,8 +306,11 @@ impl WorkerGroup {
             ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
             ranks_multiple_of: sizes.and_then(|sizes| sizes.ranks_multiple_of),
             lost_rank: self.workers.iter().find_map(|worker| {
+                // How ranks of this node ended is reported by itself.
+                let is_own = |rank: &u32| self.workers.iter().any(|own| own.rank.0 == *rank);
+                let rank = worker.lost_rank.filter(|rank| !is_own(rank))?;
                 let witness = worker.rank.0;
-                worker.lost_rank.map(|rank| LostRank { rank, witness })
+                Some(LostRank { rank, witness })
             }),
         }
     }

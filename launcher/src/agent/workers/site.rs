@@ -101,7 +101,7 @@ impl Site {
             master_port: assignment.master_port as u16,
             restart_count: assignment.restart_count,
             max_restarts: assignment.max_restarts,
-            run_id: self.plan.job_id.clone(),
+            run_id: self.plan.run_id.clone(),
             agent_store: self.agent_store,
             run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
             error_file: None,
