@@ -54,8 +54,8 @@ impl Daemon {
             self.isolation.silence(turn.at.now),
             turn.config.heartbeat_interval(),
         );
-        // A lease is three heartbeats: the node that spoke first has half of one left when no other has spoken since.
-        if silence * 2 <= beat * 3 || silence > turn.config.outage_timeout {
+        // Not earlier: each suspicion gives nodes that are really gone a lease more.
+        if silence <= beat * 2 || silence > turn.config.outage_timeout {
             return;
         }
         if !self.isolation.is_suspected {
