@@ -15,7 +15,7 @@ use crate::output::plan::OutputPlan;
 pub struct LaunchPlan {
     /// `--rdzv-id`: name of the job at the daemon.
     pub job_id: String,
-    /// Name of the run, after which its files are called: that of the job, or a longer one if that is nobody's choice.
+    /// Name of the run, which its directory has: that of the job, or one of its configuration without `--rdzv-id`.
     pub run_id: String,
     /// `host:port` of the daemon, embedded or not. The launcher never hosts it itself.
     pub endpoint: String,

@@ -1,7 +1,7 @@
-//! A daemon that hears from nobody suspects its own network: all nodes at once are rarely lost.
+//! A daemon that receives nothing from any node suspects its own network: all nodes are rarely lost at once.
 //!
-//! It loses no node then, for [`Config::outage_timeout`](super::Config) at most. As soon as it hears anybody, also a
-//! node that is new, every node has one more lease to be heard too.
+//! It loses no node then, for [`Config::outage_timeout`](super::Config) at most. As soon as any node speaks, also a new
+//! one, every node has one more lease to speak too.
 
 use std::time::Duration;
 

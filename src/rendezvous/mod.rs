@@ -10,7 +10,7 @@
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
-//! | `isolation` | a daemon that hears from nobody | whether its own network is down |
+//! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |

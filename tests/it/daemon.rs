@@ -31,7 +31,7 @@ fn it_says_where_it_listens_and_stops_cleanly() {
     }
 }
 
-/// There is no authentication: whoever starts it is told, unless only this machine reaches it.
+/// There is no authentication: the daemon warns at its start, unless only this machine reaches it.
 #[test]
 fn it_warns_if_other_machines_reach_it() {
     for (listen, warns) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {

@@ -161,7 +161,7 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
     (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
-/// Digits of the job's signature in the name of a run that nobody has named.
+/// Digits of the job's signature in the name of a run without `--rdzv-id`.
 const RUN_DIGITS: usize = 8;
 
 /// A job, as all of its nodes must describe it.

@@ -2,14 +2,6 @@
 
 use super::*;
 
-fn two_nodes() -> Scene {
-    let mut s = Scene::new();
-    s.join("a", 2, 2).join("b", 2, 2);
-    s.words("a");
-    s.words("b");
-    s
-}
-
 #[test]
 fn a_daemon_that_hears_from_nobody_loses_no_node() {
     let mut s = two_nodes();

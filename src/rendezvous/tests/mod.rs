@@ -352,6 +352,15 @@ impl Scene {
     }
 }
 
+/// A job whose two nodes run.
+fn two_nodes() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.words("a");
+    s.words("b");
+    s
+}
+
 fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
     Join {
         protocol: 1,

@@ -2,14 +2,6 @@
 
 use super::*;
 
-fn two_nodes() -> Scene {
-    let mut s = Scene::new();
-    s.join("a", 2, 2).join("b", 2, 2);
-    s.words("a");
-    s.words("b");
-    s
-}
-
 #[test]
 fn a_failure_ends_the_generation_everywhere_and_the_next_one_has_the_same_ranks() {
     let mut s = two_nodes();
