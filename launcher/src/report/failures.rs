@@ -22,11 +22,12 @@ pub(crate) struct Record<'a> {
     node_gone: Option<&'a str>,
     #[serde(flatten)]
     worker: Option<Worker<'a>>,
-    /// When the report reached the daemon, by its monotonic clock: time after the first report of the list.
-    arrived_ns: u64,
+    /// When the report reached the daemon, by its monotonic clock: time after the first report of the list. None if the
+    /// daemon did not list it.
+    arrived_ns: Option<u64>,
     /// When it happened, by the same clock and from the same origin: less than 0 if the first report of the list came
     /// later.
-    happened_ns: i64,
+    happened_ns: Option<i64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -56,21 +57,26 @@ impl<'a> Record<'a> {
             node: &failure.hostname,
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
             worker: failure.exit.as_ref().map(Worker::new),
-            arrived_ns: failure.arrived_ns,
-            happened_ns: failure.happened_ns,
+            arrived_ns: Some(failure.arrived_ns),
+            happened_ns: Some(failure.happened_ns),
         }
     }
 
-    /// The only failure that is known of, where the daemon told no list.
-    pub(crate) fn only(generation: u64, node: &'a str, exit: &'a WorkerExit) -> Self {
+    /// The end of a worker that the daemon did not list.
+    pub(crate) fn of_node(generation: u64, node: &'a str, exit: &'a WorkerExit) -> Self {
         Self {
             generation,
             node,
             node_gone: None,
             worker: Some(Worker::new(exit)),
-            arrived_ns: 0,
-            happened_ns: 0,
+            arrived_ns: None,
+            happened_ns: None,
         }
+    }
+
+    /// True if it tells how this rank of that generation ended.
+    pub(crate) fn is_of(&self, generation: u64, rank: u32) -> bool {
+        self.generation == generation && self.worker.as_ref().is_some_and(|worker| worker.rank == rank)
     }
 }
 

@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::Generation;
-use ddp_proto::rendezvous::{Failures, WorkerExit};
+use ddp_proto::rendezvous::{Failures, NodeStopped, WorkerExit};
 use serde::Serialize;
 use serde_json::json;
 
@@ -29,7 +29,7 @@ struct RootCause<'a> {
     reason: String,
     first_failure: Option<Failure<'a>>,
     /// All failures of the job in the order in which their reports reached the daemon, with the workers that were
-    /// stopped.
+    /// stopped; after them, the workers of this node whose ends the daemon did not know at the verdict.
     failures: Vec<Record<'a>>,
     /// Failures that are not in the list.
     more_failures: u32,
@@ -63,6 +63,8 @@ pub(crate) struct Verdict<'a> {
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// All failures of the job, as far as the daemon told them.
     pub(crate) failures: &'a Failures,
+    /// How the workers of this node ended.
+    pub(crate) local: &'a NodeStopped,
     /// The last generation that this node was in.
     pub(crate) generation: Generation,
     pub(crate) hostname: &'a str,
@@ -90,14 +92,15 @@ impl Verdict<'_> {
             ExitReason::JobOver { reason, .. } => reason.clone(),
             _ => self.report.to_owned(),
         };
+        let (failures, untold) = self.records();
         let cause = RootCause {
             job_id: self.job_id,
             exit_code: self.exit_reason.exit_code(),
             reason,
             first_failure: failure,
-            failures: self.records(),
-            more_failures: self.failures.more_failures,
-            more_victims: self.failures.more_victims,
+            failures,
+            more_failures: self.failures.more_failures + untold.more_failures,
+            more_victims: self.failures.more_victims + untold.more_victims,
         };
         // A node that shares the file system may have removed it: it was stopped, and the folder empty.
         fs::create_dir_all(log_dir)?;
@@ -125,14 +128,26 @@ impl Verdict<'_> {
         replace(Path::new(target), &bytes)
     }
 
-    /// The daemon's list; without one, the first failure alone.
-    fn records(&self) -> Vec<Record<'_>> {
+    /// The daemon's list, or the first failure alone if it told none; then the workers of this node that are not in it.
+    /// Of those it counts how many there was no room for.
+    fn records(&self) -> (Vec<Record<'_>>, NodeStopped) {
+        let generation = self.generation.0;
+        let of_node = |exit, node| Record::of_node(generation, node, exit);
         let listed = &self.failures.failures;
+        let mut records: Vec<Record<'_>> = listed.iter().map(Record::new).collect();
         if listed.is_empty() {
-            let only = |(exit, node)| Record::only(self.generation.0, node, exit);
-            return self.failure().map(only).into_iter().collect();
+            records.extend(self.failure().map(|(exit, node)| of_node(exit, node)));
         }
-        listed.iter().map(Record::new).collect()
+        let is_new = |exit: &&WorkerExit| !records.iter().any(|record| record.is_of(generation, exit.rank));
+        let new: Vec<_> = self.local.exits.iter().filter(is_new).collect();
+        let mut untold = NodeStopped::default();
+        if !new.is_empty() {
+            // The daemon has not counted them: it had no report of this node's end.
+            untold.more_failures = self.local.more_failures;
+            untold.more_victims = self.local.more_victims;
+        }
+        records.extend(new.into_iter().map(|exit| of_node(exit, self.hostname)));
+        (records, untold)
     }
 
     fn failure(&self) -> Option<(&WorkerExit, &str)> {
@@ -180,6 +195,11 @@ mod tests {
     }
 
     fn verdict(exit_reason: &ExitReason, worker_file: Option<PathBuf>) -> Verdict<'_> {
+        static STOPPED: NodeStopped = NodeStopped {
+            exits: Vec::new(),
+            more_failures: 0,
+            more_victims: 0,
+        };
         static NONE: Failures = Failures {
             failures: Vec::new(),
             more_failures: 0,
@@ -191,6 +211,7 @@ mod tests {
             report: "error: it failed",
             local_failure: None,
             failures: &NONE,
+            local: &STOPPED,
             generation: Generation(3),
             hostname: "a",
             worker_file,
@@ -291,6 +312,45 @@ mod tests {
                 },
             ])
         );
+    }
+
+    #[test]
+    fn workers_of_this_node_follow_whose_ends_came_after_the_verdict() {
+        let exit = |rank, signal| WorkerExit {
+            rank,
+            signal: Some(signal),
+            ..WorkerExit::default()
+        };
+        let first = ddp_proto::rendezvous::Failure {
+            generation: 3,
+            hostname: "b".into(),
+            exit: Some(exit(5, 9)),
+            ..Default::default()
+        };
+        let failures = Failures {
+            failures: vec![first],
+            ..Failures::default()
+        };
+        let local = NodeStopped {
+            exits: vec![exit(5, 9), exit(0, 15)],
+            more_failures: 0,
+            more_victims: 2,
+        };
+        let (directory, exit_reason) = (tempfile::tempdir().unwrap(), exit_reason());
+        let all = Verdict {
+            failures: &failures,
+            local: &local,
+            ..verdict(&exit_reason, None)
+        };
+        all.write_to(directory.path()).unwrap();
+        let text = fs::read(directory.path().join("error.json")).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let told: Vec<_> = value["failures"].as_array().unwrap().iter().map(|one| &one["rank"]).collect();
+        assert_eq!(told, [5, 0], "each once");
+        let last = &value["failures"][1];
+        assert_eq!((&last["node"], &last["generation"]), (&"a".into(), &3.into()));
+        assert!(last["arrived_ns"].is_null() && last["happened_ns"].is_null(), "{last}");
+        assert_eq!(value["more_victims"], 2);
     }
 
     #[test]

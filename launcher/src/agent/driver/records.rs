@@ -156,6 +156,7 @@ impl Records {
         let (plan, inherited) = (launch.plan.clone(), launch.inherited.clone());
         let hostname = launch.hostname.clone();
         let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
+        let local = ended.worker_group.ends();
         let (exit_reason, report) = (ended.exit_reason.clone(), report.to_owned());
         let generation = ended.generation;
         move || {
@@ -165,6 +166,7 @@ impl Records {
                 report: &report,
                 local_failure: local_failure.as_ref(),
                 failures: &failures,
+                local: &local,
                 generation,
                 hostname: &hostname,
                 worker_file,
