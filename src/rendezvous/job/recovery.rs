@@ -291,10 +291,15 @@ impl Job {
             self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
+        // Whatever becomes of the generation, it and those before it have cost what they have cost.
         let account = Account::withdraw(assignment);
-        if (generation, account.age()) >= (self.numbering.highest(), self.account.age()) {
-            // Whatever becomes of the generation, it and those before it have cost what they have cost.
+        let is_newest = (generation, account.age()) >= (self.numbering.highest(), self.account.age());
+        if is_newest {
             self.numbering.believe_attempt(assignment);
+        }
+        // Two daemons may have counted on from one generation: then the later one need not have cost more.
+        let is_of_run = assignment.run_token == self.numbering.run_token();
+        if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
         if place.over {
