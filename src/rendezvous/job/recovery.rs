@@ -322,8 +322,7 @@ impl Job {
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
     pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech, join: &Join) {
-        if from.generation >= self.numbering.generation()
-            && let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
+        if let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
             && assignment.run_token == self.numbering.run_token()
         {
             let account = Account::withdraw(assignment);
