@@ -41,7 +41,8 @@ impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
-        let is_new = joining.from.generation == 0 && joining.join.latest_generation == 0;
+        let is_known = self.roster.nodes().contains_key(&joining.from.incarnation);
+        let is_new = !is_known && joining.from.generation == 0 && joining.join.latest_generation == 0;
         if is_new && self.roster.is_deserted(turn) {
             // All of them have died without a word: what comes is no part of their run.
             turn.decided(format!("job `{}`: no node of the last run is left", self.id));

@@ -313,10 +313,15 @@ impl Job {
             self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
+        // Whatever becomes of the generation, it and those before it have cost what they have cost.
         let account = Account::withdraw(assignment);
-        if (generation, account.age()) >= (self.numbering.highest(), self.account.age()) {
-            // Whatever becomes of the generation, it and those before it have cost what they have cost.
+        let is_newest = (generation, account.age()) >= (self.numbering.highest(), self.account.age());
+        if is_newest {
             self.numbering.believe_attempt(assignment);
+        }
+        // Two daemons may have counted on from one generation: then the later one need not have cost more.
+        let is_of_run = assignment.run_token == self.numbering.run_token();
+        if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
         if place.over {
@@ -339,8 +344,7 @@ impl Job {
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
     pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech, join: &Join) {
-        if from.generation >= self.numbering.generation()
-            && let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
+        if let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
             && assignment.run_token == self.numbering.run_token()
         {
             let account = Account::withdraw(assignment);

@@ -1,9 +1,9 @@
 //! Members that fall silent while training goes on: their peers are asked before they are lost.
 //!
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
-//! members took part in one after the earlier of them: the first of the two may have been under way. Such a proof is as
-//! good as a word of the silent node itself, up to [`Config::outage_timeout`] after its last one. Nothing is proved where
-//! workers report no steps, nor once a worker has failed.
+//! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
+//! when training has not advanced for as long as it may be silent itself, or [`Config::outage_timeout`] after its last
+//! word. Nothing is proved where workers report no steps, nor once a worker has failed.
 
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ impl Progress {
         self.success = Some(now);
     }
 
-    /// How long after it was known to be alive a silent member is lost; none if no steps are reported.
+    /// How long a silent member is waited for while no step ends; none if no steps are reported.
     fn patience(&self, config: &Config) -> Option<Duration> {
         let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
         Some(config.lease.max(peers_time))
@@ -76,10 +76,14 @@ impl Progress {
         if is_connected && self.success.is_some_and(|at| at > last_word) {
             return Some((Excuse::Proven, bound));
         }
-        Some(match self.proven {
-            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
-            _ => (Excuse::Asked, bound.min(last_word + patience)),
-        })
+        // Once a member is gone, no step ends but the one that it had contributed to.
+        let advanced = self.seen[0].map_or(last_word, |(at, _)| at.max(last_word));
+        let excuse = if self.proven.is_some_and(|at| at > last_word) {
+            Excuse::Proven
+        } else {
+            Excuse::Asked
+        };
+        Some((excuse, bound.min(advanced + patience)))
     }
 }
 
