@@ -13,14 +13,16 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
 use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
+/// A worker that opens another connection closes this one then; how long the other may take to be known.
+const REOPEN_BOUND: Duration = Duration::from_millis(100);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
@@ -50,14 +52,22 @@ enum Refusal {
 
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let result = Connection::greet(id, stream, &hub).await;
-    let result = match result {
-        Ok(connection) => connection.run().await,
-        Err(refusal) => Err(refusal),
+    let (result, hung_up) = match Connection::greet(id, stream, &hub).await {
+        Ok(connection) => {
+            let hung_up = connection.event(News::HungUp);
+            (connection.run().await, Some(hung_up))
+        }
+        Err(refusal) => (Err(refusal), None),
     };
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
+    }
+    let Some(hung_up) = hung_up else { return };
+    sleep(REOPEN_BOUND).await;
+    if !hub.has_connection_of(hung_up.local_rank) {
+        // The agent may be gone.
+        let _ = hub.events.send(hung_up).await;
     }
 }
 
@@ -171,14 +181,14 @@ impl<'a> Connection<'a> {
             ToAgent::Hello { .. } => {}
             ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(message));
+                let _ = self.hub.events.try_send(self.event(News::Said(message)));
             }
             ToAgent::Sizes(_)
             | ToAgent::State { .. }
             | ToAgent::PeerLost { .. }
             | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(message)).await;
+                let _ = self.hub.events.send(self.event(News::Said(message))).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -196,11 +206,11 @@ impl<'a> Connection<'a> {
         }
     }
 
-    fn event(&self, message: ToAgent) -> ControlEvent {
+    fn event(&self, news: News) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
-            message,
+            news,
         }
     }
 

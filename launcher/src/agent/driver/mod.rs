@@ -30,7 +30,7 @@ use super::launch::{Launch, LaunchError};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
-use crate::control::{ControlEvent, ControlServer, Place, Store};
+use crate::control::{ControlEvent, ControlServer, News, Place, Store};
 use crate::report::event_log::LogEvent;
 use crate::spawn::spawner::{SpawnEvent, check_program};
 use crate::supervise::reap;
@@ -263,7 +263,11 @@ impl<'a> Driver<'a> {
         if event.generation != self.machine.generation() {
             return;
         }
-        let (local_rank, message) = (event.local_rank, event.message);
+        let local_rank = event.local_rank;
+        let message = match event.news {
+            News::Said(message) => message,
+            News::HungUp => return self.worker_group.hung_up(local_rank),
+        };
         if let ToAgent::Heartbeat {
             step,
             progress: Some(progress),

@@ -49,6 +49,8 @@ struct Worker {
     pid: Option<i32>,
     /// Its last sign of life.
     beat: Option<Beat>,
+    /// It has sent a heartbeat, and not closed its connection since.
+    is_watched: bool,
     /// What a number of ranks has to divide for it to go on, in its own words.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
@@ -250,6 +252,7 @@ impl WorkerGroup {
                     step,
                     phase,
                 });
+                worker.is_watched = true;
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
             }
             // Should this node be lost before its next heartbeat, the others have to know.
@@ -276,6 +279,13 @@ impl WorkerGroup {
             ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
         }
         is_urgent
+    }
+
+    /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
+    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+        if let Some(worker) = self.get_mut(local_rank) {
+            worker.is_watched = false;
+        }
     }
 
     /// The worker says that it failed only because another rank did.
@@ -433,7 +443,7 @@ impl WorkerGroup {
             .workers
             .iter()
             .enumerate()
-            .filter(|(_, worker)| worker.end.is_none());
+            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
             let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
             Some((local_rank, worker.beat?, waits))
@@ -541,6 +551,7 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            is_watched: false,
             sizes: None,
             called_slow: None,
             state: None,
