@@ -28,8 +28,8 @@ const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
 const MAX_GET: Duration = Duration::from_hours(24);
 
-/// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
-/// connection says so itself.
+/// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
+/// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
@@ -38,6 +38,8 @@ enum Refusal {
     Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
+    #[error("process {pid} says that its process id is {claimed}")]
+    OtherPid { pid: i32, claimed: u32 },
     #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
     Stale {
         pid: i32,
@@ -50,20 +52,50 @@ enum Refusal {
     Io(#[from] io::Error),
 }
 
+impl Refusal {
+    /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
+    fn misfit(&self, hub: &Hub) -> Option<ControlEvent> {
+        let place = hub.place.borrow();
+        let place = place.as_ref()?;
+        let (pid, key, theirs, ours) = match self {
+            Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
+            Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
+            Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
+            _ => return None,
+        };
+        let local_rank = peer::owner(pid, &place.pids)?;
+        let ours = match (self, ours) {
+            (Self::OtherPid { .. }, _) => pid.to_string(),
+            (_, Some(generation)) => generation.to_string(),
+            _ => local_rank.to_string(),
+        };
+        Some(ControlEvent {
+            generation: place.generation,
+            local_rank,
+            news: News::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
+        })
+    }
+}
+
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let (result, hung_up) = match Connection::greet(id, stream, &hub).await {
-        Ok(connection) => {
-            let hung_up = connection.event(News::HungUp);
-            (connection.run().await, Some(hung_up))
+    let connection = match Connection::greet(id, stream, &hub).await {
+        Ok(connection) => connection,
+        Err(refusal) => {
+            tracing::debug!("control connection {id} refused: {refusal}");
+            if let Some(misfit) = refusal.misfit(&hub) {
+                // The agent may be gone.
+                let _ = hub.events.send(misfit).await;
+            }
+            return hub.leave(id);
         }
-        Err(refusal) => (Err(refusal), None),
     };
+    let hung_up = connection.event(News::HungUp);
+    let result = connection.run().await;
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
     }
-    let Some(hung_up) = hung_up else { return };
     sleep(REOPEN_BOUND).await;
     if !hub.has_connection_of(hung_up.local_rank) {
         // The agent may be gone.
@@ -114,7 +146,7 @@ impl<'a> Connection<'a> {
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(Refusal::Stranger { pid, local_rank });
+            return Err(Refusal::OtherPid { pid, claimed });
         }
         let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
             Ok(place) => place,

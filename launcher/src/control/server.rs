@@ -33,6 +33,8 @@ pub(crate) struct ControlEvent {
 #[derive(Debug)]
 pub(crate) enum News {
     Said(ToAgent),
+    /// A connection of it was refused, because of this.
+    Refused(String),
     /// Its last connection has ended, and it opened no other.
     HungUp,
 }

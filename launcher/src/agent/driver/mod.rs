@@ -267,6 +267,7 @@ impl<'a> Driver<'a> {
         let message = match event.news {
             News::Said(message) => message,
             News::HungUp => return self.worker_group.hung_up(local_rank),
+            News::Refused(why) => return self.tell_refused(local_rank, &why),
         };
         if let ToAgent::Heartbeat {
             step,
@@ -285,6 +286,16 @@ impl<'a> Driver<'a> {
             for line in self.worker_group.tell_waits() {
                 self.launch.console.say(&line);
             }
+        }
+    }
+
+    /// Once for each worker: a program may try again for ever.
+    fn tell_refused(&mut self, local_rank: LocalRank, why: &str) {
+        if let Some(rank) = self.worker_group.first_refused(local_rank) {
+            self.launch.console.say(&format!(
+                "rank {rank}: its control connection was closed: {why}\n  \
+                 hint: `local_rank` is DDP_LOCAL_RANK, `generation` is DDP_GENERATION, `pid` is the process id as the launcher sees it"
+            ));
         }
     }
 

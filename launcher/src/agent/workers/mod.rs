@@ -51,6 +51,8 @@ struct Worker {
     beat: Option<Beat>,
     /// It has sent a heartbeat, and not closed its connection since.
     is_watched: bool,
+    /// A control connection of it was refused.
+    was_refused: bool,
     /// What a number of ranks has to divide for it to go on, in its own words.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
@@ -286,6 +288,13 @@ impl WorkerGroup {
         if let Some(worker) = self.get_mut(local_rank) {
             worker.is_watched = false;
         }
+    }
+
+    /// The rank of a worker of which a connection was refused for the first time.
+    pub(super) fn first_refused(&mut self, local_rank: LocalRank) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank).filter(|worker| !worker.was_refused)?;
+        worker.was_refused = true;
+        Some(worker.rank)
     }
 
     /// The worker says that it failed only because another rank did.
@@ -552,6 +561,7 @@ impl Worker {
             pid: None,
             beat: None,
             is_watched: false,
+            was_refused: false,
             sizes: None,
             called_slow: None,
             state: None,
