@@ -320,7 +320,8 @@ impl Job {
             self.numbering.believe_attempt(assignment);
         }
         // Two daemons may have counted on from one generation: then the later one need not have cost more.
-        let is_of_run = assignment.run_token == self.numbering.run_token();
+        let run_token = self.numbering.run_token();
+        let is_of_run = run_token.is_empty() || assignment.run_token == run_token;
         if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
