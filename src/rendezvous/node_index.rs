@@ -22,6 +22,14 @@ pub(super) struct Facts {
     pub(super) lease_until: Duration,
 }
 
+impl Facts {
+    /// Nothing changes but when the lease ends.
+    fn is_but_for_the_lease(self, after: Self) -> bool {
+        let lease_until = after.lease_until;
+        Self { lease_until, ..self } == after
+    }
+}
+
 /// The nodes of one job by what is known of them, and the members of its last generation.
 #[derive(Debug, Default)]
 pub(super) struct NodeIndex {
@@ -48,6 +56,12 @@ impl NodeIndex {
     pub(super) fn update(&mut self, incarnation: &str, before: Option<Facts>, after: Option<Facts>) {
         self.leases
             .note(incarnation, after.map(|facts| facts.lease_until));
+        if let (Some(before), Some(after)) = (before, after)
+            && before.is_but_for_the_lease(after)
+        {
+            // A heartbeat.
+            return;
+        }
         let flag = |read: fn(&Facts) -> bool| {
             let is = |facts: &Option<Facts>| facts.as_ref().is_some_and(read);
             (is(&before), is(&after))

@@ -117,8 +117,17 @@ impl Words {
             self.last_generation = generation;
             check_ranks(assignment);
         }
+        let own = assignment.nodes.get(assignment.node_rank as usize);
+        assert_eq!(
+            assignment.own.as_ref(),
+            own,
+            "`{to}` is told another place than its own"
+        );
         let common = Assignment {
             node_rank: 0,
+            own: None,
+            role_first_rank: 0,
+            role_world_size: 0,
             ..assignment.clone()
         };
         let first = self

@@ -49,14 +49,23 @@ impl Daemon {
 
     /// The processor time that it has taken so far, of all of its threads.
     pub(super) fn cpu_time(&self) -> io::Result<Duration> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
-        // The name, in brackets, may contain anything. After it: utime and stime are the 12th and 13th field.
-        let (_, fields) = stat.rsplit_once(") ").ok_or_else(unreadable)?;
-        let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<u64>);
-        let ticks: u64 = ticks.sum::<Result<_, _>>().map_err(|_| unreadable())?;
-        let ticks_a_second = sysconf(SysconfVar::CLK_TCK)?.unwrap_or(100);
-        Ok(Duration::from_secs_f64(ticks as f64 / ticks_a_second as f64))
+        cpu_time_of(&self.process.id().to_string())
     }
+}
+
+/// The same of this process, which plays all agents.
+pub(super) fn own_cpu_time() -> io::Result<Duration> {
+    cpu_time_of("self")
+}
+
+fn cpu_time_of(process: &str) -> io::Result<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
+    // The name, in brackets, may contain anything. After it: utime and stime are the 12th and 13th field.
+    let (_, fields) = stat.rsplit_once(") ").ok_or_else(unreadable)?;
+    let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<u64>);
+    let ticks: u64 = ticks.sum::<Result<_, _>>().map_err(|_| unreadable())?;
+    let ticks_a_second = sysconf(SysconfVar::CLK_TCK)?.unwrap_or(100);
+    Ok(Duration::from_secs_f64(ticks as f64 / ticks_a_second as f64))
 }
 
 impl Drop for Daemon {

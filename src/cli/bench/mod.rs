@@ -26,7 +26,7 @@ use tokio::time::{Instant, timeout};
 use super::error::CliError;
 use super::machine::limits;
 use agent::{Agent, News, Order, PATIENCE, Part};
-use daemon::Daemon;
+use daemon::{Daemon, own_cpu_time};
 
 /// Agents that connect at the same time, or wait for the first answer to their `Join`: the daemon ends streams without
 /// one, and a single machine cannot speak for thousands of nodes at once.
@@ -69,6 +69,8 @@ struct Measured {
     assigned_s: f64,
     /// Processor time of the daemon meanwhile.
     assigned_cpu_s: f64,
+    /// The same of all agents together.
+    assigned_agents_cpu_s: f64,
     assignment_bytes: usize,
     /// From the first entry that a node writes until the last node has those of all.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -140,12 +142,13 @@ async fn measure(args: Args) -> io::Result<Measured> {
     }
     measured.connected_s = begun.elapsed().as_secs_f64();
 
-    let (begun, cpu) = (Instant::now(), daemon.cpu_time()?);
+    let (begun, cpu, agents_cpu) = (Instant::now(), daemon.cpu_time()?, own_cpu_time()?);
     order.send_replace(Order::Join);
     let of_all_jobs = args.nodes as usize * args.jobs as usize;
     measured.assignment_bytes = assignments(&mut told, 1, of_all_jobs).await?;
     measured.assigned_s = begun.elapsed().as_secs_f64();
     measured.assigned_cpu_s = (daemon.cpu_time()? - cpu).as_secs_f64();
+    measured.assigned_agents_cpu_s = (own_cpu_time()? - agents_cpu).as_secs_f64();
 
     let (begun, cpu) = (Instant::now(), daemon.cpu_time()?);
     tokio::time::sleep(args.heartbeats).await;
@@ -255,6 +258,10 @@ impl Measured {
             (
                 "of that, processor time of the daemon",
                 format!("{:.2} s", self.assigned_cpu_s),
+            ),
+            (
+                "and of all agents",
+                format!("{:.2} s", self.assigned_agents_cpu_s),
             ),
             ("one assignment", words::bytes(self.assignment_bytes as u64)),
             ("all entries gathered by all nodes", gathered),

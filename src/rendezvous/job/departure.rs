@@ -136,12 +136,10 @@ impl Job {
 
     /// A member of the running generation tells what a worker of it saw of another node's rank.
     pub(super) fn note_sighting(&mut self, turn: &mut Turn<'_>, from: &Speech, seen: Option<LostRank>) {
-        if self.is_of_member(from)
-            && let (Some(running), Some(own), Some(seen)) = (
-                self.phase.running_mut(),
-                self.roster.rank_of(&from.incarnation),
-                seen,
-            )
+        if let Some(seen) = seen
+            && self.is_of_member(from)
+            && let (Some(running), Some(own)) =
+                (self.phase.running_mut(), self.roster.rank_of(&from.incarnation))
             && running.note_sighting(own, seen)
         {
             self.believe_witnesses(turn);

@@ -124,6 +124,23 @@ async fn two_agents_go_through_a_failure_to_success() {
         .await
         .unwrap();
     assert_eq!(read.await.unwrap().unwrap().as_deref(), Some(&b"unique"[..]));
+    let (list, digest) = at_a.nodes(&scope(first)).await.unwrap();
+    assert_eq!(
+        (&list.nodes, &digest),
+        (&seen_by_b.nodes, &seen_by_b.nodes_digest)
+    );
+    at_a.kv_put(&scope(first), "rank/0", b"a".to_vec()).await.unwrap();
+    let gather = at_a.clone();
+    let gathered = tokio::spawn(async move { gather.kv_gather(&scope(first), "rank/", 2, PATIENCE).await });
+    at_a.kv_put(&scope(first), "rank/1", b"b".to_vec()).await.unwrap();
+    let gathered = gathered.await.unwrap().unwrap().expect("both are there").entries;
+    let gathered: Vec<_> = gathered.iter().map(|entry| entry.key.as_str()).collect();
+    assert_eq!(gathered, ["rank/0", "rank/1"]);
+    let few = at_a
+        .kv_gather(&scope(first), "rank/", 3, Duration::ZERO)
+        .await
+        .unwrap();
+    assert_eq!(few, None);
     let blocked = at_a.clone();
     let blocked = tokio::spawn(async move { blocked.kv_get(&scope(first), "never", PATIENCE).await });
 
