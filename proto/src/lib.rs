@@ -9,6 +9,8 @@
 //! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
+//! | [`token`] | the secret of a job, and what is derived from it | everyone with it |
+//! | [`tls`] | mutual TLS from the token or from an operator's files | daemon ⇄ agent |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
 //! | [`ports`] | ranges of TCP ports: the command line reads one, a worker listens in it | agent → worker |
@@ -25,6 +27,8 @@ pub mod ids;
 pub mod mounts;
 pub mod ports;
 pub mod resolver;
+pub mod tls;
+pub mod token;
 pub mod utc;
 pub mod words;
 

@@ -73,6 +73,13 @@ pub enum Event {
         /// Which entry.
         request: KvGetRequest,
     },
+    /// Nobody waits for the answer of a read any more.
+    KvCancel {
+        /// The read.
+        call: CallId,
+        /// Whose store it reads.
+        job: String,
+    },
     /// The time of [`super::State::next_wake`] has come.
     Tick,
 }

@@ -109,6 +109,24 @@ impl KvStore {
         turn.effects.push(Effect::Answer { call, result });
     }
 
+    /// Entries and bytes.
+    pub(super) fn size(&self) -> (usize, usize) {
+        (self.entries.len(), self.bytes)
+    }
+
+    /// Nobody waits for the answer of this read any more.
+    pub(super) fn cancel(&mut self, call: CallId) {
+        let Some(waiter) = self.waiters.remove(&call) else {
+            return;
+        };
+        if let Some(calls) = self.by_key.get_mut(&waiter.key) {
+            calls.retain(|&other| other != call);
+            if calls.is_empty() {
+                self.by_key.remove(&waiter.key);
+            }
+        }
+    }
+
     /// When the next waiting read may have to be answered.
     pub(super) fn next_deadline(&self) -> Option<Duration> {
         self.next_deadline
@@ -252,6 +270,8 @@ mod tests {
                 value_bytes: 4,
                 entries: 2,
                 total_bytes: 10,
+                entries_of_all: 100,
+                bytes_of_all: 100,
                 waiters: 1,
                 wait: SECOND,
             },
@@ -282,6 +302,27 @@ mod tests {
                 result: Err(KvError::TooMuch(_))
             }]
         ));
+    }
+
+    /// An abandoned read kept its place for an hour.
+    #[test]
+    fn a_read_that_is_given_up_frees_its_place() {
+        let config = Config {
+            kv: KvLimits {
+                waiters: 2,
+                ..KvLimits::default()
+            },
+            ..Config::default()
+        };
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "x".into(), SECOND);
+        store.get(&mut turn, CallId(2), "x".into(), SECOND);
+        store.cancel(CallId(1));
+        store.cancel(CallId(1));
+        store.get(&mut turn, CallId(3), "x".into(), SECOND);
+        assert!(turn.effects.is_empty());
+        store.put(&mut turn, "x".into(), vec![1]).unwrap();
+        assert_eq!(answers(&turn.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
     }
 
     #[test]

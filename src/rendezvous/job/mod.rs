@@ -83,6 +83,8 @@ pub(super) struct Job {
     /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
+    /// Of its first node; empty where nodes prove nothing of the kind.
+    token_proof: Vec<u8>,
     /// No deadline of this job is before this moment; it may be early, never late.
     next_wake: Option<Duration>,
 }
@@ -129,6 +131,7 @@ impl Job {
             last_over: None,
             earlier: None,
             kv: KvStore::default(),
+            token_proof: Vec::new(),
             next_wake: None,
         }
     }
@@ -144,6 +147,31 @@ impl Job {
     /// Nodes that fell silent, and how long each is expected back.
     pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
         self.roster.silent()
+    }
+
+    /// The node is one of this job, or was and may still speak of it.
+    pub(super) fn has(&self, incarnation: &str) -> bool {
+        let roster = &self.roster;
+        let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_of(incarnation));
+        is_awaited
+            || roster.get(incarnation).is_some()
+            || roster.rank_of(incarnation).is_some()
+            || roster.is_lost(incarnation)
+    }
+
+    /// Shows who has the job's token; empty if none was registered.
+    pub(super) fn token_proof(&self) -> &[u8] {
+        &self.token_proof
+    }
+
+    /// Entries and bytes of its store.
+    pub(super) fn stored(&self) -> (usize, usize) {
+        self.kv.size()
+    }
+
+    /// Nobody waits for the answer of this read any more.
+    pub(super) fn cancel(&mut self, call: CallId) {
+        self.kv.cancel(call);
     }
 
     /// A message of a node, other than `Join`.
@@ -337,7 +365,7 @@ impl Job {
 
     /// Writes an entry of the store.
     pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
-        self.check_store(request.generation, &request.assignment_id)?;
+        self.check_store(&request.incarnation, request.generation, &request.assignment_id)?;
         self.kv.put(turn, request.key, request.value)?;
         self.plan_wake();
         Ok(())
@@ -350,7 +378,7 @@ impl Job {
         call: CallId,
         read: KvGetRequest,
     ) -> Result<(), KvError> {
-        self.check_store(read.generation, &read.assignment_id)?;
+        self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         self.kv.get(turn, call, read.key, timeout);
         let deadlines = [self.next_wake, self.kv.next_deadline()];
@@ -358,8 +386,8 @@ impl Job {
         Ok(())
     }
 
-    /// The store is open to this assignment of this generation, if that runs.
-    fn check_store(&self, generation: u64, assignment_id: &str) -> Result<(), KvError> {
+    /// The store is open to the members of this assignment of this generation, if that runs.
+    fn check_store(&self, incarnation: &str, generation: u64, assignment_id: &str) -> Result<(), KvError> {
         if self.is_of_another_assignment(generation, assignment_id) {
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(KvError::Superseded(words));
@@ -367,7 +395,8 @@ impl Job {
         let (own, id) = (self.numbering.generation(), &self.id);
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
-                if recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
+                let is_member = recovery.has(incarnation) || recovery.is_of(incarnation);
+                if !is_member || recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
                     return Err(KvError::Unknown(format!(
                         "no node of generation {generation} of job `{id}` has reconnected yet"
                     )));
@@ -377,7 +406,10 @@ impl Job {
             _ if generation > own => Err(KvError::Unknown(format!(
                 "generation {generation} of job `{id}` was not assigned by this daemon"
             ))),
-            Phase::Running(_) if generation == own => Ok(()),
+            Phase::Running(_) if generation == own && self.is_member(incarnation) => Ok(()),
+            Phase::Running(_) if generation == own => Err(KvError::Superseded(format!(
+                "generation {own} of the job runs without this node"
+            ))),
             Phase::Over(over) => Err(KvError::Superseded(format!(
                 "the job has ended: {}",
                 over.reason()
