@@ -20,6 +20,7 @@ use tokio::time::timeout;
 
 use super::answer;
 use super::answer::fail;
+use super::bench;
 use super::error::CliError;
 use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
@@ -29,6 +30,9 @@ use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
 const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
+
+/// Threads for connections: one task decides for all of them, so more would wait for it.
+const MAX_THREADS: usize = 4;
 
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
@@ -53,6 +57,8 @@ enum Command {
         #[command(flatten)]
         settings: Settings,
     },
+    /// Measure how long simulated nodes take to meet on this machine, and what the daemon needs for them
+    Bench(bench::Args),
     /// Print the completions of a shell
     Completions {
         /// The shell
@@ -177,6 +183,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             protection,
             settings,
         } => (listen, protection, settings),
+        Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     limits::raise_open_files_fully();
@@ -196,7 +203,10 @@ fn serve(listen: &Endpoint, protection: Protection, settings: &Settings) -> Resu
     };
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    // Connections are read and written, and messages encoded, beside the one task that decides.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads.min(MAX_THREADS))
         .enable_all()
         .build()
         .map_err(|source| CliError::Machine {

@@ -159,7 +159,7 @@ impl Default for KvLimits {
         Self {
             key_bytes: 512,
             value_bytes: MAX_VALUE_BYTES,
-            entries: 65_536,
+            entries: 131_072,
             total_bytes: 64 << 20,
             entries_of_all: 1 << 20,
             bytes_of_all: 512 << 20,

@@ -1,16 +1,18 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, KvGetRequest, KvPutRequest, StatusReply, StatusRequest, refused::Code,
+    AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
+    refused::Code,
 };
 use ddp_proto::token::is_same_secret;
+use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
+use super::deadlines::Deadlines;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
@@ -33,6 +35,8 @@ pub struct State {
 #[derive(Debug, Default)]
 pub(super) struct Daemon {
     pub(super) jobs: BTreeMap<String, Job>,
+    /// When each job has something to do next.
+    wakes: Deadlines,
     /// Who speaks on a stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
     /// Streams that the daemon has ended, while messages may still come in from them.
@@ -65,7 +69,8 @@ impl State {
                 daemon.finished.push_back(Finished::recalled(record));
             } else {
                 let id = record.job().to_owned();
-                daemon.jobs.insert(id, Job::recall(&config, record, now));
+                daemon.jobs.insert(id.clone(), Job::recall(&config, record, now));
+                daemon.replan(&id);
             }
         }
         Self { config, daemon }
@@ -88,6 +93,13 @@ impl State {
             .is_some_and(|token| is_same_secret(token.reveal().as_bytes(), request.admin_token.as_bytes()));
         let job = self.daemon.jobs.get(&request.job_id)?;
         (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
+    }
+
+    /// The list of all nodes of a generation that runs, encoded, for one of them.
+    pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
+        let job = self.daemon.jobs.get(&request.job_id);
+        let job = job.filter(|job| job.has(&request.incarnation));
+        job.ok_or_else(|| unknown(&request.job_id))?.node_list(request)
     }
 
     /// True if no agent is at this daemon, connected or expected back.
@@ -129,6 +141,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
                 job.cancel(call);
             }
         }
+        Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
     }
     for effect in &turn.effects {
@@ -141,7 +154,20 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
 
 impl Daemon {
     fn next_wake(&self) -> Option<Duration> {
-        self.jobs.values().filter_map(Job::next_wake).min()
+        self.wakes.next()
+    }
+
+    /// The job may have something to do earlier than before.
+    fn replan(&mut self, job_id: &str) {
+        let wake = self.jobs.get(job_id).and_then(Job::next_wake);
+        self.wakes.note(job_id, wake);
+    }
+
+    /// The same of all jobs.
+    pub(super) fn replan_all(&mut self) {
+        for (id, job) in &self.jobs {
+            self.wakes.note(id, job.next_wake());
+        }
     }
 
     fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
@@ -289,12 +315,8 @@ impl Daemon {
         } else {
             self.consider_isolation(turn);
         }
-        let due: Vec<String> = self
-            .jobs
-            .iter()
-            .filter(|(_, job)| job.next_wake().is_some_and(|wake| wake <= now))
-            .map(|(id, _)| id.clone())
-            .collect();
+        let Self { jobs, wakes, .. } = self;
+        let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
                 job.tick(turn);
@@ -307,9 +329,10 @@ impl Daemon {
     fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
         if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
-            return;
+            return self.replan(job_id);
         }
         let finished = self.jobs.remove(job_id).and_then(|job| job.finish(turn));
+        self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
                 self.finished.pop_front();
@@ -319,7 +342,7 @@ impl Daemon {
     }
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
-        let result = self.put(turn, request).map(|()| Arc::default());
+        let result = self.put(turn, request).map(|()| Bytes::new());
         turn.effects.push(Effect::Answer { call, result });
     }
 
@@ -354,11 +377,23 @@ impl Daemon {
     }
 
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
-        let job = self.job(&request.job_id, &request.incarnation);
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id, &request.incarnation);
         if let Err(error) = job.and_then(|job| job.get(turn, call, request)) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
         }
+        self.replan(&job_id);
+    }
+
+    fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id, &request.incarnation);
+        if let Err(error) = job.and_then(|job| job.gather(turn, call, request)) {
+            let result = Err(error);
+            turn.effects.push(Effect::Answer { call, result });
+        }
+        self.replan(&job_id);
     }
 
     /// The job, for one of its nodes. Others learn nothing of it.
@@ -368,12 +403,14 @@ impl Daemon {
         match jobs.get_mut(job_id).filter(|job| job.has(incarnation)) {
             Some(job) => Ok(job),
             None if is_over() => Err(KvError::Superseded("the job has ended".into())),
-            None => {
-                let words = format!("this daemon has no job `{}` with this node", clip(job_id, 128));
-                Err(KvError::Unknown(words))
-            }
+            None => Err(unknown(job_id)),
         }
     }
+}
+
+/// What all callers are told that are no nodes of the job, whether there is one or not.
+fn unknown(job_id: &str) -> KvError {
+    KvError::Unknown(format!("this daemon has no job `{}` with this node", clip(job_id, 128)))
 }
 
 fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {

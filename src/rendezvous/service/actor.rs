@@ -5,7 +5,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{DaemonMessage, KvGetRequest, KvPutRequest, StatusReply, StatusRequest};
+use ddp_proto::rendezvous::{
+    DaemonMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
+};
+use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
@@ -18,13 +21,15 @@ use crate::rendezvous::state::{State, apply};
 #[derive(Debug)]
 pub(in crate::rendezvous) enum Request {
     /// A stream was opened; what is sent to it goes here.
-    Opened(ConnId, mpsc::Sender<DaemonMessage>),
+    Opened(ConnId, mpsc::Sender<Arc<DaemonMessage>>),
     /// A message or the end of a stream.
     Event(Event),
     KvPut(KvPutRequest, Answer),
     KvGet(CallId, KvGetRequest, Answer),
+    KvGather(CallId, KvGatherRequest, Answer),
     /// Nobody waits for the answer of a read any more; with its job.
     KvCancel(CallId, String),
+    Nodes(NodesRequest, Answer),
     Status(StatusRequest, oneshot::Sender<Option<StatusReply>>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
@@ -33,7 +38,7 @@ pub(in crate::rendezvous) enum Request {
 }
 
 /// Where the result of a call on the store goes.
-pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
+pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Bytes, KvError>>;
 
 /// Owner of the state of one daemon.
 #[derive(Debug)]
@@ -42,7 +47,7 @@ pub(in crate::rendezvous) struct Actor {
     ledger: Option<Ledger>,
     inbox: mpsc::Receiver<Request>,
     born: Instant,
-    agents: HashMap<ConnId, mpsc::Sender<DaemonMessage>>,
+    agents: HashMap<ConnId, mpsc::Sender<Arc<DaemonMessage>>>,
     /// Reads that wait.
     reads: HashMap<CallId, Answer>,
     drained: Vec<oneshot::Sender<()>>,
@@ -76,17 +81,7 @@ impl Actor {
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if self.state.is_idle() {
-                answer_all(&mut self.drained);
-            }
-            let expected = self
-                .state
-                .expects_until()
-                .filter(|until| *until > self.born.elapsed());
-            if expected.is_none() {
-                answer_all(&mut self.reunited);
-            }
-            let expected = expected.filter(|_| !self.reunited.is_empty());
+            let expected = self.answer_askers();
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
             let wake = wake.map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
@@ -105,6 +100,22 @@ impl Actor {
                 () = sleep_until(wake) => self.apply(Event::Tick)?,
             }
         }
+    }
+
+    /// Answers those that wait for the nodes to go or to come back, at the end of the daemon. Returns when to look again.
+    fn answer_askers(&mut self) -> Option<Duration> {
+        if !self.drained.is_empty() && self.state.is_idle() {
+            answer_all(&mut self.drained);
+        }
+        if self.reunited.is_empty() {
+            return None;
+        }
+        let now = self.born.elapsed();
+        let expected = self.state.expects_until().filter(|until| *until > now);
+        if expected.is_none() {
+            answer_all(&mut self.reunited);
+        }
+        expected
     }
 
     fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
@@ -128,9 +139,16 @@ impl Actor {
                 self.reads.insert(call, answer);
                 self.apply(Event::KvGet { call, request })?;
             }
+            Request::KvGather(call, request, answer) => {
+                self.reads.insert(call, answer);
+                self.apply(Event::KvGather { call, request })?;
+            }
             Request::KvCancel(call, job) => {
                 self.reads.remove(&call);
                 self.apply(Event::KvCancel { call, job })?;
+            }
+            Request::Nodes(request, answer) => {
+                let _ = answer.send(self.state.nodes(&request));
             }
             Request::Status(request, answer) => {
                 // A caller that went away needs no answer.
@@ -188,13 +206,13 @@ impl Actor {
     /// The timer's precision is a millisecond: a deadline that it was set for has come when it fires.
     fn now_for(&self, event: &Event) -> Duration {
         let now = self.born.elapsed();
-        match (event, self.state.next_wake()) {
-            (Event::Tick, Some(wake)) => now.max(wake),
-            _ => now,
-        }
+        let wake = matches!(event, Event::Tick)
+            .then(|| self.state.next_wake())
+            .flatten();
+        wake.map_or(now, |wake| now.max(wake))
     }
 
-    fn send(&mut self, conn: ConnId, message: DaemonMessage) {
+    fn send(&mut self, conn: ConnId, message: Arc<DaemonMessage>) {
         let Some(agent) = self.agents.get(&conn) else {
             return;
         };

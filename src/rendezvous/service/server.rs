@@ -8,8 +8,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply,
-    StatusRequest,
+    AgentMessage, DaemonMessage, KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply,
+    KvPutRequest, NodesReply, NodesRequest, StatusReply, StatusRequest,
 };
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
@@ -148,6 +148,14 @@ struct Service {
 }
 
 impl Service {
+    fn begin_read(&self, job: &str) -> Read {
+        Read {
+            call: CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1),
+            job: Some(job.to_owned()),
+            requests: self.requests.clone(),
+        }
+    }
+
     async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
         let stopping = || Status::unavailable("the rendezvous daemon is stopping");
         self.requests.send(request).await.map_err(|_| stopping())?;
@@ -185,7 +193,8 @@ impl Rendezvous for Service {
         let messages = ReceiverStream::new(messages).map(move |message| {
             // Dropped with the stream, which tells the other direction.
             let _ = &sending;
-            Ok(message)
+            // A message for several nodes is copied only now, when this one takes it.
+            Ok(Arc::unwrap_or_clone(message))
         });
         Ok(Response::new(Box::pin(messages)))
     }
@@ -202,18 +211,38 @@ impl Rendezvous for Service {
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
         let _busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
-        let call = CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1);
         let request = request.into_inner();
-        let mut read = Read {
-            call: Some((call, request.job_id.clone())),
-            requests: self.requests.clone(),
-        };
+        let read = self.begin_read(&request.job_id);
+        let call = read.call();
         let value = self.ask(Request::KvGet(call, request, answer), result).await;
-        read.call = None;
+        read.is_answered();
         let value = value?.map_err(|error| status(&error))?;
-        Ok(Response::new(KvGetReply {
-            value: Arc::unwrap_or_clone(value),
-        }))
+        Ok(Response::new(KvGetReply { value: value.into() }))
+    }
+
+    async fn kv_gather(
+        &self,
+        request: tonic::Request<KvGatherRequest>,
+    ) -> Result<Response<KvGatherReply>, Status> {
+        let _busy = caller(&request)?.is_used();
+        let (answer, result) = oneshot::channel();
+        let request = request.into_inner();
+        let read = self.begin_read(&request.job_id);
+        let call = read.call();
+        let entries = self.ask(Request::KvGather(call, request, answer), result).await;
+        read.is_answered();
+        let entries = entries?.map_err(|error| status(&error))?;
+        Ok(Response::new(KvGatherReply { entries }))
+    }
+
+    async fn nodes(&self, request: tonic::Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
+        let _busy = caller(&request)?.is_used();
+        let (answer, result) = oneshot::channel();
+        let list = self
+            .ask(Request::Nodes(request.into_inner(), answer), result)
+            .await?
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(NodesReply { list }))
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
@@ -233,17 +262,28 @@ impl Rendezvous for Service {
 
 /// A read that waits. When its caller goes away, so does its place in the store.
 struct Read {
-    /// None once it is answered.
-    call: Option<(CallId, String)>,
+    call: CallId,
+    /// Empty once it is answered.
+    job: Option<String>,
     requests: mpsc::Sender<Request>,
+}
+
+impl Read {
+    fn call(&self) -> CallId {
+        self.call
+    }
+
+    fn is_answered(mut self) {
+        self.job = None;
+    }
 }
 
 impl Drop for Read {
     fn drop(&mut self) {
-        let Some((call, job)) = self.call.take() else {
+        let Some(job) = self.job.take() else {
             return;
         };
-        let cancel = Request::KvCancel(call, job);
+        let cancel = Request::KvCancel(self.call, job);
         if let Err(mpsc::error::TrySendError::Full(cancel)) = self.requests.try_send(cancel) {
             let requests = self.requests.clone();
             tokio::spawn(async move {

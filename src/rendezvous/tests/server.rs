@@ -396,7 +396,12 @@ async fn an_embedded_daemon_serves_its_own_agent_from_bind_to_end() {
 #[tokio::test]
 async fn many_nodes_meet() {
     const NODES: u32 = 256;
-    let daemon = Daemon::start(Config::default()).await;
+    // All connect before the first joins.
+    let daemon = Daemon::start(Config {
+        join_wait: PATIENCE,
+        ..Config::default()
+    })
+    .await;
     let mut agents = Vec::new();
     for n in 0..NODES {
         agents.push(daemon.agent(&format!("n{n}")).await);

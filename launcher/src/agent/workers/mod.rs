@@ -202,7 +202,11 @@ impl WorkerGroup {
             worker_group,
             specs,
             contracts,
-            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
+            node_addrs: match assignment.nodes.as_slice() {
+                // There are too many.
+                [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
+                all => all.iter().map(|node| node.addr.clone()).collect(),
+            },
         })
     }
 
@@ -273,7 +277,10 @@ impl WorkerGroup {
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
             // Answered by the connection.
-            ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
+            ToAgent::Hello { .. }
+            | ToAgent::KvPut { .. }
+            | ToAgent::KvGet { .. }
+            | ToAgent::KvGather { .. } => {}
         }
         is_urgent
     }
