@@ -11,6 +11,8 @@
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`codec`] | how messages of that service become bytes | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
+//! | [`token`] | the secret of a job, and what is derived from it | everyone with it |
+//! | [`tls`] | mutual TLS from the token or from an operator's files | daemon ⇄ agent |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
 //! | [`ports`] | ranges of TCP ports: the command line reads one, a worker listens in it | agent → worker |
@@ -29,6 +31,8 @@ pub mod ids;
 pub mod mounts;
 pub mod ports;
 pub mod resolver;
+pub mod tls;
+pub mod token;
 pub mod utc;
 pub mod words;
 

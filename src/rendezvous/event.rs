@@ -75,6 +75,13 @@ pub enum Event {
         /// Which entry.
         request: KvGetRequest,
     },
+    /// Nobody waits for the answer of a read any more.
+    KvCancel {
+        /// The read.
+        call: CallId,
+        /// Whose store it reads.
+        job: String,
+    },
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
         /// Whom to answer.

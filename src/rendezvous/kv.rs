@@ -196,6 +196,33 @@ impl KvStore {
         turn.effects.push(Effect::Answer { call, result });
     }
 
+    /// Entries and bytes.
+    pub(super) fn size(&self) -> (usize, usize) {
+        (self.entries.len(), self.bytes)
+    }
+
+    /// Nobody waits for the answer of this read any more.
+    pub(super) fn cancel(&mut self, call: CallId) {
+        let Some(waiter) = self.waiters.remove(&call) else {
+            return;
+        };
+        match waiter.wanted {
+            Wanted::Key(key) => {
+                if let Some(calls) = self.by_key.get_mut(&key) {
+                    calls.retain(|&other| other != call);
+                    if calls.is_empty() {
+                        self.by_key.remove(&key);
+                    }
+                }
+            }
+            Wanted::Prefix(prefix, _) => {
+                if let Some(gather) = self.by_prefix.get_mut(&prefix) {
+                    gather.calls.remove(&call);
+                }
+            }
+        }
+    }
+
     /// Answers with all entries whose keys begin with `prefix`: at once if there are `count` of them, or when there are,
     /// for which it waits for at most `timeout`.
     pub(super) fn gather(
@@ -442,6 +469,8 @@ mod tests {
                 value_bytes: 4,
                 entries: 2,
                 total_bytes: 10,
+                entries_of_all: 100,
+                bytes_of_all: 100,
                 waiters: 1,
                 wait: SECOND,
             },
@@ -472,6 +501,27 @@ mod tests {
                 result: Err(KvError::TooMuch(_))
             }]
         ));
+    }
+
+    /// An abandoned read kept its place for an hour.
+    #[test]
+    fn a_read_that_is_given_up_frees_its_place() {
+        let config = Config {
+            kv: KvLimits {
+                waiters: 2,
+                ..KvLimits::default()
+            },
+            ..Config::default()
+        };
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "x".into(), SECOND);
+        store.get(&mut turn, CallId(2), "x".into(), SECOND);
+        store.cancel(CallId(1));
+        store.cancel(CallId(1));
+        store.get(&mut turn, CallId(3), "x".into(), SECOND);
+        assert!(turn.effects.is_empty());
+        store.put(&mut turn, "x".into(), vec![1]).unwrap();
+        assert_eq!(answers(&turn.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
     }
 
     fn keys(answer: &Result<Vec<u8>, String>) -> Vec<String> {

@@ -22,6 +22,7 @@ mod hangs;
 mod harness;
 mod inference;
 mod initial_weights;
+mod intruders;
 mod key_value;
 mod kill9;
 mod launcher_killed;

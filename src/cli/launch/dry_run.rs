@@ -280,6 +280,8 @@ mod tests {
     #[test]
     fn the_rendezvous_is_shown_where_it_will_be() {
         let of_first_node = |endpoint: &str, is_host| HostFacts {
+            protection: super::super::host::Protection::Insecure,
+            patience: std::time::Duration::ZERO,
             endpoint: Some(crate::cli::values::endpoint(endpoint).expect("valid")),
             is_host,
             node_rank: Some(0),

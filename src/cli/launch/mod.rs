@@ -29,7 +29,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
-use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -40,13 +39,14 @@ use crate::cli::machine::limits;
 use crate::cli::{answer, init_tracing, native};
 use crate::rendezvous;
 use args::ParsedArgs;
-use host::HostFacts;
+use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
 
 /// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
 /// are told nowhere else.
-const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::service::incoming=warn";
+const LAUNCHER_EVENTS: &str =
+    "ddp_run=error,ddp_run::rendezvous::service::incoming=warn,ddp_run::rendezvous::service::admission=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
@@ -174,10 +174,14 @@ async fn start_daemon(
     launcher_id: &str,
 ) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
     let hosting = host::resolve_host(facts).await?;
-    let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
-    let daemon = hosting.listener.map(start);
+    // The launcher's own name is in those of control groups, which every user of the machine can read.
+    let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
+    let start = |daemon| Daemon::start(daemon, &plan.job_id, &incarnation);
+    let daemon = hosting.daemon.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
+        access: hosting.access,
+        incarnation,
         ..plan
     };
     Ok((plan, daemon))
@@ -192,11 +196,13 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(listener: TcpListener, job_id: &str, launcher_id: &str) -> Self {
+    fn start(daemon: OwnDaemon, job_id: &str, incarnation: &str) -> Self {
+        let OwnDaemon { listener, callers } = daemon;
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
             only_job: Some(job_id.to_owned()),
-            host: Some(launcher_id.to_owned()),
+            host: Some(incarnation.to_owned()),
+            callers,
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
@@ -252,6 +258,7 @@ mod tests {
         subscriber::with_default(events.finish(), || {
             assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::ERROR));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::server", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::admission", Level::WARN));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::incoming", Level::WARN));
             assert!(!event_enabled!(target: "ddp_run::rendezvous::service::actor", Level::INFO));
         });

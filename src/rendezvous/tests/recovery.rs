@@ -421,9 +421,10 @@ fn the_store_is_open_before_all_are_back() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
     let read = o.scene.get(1, "k", 30_000);
-    o.back("b").scene.put(1, "k", b"v");
+    o.back("b").scene.caller = "b";
+    o.scene.put(1, "k", b"v");
     assert_eq!(o.scene.answer(read), Some(Ok(b"v".to_vec())));
-    o.crash().back("a");
+    o.crash().back("a").scene.caller = "a";
     let read = o.scene.get(1, "k", 30_000);
     o.scene.pass(10 * SECOND, &["a"]);
     assert!(
@@ -438,13 +439,24 @@ fn the_store_is_open_before_all_are_back() {
 #[test]
 fn what_was_stored_again_for_an_older_generation_goes_with_it() {
     let mut o = outage_with_an_older_place();
-    o.back("b").scene.put(1, "k", b"old");
+    o.back("b").scene.caller = "b";
+    o.scene.put(1, "k", b"old");
     let read = o.scene.get(1, "other", 30_000);
     o.back("a");
     let gone = o.scene.answer(read).expect("an answer at once").unwrap_err();
     assert_eq!(gone, "generation superseded: generation 1 continued elsewhere");
+    o.scene.caller = "a";
     let written = o.scene.put(2, "k", b"new");
     assert_eq!(o.scene.answer(written), Some(Ok(vec![])), "the old value is gone");
     let read = o.scene.get(2, "k", 10);
     assert_eq!(o.scene.answer(read), Some(Ok(b"new".to_vec())));
+}
+
+#[test]
+fn a_read_of_a_run_that_nobody_is_left_of_is_answered_when_the_next_one_begins() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a");
+    let get = o.scene.get(1, "k", 60_000);
+    o.scene.leave("a", None, "").join("c", 1, 1);
+    insta::assert_snapshot!(o.scene.answer(get).unwrap().unwrap_err(), @"generation superseded: a new run of the job has started");
 }

@@ -21,7 +21,7 @@ use ddp_proto::client::KvScope;
 use ddp_proto::control::ToAgent;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
-use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 
@@ -67,8 +67,7 @@ impl<'a> Driver<'a> {
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
-        let launcher_id = launch.guardian.launcher_id();
-        let (daemon, link) = DaemonConnection::start(plan.clone(), launcher_id, launch.console.clone());
+        let (daemon, link) = DaemonConnection::start(plan.clone(), launch.console.clone());
         let (inbox, spawn_events, control_events) = Inbox::open(signals, link, hang_watch.interval());
         let control = ControlServer::start(control_events)?;
         let starter = Starter::start(&launch, spawn_events, control.address())?;
@@ -435,6 +434,7 @@ impl<'a> Driver<'a> {
             job_id: self.launch.plan.job_id.clone(),
             generation,
             assignment_id: self.machine.assignment_id().to_owned(),
+            incarnation: NodeId(self.launch.plan.incarnation.clone()),
         };
         self.control.begin(Place {
             generation,
