@@ -38,6 +38,7 @@ use error::{Setback, broken, is_not_written, is_transport};
 
 use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
+use crate::printable::{self, Clean as _};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
@@ -204,8 +205,10 @@ impl Client {
         let call = inner.status(StatusRequest {
             job_id: job_id.to_owned(),
         });
-        self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
-            .await
+        let what = format!("get the status of job `{job_id}`");
+        let mut status = self.bounded(&what, CALL_TIMEOUT, call).await?;
+        status.clean();
+        Ok(status)
     }
 
     async fn bounded<T>(
@@ -231,7 +234,7 @@ impl Client {
         let (what, endpoint, cause) = (
             what.to_owned(),
             self.endpoint.clone(),
-            status.message().to_owned(),
+            printable::text(status.message()).into_owned(),
         );
         match status.code() {
             Code::Aborted => ClientError::Superseded { cause },
@@ -279,7 +282,10 @@ impl AgentStream {
     pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
         let endpoint = &self.sender.endpoint;
         match self.receiver.message().await {
-            Ok(Some(message)) => Ok(message),
+            Ok(Some(mut message)) => {
+                message.clean();
+                Ok(message)
+            }
             Ok(None) => Err(ClientError::Broken {
                 endpoint: endpoint.clone(),
                 cause: "the daemon ended the stream".into(),

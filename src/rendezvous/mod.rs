@@ -36,7 +36,7 @@ mod tests;
 mod words;
 
 pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
-pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Secret, Weight};
 pub use job::Record;
 pub use service::{Ledger, LedgerError, ServeError, listen, serve};
 pub use state::{State, apply};

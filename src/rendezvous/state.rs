@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, StatusReply, refused::Code};
 
@@ -121,7 +122,8 @@ impl Daemon {
         self.jobs.values().filter_map(Job::next_wake).min()
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
+    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
+        message.clean();
         let AgentMessage {
             job_id,
             incarnation,

@@ -40,6 +40,7 @@ mod python_contract;
 mod reporting;
 mod rlimits;
 mod signals;
+mod strangers;
 mod terminal;
 mod three_d;
 mod timeline;

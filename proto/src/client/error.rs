@@ -6,6 +6,7 @@ use tonic::{Code, Status};
 
 use super::SEND_QUEUE;
 use crate::exit;
+use crate::printable;
 use crate::resolver::{LookUpError, NoThread};
 
 /// Why the daemon could not be reached, or what it answered instead.
@@ -213,7 +214,7 @@ pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
         error = source;
     }
     match error.downcast_ref::<Status>() {
-        Some(status) => status.message().to_owned(),
+        Some(status) => printable::text(status.message()).into_owned(),
         None => error.to_string(),
     }
 }

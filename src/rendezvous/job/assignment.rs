@@ -9,7 +9,6 @@ use super::node::Node;
 use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Turn;
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::ranks;
@@ -32,7 +31,7 @@ impl Job {
         self.numbering.assign(turn, self.roster.free_attempt());
         let generation = self.numbering.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
-        let assignment = self.assignment(turn.config, reason);
+        let assignment = self.assignment(turn, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
         self.record(turn, Stage::Running);
@@ -40,7 +39,7 @@ impl Job {
         self.tell_spares(turn);
     }
 
-    fn assignment(&self, config: &Config, reason: String) -> Assignment {
+    fn assignment(&self, turn: &Turn<'_>, reason: String) -> Assignment {
         let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
         let mut first_rank = 0;
         let mut nodes = Vec::with_capacity(members.len());
@@ -66,10 +65,11 @@ impl Job {
             nodes,
             master_addr,
             master_port,
-            lease_ms: config.lease_ms(),
+            lease_ms: turn.config.lease_ms(),
             reason,
             run_token: self.numbering.run_token().to_owned(),
             assignment_id: self.numbering.assignment_id().to_owned(),
+            data_key: turn.data_key(self.numbering.assignment_id()),
             ..Assignment::default()
         };
         self.account.deposit(&mut assignment);
