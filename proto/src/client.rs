@@ -41,6 +41,7 @@ use error::{Setback, broken, is_not_written, is_transport};
 
 use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
+use crate::printable::{self, Clean as _};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
@@ -308,7 +309,9 @@ impl Client {
     pub async fn status(&self, request: StatusRequest) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
         let what = format!("get the status of job `{}`", request.job_id);
-        self.bounded(&what, CALL_TIMEOUT, inner.status(request)).await
+        let mut status = self.bounded(&what, CALL_TIMEOUT, inner.status(request)).await?;
+        status.clean();
+        Ok(status)
     }
 
     async fn bounded<T>(
@@ -334,7 +337,7 @@ impl Client {
         let (what, endpoint, cause) = (
             what.to_owned(),
             self.endpoint.clone(),
-            status.message().to_owned(),
+            printable::text(status.message()).into_owned(),
         );
         match status.code() {
             Code::Aborted => ClientError::Superseded { cause },
@@ -382,7 +385,10 @@ impl AgentStream {
     pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
         let endpoint = &self.sender.endpoint;
         match self.receiver.message().await {
-            Ok(Some(message)) => Ok(message),
+            Ok(Some(mut message)) => {
+                message.clean();
+                Ok(message)
+            }
             Ok(None) => Err(ClientError::Broken {
                 endpoint: endpoint.clone(),
                 cause: "the daemon ended the stream".into(),

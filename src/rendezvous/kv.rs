@@ -385,7 +385,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::{At, Config, KvLimits};
+    use crate::rendezvous::{At, Config, KvLimits, Secret};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -395,6 +395,7 @@ mod tests {
                 now: Duration::ZERO,
                 dice: 0.0,
                 id: 0,
+                secret: Secret::new([0; 32]),
             },
             config,
             effects: Vec::new(),

@@ -42,7 +42,7 @@ mod tests;
 mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
-pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Secret, Weight};
 pub use job::Record;
 pub use service::{
     Ledger, LedgerError, Listener, OperatorTls, ServeError, Transport, listen, listen_locally, serve,

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
+use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
     AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
@@ -170,7 +171,8 @@ impl Daemon {
         }
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
+    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
+        message.clean();
         let AgentMessage {
             job_id,
             incarnation,

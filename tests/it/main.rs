@@ -42,6 +42,7 @@ mod reporting;
 mod rlimits;
 mod scale;
 mod signals;
+mod strangers;
 mod terminal;
 mod three_d;
 mod timeline;

@@ -11,8 +11,9 @@ use ddp_proto::control::{
     KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
 };
 use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::printable;
 use ddp_proto::rendezvous::KvEntry;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
@@ -122,7 +123,7 @@ struct Connection<'a> {
     local_rank: LocalRank,
     generation: Generation,
     store: Arc<Store>,
-    lines: Lines,
+    lines: Lines<OwnedReadHalf>,
     queue: mpsc::WeakSender<Arc<[u8]>>,
     writer: JoinSet<io::Result<()>>,
     calls: JoinSet<()>,
@@ -410,14 +411,27 @@ async fn await_place(
         generation: theirs,
         env: contract.clone(),
         node_addrs: place.node_addrs.clone(),
+        data_key: place.data_key.clone(),
     });
     Ok((place.store.clone(), assignment))
+}
+
+/// Reads what a worker might say; how many messages and lines of newer builds there were. For `tests/fuzz`.
+pub async fn read_foreign_lines(reader: impl AsyncRead + Unpin) -> [usize; 2] {
+    let (mut lines, mut counts) = (Lines::new(reader), [0, 0]);
+    while let Ok(Some(line)) = lines.next().await {
+        counts[usize::from(matches!(line, Line::Unknown))] += 1;
+        if let Line::Message(ToAgent::Heartbeat { activity, .. }) = line {
+            part_of_line(&activity);
+        }
+    }
+    counts
 }
 
 /// A worker's words as a part of a line of ours: short, and without what moves a terminal's cursor.
 fn part_of_line(words: &str) -> String {
     let words = &words[..words.floor_char_boundary(MAX_ACTIVITY_BYTES)];
-    words.replace(char::is_control, " ")
+    printable::line(words).into_owned()
 }
 
 async fn write_all(mut writer: OwnedWriteHalf, mut queue: mpsc::Receiver<Arc<[u8]>>) -> io::Result<()> {
@@ -437,14 +451,14 @@ enum Line {
 }
 
 /// Reads bounded lines.
-struct Lines {
-    reader: BufReader<OwnedReadHalf>,
+struct Lines<R> {
+    reader: BufReader<R>,
     /// The line so far: kept here, so that a cancelled [`Lines::next`] goes on where it stopped.
     line: Vec<u8>,
 }
 
-impl Lines {
-    fn new(reader: OwnedReadHalf) -> Self {
+impl<R: AsyncRead + Unpin> Lines<R> {
+    fn new(reader: R) -> Self {
         Self {
             reader: BufReader::new(reader),
             line: Vec::new(),

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::control::{ToAgent, ToWorker};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -45,6 +46,7 @@ pub(crate) struct Place {
     /// Environment contract of each worker, by local rank.
     pub(crate) contracts: Vec<BTreeMap<String, String>>,
     pub(crate) node_addrs: Vec<String>,
+    pub(crate) data_key: Option<DataKey>,
     pub(crate) store: Arc<Store>,
     /// Process ids of the workers that run, by local rank.
     pub(crate) pids: Vec<Option<i32>>,

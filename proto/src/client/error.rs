@@ -7,6 +7,7 @@ use tonic::{Code, Status};
 use super::SEND_QUEUE;
 use super::connector::handshake_failure;
 use crate::exit;
+use crate::printable;
 use crate::resolver::{LookUpError, NoThread};
 use crate::tls::TlsError;
 
@@ -243,7 +244,7 @@ pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
         error = source;
     }
     match error.downcast_ref::<Status>() {
-        Some(status) => status.message().to_owned(),
+        Some(status) => printable::text(status.message()).into_owned(),
         None => error.to_string(),
     }
 }

@@ -1,5 +1,6 @@
 //! `--dry-run`: what would be started, and where each value comes from.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::net::IpAddr;
@@ -12,6 +13,7 @@ use ddp_proto::words::{counted, quoted};
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::layers::{Given, Source};
 use super::plan::Launch;
+use super::redaction;
 use super::settings::DECIDED;
 
 /// Columns of values, at least and at most; a source follows a longer value at once.
@@ -135,7 +137,7 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
             let value = match *name {
                 "numa_binding" => cores(plan),
                 "rdzv_conf" => conf(launch),
-                _ => words.clone(),
+                _ => redaction::value(name, words).into_owned(),
             };
             rows.push((name, value));
         }
@@ -238,12 +240,14 @@ fn command_line(command: &WorkerCommand) -> String {
         Some(arg0) => arg0.to_string_lossy().into_owned(),
         None => command.program.display().to_string(),
     };
-    let args = command.args.iter().map(|arg| quoted(&arg.to_string_lossy()));
+    let args: Vec<_> = command.args.iter().map(|arg| arg.to_string_lossy()).collect();
+    let args = redaction::command_line(args.iter().map(AsRef::as_ref));
+    let args = args.iter().map(|arg| quoted(arg));
     std::iter::once(program).chain(args).collect::<Vec<_>>().join(" ")
 }
 
 /// The value of a variable of the first worker; one that is decided when the nodes have met says so.
-fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
+fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> Cow<'a, str> {
     let is_later = match variable.name.as_str() {
         "TORCHELASTIC_ERROR_FILE" | "DDP_CONTROL" | "DDP_RUN_TOKEN" => true,
         "MASTER_PORT" => plan.master_port.is_none(),
@@ -253,9 +257,9 @@ fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
         _ => false,
     };
     if is_later {
-        "(decided at startup)"
+        "(decided at startup)".into()
     } else {
-        &variable.value
+        redaction::value(&variable.name, &variable.value)
     }
 }
 

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::ledger::{Ledger, LedgerError};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
+use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
 use crate::rendezvous::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
@@ -167,6 +167,7 @@ impl Actor {
             now: self.now_for(&event),
             dice: rand::random(),
             id: rand::random(),
+            secret: Secret::new(rand::random()),
         };
         let effects = apply(at, &mut self.state, event);
         if let Some(ledger) = &mut self.ledger {

@@ -28,7 +28,7 @@ use ddp_proto::rendezvous::{
 };
 
 use super::job::Stage;
-use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
+use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, Secret, State, apply};
 
 const JOB: &str = "job1";
 const SECOND: Duration = Duration::from_secs(1);
@@ -86,6 +86,7 @@ impl Scene {
                 now: self.now,
                 dice: 1.0,
                 id: self.next_assignment(),
+                secret: Secret::new([1; 32]),
             },
             &mut self.state,
             event,

@@ -440,6 +440,7 @@ impl<'a> Driver<'a> {
             generation,
             contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
             node_addrs: prepared.node_addrs,
+            data_key: prepared.data_key,
             store: Arc::new(Store::new(client, scope)),
             pids: vec![None; prepared.contracts.len()],
             spawned: false,

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank};
@@ -116,6 +117,8 @@ pub(super) struct Prepared {
     pub(super) contracts: Vec<WorkerEnv>,
     /// Of every node, in order of node rank.
     pub(super) node_addrs: Vec<String>,
+    /// Of the generation's data connections.
+    pub(super) data_key: Option<DataKey>,
 }
 
 impl WorkerGroup {
@@ -199,8 +202,7 @@ impl WorkerGroup {
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            let worker = Worker::new(rank, files, stdout, stderr);
-            worker_group.workers.push(worker);
+            worker_group.workers.push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             worker_group,
@@ -211,6 +213,7 @@ impl WorkerGroup {
                 [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
                 all => all.iter().map(|node| node.addr.clone()).collect(),
             },
+            data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
 
