@@ -17,14 +17,16 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
 use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
+/// A worker that opens another connection closes this one then; how long the other may take to be known.
+const REOPEN_BOUND: Duration = Duration::from_millis(100);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
@@ -32,8 +34,8 @@ const MAX_GET: Duration = Duration::from_hours(24);
 /// Entries of one answer to a gather, as they are in a line: the rest of the line is not more.
 const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 
-/// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
-/// connection says so itself.
+/// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
+/// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
@@ -42,6 +44,8 @@ enum Refusal {
     Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
+    #[error("process {pid} says that its process id is {claimed}")]
+    OtherPid { pid: i32, claimed: u32 },
     #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
     Stale {
         pid: i32,
@@ -54,16 +58,54 @@ enum Refusal {
     Io(#[from] io::Error),
 }
 
+impl Refusal {
+    /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
+    fn misfit(&self, hub: &Hub) -> Option<ControlEvent> {
+        let place = hub.place.borrow();
+        let place = place.as_ref()?;
+        let (pid, key, theirs, ours) = match self {
+            Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
+            Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
+            Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
+            _ => return None,
+        };
+        let local_rank = peer::owner(pid, &place.pids)?;
+        let ours = match (self, ours) {
+            (Self::OtherPid { .. }, _) => pid.to_string(),
+            (_, Some(generation)) => generation.to_string(),
+            _ => local_rank.to_string(),
+        };
+        Some(ControlEvent {
+            generation: place.generation,
+            local_rank,
+            news: News::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
+        })
+    }
+}
+
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let result = Connection::greet(id, stream, &hub).await;
-    let result = match result {
-        Ok(connection) => connection.run().await,
-        Err(refusal) => Err(refusal),
+    let connection = match Connection::greet(id, stream, &hub).await {
+        Ok(connection) => connection,
+        Err(refusal) => {
+            tracing::debug!("control connection {id} refused: {refusal}");
+            if let Some(misfit) = refusal.misfit(&hub) {
+                // The agent may be gone.
+                let _ = hub.events.send(misfit).await;
+            }
+            return hub.leave(id);
+        }
     };
+    let hung_up = connection.event(News::HungUp);
+    let result = connection.run().await;
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
+    }
+    sleep(REOPEN_BOUND).await;
+    if !hub.has_connection_of(hung_up.local_rank) {
+        // The agent may be gone.
+        let _ = hub.events.send(hung_up).await;
     }
 }
 
@@ -110,7 +152,7 @@ impl<'a> Connection<'a> {
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(Refusal::Stranger { pid, local_rank });
+            return Err(Refusal::OtherPid { pid, claimed });
         }
         let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
             Ok(place) => place,
@@ -177,14 +219,14 @@ impl<'a> Connection<'a> {
             ToAgent::Hello { .. } => {}
             ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(message));
+                let _ = self.hub.events.try_send(self.event(News::Said(message)));
             }
             ToAgent::Sizes(_)
             | ToAgent::State { .. }
             | ToAgent::PeerLost { .. }
             | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(message)).await;
+                let _ = self.hub.events.send(self.event(News::Said(message))).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -217,11 +259,11 @@ impl<'a> Connection<'a> {
         }
     }
 
-    fn event(&self, message: ToAgent) -> ControlEvent {
+    fn event(&self, news: News) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
-            message,
+            news,
         }
     }
 

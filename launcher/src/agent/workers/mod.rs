@@ -49,6 +49,10 @@ struct Worker {
     pid: Option<i32>,
     /// Its last sign of life.
     beat: Option<Beat>,
+    /// It has sent a heartbeat, and not closed its connection since.
+    is_watched: bool,
+    /// A control connection of it was refused.
+    was_refused: bool,
     /// What a number of ranks has to divide for it to go on, in its own words.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
@@ -254,6 +258,7 @@ impl WorkerGroup {
                     step,
                     phase,
                 });
+                worker.is_watched = true;
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
             }
             // Should this node be lost before its next heartbeat, the others have to know.
@@ -283,6 +288,20 @@ impl WorkerGroup {
             | ToAgent::KvGather { .. } => {}
         }
         is_urgent
+    }
+
+    /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
+    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+        if let Some(worker) = self.get_mut(local_rank) {
+            worker.is_watched = false;
+        }
+    }
+
+    /// The rank of a worker of which a connection was refused for the first time.
+    pub(super) fn first_refused(&mut self, local_rank: LocalRank) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank).filter(|worker| !worker.was_refused)?;
+        worker.was_refused = true;
+        Some(worker.rank)
     }
 
     /// The worker says that it failed only because another rank did.
@@ -440,7 +459,7 @@ impl WorkerGroup {
             .workers
             .iter()
             .enumerate()
-            .filter(|(_, worker)| worker.end.is_none());
+            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
             let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
             Some((local_rank, worker.beat?, waits))
@@ -548,6 +567,8 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            is_watched: false,
+            was_refused: false,
             sizes: None,
             called_slow: None,
             state: None,
