@@ -218,6 +218,9 @@ impl KvStore {
             Wanted::Prefix(prefix, _) => {
                 if let Some(gather) = self.by_prefix.get_mut(&prefix) {
                     gather.calls.remove(&call);
+                    if gather.calls.is_empty() {
+                        self.by_prefix.remove(&prefix);
+                    }
                 }
             }
         }
