@@ -14,16 +14,17 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of Rust in all of them.
-const LINES: usize = 63_330;
+const LINES: usize = 64_906;
 /// Files of `worker/src`.
 const WORKER_FILES: usize = 250;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only
 /// wires.
-const SHORT_FILES: [&str; 17] = [
+const SHORT_FILES: [&str; 18] = [
     "launcher/src/output/progress.rs",
     "launcher/src/output/terminal.rs",
+    "proto/src/codec.rs",
     "proto/src/exit.rs",
     "proto/src/mounts.rs",
     "proto/src/utc.rs",
