@@ -44,3 +44,10 @@ pub mod decisions {
     pub use crate::agent::{Effect, Event, LEAVE_WAIT, Machine, Memory, Rules, VERDICT_WAIT};
     pub use crate::spawn::spawner::SpawnEvent;
 }
+
+/// For `tests/fuzz`: what other processes send to an agent, and has no public function.
+#[doc(hidden)]
+pub mod fuzzing {
+    pub use crate::control::read_foreign_lines;
+    pub use crate::tcp_store::read_foreign_commands;
+}

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ddp_proto::client::Access;
 use ddp_proto::ids::NodeRank;
 use ddp_proto::ports::PortRange;
 
@@ -17,8 +18,12 @@ pub struct LaunchPlan {
     pub job_id: String,
     /// Name of the run, which its directory has: that of the job, or one of its configuration without `--rdzv-id`.
     pub run_id: String,
-    /// `host:port` of the daemon, embedded or not. The launcher never hosts it itself.
+    /// `host:port` of the daemon or `unix:@NAME`, embedded or not. The launcher never hosts it itself.
     pub endpoint: String,
+    /// What this node and the daemon prove to each other.
+    pub access: Access,
+    /// Random name of this launcher, which only the daemon is told.
+    pub incarnation: String,
     /// How many nodes the job may have.
     pub nodes: NodeRange,
     /// `--node-rank`; none: the daemon decides.

@@ -1,7 +1,7 @@
 //! The typed client of the rendezvous service: every call has a deadline, every retry a jittered back-off.
 //!
 //! ```text
-//! let client = Client::connect("node0:29400", Instant::now() + connect_timeout).await?;
+//! let client = Client::connect("node0:29400", &Access::Token(token), Instant::now() + connect_timeout).await?;
 //! let mut attempts = client.attempts(connect_timeout);
 //! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
 //! stream.sender().send(Generation(0), "", Body::Join(join))?;        // never waits
@@ -20,9 +20,11 @@
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
 mod attempts;
+mod connector;
 mod error;
 
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
+pub use connector::{Access, UNIX_PREFIX};
 pub use error::ClientError;
 
 use std::time::Duration;
@@ -39,12 +41,14 @@ use error::{Setback, broken, is_not_written, is_transport};
 
 use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
+use crate::printable::{self, Clean as _};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, NodeList,
-    NodesRequest, StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave,
+    NodeList, NodesRequest, StatusReply, StatusRequest,
 };
+use crate::token::Token;
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
 pub const SEND_QUEUE: usize = 64;
@@ -75,41 +79,75 @@ pub struct KvScope {
     pub generation: Generation,
     /// `Assignment.assignment_id` of that generation; empty from a daemon of an older build.
     pub assignment_id: String,
+    /// The member that calls.
+    pub incarnation: NodeId,
 }
 
 /// A connection to one daemon. Cheap to clone; clones share the connection, and it is opened again when it broke.
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: String,
+    token: Option<Token>,
     inner: RendezvousClient<Channel>,
+}
+
+/// One attempt to connect to `endpoint`, for other calls than those of [`Client`].
+pub async fn open_channel(endpoint: &str, access: &Access) -> Result<Channel, ClientError> {
+    let target = Target::of(endpoint, access)?;
+    target.connect().await.map_err(|error| {
+        let Setback {
+            cause,
+            hint,
+            is_distrust,
+        } = Setback::of(&error);
+        let endpoint = endpoint.to_owned();
+        if is_distrust {
+            ClientError::Untrusted {
+                endpoint,
+                cause,
+                hint,
+            }
+        } else {
+            ClientError::Stranger { endpoint, cause }
+        }
+    })
 }
 
 impl Client {
     /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. A name is looked
     /// up for each connection, in a thread that is made here.
-    pub async fn connect(endpoint: &str, deadline: Instant) -> Result<Self, ClientError> {
-        Self::connect_telling(endpoint, deadline, |_| {}).await
+    pub async fn connect(endpoint: &str, access: &Access, deadline: Instant) -> Result<Self, ClientError> {
+        Self::connect_telling(endpoint, access, deadline, |_| {}).await
     }
 
     /// The same, telling why each attempt failed.
     pub async fn connect_telling(
         endpoint: &str,
+        access: &Access,
         deadline: Instant,
         mut tell: impl FnMut(&str),
     ) -> Result<Self, ClientError> {
-        let target = Target::of(endpoint)?;
+        let target = Target::of(endpoint, access)?;
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
             let setback = match timeout_at(attempts.next_deadline(), target.connect()).await {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
+                        token: access.token().cloned(),
                         inner: RendezvousClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES),
                     });
                 }
                 Ok(Err(error)) => Setback::of(&error),
                 Err(_) => Setback::silence("no answer to the connection request"),
             };
+            if setback.is_distrust {
+                return Err(ClientError::Untrusted {
+                    endpoint: endpoint.to_owned(),
+                    cause: setback.cause,
+                    hint: setback.hint,
+                });
+            }
             tell(&setback.cause);
             attempts.failed(setback).await?;
         }
@@ -141,7 +179,12 @@ impl Client {
             let open = inner.agent(ReceiverStream::new(messages));
             let setback = match timeout_at(attempts.next_deadline(), open).await {
                 Ok(Ok(reply)) => {
+                    let proof = self
+                        .token
+                        .as_ref()
+                        .map(|token| token.proof(&identity.job_id).to_vec());
                     let sender = AgentSender {
+                        proof: proof.unwrap_or_default(),
                         identity,
                         endpoint: self.endpoint.clone(),
                         queue,
@@ -166,6 +209,7 @@ impl Client {
             job_id: scope.job_id.clone(),
             generation: scope.generation.0,
             assignment_id: scope.assignment_id.clone(),
+            incarnation: scope.incarnation.0.clone(),
             key: key.to_owned(),
             value,
         };
@@ -188,6 +232,7 @@ impl Client {
             job_id: scope.job_id.clone(),
             generation: scope.generation.0,
             assignment_id: scope.assignment_id.clone(),
+            incarnation: scope.incarnation.0.clone(),
             key: key.to_owned(),
             timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
         };
@@ -216,6 +261,7 @@ impl Client {
             job_id: scope.job_id.clone(),
             generation: scope.generation.0,
             assignment_id: scope.assignment_id.clone(),
+            incarnation: scope.incarnation.0.clone(),
             prefix: prefix.to_owned(),
             count,
             timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
@@ -242,6 +288,7 @@ impl Client {
             job_id: scope.job_id.clone(),
             generation: scope.generation.0,
             assignment_id: scope.assignment_id.clone(),
+            incarnation: scope.incarnation.0.clone(),
         });
         let encoded = self.bounded(what, CALL_TIMEOUT, call).await?.list;
         let digest = blake3::hash(&encoded).to_string();
@@ -258,14 +305,13 @@ impl Client {
         }
     }
 
-    /// What the daemon knows of a job.
-    pub async fn status(&self, job_id: &str) -> Result<StatusReply, ClientError> {
+    /// What the daemon knows of a job, for a member of it or with the admin's token.
+    pub async fn status(&self, request: StatusRequest) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
-        let call = inner.status(StatusRequest {
-            job_id: job_id.to_owned(),
-        });
-        self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
-            .await
+        let what = format!("get the status of job `{}`", request.job_id);
+        let mut status = self.bounded(&what, CALL_TIMEOUT, inner.status(request)).await?;
+        status.clean();
+        Ok(status)
     }
 
     async fn bounded<T>(
@@ -291,7 +337,7 @@ impl Client {
         let (what, endpoint, cause) = (
             what.to_owned(),
             self.endpoint.clone(),
-            status.message().to_owned(),
+            printable::text(status.message()).into_owned(),
         );
         match status.code() {
             Code::Aborted => ClientError::Superseded { cause },
@@ -339,7 +385,10 @@ impl AgentStream {
     pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
         let endpoint = &self.sender.endpoint;
         match self.receiver.message().await {
-            Ok(Some(message)) => Ok(message),
+            Ok(Some(mut message)) => {
+                message.clean();
+                Ok(message)
+            }
             Ok(None) => Err(ClientError::Broken {
                 endpoint: endpoint.clone(),
                 cause: "the daemon ended the stream".into(),
@@ -375,6 +424,8 @@ impl AgentStream {
 #[derive(Clone, Debug)]
 pub struct AgentSender {
     identity: AgentIdentity,
+    /// Of the job's token; empty without one.
+    proof: Vec<u8>,
     endpoint: String,
     queue: mpsc::Sender<AgentMessage>,
 }
@@ -382,6 +433,13 @@ pub struct AgentSender {
 impl AgentSender {
     /// Queues a message that speaks of this assignment of this generation; never waits, so supervision never does.
     pub fn send(&self, generation: Generation, assignment_id: &str, body: Body) -> Result<(), ClientError> {
+        let body = match body {
+            Body::Join(join) => Body::Join(Join {
+                token_proof: self.proof.clone(),
+                ..join
+            }),
+            other => other,
+        };
         let message = AgentMessage {
             job_id: self.identity.job_id.clone(),
             incarnation: self.identity.incarnation.0.clone(),
@@ -423,7 +481,7 @@ mod tests {
     #[tokio::test]
     async fn an_unreachable_daemon_is_named_and_has_its_exit_code() {
         let (endpoint, _socket) = deaf();
-        let error = Client::connect(&endpoint, Instant::now() + Duration::from_secs(1))
+        let error = Client::connect(&endpoint, &Access::Open, Instant::now() + Duration::from_secs(1))
             .await
             .unwrap_err();
         assert_eq!(error.exit_code(), exit::DAEMON_UNREACHABLE);
@@ -447,7 +505,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         let deadline = Instant::now() + Duration::from_millis(200);
-        let result = match Client::connect(&endpoint, deadline).await {
+        let result = match Client::connect(&endpoint, &Access::Open, deadline).await {
             Ok(client) => client
                 .agent_stream(identity(), &mut client.attempts(Duration::from_millis(100)))
                 .await
@@ -461,7 +519,9 @@ mod tests {
     #[tokio::test]
     async fn an_endpoint_without_host_or_port_is_a_usage_error() {
         for endpoint in ["node0", ":29400", "node0:", "node0:0", "node0:port", "no de:1"] {
-            let error = Client::connect(endpoint, Instant::now()).await.unwrap_err();
+            let error = Client::connect(endpoint, &Access::Open, Instant::now())
+                .await
+                .unwrap_err();
             assert!(
                 matches!(error, ClientError::BadEndpoint { .. }),
                 "`{endpoint}` gave {error:?}"

@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::data_key::DataKey;
 use crate::ids::Generation;
 use crate::words::{duration, rate};
 
@@ -259,6 +260,10 @@ pub enum ToWorker {
         /// Address of every node, in order of node rank; of this node alone with more nodes than
         /// [`MAX_LISTED_NODES`](crate::assignment::MAX_LISTED_NODES).
         node_addrs: Vec<String>,
+        /// With which native workers prove to each other that they are of this generation; absent if the daemon is of an
+        /// older build.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        data_key: Option<DataKey>,
     },
     /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout`
     /// for that before it gets a signal; the native worker gets none.

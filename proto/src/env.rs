@@ -21,6 +21,12 @@ pub const DDP_LOCAL_RANK: &str = "DDP_LOCAL_RANK";
 pub const DDP_WORKER_PORTS: &str = "DDP_WORKER_PORTS";
 /// Set to `bar` when the launcher draws the progress bar, so that rank 0 prints no step lines.
 pub const DDP_PROGRESS: &str = "DDP_PROGRESS";
+/// The token of the job, which no process but the launcher is given.
+pub const DDP_TOKEN: &str = "DDP_TOKEN";
+/// The file that has it.
+pub const DDP_TOKEN_FILE: &str = "DDP_TOKEN_FILE";
+/// The file with the token of a daemon's operator.
+pub const DDP_ADMIN_TOKEN_FILE: &str = "DDP_ADMIN_TOKEN_FILE";
 /// How PyTorch writes `TORCHELASTIC_USE_AGENT_STORE`; it takes no other word for true.
 const PYTHON_TRUE: &str = "True";
 const PYTHON_FALSE: &str = "False";
@@ -50,6 +56,9 @@ pub const SCRUBBED: &[&str] = &[
     DDP_JOB_MARKER,
     DDP_WORKER_PORTS,
     DDP_PROGRESS,
+    DDP_TOKEN,
+    DDP_TOKEN_FILE,
+    DDP_ADMIN_TOKEN_FILE,
 ];
 
 /// A worker's place in the job and how to reach its agent.

@@ -11,8 +11,12 @@
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`codec`] | how messages of that service become bytes | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
+//! | [`token`] | the secret of a job, and what is derived from it | everyone with it |
+//! | [`tls`] | mutual TLS from the token or from an operator's files | daemon ⇄ agent |
+//! | [`data_key`] | the secret of a generation's data connections | daemon → agent → worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
+//! | [`printable`] | words of peers without control characters: all of them arrive in this package's messages | – |
 //! | [`ports`] | ranges of TCP ports: the command line reads one, a worker listens in it | agent → worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
@@ -22,13 +26,20 @@
 pub mod assignment;
 pub mod client;
 pub mod codec;
+#[cfg(test)]
+#[path = "compatibility_tests.rs"]
+mod compatibility;
 pub mod control;
+pub mod data_key;
 pub mod env;
 pub mod exit;
 pub mod ids;
 pub mod mounts;
 pub mod ports;
+pub mod printable;
 pub mod resolver;
+pub mod tls;
+pub mod token;
 pub mod utc;
 pub mod words;
 
@@ -39,4 +50,26 @@ pub mod rendezvous {
 
     /// Workers of each kind whose ends one `NodeStopped` tells: of those that failed, and of those that were stopped.
     pub const MAX_EXITS_OF_A_KIND: usize = 32;
+
+    /// Without the data key.
+    impl std::fmt::Debug for Assignment {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.debug_struct("Assignment")
+                .field("node_rank", &self.node_rank)
+                .field("restart_count", &self.restart_count)
+                .field("max_restarts", &self.max_restarts)
+                .field("nodes", &self.nodes)
+                .field("master_addr", &self.master_addr)
+                .field("master_port", &self.master_port)
+                .field("lease_ms", &self.lease_ms)
+                .field("reason", &self.reason)
+                .field("run_token", &self.run_token)
+                .field("attempt", &self.attempt)
+                .field("best_step", &self.best_step)
+                .field("quick_failures", &self.quick_failures)
+                .field("ports_taken", &self.ports_taken)
+                .field("assignment_id", &self.assignment_id)
+                .finish_non_exhaustive()
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
+use ddp_proto::tls::TlsError;
 use nix::errno::Errno;
 
 use crate::rendezvous::LedgerError;
@@ -148,6 +149,39 @@ pub enum CliError {
     /// There is no thread to look up a host name.
     #[error(transparent)]
     NoThread(#[from] NoThread),
+    /// Several nodes without a token.
+    #[error(
+        "there is no token{}\n  hint: nodes prove to each other with it that they belong together; set DDP_TOKEN or DDP_TOKEN_FILE on all nodes, or copy `~/.config/ddp-run/token` of the node that hosts the rendezvous; `--insecure` does without, in a network that you trust entirely",
+        words_of_place(place, *waited)
+    )]
+    NoToken {
+        /// Where it was looked for; empty: nowhere.
+        place: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// A token that cannot be used.
+    #[error("cannot use the token of `{place}`: {problem}")]
+    BadToken {
+        /// A variable or a file.
+        place: String,
+        /// Why.
+        problem: String,
+    },
+    /// The token's file cannot be made.
+    #[error("cannot make the token file `{}`: {source}\n  hint: set DDP_TOKEN_FILE to a different place, the same on all nodes, or DDP_TOKEN", path.display())]
+    MakeToken {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Certificates that cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The daemon at the endpoint cannot prove that it is this user's.
+    #[error("{0}")]
+    Untrusted(String),
     /// There is no place for log files that were asked for without a place.
     #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
@@ -204,8 +238,12 @@ impl CliError {
             | Self::NoGpu { .. }
             | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
+            | Self::Tls(_)
             | Self::Ledger(LedgerError::Damaged { .. } | LedgerError::InUse(_))
             | Self::Listen { .. } => exit::USAGE,
+            Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } | Self::Untrusted(_) => {
+                exit::REFUSED
+            }
             Self::FolderInUse(_) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
@@ -218,6 +256,15 @@ impl CliError {
             | Self::SmallStack { .. }
             | Self::TooFewFiles { .. } => exit::INTERNAL,
         }
+    }
+}
+
+/// Where a token was looked for.
+fn words_of_place(place: &str, waited: Duration) -> String {
+    match (place, waited.as_secs_f64()) {
+        ("", _) => ": DDP_TOKEN, DDP_TOKEN_FILE and HOME are not set".to_owned(),
+        (place, 0.0) => format!(" at `{place}`"),
+        (place, waited) => format!(" at `{place}` after {waited:.1} s"),
     }
 }
 

@@ -10,6 +10,7 @@
 //! | [`train`] | `ddp-train` and its subcommands |
 //! | [`native`] | the only place that calls the worker's training |
 //! | `interrupts` | signals to a worker that no agent looks after |
+//! | [`token`] | where the token of a job comes from |
 //! | [`values`] | parsers of single values |
 //! | [`answer`] | what a program prints: its answer, or its error |
 //! | [`error`] | what can go wrong before the agent takes over |
@@ -22,6 +23,7 @@ pub mod launch;
 pub mod machine;
 pub mod native;
 pub mod serve;
+pub mod token;
 pub mod train;
 pub mod values;
 

@@ -3,14 +3,17 @@
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use ddp_proto::env::DDP_ADMIN_TOKEN_FILE;
 use ddp_proto::exit;
 use ddp_proto::resolver::Resolver;
+use ddp_proto::tls::TlsFiles;
+use ddp_proto::token::Token;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
@@ -21,8 +24,9 @@ use super::bench;
 use super::error::CliError;
 use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
+use super::token::{TokenSource, read_admin_token};
 use super::values::{self, Endpoint};
-use crate::rendezvous;
+use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
 const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
@@ -45,10 +49,11 @@ struct Args {
 enum Command {
     /// Serve until SIGTERM or SIGINT; the first line of output is the address
     Serve {
-        /// Address to listen on; port 0 picks a free port. `[::]` is all addresses of this machine: every host that
-        /// reaches the port can take part in jobs, so give the address of a private network
+        /// Address to listen on; port 0 picks a free port. `[::]` is all addresses of this machine
         #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
+        #[command(flatten)]
+        protection: Protection,
         #[command(flatten)]
         settings: Settings,
     },
@@ -59,6 +64,49 @@ enum Command {
         /// The shell
         shell: Shell,
     },
+}
+
+/// Whom the daemon lets in. Without these flags: who has the token (DDP_TOKEN, DDP_TOKEN_FILE or
+/// `~/.config/ddp-run/token`, which is made if it is missing).
+#[derive(Debug, clap::Args)]
+struct Protection {
+    /// Certificate of this daemon, in PEM: then it serves jobs of several users, each with a token of its own. Read
+    /// again when it changes
+    #[arg(long, value_name = "FILE", env = "DDP_TLS_CERT", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Key of the certificate, in PEM
+    #[arg(long, value_name = "FILE", env = "DDP_TLS_KEY", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Let in only nodes whose certificate comes from this authority, in PEM
+    #[arg(long, value_name = "FILE", env = "DDP_TLS_CA", requires = "tls_cert")]
+    tls_ca: Option<PathBuf>,
+    /// Do without token and TLS: every host that reaches the port can join jobs, read their data and stop them
+    #[arg(long, conflicts_with = "tls_cert")]
+    insecure: bool,
+}
+
+impl Protection {
+    fn resolve(self) -> Result<(Transport, Callers), CliError> {
+        if self.insecure {
+            return Ok((Transport::Plain, Callers::Anybody));
+        }
+        if self.tls_cert.is_some() {
+            let files = TlsFiles {
+                cert: self.tls_cert,
+                key: self.tls_key,
+                ca: self.tls_ca,
+            };
+            return Ok((Transport::of_files(files)?, Callers::OfJobs));
+        }
+        let token = TokenSource::find(|name| std::env::var(name).ok()).read_or_make()?;
+        Ok((Transport::of_token(&token)?, Callers::Proven))
+    }
+}
+
+/// The token that lets its owner see all jobs, if there is one.
+fn admin_token() -> Result<Option<Token>, CliError> {
+    let file = std::env::var_os(DDP_ADMIN_TOKEN_FILE).filter(|file| !file.is_empty());
+    file.map(|file| read_admin_token(Path::new(&file))).transpose()
 }
 
 /// How patient the daemon is, and what outlives it.
@@ -129,20 +177,30 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let (listen, settings) = match args.command {
-        Command::Serve { listen, settings } => (listen, settings),
+    let (listen, protection, settings) = match args.command {
+        Command::Serve {
+            listen,
+            protection,
+            settings,
+        } => (listen, protection, settings),
         Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     limits::raise_open_files_fully();
-    match serve(&listen, &settings) {
+    match serve(&listen, protection, &settings) {
         Ok(code) => ExitCode::from(code),
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 /// Exit code: success, if it was stopped while it served.
-fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
+fn serve(listen: &Endpoint, protection: Protection, settings: &Settings) -> Result<u8, CliError> {
+    let (transport, callers) = protection.resolve()?;
+    let config = rendezvous::Config {
+        callers,
+        admin_token: admin_token()?,
+        ..settings.config()
+    };
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
     // Connections are read and written, and messages encoded, beside the one task that decides.
@@ -165,10 +223,11 @@ fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
             bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
         };
         let address = announce(&listener)?;
-        if let Some(reach) = reach(address) {
+        if let Some(reach) = reach(address).filter(|_| callers == Callers::Anybody) {
             tracing::warn!(target: RENDEZVOUS_LOG, "{reach}");
         }
-        rendezvous::serve(listener, settings.config(), ledger, stops.stop())
+        let listener = Listener::Tcp(listener, transport);
+        rendezvous::serve(listener, config, ledger, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",
@@ -267,7 +326,7 @@ fn reach(address: SocketAddr) -> Option<String> {
     };
     (!ip.is_loopback()).then(|| {
         format!(
-            "every host that reaches {address} can join jobs, read their data and stop them: there is no authentication{limit}"
+            "every host that reaches {address} can join jobs, read their data and stop them: `--insecure` is on{limit}"
         )
     })
 }
@@ -306,8 +365,8 @@ mod tests {
             ["127.0.0.1:29400", "[::1]:29400", "[::ffff:127.0.0.1]:1"].map(of),
             [None, None, None]
         );
-        insta::assert_snapshot!(of("10.0.0.5:29400").unwrap(), @"every host that reaches 10.0.0.5:29400 can join jobs, read their data and stop them: there is no authentication");
-        insta::assert_snapshot!(of("[::]:29400").unwrap(), @"every host that reaches [::]:29400 can join jobs, read their data and stop them: there is no authentication; `--listen ADDRESS:PORT` limits it to the network of one address");
+        insta::assert_snapshot!(of("10.0.0.5:29400").unwrap(), @"every host that reaches 10.0.0.5:29400 can join jobs, read their data and stop them: `--insecure` is on");
+        insta::assert_snapshot!(of("[::]:29400").unwrap(), @"every host that reaches [::]:29400 can join jobs, read their data and stop them: `--insecure` is on; `--listen ADDRESS:PORT` limits it to the network of one address");
     }
 
     #[test]

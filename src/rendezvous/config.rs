@@ -4,9 +4,22 @@ use std::time::Duration;
 
 use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
+use ddp_proto::token::Token;
 
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
+
+/// What is known of those whose messages arrive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Callers {
+    /// They have the daemon's token, or are the daemon's user.
+    #[default]
+    Proven,
+    /// They may be of several users: the first node of a job registers the job's token, and others must have it.
+    OfJobs,
+    /// Nothing. What one of them gets wrong concerns it alone.
+    Anybody,
+}
 
 /// Settings of one daemon. [`Config::default`] is right for production.
 #[derive(Clone, Debug)]
@@ -15,7 +28,16 @@ pub struct Config {
     pub only_job: Option<String>,
     /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
     pub host: Option<String>,
-    /// A stream on which no node has joined after this long is ended.
+    /// What is known of those who call.
+    pub callers: Callers,
+    /// Who has it may see every job.
+    pub admin_token: Option<Token>,
+    /// Connections at a time, if the descriptors suffice.
+    pub max_connections: usize,
+    /// Streams and calls at a time on one connection: more than the workers of a node make.
+    pub max_streams: u32,
+    /// A connection that has not begun to speak after this long is ended, and so is a stream on which no node has
+    /// joined.
     pub join_wait: Duration,
     /// A node that says nothing for this long is lost, unless its peers show that it is at work. Agents send a heartbeat every third of it.
     pub lease: Duration,
@@ -82,6 +104,10 @@ pub struct KvLimits {
     pub entries: usize,
     /// Bytes of all keys and values.
     pub total_bytes: usize,
+    /// Entries of all jobs.
+    pub entries_of_all: usize,
+    /// Bytes of all jobs.
+    pub bytes_of_all: usize,
     /// Blocked reads.
     pub waiters: usize,
     /// Longest blocked read.
@@ -93,6 +119,10 @@ impl Default for Config {
         Self {
             only_job: None,
             host: None,
+            callers: Callers::Proven,
+            admin_token: None,
+            max_connections: 65_536,
+            max_streams: 4096 + 64,
             join_wait: Duration::from_secs(5),
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
@@ -131,6 +161,8 @@ impl Default for KvLimits {
             value_bytes: MAX_VALUE_BYTES,
             entries: 131_072,
             total_bytes: 64 << 20,
+            entries_of_all: 1 << 20,
+            bytes_of_all: 512 << 20,
             waiters: 65_536,
             wait: Duration::from_hours(1),
         }

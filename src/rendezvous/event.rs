@@ -1,9 +1,11 @@
 //! The state machine's events and effects. No I/O, no clock.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
     AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
@@ -40,6 +42,25 @@ pub struct At {
     pub dice: f64,
     /// 128 random bits, for the name of an assignment.
     pub id: u128,
+    /// 32 random bytes that nobody else knows, from which data keys are made.
+    pub secret: Secret,
+}
+
+/// Random bytes that no log shows.
+#[derive(Clone, Copy)]
+pub struct Secret([u8; 32]);
+
+impl Secret {
+    /// Of these bytes.
+    pub const fn new(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(not shown)")
+    }
 }
 
 /// What happened.
@@ -74,6 +95,13 @@ pub enum Event {
         call: CallId,
         /// Which entry.
         request: KvGetRequest,
+    },
+    /// Nobody waits for the answer of a read any more.
+    KvCancel {
+        /// The read.
+        call: CallId,
+        /// Whose store it reads.
+        job: String,
     },
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
@@ -199,6 +227,13 @@ impl Turn<'_> {
         format!("{id:032x}")
     }
 
+    /// The data key of an assignment. Each assignment of a turn has another name, and so another key.
+    pub(super) fn data_key(&self, assignment_id: &str) -> Vec<u8> {
+        let Secret(secret) = &self.at.secret;
+        let key = blake3::keyed_hash(secret, assignment_id.as_bytes());
+        key.as_bytes().to_vec()
+    }
+
     /// Sends to a node, if it is connected.
     pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
         if conn.is_some() {
@@ -223,14 +258,14 @@ impl Turn<'_> {
     pub(super) fn decided(&mut self, words: impl Into<String>) {
         self.effects.push(Effect::Note {
             weight: Weight::Decision,
-            words: words.into(),
+            words: printable::text(&words.into()).into_owned(),
         });
     }
 
     pub(super) fn detail(&mut self, words: impl Into<String>) {
         self.effects.push(Effect::Note {
             weight: Weight::Detail,
-            words: words.into(),
+            words: printable::text(&words.into()).into_owned(),
         });
     }
 }

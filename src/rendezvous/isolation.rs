@@ -30,7 +30,7 @@ impl Event {
         match self {
             Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } | Self::KvGather { .. } => true,
             Self::Closed { .. } => has_joined && silence < turn.config.http2_keepalive_interval,
-            Self::Tick => false,
+            Self::Tick | Self::KvCancel { .. } => false,
         }
     }
 }

@@ -10,7 +10,7 @@ use prost::bytes::Bytes;
 
 use super::event::{CallId, Effect, KvError, Turn};
 
-/// Prefixes of keys that are gathered in one generation: each write looks at all of them.
+/// Prefixes of keys that are waited for at once: each write looks at all of them.
 const MAX_PREFIXES: usize = 64;
 
 /// The entries of one generation and the reads that wait for some.
@@ -21,8 +21,10 @@ pub(super) struct KvStore {
     waiters: BTreeMap<CallId, Waiter>,
     /// Calls that wait for a key that no rank wrote yet.
     by_key: HashMap<String, Vec<CallId>>,
-    /// Prefixes that were asked for, from the first call on.
+    /// Prefixes that calls wait for.
     by_prefix: HashMap<String, Gather>,
+    /// The last answer to a gather, until a key with its prefix is written: all nodes ask for the same.
+    gathered: Option<Gathered>,
     /// No waiter's deadline is before this moment; it may be early, never late.
     next_deadline: Option<Duration>,
 }
@@ -41,15 +43,21 @@ enum Wanted {
     Prefix(String, usize),
 }
 
-/// What is known of one prefix without looking at all entries.
+/// What is known of a prefix without looking at all entries.
 #[derive(Debug, Default)]
 struct Gather {
     /// Keys that begin with it.
     have: usize,
     /// How many of them each call waits for.
     calls: BTreeMap<CallId, usize>,
-    /// All of them, encoded once for all calls, until another one is written.
-    encoded: Option<Bytes>,
+}
+
+#[derive(Debug)]
+struct Gathered {
+    prefix: String,
+    have: usize,
+    /// All entries with the prefix, as they go over the wire.
+    encoded: Bytes,
 }
 
 impl KvStore {
@@ -105,6 +113,13 @@ impl KvStore {
             .filter(|p| key.starts_with(*p))
             .cloned()
             .collect();
+        if self
+            .gathered
+            .as_ref()
+            .is_some_and(|last| key.starts_with(&last.prefix))
+        {
+            self.gathered = None;
+        }
         self.entries.insert(key, value);
         for prefix in prefixes {
             self.written(turn, &prefix);
@@ -118,13 +133,15 @@ impl KvStore {
             return;
         };
         gather.have += 1;
-        gather.encoded = None;
         let have = gather.have;
         let done: Vec<CallId> = gather
             .calls
             .extract_if(.., |_, count| *count <= have)
             .map(|(call, _)| call)
             .collect();
+        if gather.calls.is_empty() {
+            self.by_prefix.remove(prefix);
+        }
         if done.is_empty() {
             return;
         }
@@ -136,23 +153,32 @@ impl KvStore {
         }
     }
 
-    /// All entries with this prefix, as they go over the wire.
+    fn with_prefix<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a String, &'a Bytes)> {
+        let from = (Bound::Included(prefix), Bound::Unbounded);
+        let entries = self.entries.range::<str, _>(from);
+        entries.take_while(move |(key, _)| key.starts_with(prefix))
+    }
+
+    /// All entries with this prefix, encoded once for all calls that ask one after the other.
     fn encoded(&mut self, prefix: &str) -> Bytes {
-        let encode = || {
-            let from = (Bound::Included(prefix), Bound::Unbounded);
-            let entries = self.entries.range::<str, _>(from);
-            let entries = entries.take_while(|(key, _)| key.starts_with(prefix));
-            let entries = entries.map(|(key, value)| KvEntry {
+        if let Some(last) = self.gathered.as_ref().filter(|last| last.prefix == prefix) {
+            return last.encoded.clone();
+        }
+        let entries: Vec<KvEntry> = self
+            .with_prefix(prefix)
+            .map(|(key, value)| KvEntry {
                 key: key.clone(),
                 value: value.to_vec(),
-            });
-            let entries = entries.collect();
-            Bytes::from(KvEntries { entries }.encode_to_vec())
-        };
-        match self.by_prefix.get_mut(prefix) {
-            Some(gather) => gather.encoded.get_or_insert_with(encode).clone(),
-            None => encode(),
-        }
+            })
+            .collect();
+        let have = entries.len();
+        let encoded = Bytes::from(KvEntries { entries }.encode_to_vec());
+        self.gathered = Some(Gathered {
+            prefix: prefix.to_owned(),
+            have,
+            encoded: encoded.clone(),
+        });
+        encoded
     }
 
     /// Answers a read at once, or lets it wait for at most `timeout`.
@@ -170,6 +196,33 @@ impl KvStore {
         turn.effects.push(Effect::Answer { call, result });
     }
 
+    /// Entries and bytes.
+    pub(super) fn size(&self) -> (usize, usize) {
+        (self.entries.len(), self.bytes)
+    }
+
+    /// Nobody waits for the answer of this read any more.
+    pub(super) fn cancel(&mut self, call: CallId) {
+        let Some(waiter) = self.waiters.remove(&call) else {
+            return;
+        };
+        match waiter.wanted {
+            Wanted::Key(key) => {
+                if let Some(calls) = self.by_key.get_mut(&key) {
+                    calls.retain(|&other| other != call);
+                    if calls.is_empty() {
+                        self.by_key.remove(&key);
+                    }
+                }
+            }
+            Wanted::Prefix(prefix, _) => {
+                if let Some(gather) = self.by_prefix.get_mut(&prefix) {
+                    gather.calls.remove(&call);
+                }
+            }
+        }
+    }
+
     /// Answers with all entries whose keys begin with `prefix`: at once if there are `count` of them, or when there are,
     /// for which it waits for at most `timeout`.
     pub(super) fn gather(
@@ -179,43 +232,52 @@ impl KvStore {
         (prefix, count): (String, usize),
         timeout: Duration,
     ) {
-        let result = match self.known(&prefix) {
-            Ok(have) if have >= count => Ok(self.encoded(&prefix)),
-            Ok(have) if timeout.is_zero() => Err(too_few(&prefix, have, count, timeout)),
-            Ok(_) => match self.wait(turn, call, Wanted::Prefix(prefix.clone(), count), timeout) {
-                Ok(()) => {
-                    if let Some(gather) = self.by_prefix.get_mut(&prefix) {
-                        gather.calls.insert(call, count);
-                    }
-                    return;
-                }
+        let have = self.count(&prefix);
+        let result = if prefix.len() > turn.config.kv.key_bytes {
+            Err(KvError::TooMuch(format!(
+                "no key begins with the {} bytes of this prefix",
+                prefix.len()
+            )))
+        } else if have >= count {
+            Ok(self.encoded(&prefix))
+        } else if timeout.is_zero() {
+            Err(too_few(&prefix, have, count, timeout))
+        } else {
+            match self.wait_for_prefix(turn, call, (&prefix, count, have), timeout) {
+                Ok(()) => return,
                 Err(error) => Err(error),
-            },
-            Err(error) => Err(error),
+            }
         };
         turn.effects.push(Effect::Answer { call, result });
     }
 
-    /// How many keys begin with this prefix; from now on they are counted.
-    fn known(&mut self, prefix: &str) -> Result<usize, KvError> {
-        if let Some(gather) = self.by_prefix.get(prefix) {
-            return Ok(gather.have);
-        }
-        if self.by_prefix.len() >= MAX_PREFIXES {
+    /// How many keys begin with this prefix.
+    fn count(&self, prefix: &str) -> usize {
+        let waited_for = self.by_prefix.get(prefix).map(|gather| gather.have);
+        let last = self.gathered.as_ref().filter(|last| last.prefix == prefix);
+        waited_for
+            .or(last.map(|last| last.have))
+            .unwrap_or_else(|| self.with_prefix(prefix).count())
+    }
+
+    fn wait_for_prefix(
+        &mut self,
+        turn: &Turn<'_>,
+        call: CallId,
+        (prefix, count, have): (&str, usize, usize),
+        timeout: Duration,
+    ) -> Result<(), KvError> {
+        if !self.by_prefix.contains_key(prefix) && self.by_prefix.len() >= MAX_PREFIXES {
             return Err(KvError::TooMuch(format!(
-                "cannot gather keys with `{}`: {MAX_PREFIXES} prefixes are gathered in this generation, the maximum",
+                "cannot gather keys with `{}`: {MAX_PREFIXES} prefixes are waited for, the maximum",
                 clip(prefix, 32)
             )));
         }
-        let from = (Bound::Included(prefix), Bound::Unbounded);
-        let entries = self.entries.range::<str, _>(from);
-        let have = entries.take_while(|(key, _)| key.starts_with(prefix)).count();
-        let gather = Gather {
-            have,
-            ..Gather::default()
-        };
-        self.by_prefix.insert(prefix.to_owned(), gather);
-        Ok(have)
+        self.wait(turn, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
+        let gather = self.by_prefix.entry(prefix.to_owned()).or_default();
+        gather.have = have;
+        gather.calls.insert(call, count);
+        Ok(())
     }
 
     /// Lets a call wait.
@@ -274,11 +336,11 @@ impl KvStore {
                     not_written(&key, waited)
                 }
                 Wanted::Prefix(prefix, count) => {
-                    let gather = by_prefix.get_mut(&prefix);
-                    let have = gather.map_or(0, |gather| {
+                    let have = by_prefix.get_mut(&prefix).map_or(0, |gather| {
                         gather.calls.remove(&call);
                         gather.have
                     });
+                    by_prefix.retain(|_, gather| !gather.calls.is_empty());
                     too_few(&prefix, have, count, waited)
                 }
             };
@@ -323,7 +385,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::{At, Config, KvLimits};
+    use crate::rendezvous::{At, Config, KvLimits, Secret};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -333,6 +395,7 @@ mod tests {
                 now: Duration::ZERO,
                 dice: 0.0,
                 id: 0,
+                secret: Secret::new([0; 32]),
             },
             config,
             effects: Vec::new(),
@@ -407,6 +470,8 @@ mod tests {
                 value_bytes: 4,
                 entries: 2,
                 total_bytes: 10,
+                entries_of_all: 100,
+                bytes_of_all: 100,
                 waiters: 1,
                 wait: SECOND,
             },
@@ -437,6 +502,27 @@ mod tests {
                 result: Err(KvError::TooMuch(_))
             }]
         ));
+    }
+
+    /// An abandoned read kept its place for an hour.
+    #[test]
+    fn a_read_that_is_given_up_frees_its_place() {
+        let config = Config {
+            kv: KvLimits {
+                waiters: 2,
+                ..KvLimits::default()
+            },
+            ..Config::default()
+        };
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.get(&mut turn, CallId(1), "x".into(), SECOND);
+        store.get(&mut turn, CallId(2), "x".into(), SECOND);
+        store.cancel(CallId(1));
+        store.cancel(CallId(1));
+        store.get(&mut turn, CallId(3), "x".into(), SECOND);
+        assert!(turn.effects.is_empty());
+        store.put(&mut turn, "x".into(), vec![1]).unwrap();
+        assert_eq!(answers(&turn.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
     }
 
     fn keys(answer: &Result<Vec<u8>, String>) -> Vec<String> {

@@ -17,7 +17,7 @@
 //! | `deadlines` | deadlines by time | which is next |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
-//! | `service` | [`serve`], [`Ledger`] | the clock, the dice, the queues, the file of records, gRPC, sockets |
+//! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, sockets |
 //!
 //! Everything but `service` is pure: `apply(at, state, event) -> effects`, with time and randomness as
 //! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
@@ -41,8 +41,10 @@ mod state;
 mod tests;
 mod words;
 
-pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
-pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
+pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Secret, Weight};
 pub use job::Record;
-pub use service::{Ledger, LedgerError, ServeError, listen, serve};
+pub use service::{
+    Ledger, LedgerError, Listener, OperatorTls, ServeError, Transport, listen, listen_locally, serve,
+};
 pub use state::{State, apply};

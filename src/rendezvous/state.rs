@@ -3,20 +3,27 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
+use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, refused::Code,
+    AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
+    refused::Code,
 };
+use ddp_proto::token::is_same_secret;
 use prost::bytes::Bytes;
 
-use super::config::Config;
+use super::config::{Callers, Config};
 use super::deadlines::Deadlines;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
+use super::kv::clip;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
+
+/// Bytes of a proof that a node has the token of its job.
+const PROOF_BYTES: usize = 32;
 
 /// Everything the daemon knows.
 #[derive(Debug)]
@@ -37,6 +44,8 @@ pub(super) struct Daemon {
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
+    /// No fewer entries and bytes than the stores of all jobs have.
+    stored: (usize, usize),
     pub(super) isolation: Isolation,
 }
 
@@ -78,11 +87,20 @@ impl State {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
     }
 
-    /// The list of all nodes of a generation that runs, encoded.
+    /// The same for a caller, who has to be a node of the job or have the admin's token.
+    pub fn status_for(&self, now: Duration, request: &StatusRequest) -> Option<StatusReply> {
+        let admin = self.config.admin_token.as_ref();
+        let is_admin = admin
+            .is_some_and(|token| is_same_secret(token.reveal().as_bytes(), request.admin_token.as_bytes()));
+        let job = self.daemon.jobs.get(&request.job_id)?;
+        (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
+    }
+
+    /// The list of all nodes of a generation that runs, encoded, for one of them.
     pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
-        let unknown = || KvError::Unknown(format!("this daemon has no job `{}`", request.job_id));
-        let job = self.daemon.jobs.get(&request.job_id).ok_or_else(unknown)?;
-        job.node_list(request.generation, &request.assignment_id)
+        let job = self.daemon.jobs.get(&request.job_id);
+        let job = job.filter(|job| job.has(&request.incarnation));
+        job.ok_or_else(|| unknown(&request.job_id))?.node_list(request)
     }
 
     /// True if no agent is at this daemon, connected or expected back.
@@ -119,6 +137,11 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
         Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
         Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
+        Event::KvCancel { call, job } => {
+            if let Some(job) = daemon.jobs.get_mut(&job) {
+                job.cancel(call);
+            }
+        }
         Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
     }
@@ -148,7 +171,8 @@ impl Daemon {
         }
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
+    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
+        message.clean();
         let AgentMessage {
             job_id,
             incarnation,
@@ -172,6 +196,10 @@ impl Daemon {
             assignment_id,
         };
         if let Body::Join(join) = body {
+            if let Err(reason) = self.check_token(turn.config, &job_id, &join.token_proof) {
+                self.speakers.remove(&conn);
+                return refuse(turn, conn, Code::Unauthenticated, reason);
+            }
             let joining = Joining {
                 conn,
                 peer,
@@ -215,12 +243,37 @@ impl Daemon {
         if let Some(reason) = turn.config.refuses(&speaker.job) {
             let hint =
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
+            let reason = match turn.config.callers {
+                Callers::Proven => reason,
+                _ => format!(
+                    "the rendezvous at this address does not serve job `{}`",
+                    clip(&speaker.job, 128)
+                ),
+            };
             return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         if !self.jobs.contains_key(&speaker.job) && self.jobs.len() >= turn.config.max_jobs {
             let count = self.jobs.len();
             let reason = format!("this daemon already has {count} jobs, the maximum");
             return Err((Code::Invalid, reason));
+        }
+        Ok(())
+    }
+
+    /// Where jobs have tokens of their own, a node needs that of its job.
+    fn check_token(&self, config: &Config, job_id: &str, proof: &[u8]) -> Result<(), String> {
+        if config.callers != Callers::OfJobs {
+            return Ok(());
+        }
+        let hint = "give all nodes of the job the same token (DDP_TOKEN, DDP_TOKEN_FILE or `~/.config/ddp-run/token`)";
+        if proof.len() != PROOF_BYTES {
+            return Err(format!("this daemon needs the token of the job\n  hint: {hint}"));
+        }
+        let is_other = |job: &Job| !job.token_proof().is_empty() && !is_same_secret(job.token_proof(), proof);
+        if self.jobs.get(job_id).is_some_and(is_other) {
+            return Err(format!(
+                "job `{job_id}` has a different token\n  hint: {hint}; or use a different `--rdzv-id`"
+            ));
         }
         Ok(())
     }
@@ -291,14 +344,43 @@ impl Daemon {
     }
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
-        let job = self.job(&request.job_id);
-        let result = job.and_then(|job| job.put(turn, request)).map(|()| Bytes::new());
+        let result = self.put(turn, request).map(|()| Bytes::new());
         turn.effects.push(Effect::Answer { call, result });
+    }
+
+    fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+        let added = request.key.len() + request.value.len();
+        self.check_room(turn.config, added)?;
+        let stored = self.stored;
+        let job = self.job(&request.job_id, &request.incarnation)?;
+        job.put(turn, request)?;
+        // A key that was there before is counted twice, until the next count.
+        self.stored = (stored.0 + 1, stored.1 + added);
+        Ok(())
+    }
+
+    /// All jobs together keep no more than so much. Stores that have ended are noticed when it seems to be reached.
+    fn check_room(&mut self, config: &Config, added: usize) -> Result<(), KvError> {
+        let is_full = |(entries, bytes): (usize, usize)| {
+            entries >= config.kv.entries_of_all || bytes + added > config.kv.bytes_of_all
+        };
+        if !is_full(self.stored) {
+            return Ok(());
+        }
+        let sizes = self.jobs.values().map(Job::stored);
+        self.stored = sizes.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+        if is_full(self.stored) {
+            let (entries, bytes) = self.stored;
+            return Err(KvError::TooMuch(format!(
+                "the stores of this daemon are full ({entries} entries, {bytes} bytes)"
+            )));
+        }
+        Ok(())
     }
 
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
         let job_id = request.job_id.clone();
-        let job = self.job(&job_id);
+        let job = self.job(&job_id, &request.incarnation);
         if let Err(error) = job.and_then(|job| job.get(turn, call, request)) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
@@ -308,7 +390,7 @@ impl Daemon {
 
     fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
         let job_id = request.job_id.clone();
-        let job = self.job(&job_id);
+        let job = self.job(&job_id, &request.incarnation);
         if let Err(error) = job.and_then(|job| job.gather(turn, call, request)) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
@@ -316,16 +398,24 @@ impl Daemon {
         self.replan(&job_id);
     }
 
-    fn job(&mut self, job_id: &str) -> Result<&mut Job, KvError> {
+    /// The job, for one of its nodes. Others learn nothing of it.
+    fn job(&mut self, job_id: &str, incarnation: &str) -> Result<&mut Job, KvError> {
         let Self { jobs, finished, .. } = self;
-        jobs.get_mut(job_id).ok_or_else(|| {
-            if finished.iter().any(|f| f.is_of(job_id)) {
-                KvError::Superseded("the job has ended".into())
-            } else {
-                KvError::Unknown(format!("this daemon has no job `{job_id}`"))
-            }
-        })
+        let is_over = || finished.iter().any(|f| f.is_of(job_id) && f.has(incarnation));
+        match jobs.get_mut(job_id).filter(|job| job.has(incarnation)) {
+            Some(job) => Ok(job),
+            None if is_over() => Err(KvError::Superseded("the job has ended".into())),
+            None => Err(unknown(job_id)),
+        }
     }
+}
+
+/// What all callers are told that are no nodes of the job, whether there is one or not.
+fn unknown(job_id: &str) -> KvError {
+    KvError::Unknown(format!(
+        "this daemon has no job `{}` with this node",
+        clip(job_id, 128)
+    ))
 }
 
 fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {

@@ -36,12 +36,12 @@ pub(super) fn nodes(count: u32) -> String {
     counted(count, "node")
 }
 
-/// How many nodes a job wants: "1 node", "2 to 4 nodes".
-pub(super) fn nodes_within(min: u32, max: u32) -> String {
+/// How many nodes came, and how many a job wants: "1 of 2 nodes joined", "1 node joined (of 2 to 4)".
+pub(super) fn joined(ready: u32, min: u32, max: u32) -> String {
     if min == max {
-        nodes(min)
+        format!("{ready} of {} joined", nodes(min))
     } else {
-        format!("{min} to {max} nodes")
+        format!("{} joined (of {min} to {max})", nodes(ready))
     }
 }
 
@@ -161,11 +161,10 @@ impl TimedOut<'_> {
     pub(super) fn words(&self) -> String {
         let came = self.came.len() as u32;
         let mut words = format!(
-            "rendezvous of job `{}` timed out after {:.1} s: {} of {} joined",
+            "rendezvous of job `{}` timed out after {:.1} s: {}",
             self.job,
             self.waited.as_secs_f64(),
-            came,
-            nodes_within(self.min, self.max),
+            joined(came, self.min, self.max),
         );
         if came > 0 {
             let _ = write!(words, ": {}", list(self.came.iter().copied()));
@@ -269,7 +268,7 @@ mod tests {
             ..first
         };
         insta::assert_snapshot!(restart.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes joined: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
+        rendezvous of job `job1` timed out after 600.0 s: 1 node joined (of 2 to 3): `a`; missing: 1 node (lost: `b`; still stopping: `c`)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
     }

@@ -6,12 +6,12 @@
 
 use std::time::Duration;
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client};
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join};
-use ddp_run::rendezvous::{Config, listen, serve};
+use ddp_run::rendezvous::{Config, Listener, Transport, listen, serve};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
@@ -37,7 +37,12 @@ async fn main() -> Result<(), Failure> {
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     let listener = listen(&["127.0.0.1:0".parse()?])?;
     let endpoint = listener.local_addr()?.to_string();
-    let daemon = tokio::spawn(serve(listener, Config::default(), None, std::future::pending()));
+    let daemon = tokio::spawn(serve(
+        Listener::Tcp(listener, Transport::Plain),
+        Config::default(),
+        None,
+        std::future::pending(),
+    ));
     for nodes in sizes {
         let mut times = Vec::new();
         for turn in 0..turns {
@@ -96,7 +101,7 @@ async fn meet(endpoint: &str, job: &str, nodes: u32) -> Result<Meeting, Failure>
 }
 
 async fn connect(endpoint: String, job_id: String, node: u32) -> Result<(u32, AgentStream), Failure> {
-    let client = Client::connect(&endpoint, Instant::now() + PATIENCE).await?;
+    let client = Client::connect(&endpoint, &Access::Open, Instant::now() + PATIENCE).await?;
     let identity = AgentIdentity {
         job_id,
         incarnation: NodeId(format!("n{node}")),

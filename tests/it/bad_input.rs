@@ -128,7 +128,7 @@ fn a_port_in_use_by_a_stranger() {
     std::thread::spawn(move || stranger.incoming().for_each(drop));
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
-        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not answer gRPC health checks
+        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not speak TLS as a rendezvous does
         [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`)
         ");
 }

@@ -31,11 +31,16 @@ fn it_says_where_it_listens_and_stops_cleanly() {
     }
 }
 
-/// There is no authentication: the daemon warns at its start, unless only this machine reaches it.
+/// Without token and TLS, the daemon warns at its start, unless only this machine reaches it.
 #[test]
 fn it_warns_if_other_machines_reach_it() {
-    for (listen, warns) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
-        let mut running = daemon(listen).start();
+    let (open, closed) = (&["--insecure"][..], &[][..]);
+    for (listen, flags, warns) in [
+        ("0.0.0.0:0", open, true),
+        ("127.0.0.1:0", open, false),
+        ("0.0.0.0:0", closed, false),
+    ] {
+        let mut running = daemon(listen).args(flags.iter().map(Into::into)).start();
         running.wait_for(listen.trim_end_matches('0'));
         running.signal(Signal::SIGTERM);
         let log = running.finish().stderr();

@@ -50,6 +50,8 @@ impl User {
             .args(words)
             .dir("/")
             .env("TMPDIR", "/tmp")
+            // It cannot read the file of this test's user.
+            .env("DDP_TOKEN", "0123456789abcdef0123456789abcdef")
             .start()
     }
 

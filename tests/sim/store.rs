@@ -146,6 +146,7 @@ impl World {
         let id = CallId(self.ids);
         let (job_id, generation, key) = (call.origin.job.clone(), call.origin.generation, call.key.clone());
         let assignment_id = call.origin.id.as_str().to_owned();
+        let incarnation = self.nodes[call.node].incarnation.clone();
         let event = match call.value.clone() {
             Some(value) => Event::KvPut {
                 call: id,
@@ -155,6 +156,7 @@ impl World {
                     key,
                     value,
                     assignment_id,
+                    incarnation,
                 },
             },
             None => Event::KvGet {
@@ -165,6 +167,7 @@ impl World {
                     key,
                     timeout_ms: call.timeout.as_millis() as u32,
                     assignment_id,
+                    incarnation,
                 },
             },
         };

@@ -16,7 +16,7 @@ use ddp_launcher::{Ending, ExitReason};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
-use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, State, apply};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, Record, Secret, State, apply};
 use rand::Rng;
 use rand::rngs::StdRng;
 use tokio::time::Instant;
@@ -355,6 +355,7 @@ impl World {
             now,
             dice: self.rng.random(),
             id: self.rng.random(),
+            secret: Secret::new(self.rng.random()),
         };
         let is_hostile = self.is_hostile;
         for effect in apply(at, &mut daemon.state, event) {

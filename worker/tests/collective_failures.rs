@@ -1,6 +1,8 @@
 //! What goes wrong between ranks ends with an error that says where, not with a hang.
 
 mod collective_world;
+#[path = "collective_failures/strangers.rs"]
+mod strangers;
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -209,7 +211,7 @@ fn deaf_address() -> (SocketAddr, impl Sized) {
 fn a_rank_that_cannot_be_reached_is_named_with_its_address() {
     let world = World::of(&[1, 1]);
     let (address, _listener) = deaf_address();
-    let card = serde_json::json!({"node": 0, "local": 0, "unix": "", "tcp": address, "token": "0"});
+    let card = serde_json::json!({"node": 0, "local": 0, "unix": "", "tcp": address});
     let card = serde_json::to_vec(&card).unwrap();
     world.store.put("collective/0", &card, Instant::now()).unwrap();
     let failure = world

@@ -11,20 +11,23 @@ use ddp_proto::control::{
     KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
 };
 use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::printable;
 use ddp_proto::rendezvous::KvEntry;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
 use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
+/// A worker that opens another connection closes this one then; how long the other may take to be known.
+const REOPEN_BOUND: Duration = Duration::from_millis(100);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
@@ -32,8 +35,8 @@ const MAX_GET: Duration = Duration::from_hours(24);
 /// Entries of one answer to a gather, as they are in a line: the rest of the line is not more.
 const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 
-/// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
-/// connection says so itself.
+/// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
+/// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
@@ -42,6 +45,8 @@ enum Refusal {
     Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
+    #[error("process {pid} says that its process id is {claimed}")]
+    OtherPid { pid: i32, claimed: u32 },
     #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
     Stale {
         pid: i32,
@@ -54,16 +59,54 @@ enum Refusal {
     Io(#[from] io::Error),
 }
 
+impl Refusal {
+    /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
+    fn misfit(&self, hub: &Hub) -> Option<ControlEvent> {
+        let place = hub.place.borrow();
+        let place = place.as_ref()?;
+        let (pid, key, theirs, ours) = match self {
+            Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
+            Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
+            Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
+            _ => return None,
+        };
+        let local_rank = peer::owner(pid, &place.pids)?;
+        let ours = match (self, ours) {
+            (Self::OtherPid { .. }, _) => pid.to_string(),
+            (_, Some(generation)) => generation.to_string(),
+            _ => local_rank.to_string(),
+        };
+        Some(ControlEvent {
+            generation: place.generation,
+            local_rank,
+            news: News::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
+        })
+    }
+}
+
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let result = Connection::greet(id, stream, &hub).await;
-    let result = match result {
-        Ok(connection) => connection.run().await,
-        Err(refusal) => Err(refusal),
+    let connection = match Connection::greet(id, stream, &hub).await {
+        Ok(connection) => connection,
+        Err(refusal) => {
+            tracing::debug!("control connection {id} refused: {refusal}");
+            if let Some(misfit) = refusal.misfit(&hub) {
+                // The agent may be gone.
+                let _ = hub.events.send(misfit).await;
+            }
+            return hub.leave(id);
+        }
     };
+    let hung_up = connection.event(News::HungUp);
+    let result = connection.run().await;
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
+    }
+    sleep(REOPEN_BOUND).await;
+    if !hub.has_connection_of(hung_up.local_rank) {
+        // The agent may be gone.
+        let _ = hub.events.send(hung_up).await;
     }
 }
 
@@ -80,7 +123,7 @@ struct Connection<'a> {
     local_rank: LocalRank,
     generation: Generation,
     store: Arc<Store>,
-    lines: Lines,
+    lines: Lines<OwnedReadHalf>,
     queue: mpsc::WeakSender<Arc<[u8]>>,
     writer: JoinSet<io::Result<()>>,
     calls: JoinSet<()>,
@@ -110,7 +153,7 @@ impl<'a> Connection<'a> {
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(Refusal::Stranger { pid, local_rank });
+            return Err(Refusal::OtherPid { pid, claimed });
         }
         let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
             Ok(place) => place,
@@ -177,14 +220,14 @@ impl<'a> Connection<'a> {
             ToAgent::Hello { .. } => {}
             ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(message));
+                let _ = self.hub.events.try_send(self.event(News::Said(message)));
             }
             ToAgent::Sizes(_)
             | ToAgent::State { .. }
             | ToAgent::PeerLost { .. }
             | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(message)).await;
+                let _ = self.hub.events.send(self.event(News::Said(message))).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -217,11 +260,11 @@ impl<'a> Connection<'a> {
         }
     }
 
-    fn event(&self, message: ToAgent) -> ControlEvent {
+    fn event(&self, news: News) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
-            message,
+            news,
         }
     }
 
@@ -368,14 +411,27 @@ async fn await_place(
         generation: theirs,
         env: contract.clone(),
         node_addrs: place.node_addrs.clone(),
+        data_key: place.data_key.clone(),
     });
     Ok((place.store.clone(), assignment))
+}
+
+/// Reads what a worker might say; how many messages and lines of newer builds there were. For `tests/fuzz`.
+pub async fn read_foreign_lines(reader: impl AsyncRead + Unpin) -> [usize; 2] {
+    let (mut lines, mut counts) = (Lines::new(reader), [0, 0]);
+    while let Ok(Some(line)) = lines.next().await {
+        counts[usize::from(matches!(line, Line::Unknown))] += 1;
+        if let Line::Message(ToAgent::Heartbeat { activity, .. }) = line {
+            part_of_line(&activity);
+        }
+    }
+    counts
 }
 
 /// A worker's words as a part of a line of ours: short, and without what moves a terminal's cursor.
 fn part_of_line(words: &str) -> String {
     let words = &words[..words.floor_char_boundary(MAX_ACTIVITY_BYTES)];
-    words.replace(char::is_control, " ")
+    printable::line(words).into_owned()
 }
 
 async fn write_all(mut writer: OwnedWriteHalf, mut queue: mpsc::Receiver<Arc<[u8]>>) -> io::Result<()> {
@@ -395,14 +451,14 @@ enum Line {
 }
 
 /// Reads bounded lines.
-struct Lines {
-    reader: BufReader<OwnedReadHalf>,
+struct Lines<R> {
+    reader: BufReader<R>,
     /// The line so far: kept here, so that a cancelled [`Lines::next`] goes on where it stopped.
     line: Vec<u8>,
 }
 
-impl Lines {
-    fn new(reader: OwnedReadHalf) -> Self {
+impl<R: AsyncRead + Unpin> Lines<R> {
+    fn new(reader: R) -> Self {
         Self {
             reader: BufReader::new(reader),
             line: Vec::new(),

@@ -14,5 +14,6 @@ mod peer;
 mod server;
 mod store;
 
-pub(crate) use server::{ControlEvent, ControlServer, Place};
+pub use connection::read_foreign_lines;
+pub(crate) use server::{ControlEvent, ControlServer, News, Place};
 pub(crate) use store::Store;

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::control::{ToAgent, ToWorker};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -21,12 +22,22 @@ pub(super) const WORKER_QUEUE: usize = 64;
 /// Connections at one time, over all workers.
 const MAX_CONNECTIONS: usize = 4096;
 
-/// What a worker told the agent.
+/// What the agent learns of a worker.
 #[derive(Debug)]
 pub(crate) struct ControlEvent {
     pub(crate) generation: Generation,
     pub(crate) local_rank: LocalRank,
-    pub(crate) message: ToAgent,
+    pub(crate) news: News,
+}
+
+/// See [`ControlEvent`].
+#[derive(Debug)]
+pub(crate) enum News {
+    Said(ToAgent),
+    /// A connection of it was refused, because of this.
+    Refused(String),
+    /// Its last connection has ended, and it opened no other.
+    HungUp,
 }
 
 /// The place of this node's workers in one generation.
@@ -35,6 +46,7 @@ pub(crate) struct Place {
     /// Environment contract of each worker, by local rank.
     pub(crate) contracts: Vec<BTreeMap<String, String>>,
     pub(crate) node_addrs: Vec<String>,
+    pub(crate) data_key: Option<DataKey>,
     pub(crate) store: Arc<Store>,
     /// Process ids of the workers that run, by local rank.
     pub(crate) pids: Vec<Option<i32>>,
@@ -71,6 +83,11 @@ impl Hub {
     /// From now on the connection gets what is sent to all.
     pub(super) fn enter(&self, id: u64, member: Member) {
         self.connections().insert(id, member);
+    }
+
+    pub(super) fn has_connection_of(&self, local_rank: LocalRank) -> bool {
+        let connections = self.connections();
+        connections.values().any(|member| member.local_rank == local_rank)
     }
 
     pub(super) fn leave(&self, id: u64) {
@@ -182,13 +199,8 @@ impl ControlServer {
         let hub = self.hub.clone();
         let mut departures = hub.departures.subscribe();
         async move {
-            let speaks = || {
-                hub.connections()
-                    .values()
-                    .any(|member| member.local_rank == local_rank)
-            };
             // The sender lives as long as the hub.
-            while speaks() && departures.changed().await.is_ok() {}
+            while hub.has_connection_of(local_rank) && departures.changed().await.is_ok() {}
         }
     }
 

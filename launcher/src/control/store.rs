@@ -1,6 +1,7 @@
 //! Key-value calls of the workers: forwarded to the daemon, reads shared by all workers of the node.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use base64::engine::general_purpose::STANDARD;
 use ddp_proto::client::{Client, ClientError, KvScope};
 use ddp_proto::control::{ANSWER_GRACE, KvRefusal, MAX_VALUE_BYTES, PUT_BOUND};
 use ddp_proto::rendezvous::KvEntry;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 /// Pause before a call is repeated on a connection that broke.
@@ -19,6 +21,10 @@ const MAX_KEPT_BYTES: usize = 4 << 20;
 const MAX_CACHED: usize = 4096;
 /// Answers to gathers that are kept, each of which may be as large as the daemon's store.
 const MAX_GATHERED: usize = 4;
+/// Longest single wait at the daemon for the entries of a gather.
+const GATHER_BOUND: Duration = Duration::from_mins(1);
+/// For so long an answer of what is there now serves all workers: it is for reports of who is missing.
+const SNAPSHOT_AGE: Duration = Duration::from_secs(2);
 
 /// Why a call was not done.
 #[derive(Debug)]
@@ -42,9 +48,21 @@ struct Cell {
 #[derive(Default)]
 struct Gathered {
     /// In order of their keys, when there were as many as were asked for: one answer for all workers.
-    entries: OnceLock<Arc<[KvEntry]>>,
-    /// Held by the reader that waits at the daemon.
-    turn: tokio::sync::Mutex<()>,
+    entries: OnceLock<Entries>,
+    /// Held by the caller that waits for the daemon's answer.
+    asking: tokio::sync::Mutex<Asking>,
+    /// The last attempt found no daemon.
+    is_away: Arc<AtomicBool>,
+}
+
+type Entries = Arc<[KvEntry]>;
+
+/// What a node asks the daemon of one prefix. It goes on when the caller gives up: nothing is transferred twice.
+#[derive(Default)]
+struct Asking {
+    task: JoinSet<Result<Entries, Refusal>>,
+    /// The last answer of what was there, and when it came.
+    snapshot: Option<(Instant, Entries)>,
 }
 
 /// The store of one generation, as the workers of this node see it.
@@ -151,35 +169,55 @@ impl Store {
     }
 
     /// Gathers all entries whose keys begin with `prefix`, waiting up to `bound` until there are `count` of them; with 0,
-    /// those that are there now. The workers of this node share one answer.
-    pub(crate) async fn gather(
-        &self,
-        prefix: &str,
-        count: u32,
-        bound: Duration,
-    ) -> Result<Arc<[KvEntry]>, Refusal> {
+    /// those that are there now or were a moment ago. The workers of this node share one answer.
+    pub(crate) async fn gather(&self, prefix: &str, count: u32, bound: Duration) -> Result<Entries, Refusal> {
         let deadline = Instant::now() + bound;
-        let fetch = |left| {
-            timeout_at(
-                deadline + ANSWER_GRACE,
-                self.fetch_all(prefix, count, left, deadline),
-            )
+        // What is there is not waited for, but transferred.
+        let deadline = if count == 0 {
+            deadline + ANSWER_GRACE
+        } else {
+            deadline
         };
-        let late = |_| Err(no_answer(prefix, bound + ANSWER_GRACE));
-        if count == 0 {
-            return fetch(Duration::ZERO).await.unwrap_or_else(late);
-        }
         let gathered = self.gathered(prefix, count);
-        let turn = timeout_at(deadline, gathered.turn.lock()).await;
+        let in_vain = || {
+            if count == 0 || gathered.is_away.load(Ordering::Relaxed) {
+                no_answer(prefix, bound)
+            } else {
+                too_few(prefix, bound)
+            }
+        };
+        let mut asking = timeout_at(deadline, gathered.asking.lock())
+            .await
+            .map_err(|_| in_vain())?;
         if let Some(entries) = gathered.entries.get() {
             return Ok(entries.clone());
         }
-        if turn.is_err() {
-            // The one whose turn it is asks for the same, and has no answer yet.
-            return Err(too_few(prefix, bound));
+        if let Some((_, entries)) = asking
+            .snapshot
+            .as_ref()
+            .filter(|(at, _)| at.elapsed() < SNAPSHOT_AGE)
+        {
+            return Ok(entries.clone());
         }
-        let entries = fetch(deadline.saturating_duration_since(Instant::now())).await;
-        let entries = entries.unwrap_or_else(late)?;
+        if asking.task.is_empty() {
+            let (client, scope, prefix) = (self.client.clone(), self.scope.clone(), prefix.to_owned());
+            let is_away = gathered.is_away.clone();
+            asking
+                .task
+                .spawn(async move { fetch_all(&client, &scope, &prefix, count, &is_away).await });
+        }
+        let answer = timeout_at(deadline, asking.task.join_next())
+            .await
+            .map_err(|_| in_vain())?;
+        let entries = match answer {
+            Some(Ok(entries)) => entries?,
+            // It was there, and panics are errors of ours.
+            Some(Err(_)) | None => return Err(no_answer(prefix, bound)),
+        };
+        if count == 0 {
+            asking.snapshot = Some((Instant::now(), entries.clone()));
+            return Ok(entries);
+        }
         Ok(gathered.entries.get_or_init(|| entries).clone())
     }
 
@@ -190,29 +228,13 @@ impl Store {
             return gathered.clone();
         }
         let gathered = Arc::<Gathered>::default();
+        if all.len() >= MAX_GATHERED {
+            all.retain(|_, gathered| Arc::strong_count(gathered) > 1);
+        }
         if all.len() < MAX_GATHERED {
             all.insert(key, gathered.clone());
         }
         gathered
-    }
-
-    async fn fetch_all(
-        &self,
-        prefix: &str,
-        count: u32,
-        bound: Duration,
-        deadline: Instant,
-    ) -> Result<Arc<[KvEntry]>, Refusal> {
-        let mut left = bound;
-        loop {
-            match self.client.kv_gather(&self.scope, prefix, count, left).await {
-                Ok(Some(found)) => return Ok(found.entries.into()),
-                Ok(None) if Instant::now() < deadline => {}
-                Ok(None) => return Err(too_few(prefix, bound)),
-                Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
-            }
-            left = deadline.saturating_duration_since(Instant::now());
-        }
     }
 
     fn cell(&self, key: &str) -> Arc<Cell> {
@@ -242,6 +264,25 @@ impl Store {
                 }
                 Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
             }
+        }
+    }
+}
+
+/// Asks until there is an answer; it ends with the generation's store.
+async fn fetch_all(
+    client: &Client,
+    scope: &KvScope,
+    prefix: &str,
+    count: u32,
+    is_away: &AtomicBool,
+) -> Result<Entries, Refusal> {
+    loop {
+        let answer = client.kv_gather(scope, prefix, count, GATHER_BOUND).await;
+        is_away.store(answer.is_err(), Ordering::Relaxed);
+        match answer {
+            Ok(Some(found)) => return Ok(found.entries.into()),
+            Ok(None) => {}
+            Err(error) => pause_or_refuse(error, Instant::now() + GATHER_BOUND).await?,
         }
     }
 }

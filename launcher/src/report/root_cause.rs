@@ -92,15 +92,15 @@ impl Verdict<'_> {
             ExitReason::JobOver { reason, .. } => reason.clone(),
             _ => self.report.to_owned(),
         };
-        let (failures, untold) = self.records();
+        let (failures, more_failures, more_victims) = self.records();
         let cause = RootCause {
             job_id: self.job_id,
             exit_code: self.exit_reason.exit_code(),
             reason,
             first_failure: failure,
             failures,
-            more_failures: self.failures.more_failures + untold.more_failures,
-            more_victims: self.failures.more_victims + untold.more_victims,
+            more_failures,
+            more_victims,
         };
         // A node that shares the file system may have removed it: it was stopped, and the folder empty.
         fs::create_dir_all(log_dir)?;
@@ -129,8 +129,8 @@ impl Verdict<'_> {
     }
 
     /// The daemon's list, or the first failure alone if it told none; then the workers of this node that are not in it.
-    /// Of those it counts how many there was no room for.
-    fn records(&self) -> (Vec<Record<'_>>, NodeStopped) {
+    /// And how many failures, and stopped workers, are in neither list.
+    fn records(&self) -> (Vec<Record<'_>>, u32, u32) {
         let generation = self.generation.0;
         let of_node = |exit, node| Record::of_node(generation, node, exit);
         let listed = &self.failures.failures;
@@ -140,14 +140,21 @@ impl Verdict<'_> {
         }
         let is_new = |exit: &&WorkerExit| !records.iter().any(|record| record.is_of(generation, exit.rank));
         let new: Vec<_> = self.local.exits.iter().filter(is_new).collect();
-        let mut untold = NodeStopped::default();
+        let (mut more_failures, mut more_victims) = (self.failures.more_failures, self.failures.more_victims);
         if !new.is_empty() {
-            // The daemon has not counted them: it had no report of this node's end.
-            untold.more_failures = self.local.more_failures;
-            untold.more_victims = self.local.more_victims;
+            // The daemon may have counted them where its list was full. Of those that are not listed here it knows nothing.
+            let victims = new.iter().filter(|exit| exit.stopped_with.is_some()).count() as u32;
+            let failures = new.len() as u32 - victims;
+            let local = self.local;
+            more_failures = more_failures
+                .saturating_sub(failures)
+                .saturating_add(local.more_failures);
+            more_victims = more_victims
+                .saturating_sub(victims)
+                .saturating_add(local.more_victims);
         }
         records.extend(new.into_iter().map(|exit| of_node(exit, self.hostname)));
-        (records, untold)
+        (records, more_failures, more_victims)
     }
 
     fn failure(&self) -> Option<(&WorkerExit, &str)> {

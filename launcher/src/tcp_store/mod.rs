@@ -8,3 +8,4 @@ mod store;
 mod wire;
 
 pub(crate) use server::TcpStoreServer;
+pub use wire::read_foreign_commands;

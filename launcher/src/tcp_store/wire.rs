@@ -201,6 +201,22 @@ impl Decoder {
     }
 }
 
+/// Takes what a client might send, in these pieces; how many commands it was. For `tests/fuzz`.
+pub fn read_foreign_commands<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> usize {
+    let (mut decoder, mut count) = (Decoder::default(), 0);
+    for piece in pieces {
+        decoder.space().extend_from_slice(piece);
+        loop {
+            match decoder.next_command() {
+                Ok(Some(_)) => count += 1,
+                Ok(None) => break,
+                Err(_) => return count,
+            }
+        }
+    }
+    count
+}
+
 /// How far a command has been looked at. All positions count from its first byte.
 #[derive(Debug)]
 struct Scan {

@@ -11,6 +11,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, SignalScope, WorkerCommand};
+use ddp_proto::client::Access;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -205,6 +206,8 @@ impl Launch {
             job_id: "test-job".into(),
             run_id: "test-job".into(),
             endpoint: self.endpoint,
+            access: Access::Open,
+            incarnation: format!("test-{}", std::process::id()),
             nodes: NodeRange { min: 1, max: 1 },
             node_rank: None,
             workers: self.workers,

@@ -4,6 +4,10 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::rendezvous::{Failure, JobOver, Refused, WorkerExit};
+
 use crate::daemon::{Daemon, Policy};
 use crate::harness::{Meeting, launch, launch_at};
 
@@ -105,4 +109,65 @@ fn a_daemon_that_is_gone_is_tried_for_a_time_that_is_told() {
     let end = launcher.wait();
     assert_eq!(end.code, 69, "{}", end.stderr);
     assert!(end.stderr.contains("exited with code 3"), "{}", end.stderr);
+}
+
+/// What moves a terminal's cursor, changes its title, or the direction of a text.
+const CONTROLS: [char; 5] = ['\u{1b}', '\u{9b}', '\u{7}', '\u{202e}', '\r'];
+
+fn assert_is_clean(text: &str) {
+    assert!(text.contains("hostile"), "{text}");
+    assert!(!text.contains(CONTROLS), "{text:?}");
+}
+
+#[test]
+fn a_refusal_of_a_hostile_daemon_controls_no_terminal() {
+    let daemon = Daemon::start(Policy {
+        refuses: Some(Refused {
+            code: Code::Invalid.into(),
+            reason: "hostile\u{1b}[2J\u{1b}]0;title\u{7}\u{9b}5A \u{202e}txet\r".into(),
+            failures: None,
+        }),
+        ..Policy::default()
+    });
+    let end = launch(&daemon).start().wait();
+    assert_eq!(end.code, 2, "{}", end.stderr);
+    assert_is_clean(&end.stderr);
+}
+
+#[test]
+fn names_and_words_of_other_nodes_control_no_terminal_and_no_log() {
+    let hostile = "hostile\u{1b}[2J\u{202e}\u{9b}5A";
+    let exit = WorkerExit {
+        rank: 1,
+        exit_code: Some(3),
+        message: hostile.into(),
+        stderr_tail: vec![hostile.into()],
+        log_file: hostile.into(),
+        ..WorkerExit::default()
+    };
+    let daemon = Daemon::start(Policy {
+        failures: vec![Failure {
+            generation: 1,
+            hostname: hostile.into(),
+            exit: Some(exit.clone()),
+            ..Failure::default()
+        }],
+        ..Policy::default()
+    });
+    let mut launcher = launch(&daemon)
+        .sh(r"printf 'own \033[1m words\n'; exec sleep 1000")
+        .start();
+    // What this node's own workers write stays as it is.
+    launcher.stdout.expect("own \u{1b}[1m words");
+    daemon.say(Word::JobOver(JobOver {
+        exit_code: 3,
+        reason: hostile.into(),
+        no_restart: hostile.into(),
+        first_failure: Some(exit),
+        first_failure_host: hostile.into(),
+        ..JobOver::default()
+    }));
+    let end = launcher.wait();
+    assert_eq!(end.code, 3, "{}", end.stderr);
+    assert_is_clean(&end.stderr);
 }

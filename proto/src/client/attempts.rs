@@ -6,6 +6,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 
+use super::connector::{Access, Connector, UNIX_PREFIX};
 use super::error::{ClientError, Setback, root_cause};
 use crate::resolver::Resolver;
 
@@ -97,16 +98,21 @@ fn backoff(attempt: u32, jitter: f64) -> Duration {
         .mul_f64(jitter)
 }
 
-/// The daemon behind `host:port`.
-#[derive(Clone, Debug)]
+/// The daemon behind `host:port`, or at an abstract socket.
 pub(super) struct Target {
     endpoint: Endpoint,
-    resolver: Resolver,
+    connector: Connector,
 }
 
 impl Target {
     /// Makes the thread that looks up the name, if it is one.
-    pub(super) fn of(endpoint: &str) -> Result<Self, ClientError> {
+    pub(super) fn of(endpoint: &str, access: &Access) -> Result<Self, ClientError> {
+        if let Some(name) = endpoint.strip_prefix(UNIX_PREFIX) {
+            return Ok(Self {
+                endpoint: with_patience(Endpoint::from_static("http://localhost")),
+                connector: Connector::unix(name),
+            });
+        }
         let bad = |cause: String| ClientError::BadEndpoint {
             endpoint: endpoint.to_owned(),
             cause,
@@ -125,24 +131,32 @@ impl Target {
         let uri = format!("http://{endpoint}");
         let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(root_cause(&error)))?;
         Ok(Self {
-            endpoint: endpoint
-                .connect_timeout(ATTEMPT_TIMEOUT)
-                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-                .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-                .keep_alive_while_idle(true),
-            resolver: Resolver::start(host)?,
+            endpoint: with_patience(endpoint),
+            connector: Connector::tcp(host, tcp(Resolver::start(host)?), access)?,
         })
     }
 
     /// One attempt; the channel reconnects when it broke.
     pub(super) async fn connect(&self) -> Result<Channel, tonic::transport::Error> {
-        let mut connector = HttpConnector::new_with_resolver(self.resolver.clone());
-        connector.set_nodelay(true);
-        connector.set_keepalive(Some(KEEP_ALIVE_INTERVAL));
-        // Shared by the addresses of a host that has several.
-        connector.set_connect_timeout(Some(ATTEMPT_TIMEOUT));
-        self.endpoint.connect_with_connector(connector).await
+        self.endpoint.connect_with_connector(self.connector.clone()).await
     }
+}
+
+fn with_patience(endpoint: Endpoint) -> Endpoint {
+    endpoint
+        .connect_timeout(ATTEMPT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true)
+}
+
+fn tcp(resolver: Resolver) -> HttpConnector<Resolver> {
+    let mut tcp = HttpConnector::new_with_resolver(resolver);
+    tcp.set_nodelay(true);
+    tcp.set_keepalive(Some(KEEP_ALIVE_INTERVAL));
+    // Shared by the addresses of a host that has several.
+    tcp.set_connect_timeout(Some(ATTEMPT_TIMEOUT));
+    tcp
 }
 
 #[cfg(test)]
@@ -155,8 +169,8 @@ mod tests {
     async fn a_name_that_nobody_knows_has_words_and_a_hint_of_its_own() {
         let resolver = Resolver::with("node0", |_, _| Err(io::Error::other("not known"))).unwrap();
         let target = Target {
-            resolver,
-            ..Target::of("node0:29400").unwrap()
+            connector: Connector::tcp("node0", tcp(resolver), &Access::Open).unwrap(),
+            ..Target::of("node0:29400", &Access::Open).unwrap()
         };
         let setback = Setback::of(&target.connect().await.unwrap_err());
         let mut attempts = Attempts::new("node0:29400", Instant::now());

@@ -5,8 +5,11 @@ use std::time::Duration;
 use tonic::{Code, Status};
 
 use super::SEND_QUEUE;
+use super::connector::handshake_failure;
 use crate::exit;
+use crate::printable;
 use crate::resolver::{LookUpError, NoThread};
+use crate::tls::TlsError;
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -24,6 +27,19 @@ pub enum ClientError {
     /// Its host is a name, and there is no thread to look it up.
     #[error(transparent)]
     NoThread(#[from] NoThread),
+    /// Certificates or keys cannot be used.
+    #[error("{0}")]
+    Tls(String),
+    /// The daemon cannot prove that it is the right one.
+    #[error("refused the rendezvous at `{endpoint}`: {cause}\n  hint: {hint}")]
+    Untrusted {
+        /// Address that was tried.
+        endpoint: String,
+        /// What it showed.
+        cause: String,
+        /// What to do about it.
+        hint: &'static str,
+    },
     /// No connection within the deadline.
     #[error("cannot reach the rendezvous at `{endpoint}` after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
     Unreachable {
@@ -114,11 +130,17 @@ pub enum ClientError {
     },
 }
 
+impl From<TlsError> for ClientError {
+    fn from(error: TlsError) -> Self {
+        Self::Tls(error.to_string())
+    }
+}
+
 impl ClientError {
     /// Exit code of a launcher that ends because of this error.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::BadEndpoint { .. } => exit::USAGE,
+            Self::BadEndpoint { .. } | Self::Tls(_) => exit::USAGE,
             Self::Unreachable { .. }
             | Self::Stranger { .. }
             | Self::Broken { .. }
@@ -127,7 +149,8 @@ impl ClientError {
             Self::Refused {
                 unauthenticated: true,
                 ..
-            } => exit::REFUSED,
+            }
+            | Self::Untrusted { .. } => exit::REFUSED,
             Self::NoThread(_)
             | Self::Superseded { .. }
             | Self::Forgotten { .. }
@@ -174,6 +197,8 @@ const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP ad
 pub(super) struct Setback {
     pub(super) cause: String,
     pub(super) hint: &'static str,
+    /// The daemon has shown that it is not the right one.
+    pub(super) is_distrust: bool,
 }
 
 impl Setback {
@@ -182,6 +207,7 @@ impl Setback {
         Self {
             cause: words.to_owned(),
             hint: IS_IT_THERE,
+            is_distrust: false,
         }
     }
 
@@ -193,15 +219,20 @@ impl Setback {
                 other => other.to_string(),
             },
             hint: IS_IT_THERE,
+            is_distrust: false,
         }
     }
 
     pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
+        let failed = handshake_failure(error);
+        let distrust = failed.and_then(|failure| failure.distrust);
         let layers = std::iter::successors(Some(error), |error| error.source());
         let mut layers = layers.filter(|error| error.is::<LookUpError>());
+        let hint = layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
         Self {
             cause: root_cause(error),
-            hint: layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN),
+            hint: distrust.unwrap_or(hint),
+            is_distrust: distrust.is_some(),
         }
     }
 }
@@ -213,7 +244,7 @@ pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
         error = source;
     }
     match error.downcast_ref::<Status>() {
-        Some(status) => status.message().to_owned(),
+        Some(status) => printable::text(status.message()).into_owned(),
         None => error.to_string(),
     }
 }

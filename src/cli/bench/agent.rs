@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError, KvScope};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope};
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -89,7 +89,7 @@ impl Agent {
         let told = news.clone();
         let played = async {
             let place = places.acquire().await;
-            let client = Client::connect(endpoint, Instant::now() + PATIENCE).await?;
+            let client = Client::connect(endpoint, &Access::Open, Instant::now() + PATIENCE).await?;
             drop(place);
             let _ = news.send(News::Connected);
             let agent = Self {
@@ -186,6 +186,7 @@ impl Agent {
             job_id: self.job_id(),
             generation: *generation,
             assignment_id: place.assignment_id.clone(),
+            incarnation: NodeId(self.incarnation()),
         };
         let (client, news) = (self.client.clone(), self.news.clone());
         let (own, nodes) = (self.part.node, self.part.nodes);

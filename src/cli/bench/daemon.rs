@@ -18,7 +18,7 @@ impl Daemon {
     /// Starts it at a free port of the loopback. What it reports is formatted and thrown away.
     pub(super) fn start() -> io::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
-            .args(["serve", "--listen", "127.0.0.1:0"])
+            .args(["serve", "--insecure", "--listen", "127.0.0.1:0"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())

@@ -2,11 +2,12 @@
 //! not.
 //!
 //! Other nodes, other users of a shared rendezvous and its log see the words. None of them needs a password for that, so
-//! the values of arguments that look like one are hidden.
+//! what looks like one is hidden ([`redaction`]).
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
+use super::redaction;
 use super::target::{Target, TargetKind};
 
 /// Most bytes of target and keys that a description takes; the daemon takes some more.
@@ -15,21 +16,6 @@ const DESCRIPTION_BYTES: usize = 8 << 10;
 const VALUE_BYTES: usize = 512;
 /// Most bytes of the words of a command line in a description.
 const WORDS_BYTES: usize = 2 << 10;
-/// A part of an option's or a variable's name that says that its value must not be shown.
-const TELLTALES: &[&str] = &[
-    "apikey",
-    "credential",
-    "credentials",
-    "key",
-    "passphrase",
-    "passwd",
-    "password",
-    "secret",
-    "token",
-];
-/// Stands for the value of one.
-const HIDDEN: &str = "…";
-
 /// Settings that must be the same on all nodes of a job. The number of workers may differ.
 #[derive(Clone, Copy, Debug)]
 pub struct AgreedSettings {
@@ -85,7 +71,7 @@ impl Target {
         };
         add(kind, &self.display_name());
         for (key, value) in entries {
-            add(key, &short(value));
+            add(key, &short(&redaction::value(key, value)));
         }
         words.push('\n');
         if let Some(yaml) = &self.yaml {
@@ -97,10 +83,7 @@ impl Target {
                 &hash[..8]
             );
         }
-        for (key, values) in [
-            ("--set", self.overrides.join(" ")),
-            ("arguments", self.arguments()),
-        ] {
+        for (key, values) in [("--set", self.overrides()), ("arguments", self.arguments())] {
             if !values.is_empty() {
                 let _ = writeln!(words, "{key}: {}", clip(&one_line(&values)));
             }
@@ -108,9 +91,14 @@ impl Target {
         words
     }
 
+    fn overrides(&self) -> String {
+        let shown = self.overrides.iter().map(|pair| redaction::pair(pair));
+        shown.collect::<Vec<_>>().join(" ")
+    }
+
     fn arguments(&self) -> String {
         let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
-        hide_secrets(args.iter().map(AsRef::as_ref))
+        redaction::command_line(args.iter().map(AsRef::as_ref)).join(" ")
     }
 }
 
@@ -132,32 +120,6 @@ fn clip(words: &str) -> &str {
 /// Lines are what tells the entries of a description apart.
 fn one_line(value: &str) -> String {
     value.replace(|c: char| c.is_control(), " ")
-}
-
-/// The words of a command line in one, without the values of `--api-key=…`, `--token …`, `DB_PASSWORD=…` and the like.
-fn hide_secrets<'a>(words: impl IntoIterator<Item = &'a str>) -> String {
-    let mut is_value = false;
-    let shown = words.into_iter().map(|word| {
-        if std::mem::take(&mut is_value) && !word.starts_with('-') {
-            return HIDDEN.to_owned();
-        }
-        match word.split_once('=') {
-            Some((name, _)) if is_telltale(name) => format!("{name}={HIDDEN}"),
-            None if word.starts_with('-') => {
-                is_value = is_telltale(word);
-                word.to_owned()
-            }
-            _ => word.to_owned(),
-        }
-    });
-    shown.collect::<Vec<_>>().join(" ")
-}
-
-/// True of a name that has one of the parts: `--max-tokens` and `--tokenizer` have none.
-fn is_telltale(name: &str) -> bool {
-    let name = name.to_lowercase();
-    let mut parts = name.split(|c: char| !c.is_alphanumeric());
-    parts.any(|part| TELLTALES.contains(&part))
 }
 
 #[cfg(test)]
@@ -248,23 +210,21 @@ mod tests {
     }
 
     #[test]
-    fn values_of_secrets_are_hidden_and_no_others() {
-        for (words, shown) in [
-            ("--password=hunter2 --lr 3", "--password=… --lr 3"),
-            ("--hf-token hunter2 --lr 3", "--hf-token … --lr 3"),
-            (
-                "env WANDB_API_KEY=hunter2 python t.py",
-                "env WANDB_API_KEY=… python t.py",
-            ),
-            ("--use-token --lr 3", "--use-token --lr 3"),
-            ("trainer.api_key=a=b x", "trainer.api_key=… x"),
-            (
-                "--max-tokens 5 --tokenizer=gpt2 token",
-                "--max-tokens 5 --tokenizer=gpt2 token",
-            ),
-            ("", ""),
+    fn no_secret_is_told_to_other_nodes() {
+        let secret = "https://me:hunter2@host/a";
+        let entries = [("data.train".to_owned(), secret.to_owned())];
+        let target = Target {
+            args: vec!["--auth".into(), "hunter2".into()],
+            ..native("x: 1", &["logger.api_key=hunter2"])
+        };
+        let words = target.describe(&entries);
+        assert!(!words.contains("hunter2"), "{words}");
+        for shown in [
+            "data.train: https://me:…@host/a",
+            "--set: logger.api_key=…",
+            "arguments: --auth …",
         ] {
-            assert_eq!(hide_secrets(words.split(' ')), shown);
+            assert!(words.contains(shown), "{words}");
         }
     }
 }

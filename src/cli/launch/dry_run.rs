@@ -1,17 +1,19 @@
 //! `--dry-run`: what would be started, and where each value comes from.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, Variable, WorkerCommand, parent_of_workers};
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SpawnError, Variable, WorkerCommand, parent_of_workers};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::layers::{Given, Source};
 use super::plan::Launch;
+use super::redaction;
 use super::settings::DECIDED;
 
 /// Columns of values, at least and at most; a source follows a longer value at once.
@@ -20,8 +22,8 @@ const VALUE_WIDTH: std::ops::RangeInclusive<usize> = 32..=48;
 /// The same for variables with their names, so that sources stand in one column.
 const VARIABLE_WIDTH: usize = 51;
 
-/// The whole answer, several lines.
-pub fn describe(launch: &Launch) -> String {
+/// The whole answer, several lines. `missing` is why the workers could not be started.
+pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
     let Launch {
         plan,
         checked,
@@ -62,9 +64,6 @@ pub fn describe(launch: &Launch) -> String {
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");
     }
-    if let Some(error) = ddp_launcher::missing_program(plan) {
-        let _ = writeln!(text, "the workers could not be started: {error}");
-    }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment set for local rank 0:\n");
     for variable in &launch.environment {
@@ -77,6 +76,13 @@ pub fn describe(launch: &Launch) -> String {
         );
     }
     text.push_str("nothing was started.");
+    if let Some(error) = missing {
+        let code = error.exit_code();
+        let _ = write!(
+            text,
+            "\nthe workers could not be started, and the job would end with exit code {code}: {error}"
+        );
+    }
     text
 }
 
@@ -131,7 +137,7 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
             let value = match *name {
                 "numa_binding" => cores(plan),
                 "rdzv_conf" => conf(launch),
-                _ => words.clone(),
+                _ => redaction::value(name, words).into_owned(),
             };
             rows.push((name, value));
         }
@@ -234,12 +240,14 @@ fn command_line(command: &WorkerCommand) -> String {
         Some(arg0) => arg0.to_string_lossy().into_owned(),
         None => command.program.display().to_string(),
     };
-    let args = command.args.iter().map(|arg| quoted(&arg.to_string_lossy()));
+    let args: Vec<_> = command.args.iter().map(|arg| arg.to_string_lossy()).collect();
+    let args = redaction::command_line(args.iter().map(AsRef::as_ref));
+    let args = args.iter().map(|arg| quoted(arg));
     std::iter::once(program).chain(args).collect::<Vec<_>>().join(" ")
 }
 
 /// The value of a variable of the first worker; one that is decided when the nodes have met says so.
-fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
+fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> Cow<'a, str> {
     let is_later = match variable.name.as_str() {
         "TORCHELASTIC_ERROR_FILE" | "DDP_CONTROL" | "DDP_RUN_TOKEN" => true,
         "MASTER_PORT" => plan.master_port.is_none(),
@@ -249,9 +257,9 @@ fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
         _ => false,
     };
     if is_later {
-        "(decided at startup)"
+        "(decided at startup)".into()
     } else {
-        &variable.value
+        redaction::value(&variable.name, &variable.value)
     }
 }
 
@@ -276,6 +284,8 @@ mod tests {
     #[test]
     fn the_rendezvous_is_shown_where_it_will_be() {
         let of_first_node = |endpoint: &str, is_host| HostFacts {
+            protection: super::super::host::Protection::Insecure,
+            patience: std::time::Duration::ZERO,
             endpoint: Some(crate::cli::values::endpoint(endpoint).expect("valid")),
             is_host,
             node_rank: Some(0),

@@ -1,26 +1,31 @@
 //! Who hosts the rendezvous daemon.
 //!
-//! One node hosts its own on loopback. Of several nodes, the host is the one that `is_host` names, else
+//! One node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the one that `is_host` names, else
 //! node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a client too if the endpoint is
 //! an address that it lacks. Where the port is taken already,
 //! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
 //! job's `ddp-run`, which ends with that job, is a stranger too.
+//!
+//! On a TCP port, both sides prove that they have the token of the job. The host makes it if it is missing.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use ddp_proto::client::{Access, ClientError, UNIX_PREFIX, open_channel};
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use ddp_proto::resolver::{NoThread, Resolver};
+use ddp_proto::tls::TlsFiles;
 use tokio::net::{TcpListener, TcpStream};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::cli::error::CliError;
+use crate::cli::token::TokenSource;
 use crate::cli::values::Endpoint;
-use crate::rendezvous;
+use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,6 +38,30 @@ pub(in crate::cli) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Name of the service whose health tells our daemon from another gRPC server.
 const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
+
+/// What nodes of several prove to each other.
+#[derive(Clone, Debug)]
+pub enum Protection {
+    /// Nothing: `--insecure`.
+    Insecure,
+    /// That they have the token.
+    Token {
+        /// Where it is.
+        source: TokenSource,
+        /// DDP_TLS_CA and the like, for a daemon with an operator's certificate.
+        files: TlsFiles,
+    },
+}
+
+/// The operator's files that the environment names.
+pub fn tls_files(get_env: &impl Fn(&str) -> Option<String>) -> TlsFiles {
+    let file = |name| get_env(name).filter(|path| !path.is_empty()).map(Into::into);
+    TlsFiles {
+        cert: file("DDP_TLS_CERT"),
+        key: file("DDP_TLS_KEY"),
+        ca: file("DDP_TLS_CA"),
+    }
+}
 
 /// What is known of this node before anything is resolved or bound.
 #[derive(Clone, Debug)]
@@ -47,6 +76,17 @@ pub struct HostFacts {
     pub job_id: String,
     /// True for a job of one node, whose daemon no other node has to find.
     pub one_node: bool,
+    /// What is proved at a TCP port.
+    pub protection: Protection,
+    /// How long another node's token file is waited for.
+    pub patience: Duration,
+}
+
+impl HostFacts {
+    /// The daemon has an operator's certificate: no launcher hosts it.
+    fn is_operators(&self) -> bool {
+        matches!(&self.protection, Protection::Token { files, .. } if files.ca.is_some())
+    }
 }
 
 /// What follows from the facts alone.
@@ -66,6 +106,7 @@ pub enum HostRole {
 pub fn host_role(facts: &HostFacts) -> HostRole {
     match (&facts.endpoint, facts.is_host, facts.node_rank) {
         (None, ..) => HostRole::Alone,
+        _ if facts.is_operators() => HostRole::Join,
         (Some(_), Some(true), _) | (Some(_), None, Some(0)) => HostRole::Host,
         (Some(_), Some(false), _) | (Some(_), None, Some(_)) => HostRole::Join,
         (Some(_), None, None) => HostRole::HostIfLocal,
@@ -75,10 +116,58 @@ pub fn host_role(facts: &HostFacts) -> HostRole {
 /// Where the daemon is.
 #[derive(Debug)]
 pub struct Hosting {
-    /// `host:port` that the agent connects to.
+    /// `host:port` or `unix:@NAME` that the agent connects to.
     pub endpoint: String,
+    /// What it proves there.
+    pub access: Access,
     /// Set where this process runs the daemon itself.
-    pub listener: Option<TcpListener>,
+    pub daemon: Option<OwnDaemon>,
+}
+
+/// Where the daemon of this process listens.
+#[derive(Debug)]
+pub struct OwnDaemon {
+    /// Bound.
+    pub listener: Listener,
+    /// What is known of those who connect.
+    pub callers: Callers,
+}
+
+/// At another process.
+async fn join(facts: &HostFacts, endpoint: &Endpoint) -> Result<Hosting, CliError> {
+    let access = match &facts.protection {
+        Protection::Insecure => Access::Open,
+        // The daemon's operator has no token of this user's.
+        Protection::Token { source, files } if facts.is_operators() => {
+            Access::Operator(files.clone(), source.read_or_make()?)
+        }
+        Protection::Token { source, .. } => Access::Token(source.wait(facts.patience).await?),
+    };
+    Ok(Hosting {
+        endpoint: endpoint.to_string(),
+        access,
+        daemon: None,
+    })
+}
+
+/// In this process.
+fn host(facts: &HostFacts, endpoint: &Endpoint, listener: TcpListener) -> Result<Hosting, CliError> {
+    let (access, transport, callers) = match &facts.protection {
+        Protection::Insecure => (Access::Open, Transport::Plain, Callers::Anybody),
+        Protection::Token { source, .. } => {
+            let token = source.read_or_make()?;
+            let transport = Transport::of_token(&token)?;
+            (Access::Token(token), transport, Callers::Proven)
+        }
+    };
+    Ok(Hosting {
+        endpoint: endpoint.to_string(),
+        access,
+        daemon: Some(OwnDaemon {
+            listener: Listener::Tcp(listener, transport),
+            callers,
+        }),
+    })
 }
 
 /// Carries the role out: resolves, binds, and looks who holds the port where binding fails.
@@ -86,12 +175,8 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
     let Some(endpoint) = &facts.endpoint else {
         return alone();
     };
-    let join = Hosting {
-        endpoint: endpoint.to_string(),
-        listener: None,
-    };
     if host_role(facts) == HostRole::Join {
-        return Ok(join);
+        return join(facts, endpoint).await;
     }
     let addresses = resolve(endpoint).await?;
     let bind_to = bind_addresses(facts, endpoint, &addresses);
@@ -100,19 +185,16 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
         match listen(address, asked_at(endpoint, &addresses)).await {
             Ok(listener) => {
                 tracing::info!(%address, "hosting the rendezvous");
-                return Ok(Hosting {
-                    listener: Some(listener),
-                    ..join
-                });
+                return host(facts, endpoint, listener);
             }
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 return match who_serves(facts, endpoint, &addresses).await? {
                     Owner::Anybody => {
                         tracing::info!(%endpoint, "a rendezvous already runs there");
-                        Ok(join)
+                        join(facts, endpoint).await
                     }
                     Owner::OtherJob(why) if facts.one_node => {
-                        tracing::info!(%why, "using a private port instead");
+                        tracing::info!(%why, "using a private socket instead");
                         alone()
                     }
                     Owner::OtherJob(why) => Err(CliError::OtherJobsPort {
@@ -127,8 +209,10 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
     }
     match last_error {
         // The address belongs to another machine: its daemon is there, or will be.
-        Some(error) if error.kind() == ErrorKind::AddrNotAvailable && facts.is_host.is_none() => Ok(join),
-        None => Ok(join),
+        Some(error) if error.kind() == ErrorKind::AddrNotAvailable && facts.is_host.is_none() => {
+            join(facts, endpoint).await
+        }
+        None => join(facts, endpoint).await,
         Some(source) => Err(CliError::Host {
             endpoint: endpoint.to_string(),
             hint: match source.kind() {
@@ -169,15 +253,18 @@ fn asked_at(endpoint: &Endpoint, addresses: &[IpAddr]) -> SocketAddr {
 }
 
 fn alone() -> Result<Hosting, CliError> {
-    let failed = |source| CliError::Machine {
-        what: "cannot listen on loopback",
+    let name = format!("ddp-run-{:032x}", rand::random::<u128>());
+    let listener = rendezvous::listen_locally(&name).map_err(|source| CliError::Machine {
+        what: "cannot listen on an abstract Unix socket",
         source,
-    };
-    let listener = rendezvous::listen(&[(Ipv4Addr::LOCALHOST, 0).into()]).map_err(failed)?;
-    let endpoint = listener.local_addr().map_err(failed)?.to_string();
+    })?;
     Ok(Hosting {
-        endpoint,
-        listener: Some(listener),
+        endpoint: format!("{UNIX_PREFIX}{name}"),
+        access: Access::Open,
+        daemon: Some(OwnDaemon {
+            listener: Listener::Unix(listener),
+            callers: Callers::Proven,
+        }),
     })
 }
 
@@ -230,10 +317,17 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     if !is_served(address).await {
         return Err(taken("it has bound the port but does not listen".to_owned()));
     }
-    let uri = format!("http://{address}");
-    match tokio::time::timeout(HEALTH_TIMEOUT, ask(uri, facts.job_id.clone())).await {
+    let access = match &facts.protection {
+        Protection::Insecure => Access::Open,
+        // A daemon of this user that has just begun to listen makes it at the same time.
+        Protection::Token { source, .. } => Access::Token(source.read_or_make()?),
+    };
+    // A connection is given up after as long, with fewer words.
+    let patience = HEALTH_TIMEOUT - Duration::from_millis(100);
+    match tokio::time::timeout(patience, ask(address, &access, facts.job_id.clone())).await {
         Ok(Ok(owner)) => Ok(owner),
-        Ok(Err(problem)) => Err(taken(problem)),
+        Ok(Err(Problem::Distrust(words))) => Err(CliError::Untrusted(words)),
+        Ok(Err(Problem::Other(problem))) => Err(taken(problem)),
         Err(_) => Err(taken(format!(
             "it did not answer within {} s",
             HEALTH_TIMEOUT.as_secs()
@@ -241,28 +335,45 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     }
 }
 
-async fn ask(uri: String, job_id: String) -> Result<Owner, String> {
-    let channel = tonic::transport::Endpoint::from_shared(uri)
-        .map_err(|error| error.to_string())?
-        .connect_timeout(HEALTH_TIMEOUT)
-        .connect()
-        .await
-        .map_err(|_| "it does not speak gRPC".to_owned())?;
+/// Why a server is not asked any further.
+enum Problem {
+    /// It is a daemon with another token.
+    Distrust(String),
+    /// It is none of ours.
+    Other(String),
+}
+
+impl From<&str> for Problem {
+    fn from(words: &str) -> Self {
+        Self::Other(words.to_owned())
+    }
+}
+
+async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Owner, Problem> {
+    let opened = open_channel(&address.to_string(), access).await;
+    let channel = opened.map_err(|error| match error {
+        ClientError::Untrusted { .. } => Problem::Distrust(error.to_string()),
+        _ if matches!(access, Access::Open) => "it does not speak gRPC".into(),
+        _ => "it does not speak TLS as a rendezvous does".into(),
+    })?;
     let request = HealthCheckRequest {
         service: SERVICE.to_owned(),
     };
     let health = match HealthClient::new(channel.clone()).check(request).await {
         Ok(reply) => reply.into_inner().status(),
         Err(status) if status.code() == tonic::Code::NotFound => {
-            return Err("it is a different gRPC server".to_owned());
+            return Err("it is a different gRPC server".into());
         }
-        Err(_) => return Err("it does not answer gRPC health checks".to_owned()),
+        Err(_) => return Err("it does not answer gRPC health checks".into()),
     };
     if health != ServingStatus::Serving {
-        return Err(format!("its health is {health:?}"));
+        return Err(Problem::Other(format!("its health is {health:?}")));
     }
     match RendezvousClient::new(channel)
-        .status(StatusRequest { job_id })
+        .status(StatusRequest {
+            job_id,
+            ..StatusRequest::default()
+        })
         .await
     {
         Err(status) if status.code() == tonic::Code::FailedPrecondition => {
@@ -285,6 +396,8 @@ mod tests {
             node_rank,
             job_id: "job".to_owned(),
             one_node: false,
+            protection: Protection::Insecure,
+            patience: Duration::ZERO,
         }
     }
 
@@ -364,7 +477,7 @@ mod tests {
     #[test]
     fn a_foreign_address_makes_a_client() {
         let hosting = block_on(resolve_host(&facts(Some("192.0.2.1:29400"), None, None))).expect("a client");
-        assert!(hosting.listener.is_none());
+        assert!(hosting.daemon.is_none());
         assert_eq!(hosting.endpoint, "192.0.2.1:29400");
     }
 

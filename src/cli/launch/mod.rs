@@ -9,6 +9,7 @@
 //! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
 //! | [`target`] | kinds of target, and their command | |
 //! | [`agreement`] | what all nodes of a job must agree on, as a hash and in words | any I/O |
+//! | [`redaction`] | which values are secrets, and must not be shown | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
 //! | [`host`] | who hosts the daemon | run it |
 
@@ -19,6 +20,7 @@ pub mod host;
 pub mod layers;
 pub mod output;
 pub mod plan;
+pub mod redaction;
 pub mod scheduler;
 pub mod settings;
 pub mod streams;
@@ -29,7 +31,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
-use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -40,13 +41,14 @@ use crate::cli::machine::limits;
 use crate::cli::{answer, init_tracing, native};
 use crate::rendezvous;
 use args::ParsedArgs;
-use host::HostFacts;
+use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
 
 /// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
 /// are told nowhere else.
-const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::service::incoming=warn";
+const LAUNCHER_EVENTS: &str =
+    "ddp_run=error,ddp_run::rendezvous::service::incoming=warn,ddp_run::rendezvous::service::admission=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
@@ -95,7 +97,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// `--dry-run`
+/// `--dry-run`, with the exit code of a launch whose workers cannot be started.
 fn show(args: ParsedArgs) -> ExitCode {
     let exe = match SelfExe::open() {
         Ok(exe) => exe,
@@ -103,7 +105,11 @@ fn show(args: ParsedArgs) -> ExitCode {
     };
     // Whether the workers' program is there is looked at while it is open.
     match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
-        Ok(launch) => answer::give(dry_run::describe(&launch) + "\n"),
+        Ok(launch) => {
+            let missing = ddp_launcher::missing_program(&launch.plan);
+            let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
+            missing.map_or(given, |error| ExitCode::from(error.exit_code()))
+        }
         Err(error) => fail(&error),
     }
 }
@@ -170,10 +176,14 @@ async fn start_daemon(
     launcher_id: &str,
 ) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
     let hosting = host::resolve_host(facts).await?;
-    let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
-    let daemon = hosting.listener.map(start);
+    // The launcher's own name is in those of control groups, which every user of the machine can read.
+    let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
+    let start = |daemon| Daemon::start(daemon, &plan.job_id, &incarnation);
+    let daemon = hosting.daemon.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
+        access: hosting.access,
+        incarnation,
         ..plan
     };
     Ok((plan, daemon))
@@ -188,11 +198,13 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(listener: TcpListener, job_id: &str, launcher_id: &str) -> Self {
+    fn start(daemon: OwnDaemon, job_id: &str, incarnation: &str) -> Self {
+        let OwnDaemon { listener, callers } = daemon;
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
             only_job: Some(job_id.to_owned()),
-            host: Some(launcher_id.to_owned()),
+            host: Some(incarnation.to_owned()),
+            callers,
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
@@ -248,6 +260,7 @@ mod tests {
         subscriber::with_default(events.finish(), || {
             assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::ERROR));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::server", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::admission", Level::WARN));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::incoming", Level::WARN));
             assert!(!event_enabled!(target: "ddp_run::rendezvous::service::actor", Level::INFO));
         });

@@ -7,13 +7,14 @@ use std::time::{Duration, SystemTime};
 use ddp_launcher::{
     CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of, signal_name,
 };
+use ddp_proto::client::Access;
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
 
 use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
-use super::host::HostFacts;
+use super::host::{HostFacts, Protection, tls_files};
 use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
@@ -24,6 +25,7 @@ use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_core
 use crate::cli::machine::numa::bind;
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
+use crate::cli::token::TokenSource;
 use crate::cli::values::{EventLog, ProcCount, RdzvConf};
 use crate::rendezvous::DEFAULT_JOB_ID;
 
@@ -101,11 +103,7 @@ pub fn resolve(
     let mut signals = signals(&settings)?;
     let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let new_logs = NewLogs {
-        job: &job.id,
-        dry_run,
-    };
-    let log_dir = log_dir(&settings, out_dir, &output, new_logs)?;
+    let log_dir = log_dir(&settings, out_dir, &output, NewLogs::of(&job.id, dry_run))?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
@@ -115,6 +113,8 @@ pub fn resolve(
         job_id: job.id,
         run_id: job.run_id,
         endpoint: String::new(),
+        access: Access::default(),
+        incarnation: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
@@ -146,7 +146,7 @@ pub fn resolve(
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
-        host: host_facts(settings, &plan),
+        host: host_facts(settings, &plan, &get_env),
         plan,
         given,
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
@@ -225,8 +225,17 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
     Ok(counts.filter_map(refused).collect())
 }
 
-fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
+fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {
     HostFacts {
+        protection: if settings.insecure == Some(true) {
+            Protection::Insecure
+        } else {
+            Protection::Token {
+                source: TokenSource::find(get_env),
+                files: tls_files(get_env),
+            }
+        },
+        patience: plan.connect_timeout,
         // Port 0 is a free one: only one node alone can meet there, which `check_nodes` has seen to.
         endpoint: settings.rdzv_endpoint.filter(|endpoint| endpoint.port != 0),
         is_host: settings.rdzv_conf.and_then(|conf| conf.is_host),

@@ -130,6 +130,12 @@ settings! {
     #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES)]
     standalone: bool = values::boolean,
 
+    /// Do without the token and TLS between nodes
+    ///
+    /// Every host that reaches the rendezvous can then join jobs, read their data and stop them. Needed on all nodes.
+    #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES, hide_short_help = true)]
+    insecure: bool = values::boolean,
+
     /// Address at which the other nodes reach this one [default: the one that the rendezvous sees]
     #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
     local_addr: String = values::local_addr,

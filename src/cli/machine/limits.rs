@@ -59,8 +59,9 @@ pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
     } else {
         0
     };
-    let raised = soft_for(needed, needed + nodes * NODE_FILES, limits)
-        .map_err(|hard| too_few(hard, needed, plan.workers))?;
+    // The rendezvous takes no more than half of them.
+    let wanted = (needed + nodes * NODE_FILES).max(2 * nodes * NODE_FILES);
+    let raised = soft_for(needed, wanted, limits).map_err(|hard| too_few(hard, needed, plan.workers))?;
     let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, limits.1);
     if raise(limits.0, needed, raised, set)? {
         plan.command.open_files = Some(limits.0);

@@ -9,7 +9,6 @@ use super::node::Node;
 use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Turn;
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::node_list::NodeList;
@@ -33,7 +32,7 @@ impl Job {
         self.numbering.assign(turn, self.roster.free_attempt());
         let generation = self.numbering.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
-        let (assignment, nodes) = self.assignment(turn.config, reason);
+        let (assignment, nodes) = self.assignment(turn, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
         self.phase = Phase::Running(Box::new(running));
@@ -43,7 +42,7 @@ impl Job {
     }
 
     /// What all nodes are told alike, and the list of them.
-    fn assignment(&self, config: &Config, reason: String) -> (Assignment, NodeList) {
+    fn assignment(&self, turn: &Turn<'_>, reason: String) -> (Assignment, NodeList) {
         let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
         let far = members.iter().find_map(|node| node.far_address());
         let mut first_rank = 0;
@@ -69,10 +68,11 @@ impl Job {
             max_restarts: members.first().map_or(0, |node| node.join().max_restarts),
             master_addr,
             master_port,
-            lease_ms: config.lease_ms(),
+            lease_ms: turn.config.lease_ms(),
             reason,
             run_token: self.numbering.run_token().to_owned(),
             assignment_id: self.numbering.assignment_id().to_owned(),
+            data_key: turn.data_key(self.numbering.assignment_id()),
             ..Assignment::default()
         };
         self.account.deposit(&mut assignment);

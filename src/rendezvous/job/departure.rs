@@ -16,7 +16,7 @@ use ddp_proto::rendezvous::{JobOver, Leave, LostRank};
 use super::outcome::GenerationEnd;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::config::Config;
+use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{Speech, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::policy::Why;
@@ -30,6 +30,8 @@ impl Job {
         let is_needed = !self.is_spare(incarnation);
         match leave.signal {
             _ if matches!(self.phase, Phase::Over(_)) => {}
+            // Who has shown nothing does not end a job that has not begun.
+            Some(_) if self.is_undecided() && turn.config.callers == Callers::Anybody => {}
             Some(signal) if is_needed && self.can_go_on_without(turn.config, incarnation) => {
                 self.node_left(turn, incarnation, signal);
             }

@@ -79,7 +79,7 @@ impl Gathering {
         let (is_stopping, is_late) = (roster.is_stopping(), self.is_timed_out(now));
         let ready = roster.ready();
         let (min, max) = roster.limits();
-        let some_joined = || format!("{ready} of {} joined", words::nodes_within(min, max));
+        let some_joined = || words::joined(ready, min, max);
         if ready < min || min == 0 || (ready < max && is_stopping && !is_late) {
             self.last_call = None;
             return if is_late { Step::TimedOut } else { Step::Wait };
@@ -114,7 +114,7 @@ impl Job {
         let ready = self.roster.ready();
         let names = words::list(self.roster.ready_hosts());
         let (min, max) = self.roster.limits();
-        let mut words = format!("{ready} of {} joined: {names}", words::nodes_within(min, max));
+        let mut words = format!("{}: {names}", words::joined(ready, min, max));
         if ready < min {
             let _ = write!(words, "; waiting for {} more", min - ready);
             words.push_str(&words::time_left(gathering.until, now));

@@ -8,7 +8,7 @@ use ddp_proto::rendezvous::{GenerationOver, Join, refused::Code};
 
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
-use crate::rendezvous::config::{Config, DEFAULT_JOB_ID};
+use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
 use crate::rendezvous::difference::{between_jobs, disagreement};
 use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
@@ -224,12 +224,18 @@ impl Job {
         })
     }
 
+    /// No generation was assigned yet.
+    pub(super) fn is_undecided(&self) -> bool {
+        self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
+    }
+
     fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, code: Code, reason: String) {
         turn.decided(format!("refused node `{}`: {reason}", joining.join.hostname));
         let refused = refusal(code, reason);
         turn.send(Some(joining.conn), self.numbering.generation(), refused.clone());
-        // Before the first generation it is unknown which of them is right: all of them end, with the same code.
-        let undecided = self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_));
+        // Before the first generation it is unknown which of them is right: all of them end, with the same code. But who
+        // has shown nothing ends only itself.
+        let undecided = self.is_undecided() && turn.config.callers != Callers::Anybody;
         if code == Code::Disagree && undecided {
             self.end(turn, refused);
         }
@@ -250,6 +256,9 @@ impl Job {
         };
         self.numbering.learn_of(from.generation, &join.run_token);
         let max_restarts = join.max_restarts;
+        if turn.config.callers == Callers::OfJobs && self.token_proof.is_empty() {
+            self.token_proof.clone_from(&join.token_proof);
+        }
         let mut node = Node::new(turn, joining, arrival);
         if let Err(cause) = place {
             // It may still run workers of a generation that went on without it, or that an earlier daemon

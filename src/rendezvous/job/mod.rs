@@ -46,7 +46,7 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     GenerationOver, Heartbeat, HeartbeatAck, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
-    StatusReply,
+    NodesRequest, StatusReply,
 };
 use prost::bytes::Bytes;
 
@@ -85,6 +85,8 @@ pub(super) struct Job {
     /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
+    /// Of its first node; empty where nodes prove nothing of the kind.
+    token_proof: Vec<u8>,
     /// No deadline of this job is before this moment; it may be early, never late.
     next_wake: Option<Duration>,
 }
@@ -131,6 +133,7 @@ impl Job {
             last_over: None,
             earlier: None,
             kv: KvStore::default(),
+            token_proof: Vec::new(),
             next_wake: None,
         }
     }
@@ -146,6 +149,31 @@ impl Job {
     /// Nodes that fell silent, and how long each is expected back.
     pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
         self.roster.silent()
+    }
+
+    /// The node is one of this job, or was and may still speak of it.
+    pub(super) fn has(&self, incarnation: &str) -> bool {
+        let roster = &self.roster;
+        let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_of(incarnation));
+        is_awaited
+            || roster.get(incarnation).is_some()
+            || roster.rank_of(incarnation).is_some()
+            || roster.is_lost(incarnation)
+    }
+
+    /// Shows who has the job's token; empty if none was registered.
+    pub(super) fn token_proof(&self) -> &[u8] {
+        &self.token_proof
+    }
+
+    /// Entries and bytes of its store.
+    pub(super) fn stored(&self) -> (usize, usize) {
+        self.kv.size()
+    }
+
+    /// Nobody waits for the answer of this read any more.
+    pub(super) fn cancel(&mut self, call: CallId) {
+        self.kv.cancel(call);
     }
 
     /// A message of a node, other than `Join`.
@@ -339,7 +367,7 @@ impl Job {
 
     /// Writes an entry of the store.
     pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
-        self.check_store(request.generation, &request.assignment_id)?;
+        self.check_store(&request.incarnation, request.generation, &request.assignment_id)?;
         // A write may answer reads: then the next deadline is early, which is harmless.
         self.kv.put(turn, request.key, request.value)
     }
@@ -351,7 +379,7 @@ impl Job {
         call: CallId,
         read: KvGetRequest,
     ) -> Result<(), KvError> {
-        self.check_store(read.generation, &read.assignment_id)?;
+        self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         self.kv.get(turn, call, read.key, timeout);
         self.wake_for_store();
@@ -365,7 +393,7 @@ impl Job {
         call: CallId,
         read: KvGatherRequest,
     ) -> Result<(), KvError> {
-        self.check_store(read.generation, &read.assignment_id)?;
+        self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         let wanted = (read.prefix, read.count as usize);
         self.kv.gather(turn, call, wanted, timeout);
@@ -379,8 +407,9 @@ impl Job {
     }
 
     /// All nodes of the generation, if that is the one that runs, encoded.
-    pub(super) fn node_list(&self, generation: u64, assignment_id: &str) -> Result<Bytes, KvError> {
-        self.check_store(generation, assignment_id)?;
+    pub(super) fn node_list(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
+        let generation = request.generation;
+        self.check_store(&request.incarnation, generation, &request.assignment_id)?;
         let recovering = || {
             KvError::Unknown(format!(
                 "the nodes of generation {generation} have not all reconnected yet"
@@ -392,8 +421,8 @@ impl Job {
             .ok_or_else(recovering)
     }
 
-    /// The store is open to this assignment of this generation, if that runs.
-    fn check_store(&self, generation: u64, assignment_id: &str) -> Result<(), KvError> {
+    /// The store is open to the members of this assignment of this generation, if that runs.
+    fn check_store(&self, incarnation: &str, generation: u64, assignment_id: &str) -> Result<(), KvError> {
         if self.is_of_another_assignment(generation, assignment_id) {
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(KvError::Superseded(words));
@@ -401,7 +430,8 @@ impl Job {
         let (own, id) = (self.numbering.generation(), &self.id);
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
-                if recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
+                let is_member = recovery.has(incarnation) || recovery.is_of(incarnation);
+                if !is_member || recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
                     return Err(KvError::Unknown(format!(
                         "no node of generation {generation} of job `{id}` has reconnected yet"
                     )));
@@ -411,7 +441,10 @@ impl Job {
             _ if generation > own => Err(KvError::Unknown(format!(
                 "generation {generation} of job `{id}` was not assigned by this daemon"
             ))),
-            Phase::Running(_) if generation == own => Ok(()),
+            Phase::Running(_) if generation == own && self.is_member(incarnation) => Ok(()),
+            Phase::Running(_) if generation == own => Err(KvError::Superseded(format!(
+                "generation {own} of the job runs without this node"
+            ))),
             Phase::Over(over) => Err(KvError::Superseded(format!(
                 "the job has ended: {}",
                 over.reason()

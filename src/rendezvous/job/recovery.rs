@@ -14,6 +14,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
+use ddp_proto::data_key::DataKey;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
@@ -320,7 +321,8 @@ impl Job {
             self.numbering.believe_attempt(assignment);
         }
         // Two daemons may have counted on from one generation: then the later one need not have cost more.
-        let is_of_run = assignment.run_token == self.numbering.run_token();
+        let run_token = self.numbering.run_token();
+        let is_of_run = run_token.is_empty() || assignment.run_token == run_token;
         if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
@@ -599,6 +601,9 @@ fn check_place<'a>(
     }
     if told.assignment_id != assignment_id {
         return Err("it belongs to a different assignment");
+    }
+    if !told.data_key.is_empty() && DataKey::of_assignment(&told.data_key).is_none() {
+        return Err("its data key is invalid");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
         return Err("its MASTER_PORT is invalid");

@@ -72,6 +72,11 @@ impl Finished {
         self.job == job
     }
 
+    /// The verdict is on this node too.
+    pub(in crate::rendezvous) fn has(&self, incarnation: &str) -> bool {
+        self.told.contains(incarnation)
+    }
+
     pub(in crate::rendezvous) fn generation(&self) -> u64 {
         self.generation
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{
-    DaemonMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply,
+    DaemonMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
 };
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::ledger::{Ledger, LedgerError};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
+use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
 use crate::rendezvous::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
@@ -25,10 +25,12 @@ pub(in crate::rendezvous) enum Request {
     /// A message or the end of a stream.
     Event(Event),
     KvPut(KvPutRequest, Answer),
-    KvGet(KvGetRequest, Answer),
-    KvGather(KvGatherRequest, Answer),
+    KvGet(CallId, KvGetRequest, Answer),
+    KvGather(CallId, KvGatherRequest, Answer),
+    /// Nobody waits for the answer of a read any more; with its job.
+    KvCancel(CallId, String),
     Nodes(NodesRequest, Answer),
-    Status(String, oneshot::Sender<Option<StatusReply>>),
+    Status(StatusRequest, oneshot::Sender<Option<StatusReply>>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
     /// Answer when no node is expected back.
@@ -46,8 +48,8 @@ pub(in crate::rendezvous) struct Actor {
     inbox: mpsc::Receiver<Request>,
     born: Instant,
     agents: HashMap<ConnId, mpsc::Sender<Arc<DaemonMessage>>>,
-    calls: HashMap<CallId, Answer>,
-    last_call: u64,
+    /// Reads that wait.
+    reads: HashMap<CallId, Answer>,
     drained: Vec<oneshot::Sender<()>>,
     reunited: Vec<oneshot::Sender<()>>,
     /// How long messages may keep a timer waiting.
@@ -69,8 +71,7 @@ impl Actor {
             inbox,
             born: Instant::now(),
             agents: HashMap::new(),
-            calls: HashMap::new(),
-            last_call: 0,
+            reads: HashMap::new(),
             drained: Vec::new(),
             reunited: Vec::new(),
         };
@@ -129,35 +130,34 @@ impl Actor {
                 self.apply(event)?;
             }
             Request::KvPut(request, answer) => {
-                let call = self.call(answer);
+                // It is answered in the same turn.
+                let call = CallId(0);
+                self.reads.insert(call, answer);
                 self.apply(Event::KvPut { call, request })?;
             }
-            Request::KvGet(request, answer) => {
-                let call = self.call(answer);
+            Request::KvGet(call, request, answer) => {
+                self.reads.insert(call, answer);
                 self.apply(Event::KvGet { call, request })?;
             }
-            Request::KvGather(request, answer) => {
-                let call = self.call(answer);
+            Request::KvGather(call, request, answer) => {
+                self.reads.insert(call, answer);
                 self.apply(Event::KvGather { call, request })?;
+            }
+            Request::KvCancel(call, job) => {
+                self.reads.remove(&call);
+                self.apply(Event::KvCancel { call, job })?;
             }
             Request::Nodes(request, answer) => {
                 let _ = answer.send(self.state.nodes(&request));
             }
-            Request::Status(job, answer) => {
+            Request::Status(request, answer) => {
                 // A caller that went away needs no answer.
-                let _ = answer.send(self.state.status(self.born.elapsed(), &job));
+                let _ = answer.send(self.state.status_for(self.born.elapsed(), &request));
             }
             Request::Drain(drained) => self.drained.push(drained),
             Request::Reunite(reunited) => self.reunited.push(reunited),
         }
         Ok(())
-    }
-
-    fn call(&mut self, answer: Answer) -> CallId {
-        self.last_call += 1;
-        let call = CallId(self.last_call);
-        self.calls.insert(call, answer);
-        call
     }
 
     /// Writes down what is to be written, then carries out the rest. The disk is waited for here: what follows from a
@@ -167,6 +167,7 @@ impl Actor {
             now: self.now_for(&event),
             dice: rand::random(),
             id: rand::random(),
+            secret: Secret::new(rand::random()),
         };
         let effects = apply(at, &mut self.state, event);
         if let Some(ledger) = &mut self.ledger {
@@ -185,7 +186,7 @@ impl Actor {
                     self.agents.remove(&conn);
                 }
                 Effect::Answer { call, result } => {
-                    if let Some(answer) = self.calls.remove(&call) {
+                    if let Some(answer) = self.reads.remove(&call) {
                         // A caller that went away needs no answer.
                         let _ = answer.send(result);
                     }

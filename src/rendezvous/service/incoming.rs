@@ -2,11 +2,164 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::os::linux::net::SocketAddrExt as _;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
+use ddp_proto::tls::{TlsError, TlsFiles, server_of_files, server_of_token};
+use ddp_proto::token::Token;
 use nix::errno::Errno;
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::{TcpListener, TcpSocket, UnixListener};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tokio_stream::{Stream, StreamExt as _};
+
+use super::admission::Admission;
+use super::connection::{Connection, Socket, admit};
+use crate::rendezvous::config::Config;
+
+/// How often an operator's files are looked at.
+const RELOAD: Duration = Duration::from_secs(1);
+
+/// Where a daemon listens.
+#[derive(Debug)]
+pub enum Listener {
+    /// An abstract Unix socket, for processes of this user on this machine.
+    Unix(UnixListener),
+    /// A TCP port.
+    Tcp(TcpListener, Transport),
+}
+
+/// What protects a TCP port.
+#[derive(Clone, Debug)]
+pub enum Transport {
+    /// Nothing.
+    Plain,
+    /// TLS with certificates that follow from a token.
+    Token(Arc<ServerConfig>),
+    /// TLS with an operator's files, which are read again when they change.
+    Files(Arc<OperatorTls>),
+}
+
+/// TLS by an operator's files.
+#[derive(Debug)]
+pub struct OperatorTls {
+    files: TlsFiles,
+    current: Mutex<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    config: Arc<ServerConfig>,
+    looked: Instant,
+    changed: Vec<Option<SystemTime>>,
+}
+
+impl Transport {
+    /// For callers with this token.
+    pub fn of_token(token: &Token) -> Result<Self, TlsError> {
+        Ok(Self::Token(Arc::new(server_of_token(token)?)))
+    }
+
+    /// With an operator's files.
+    pub fn of_files(files: TlsFiles) -> Result<Self, TlsError> {
+        let current = Mutex::new(Loaded {
+            config: Arc::new(server_of_files(&files)?),
+            looked: Instant::now(),
+            changed: changes(&files),
+        });
+        Ok(Self::Files(Arc::new(OperatorTls { files, current })))
+    }
+
+    pub(super) fn tls(&self) -> Option<Arc<ServerConfig>> {
+        match self {
+            Self::Plain => None,
+            Self::Token(config) => Some(Arc::clone(config)),
+            Self::Files(files) => Some(files.current()),
+        }
+    }
+}
+
+impl OperatorTls {
+    /// The files as they are. While new ones do not fit together, the old ones count.
+    fn current(&self) -> Arc<ServerConfig> {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.looked.elapsed() >= RELOAD {
+            current.looked = Instant::now();
+            let changed = changes(&self.files);
+            if changed != current.changed {
+                match server_of_files(&self.files) {
+                    Ok(config) => {
+                        current.config = Arc::new(config);
+                        current.changed = changed;
+                        tracing::info!("the certificate has changed: new connections get the new one");
+                    }
+                    Err(error) => tracing::warn!("kept the certificate as it was: {error}"),
+                }
+            }
+        }
+        Arc::clone(&current.config)
+    }
+}
+
+fn changes(files: &TlsFiles) -> Vec<Option<SystemTime>> {
+    let files = [&files.cert, &files.key, &files.ca].into_iter().flatten();
+    files
+        .map(|file| file.metadata().and_then(|data| data.modified()).ok())
+        .collect()
+}
+
+/// Listens at the abstract Unix socket of this name. Needs a tokio runtime.
+pub fn listen_locally(name: &str) -> io::Result<UnixListener> {
+    let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
+    let listener = std::os::unix::net::UnixListener::bind_addr(&address)?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+/// Accepts callers and passes on those that are let in, until nobody takes them. Handshakes take place side by side.
+pub(super) async fn accept_all(
+    listener: Listener,
+    config: Config,
+    admission: Arc<Admission>,
+    admitted: mpsc::Sender<io::Result<Connection>>,
+) {
+    let (mut sockets, transport): (Pin<Box<dyn Stream<Item = io::Result<Socket>> + Send>>, _) = match listener
+    {
+        Listener::Tcp(tcp, transport) => {
+            let sockets = TcpListenerStream::new(tcp).map(|tcp| tcp.map(Socket::Tcp));
+            (Box::pin(unhurried(sockets)), transport)
+        }
+        Listener::Unix(unix) => {
+            let sockets = UnixListenerStream::new(unix).map(|unix| unix.map(Socket::Unix));
+            (Box::pin(unhurried(sockets)), Transport::Plain)
+        }
+    };
+    let mut handshakes = JoinSet::new();
+    loop {
+        // Cancel safe: `next` of a listener and `join_next` lose nothing that they have not returned.
+        tokio::select! {
+            socket = sockets.next() => match socket {
+                None => return,
+                // It went away before it was accepted.
+                Some(Err(_)) => {}
+                Some(Ok(socket)) => {
+                    handshakes.spawn(admit(socket, transport.clone(), Arc::clone(&admission), config.clone()));
+                }
+            },
+            Some(shaken) = handshakes.join_next(), if !handshakes.is_empty() => {
+                if let Ok(Some(connection)) = shaken
+                    && admitted.send(Ok(connection)).await.is_err()
+                {
+                    return;
+                }
+            }
+        }
+    }
+}
 
 /// Connections that may wait to be accepted, if the system allows as many (`net.core.somaxconn`). The nodes of a job
 /// come at the same time; one for which there is no room is looked at again a second later.

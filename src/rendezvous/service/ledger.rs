@@ -34,7 +34,7 @@ const MODE: u32 = 0o600;
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
     /// The system refused.
-    #[error("cannot {what} `{path}`: {source}")]
+    #[error("cannot {what} `{path}`: {source}{}", hint_of(what))]
     Io {
         /// What was tried.
         what: &'static str,
@@ -166,6 +166,16 @@ fn create_dir(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// What helps where it cannot even be opened.
+fn hint_of(what: &str) -> &'static str {
+    match what {
+        "create" | "open" => {
+            "\n  hint: name a directory with `--state-dir` that this user can create or write"
+        }
+        _ => "",
+    }
+}
+
 fn failed(what: &'static str, path: &Path, source: io::Error) -> LedgerError {
     let path = path.to_owned();
     LedgerError::Io { what, path, source }
@@ -294,6 +304,7 @@ mod tests {
             run_token: "run".into(),
             attempt: 0,
             account: Account::default(),
+            token_proof: Vec::new(),
             stage: Stage::Running,
         }
     }

@@ -1,6 +1,5 @@
 //! The gRPC side: streams and calls become events of the actor, and its answers go back.
 
-use std::net::{IpAddr, Ipv4Addr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,23 +11,24 @@ use ddp_proto::rendezvous::{
     AgentMessage, DaemonMessage, KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply,
     KvPutRequest, NodesReply, NodesRequest, StatusReply, StatusRequest,
 };
-use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
-use super::incoming::unhurried;
+use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
+use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
-use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ConnId, Event, KvError, Peer};
+use crate::rendezvous::config::{Callers, Config};
+use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
+/// Connections that have shaken hands and wait for the server.
+const READY_CONNECTIONS: usize = 64;
 /// After the drain: how long open connections may take to end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -48,7 +48,7 @@ pub enum ServeError {
 /// The caller binds the socket, so it knows the port and reports a bind that fails. It needs a tokio runtime with
 /// time and I/O, of either flavour, and no other set-up; the embedded daemon is the same call on a task:
 ///
-/// 1. bind, spawn `serve`, connect the own agent to the bound address;
+/// 1. bind an abstract socket or a port, spawn `serve`, connect the own agent to it;
 /// 2. when the own agent has left, make `shutdown` ready and await `serve`: it returns at once if no agent is
 ///    left, else when the last one has left, at most [`Config::drain`] later. Nodes that fell silent have until one
 ///    [`Config::lease`] after that to come back for the verdict.
@@ -57,7 +57,7 @@ pub enum ServeError {
 ///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
-    listener: TcpListener,
+    listener: Listener,
     config: Config,
     ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
@@ -70,21 +70,24 @@ pub async fn serve(
     let service = Service {
         requests: requests.clone(),
         last_conn: Arc::new(AtomicU64::new(0)),
+        last_call: Arc::new(AtomicU64::new(0)),
         config: config.clone(),
     };
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
-    let incoming = TcpIncoming::from(listener)
-        .with_nodelay(Some(true))
-        .with_keepalive(Some(config.tcp_keepalive));
+    let (admitted, incoming) = mpsc::channel(READY_CONNECTIONS);
+    let admission = Admission::new(&config);
+    let mut accepting = JoinSet::new();
+    accepting.spawn(accept_all(listener, config.clone(), admission, admitted));
     let (close, closing) = oneshot::channel::<()>();
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(config.http2_keepalive_interval))
         .http2_keepalive_timeout(Some(config.http2_keepalive_timeout))
+        .max_concurrent_streams(config.max_streams)
         .add_service(health_service)
         .add_service(RendezvousServer::new(service).max_decoding_message_size(limit))
-        .serve_with_incoming_shutdown(unhurried(incoming), async {
+        .serve_with_incoming_shutdown(ReceiverStream::new(incoming), async {
             // An error means that the sender is gone: time to stop as well.
             let _ = closing.await;
         });
@@ -111,6 +114,7 @@ pub async fn serve(
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
     drop(tasks);
+    drop(accepting);
     drop(close);
     match tokio::time::timeout(CLOSE_TIMEOUT, server).await {
         Ok(ended) => Ok(ended?),
@@ -139,10 +143,19 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 struct Service {
     requests: mpsc::Sender<Request>,
     last_conn: Arc<AtomicU64>,
+    last_call: Arc<AtomicU64>,
     config: Config,
 }
 
 impl Service {
+    fn begin_read(&self, job: &str) -> Read {
+        Read {
+            call: CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1),
+            job: Some(job.to_owned()),
+            requests: self.requests.clone(),
+        }
+    }
+
     async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
         let stopping = || Status::unavailable("the rendezvous daemon is stopping");
         self.requests.send(request).await.map_err(|_| stopping())?;
@@ -159,21 +172,35 @@ impl Rendezvous for Service {
         request: tonic::Request<Streaming<AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let conn = ConnId(self.last_conn.fetch_add(1, Ordering::Relaxed) + 1);
-        let peer = peer(&request);
+        let caller = caller(&request)?;
+        let too_many = || Status::resource_exhausted("too many streams on one connection");
+        let place = caller.opens_stream().ok_or_else(too_many)?;
         let (agent, messages) = mpsc::channel(self.config.agent_queue);
         self.requests
             .send(Request::Opened(conn, agent))
             .await
             .map_err(|_| Status::unavailable("the rendezvous daemon is stopping"))?;
-        let messages_in = request.into_inner();
-        let join_wait = self.config.join_wait;
-        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone(), join_wait));
-        // A message for several nodes is copied only now, when this one takes it.
-        let messages = ReceiverStream::new(messages).map(|message| Ok(Arc::unwrap_or_clone(message)));
+        let (sending, ended) = oneshot::channel::<()>();
+        let stream = AgentSide {
+            conn,
+            caller,
+            _place: place,
+            ended,
+            requests: self.requests.clone(),
+            patience: self.config.join_wait,
+        };
+        tokio::spawn(stream.pump(request.into_inner()));
+        let messages = ReceiverStream::new(messages).map(move |message| {
+            // Dropped with the stream, which tells the other direction.
+            let _ = &sending;
+            // A message for several nodes is copied only now, when this one takes it.
+            Ok(Arc::unwrap_or_clone(message))
+        });
         Ok(Response::new(Box::pin(messages)))
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
+        let _busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
         self.ask(Request::KvPut(request.into_inner(), answer), result)
             .await?
@@ -182,11 +209,14 @@ impl Rendezvous for Service {
     }
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
+        let _busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
-        let value = self
-            .ask(Request::KvGet(request.into_inner(), answer), result)
-            .await?
-            .map_err(|error| status(&error))?;
+        let request = request.into_inner();
+        let read = self.begin_read(&request.job_id);
+        let call = read.call();
+        let value = self.ask(Request::KvGet(call, request, answer), result).await;
+        read.is_answered();
+        let value = value?.map_err(|error| status(&error))?;
         Ok(Response::new(KvGetReply { value: value.into() }))
     }
 
@@ -194,15 +224,19 @@ impl Rendezvous for Service {
         &self,
         request: tonic::Request<KvGatherRequest>,
     ) -> Result<Response<KvGatherReply>, Status> {
+        let _busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
-        let entries = self
-            .ask(Request::KvGather(request.into_inner(), answer), result)
-            .await?
-            .map_err(|error| status(&error))?;
+        let request = request.into_inner();
+        let read = self.begin_read(&request.job_id);
+        let call = read.call();
+        let entries = self.ask(Request::KvGather(call, request, answer), result).await;
+        read.is_answered();
+        let entries = entries?.map_err(|error| status(&error))?;
         Ok(Response::new(KvGatherReply { entries }))
     }
 
     async fn nodes(&self, request: tonic::Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
+        let _busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
         let list = self
             .ask(Request::Nodes(request.into_inner(), answer), result)
@@ -212,67 +246,131 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let job = request.into_inner().job_id;
-        if let Some(reason) = self.config.refuses(&job) {
+        let _busy = caller(&request)?.is_used();
+        let request = request.into_inner();
+        // Who has the token may know whose port this is.
+        let refusal = self.config.refuses(&request.job_id);
+        if let Some(reason) = refusal.filter(|_| self.config.callers == Callers::Proven) {
             return Err(Status::failed_precondition(reason));
         }
+        let unknown = format!("this daemon has no job `{}` that you may see", request.job_id);
         let (answer, reply) = oneshot::channel();
-        match self.ask(Request::Status(job.clone(), answer), reply).await? {
-            Some(reply) => Ok(Response::new(reply)),
-            None => Err(Status::not_found(format!("this daemon has no job `{job}`"))),
-        }
+        let reply = self.ask(Request::Status(request, answer), reply).await?;
+        reply.map(Response::new).ok_or_else(|| Status::not_found(unknown))
     }
 }
 
-/// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream
-/// without a `Join` ends after `join_wait`.
-async fn pump(
-    conn: ConnId,
-    peer: Peer,
-    mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin,
+/// A read that waits. When its caller goes away, so does its place in the store.
+struct Read {
+    call: CallId,
+    /// Empty once it is answered.
+    job: Option<String>,
     requests: mpsc::Sender<Request>,
-    join_wait: Duration,
-) {
-    let deadline = Instant::now() + join_wait;
-    let mut has_joined = false;
-    let clean = loop {
-        let next = if has_joined {
-            messages.next().await
-        } else if let Ok(next) = timeout_at(deadline, messages.next()).await {
-            next
-        } else {
-            let waited = join_wait.as_secs_f64();
-            tracing::info!(
-                "ended a stream from {}: no node joined on it within {waited:.1} s",
-                peer.remote
-            );
-            break false;
-        };
-        match next {
-            Some(Ok(message)) => {
-                has_joined |= matches!(message.body, Some(Body::Join(_)));
-                let message = Box::new(message);
-                let event = Event::Message { conn, peer, message };
-                if requests.send(Request::Event(event)).await.is_err() {
-                    return;
-                }
-            }
-            None => break true,
-            Some(Err(_)) => break false,
-        }
-    };
-    // An error means that the daemon is stopping: no receiver is left.
-    let _ = requests.send(Request::Event(Event::Closed { conn, clean })).await;
 }
 
-fn peer(request: &tonic::Request<Streaming<AgentMessage>>) -> Peer {
-    let unknown = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let info = request.extensions().get::<TcpConnectInfo>();
-    let ip = |addr: Option<std::net::SocketAddr>| addr.map_or(unknown, |addr| addr.ip().to_canonical());
-    Peer {
-        remote: ip(info.and_then(TcpConnectInfo::remote_addr)),
-        local: ip(info.and_then(TcpConnectInfo::local_addr)),
+impl Read {
+    fn call(&self) -> CallId {
+        self.call
     }
+
+    fn is_answered(mut self) {
+        self.job = None;
+    }
+}
+
+impl Drop for Read {
+    fn drop(&mut self) {
+        let Some(job) = self.job.take() else {
+            return;
+        };
+        let cancel = Request::KvCancel(self.call, job);
+        if let Err(mpsc::error::TrySendError::Full(cancel)) = self.requests.try_send(cancel) {
+            let requests = self.requests.clone();
+            tokio::spawn(async move {
+                // An error means that the daemon is stopping.
+                let _ = requests.send(cancel).await;
+            });
+        }
+    }
+}
+
+/// What an agent says on its stream.
+struct AgentSide {
+    conn: ConnId,
+    caller: Arc<Caller>,
+    _place: AgentStreamPlace,
+    /// Over when nothing is sent to the agent any more.
+    ended: oneshot::Receiver<()>,
+    requests: mpsc::Sender<Request>,
+    /// How long it may take to join, and to leave when the daemon has ended the stream.
+    patience: Duration,
+}
+
+impl AgentSide {
+    /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream without a `Join`
+    /// ends in time, and so does one that the daemon has ended.
+    async fn pump(mut self, mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin) {
+        let conn = self.conn;
+        let peer = self.caller.peer;
+        let mut deadline = Some(Instant::now() + self.patience);
+        let mut has_ended = false;
+        let mut joined: Option<Busy> = None;
+        let clean = loop {
+            // Cancel safe: a stream loses nothing that it has not returned, and the others only come once.
+            let next = tokio::select! {
+                biased;
+                next = messages.next() => next,
+                _ = &mut self.ended, if !has_ended => {
+                    has_ended = true;
+                    deadline = Some(Instant::now() + self.patience);
+                    continue;
+                }
+                () = until(deadline) => {
+                    if !has_ended {
+                        let waited = self.patience.as_secs_f64();
+                        self.caller.refused(format!("no node joined on a stream within {waited:.1} s"));
+                    }
+                    break false;
+                }
+            };
+            match next {
+                Some(Ok(message)) => {
+                    if joined.is_none() && matches!(message.body, Some(Body::Join(_))) {
+                        joined = Some(self.caller.is_used());
+                        self.caller.prove();
+                        deadline = None;
+                    }
+                    let message = Box::new(message);
+                    let event = Event::Message { conn, peer, message };
+                    if self.requests.send(Request::Event(event)).await.is_err() {
+                        return;
+                    }
+                }
+                None => break true,
+                Some(Err(_)) => break false,
+            }
+        };
+        // An error means that the daemon is stopping: no receiver is left.
+        let _ = self
+            .requests
+            .send(Request::Event(Event::Closed { conn, clean }))
+            .await;
+    }
+}
+
+async fn until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The connection of a call. Every connection that is served has passed the admission.
+fn caller<T>(request: &tonic::Request<T>) -> Result<Arc<Caller>, Status> {
+    let caller = request.extensions().get::<Arc<Caller>>();
+    caller
+        .cloned()
+        .ok_or_else(|| Status::internal("a call without a connection"))
 }
 
 fn status(error: &KvError) -> Status {

@@ -125,6 +125,10 @@ fn a_member_that_speaks_of_another_assignment_is_answered_and_changes_nothing() 
 fn the_store_of_an_assignment_is_closed_to_others() {
     let mut split = Split::new();
     let s = &mut split.scene;
+    s.caller = "x";
+    let stranger = s.put_as(&split.of_y, 1, "nccl/world/meeting", b"of x");
+    assert!(s.answer(stranger).unwrap().is_err());
+    s.caller = "y";
     let old = s.put_as(&split.of_x, 1, "nccl/world/meeting", b"of x");
     insta::assert_snapshot!(s.answer(old).unwrap().unwrap_err(), @"generation superseded: this rendezvous daemon has assigned generation 1 anew (assignment `00000002`, not `00000001`)");
     let own = s.put_as(&split.of_y, 1, "nccl/world/meeting", b"of y");

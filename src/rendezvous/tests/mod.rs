@@ -12,6 +12,7 @@ mod scale;
 mod server;
 mod silence;
 mod store;
+mod strangers;
 mod witnesses;
 
 use std::collections::BTreeMap;
@@ -23,11 +24,11 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     AgentMessage, Assignment, DaemonMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, NodeLeaving,
-    NodeStopped, NodeSucceeded, WorkerExit,
+    NodeStopped, NodeSucceeded, StatusRequest, WorkerExit,
 };
 
 use super::job::Stage;
-use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, State, apply};
+use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, Secret, State, apply};
 
 const JOB: &str = "job1";
 const SECOND: Duration = Duration::from_secs(1);
@@ -42,6 +43,8 @@ struct Scene {
     current: BTreeMap<String, ConnId>,
     answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
     last_id: u64,
+    /// The node whose worker calls the store.
+    caller: &'static str,
     last_assignment: u32,
     /// The ledger.
     records: BTreeMap<String, Record>,
@@ -70,6 +73,7 @@ impl Scene {
             current: BTreeMap::new(),
             answers: BTreeMap::new(),
             last_id: 0,
+            caller: "a",
             last_assignment: 0,
             records: BTreeMap::new(),
             assignment_ids: BTreeMap::new(),
@@ -82,6 +86,7 @@ impl Scene {
                 now: self.now,
                 dice: 1.0,
                 id: self.next_assignment(),
+                secret: Secret::new([1; 32]),
             },
             &mut self.state,
             event,
@@ -253,6 +258,7 @@ impl Scene {
         let request = KvPutRequest {
             assignment_id: assignment_id.into(),
             job_id: JOB.into(),
+            incarnation: self.caller.into(),
             generation,
             key: key.into(),
             value: value.into(),
@@ -268,6 +274,7 @@ impl Scene {
         self.last_id += 1;
         let request = KvGetRequest {
             job_id: JOB.into(),
+            incarnation: self.caller.into(),
             generation,
             key: key.into(),
             timeout_ms,

@@ -217,6 +217,7 @@ fn a_job_whose_nodes_are_all_gone_ends_silently() {
 fn the_store_of_a_generation_in_the_ledger_is_open_to_it_alone() {
     let mut r = Restart::of(&["x"]);
     let own = r.places["x"].1.assignment_id.clone();
+    r.scene.caller = "x";
     let put = r.scene.put_as(&own, 1, "k", b"1");
     assert_eq!(r.scene.answer(put), Some(Ok(vec![])));
     let other = r.scene.put_as("another", 1, "k", b"2");

@@ -209,7 +209,7 @@ fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
     o.back("a").scene.join("c", 1, 3);
     o.back("b");
     insta::assert_snapshot!(o.received("b"), @r"
-    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 of 1 to 3 nodes joined within `last_call_timeout`; node ranks: 2 by host name
+    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes joined (of 1 to 3) within `last_call_timeout`; node ranks: 2 by host name
     generation 1 over at a step boundary: `c` joined; continuing with 3 nodes (no restart spent)
     ");
 }
@@ -421,9 +421,10 @@ fn the_store_is_open_before_all_are_back() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
     let read = o.scene.get(1, "k", 30_000);
-    o.back("b").scene.put(1, "k", b"v");
+    o.back("b").scene.caller = "b";
+    o.scene.put(1, "k", b"v");
     assert_eq!(o.scene.answer(read), Some(Ok(b"v".to_vec())));
-    o.crash().back("a");
+    o.crash().back("a").scene.caller = "a";
     let read = o.scene.get(1, "k", 30_000);
     o.scene.pass(10 * SECOND, &["a"]);
     assert!(
@@ -438,13 +439,24 @@ fn the_store_is_open_before_all_are_back() {
 #[test]
 fn what_was_stored_again_for_an_older_generation_goes_with_it() {
     let mut o = outage_with_an_older_place();
-    o.back("b").scene.put(1, "k", b"old");
+    o.back("b").scene.caller = "b";
+    o.scene.put(1, "k", b"old");
     let read = o.scene.get(1, "other", 30_000);
     o.back("a");
     let gone = o.scene.answer(read).expect("an answer at once").unwrap_err();
     assert_eq!(gone, "generation superseded: generation 1 continued elsewhere");
+    o.scene.caller = "a";
     let written = o.scene.put(2, "k", b"new");
     assert_eq!(o.scene.answer(written), Some(Ok(vec![])), "the old value is gone");
     let read = o.scene.get(2, "k", 10);
     assert_eq!(o.scene.answer(read), Some(Ok(b"new".to_vec())));
+}
+
+#[test]
+fn a_read_of_a_run_that_nobody_is_left_of_is_answered_when_the_next_one_begins() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a");
+    let get = o.scene.get(1, "k", 60_000);
+    o.scene.leave("a", None, "").join("c", 1, 1);
+    insta::assert_snapshot!(o.scene.answer(get).unwrap().unwrap_err(), @"generation superseded: a new run of the job has started");
 }

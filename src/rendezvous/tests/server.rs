@@ -1,6 +1,6 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError, KvScope};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope};
 use ddp_proto::ids::{Generation, NodeId};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::super::service::{Actor, Request};
-use super::super::{Ledger, ServeError, serve};
+use super::super::{Ledger, Listener, ServeError, Transport, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
@@ -29,14 +29,19 @@ impl Daemon {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(serve(listener, config, ledger, async {
-            let _ = stopped.await;
-        }));
+        let task = tokio::spawn(serve(
+            Listener::Tcp(listener, Transport::Plain),
+            config,
+            ledger,
+            async {
+                let _ = stopped.await;
+            },
+        ));
         Self { endpoint, stop, task }
     }
 
     async fn client(&self) -> Client {
-        Client::connect(&self.endpoint, Instant::now() + PATIENCE)
+        Client::connect(&self.endpoint, &Access::Open, Instant::now() + PATIENCE)
             .await
             .unwrap()
     }
@@ -94,6 +99,15 @@ fn scope(generation: Generation) -> KvScope {
         job_id: JOB.into(),
         generation,
         assignment_id: String::new(),
+        incarnation: NodeId("a".into()),
+    }
+}
+
+fn ask(incarnation: &str) -> StatusRequest {
+    StatusRequest {
+        job_id: JOB.into(),
+        incarnation: incarnation.into(),
+        ..StatusRequest::default()
     }
 }
 
@@ -302,16 +316,16 @@ async fn status_and_health_answer() {
     let daemon = Daemon::start(Config::default()).await;
     let client = daemon.client().await;
     let error = client
-        .status(JOB)
+        .status(ask("a"))
         .await
         .unwrap_err()
         .to_string()
         .replace(&daemon.endpoint, "HOST:PORT");
-    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1`");
+    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;
-    let status = client.status(JOB).await.unwrap();
+    let status = client.status(ask("a")).await.unwrap();
     assert_eq!(
         (status.phase.as_str(), status.generation, status.nodes.len()),
         ("running", 1, 1)
@@ -329,6 +343,8 @@ async fn status_and_health_answer() {
             tonic_health::pb::health_check_response::ServingStatus::Serving
         );
     }
+    let stranger = client.status(ask("b")).await.unwrap_err().to_string();
+    assert_eq!(stranger.replace(&daemon.endpoint, "HOST:PORT"), error);
     leave(a).await;
     daemon.end().await;
 }
@@ -374,7 +390,7 @@ async fn errors_of_the_store_keep_their_meaning() {
       hint: keys are write-once in a generation; use a different key for each value
     generation superseded: this rendezvous daemon has assigned generation 1 anew (assignment `OWN`, not `another`)
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
-    cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job`
+    cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job` with this node
     ");
     leave(a).await;
     daemon.end().await;
@@ -401,7 +417,12 @@ async fn an_embedded_daemon_serves_its_own_agent_from_bind_to_end() {
 #[tokio::test]
 async fn many_nodes_meet() {
     const NODES: u32 = 256;
-    let daemon = Daemon::start(Config::default()).await;
+    // All connect before the first joins.
+    let daemon = Daemon::start(Config {
+        join_wait: PATIENCE,
+        ..Config::default()
+    })
+    .await;
     let mut agents = Vec::new();
     for n in 0..NODES {
         agents.push(daemon.agent(&format!("n{n}")).await);

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::Once;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{LazyLock, Once};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigHandler, Signal, kill, signal};
@@ -34,6 +34,13 @@ fn catch_interrupts() {
     });
 }
 
+/// A file that no other run of the tests knows; whoever hosts a rendezvous first makes it.
+pub(crate) fn token_file() -> &'static Path {
+    static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(super::temp_dir);
+    static FILE: LazyLock<PathBuf> = LazyLock::new(|| FOLDER.path().join("token"));
+    &FILE
+}
+
 impl Program {
     pub(crate) fn new(path: impl Into<PathBuf>) -> Self {
         catch_interrupts();
@@ -48,6 +55,8 @@ impl Program {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
+        // The nodes of a test share a home, and no test sees that of the machine.
+        command.env("DDP_TOKEN_FILE", token_file());
         for inherited in ["PATH", "TMPDIR", "LD_LIBRARY_PATH"] {
             if let Some(value) = std::env::var_os(inherited) {
                 command.env(inherited, value);

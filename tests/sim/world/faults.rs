@@ -354,6 +354,7 @@ impl World {
                 key: key.to_owned(),
                 value: vec![0; bytes],
                 assignment_id: assignment_id.to_owned(),
+                incarnation: node.incarnation.clone(),
             },
         };
         let get = KvGetRequest {
@@ -362,6 +363,7 @@ impl World {
             key: "meeting".into(),
             timeout_ms: u32::MAX,
             assignment_id: own_id.clone(),
+            incarnation: node.incarnation.clone(),
         };
         match self.rng.random_range(0..10) {
             0 => Ok(message(&node.incarnation, own, success)),

@@ -28,6 +28,9 @@ const MAX_COUNT: u64 = 1 << 53;
 const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 /// Most corners that the regions of a tensor may have, 2 to the number of cut dimensions each: it bounds memory and time.
 const MAX_CORNERS: u64 = 1 << 18;
+/// Most dimensions along which a tensor may be cut. Layouts cut along one or two; the bound is for a few bytes of a
+/// manifest that would have all [`MAX_CORNERS`].
+const MAX_CUT_DIMS: usize = 4;
 
 /// Key in section `data` of a manifest's configuration: where the tokenizer's file was, whose hash `tokenizer` has.
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer_file";
@@ -465,9 +468,7 @@ fn check_regions(tensor: &TensorRecord) -> Result<(), String> {
         bounds.any(|bounds| bounds != [0, shape[*dim]])
     };
     let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
-    let each = u32::try_from(cut.len())
-        .ok()
-        .and_then(|dims| 1_u64.checked_shl(dims));
+    let each = (cut.len() <= MAX_CUT_DIMS).then(|| 1_u64 << cut.len());
     let corners = each.and_then(|each| each.checked_mul(tensor.regions.len() as u64 + 1));
     let Some(each) = each.filter(|_| corners.is_some_and(|corners| corners <= MAX_CORNERS)) else {
         let regions = tensor.regions.len();

@@ -144,6 +144,13 @@ fn many_regions_are_checked_or_refused_in_time() {
             .contains("more than can be checked")
     );
     assert!(check_boxes(&[2; 80], &[]).is_err());
+    // They are few, and were 131,072 corners of 17 numbers each.
+    let few_but_cut = vec![vec![[0, 1]; 17]];
+    let error = check_boxes(&[2; 17], &few_but_cut).unwrap_err();
+    assert!(
+        error.contains("cut along 17 dimensions: more than can be checked"),
+        "{error}"
+    );
     assert!(started.elapsed() < Duration::from_mins(1));
 }
 

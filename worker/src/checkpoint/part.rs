@@ -259,6 +259,12 @@ pub(crate) fn read_header(file: &mut File) -> io::Result<Header> {
     if length > MAX_HEADER_BYTES {
         return Err(damaged(format!("its header claims {length} bytes")));
     }
+    // Before there is room for it: a few bytes can claim the longest header.
+    let rest = file.metadata()?.len().saturating_sub(LENGTH_BYTES as u64);
+    if length > rest {
+        let what = format!("its header claims {length} bytes, and {rest} follow");
+        return Err(io::Error::new(ErrorKind::UnexpectedEof, what));
+    }
     let mut json = vec![0; length as usize];
     file.read_exact(&mut json)?;
     Ok(Header {
@@ -448,9 +454,10 @@ impl Extent {
         kinds.iter().flat_map(of_kind).collect()
     }
 
-    /// Size of the range.
+    /// Size of the range; the largest number where it does not fit.
     pub fn bytes(&self) -> u64 {
-        self.range.end.saturating_sub(self.range.start) * self.dtype.bytes() as u64
+        let elements = self.range.end.saturating_sub(self.range.start);
+        elements.saturating_mul(self.dtype.bytes() as u64)
     }
 
     /// An error unless it is a range of a box of the tensor, of a size that can be counted.

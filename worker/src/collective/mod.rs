@@ -16,7 +16,7 @@
 
 mod communicator;
 mod error;
-mod host;
+pub(crate) mod host;
 pub mod nccl;
 mod operation;
 mod reduction;

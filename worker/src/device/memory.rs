@@ -22,7 +22,7 @@ use ddp_proto::mounts::SeenGroup;
 use ddp_proto::words;
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, posix_fallocate};
+use nix::fcntl::{FcntlArg, OFlag, SealFlag, fcntl, posix_fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
 
@@ -71,13 +71,15 @@ impl HostMemory {
         })
     }
 
-    /// A fresh memfd segment, with its pages allocated.
+    /// A fresh memfd segment, with its pages allocated, whose size nobody can change.
     pub fn shared(name: &str, bytes: usize) -> Result<Self, DeviceError> {
         let length = bytes.max(1);
         Self::check_room(name, length, 1)?;
-        let fd = memfd_create(format!("ddp-{name}").as_str(), MFdFlags::MFD_CLOEXEC)
-            .map_err(|e| out_of_memory(name, bytes, e))?;
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let fd =
+            memfd_create(format!("ddp-{name}").as_str(), flags).map_err(|e| out_of_memory(name, bytes, e))?;
         allocate(&fd, length).map_err(|e| out_of_memory(name, bytes, e))?;
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals())).map_err(|e| out_of_memory(name, bytes, e))?;
         Self::map(name, fd, length)
     }
 
@@ -118,6 +120,12 @@ impl HostMemory {
                 "shared segment `{name}` has {found} bytes, expected {bytes}"
             )));
         }
+        let sealed = fcntl(&fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
+        if !sealed.is_ok_and(|sealed| sealed.contains(seals())) {
+            let what =
+                format!("the size of shared segment `{name}` is not sealed: its owner could cut it off");
+            return Err(DeviceError::Upstream(what));
+        }
         let mapping = MmapOptions::new().len(bytes.max(1)).populate().map_raw(&fd);
         Ok(Self {
             mapping: mapping.map_err(|e| out_of_memory(name, bytes, e))?,
@@ -145,6 +153,12 @@ unsafe impl Memory for HostMemory {
     fn host_ptr(&self) -> Option<NonNull<u8>> {
         Some(self.ptr())
     }
+}
+
+/// The length of a shared segment is fixed, and so is that it is: without a page that a process has mapped, its next access
+/// would end it with SIGBUS.
+fn seals() -> SealFlag {
+    SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
 fn first_byte(mapping: &MmapRaw) -> NonNull<u8> {
@@ -559,6 +573,28 @@ mod tests {
             },
         };
         assert_eq!(groups(&mounts, "0::/my pod/a job\n"), [expected]);
+    }
+
+    #[test]
+    fn nobody_cuts_off_a_shared_segment() {
+        let segment = HostMemory::shared("test", 10_000).unwrap();
+        let fd = segment.fd().unwrap();
+        assert_eq!(nix::unistd::ftruncate(fd, 0), Err(Errno::EPERM));
+        assert_eq!(nix::unistd::ftruncate(fd, 1 << 20), Err(Errno::EPERM));
+        let other = HostMemory::map("test", fd.try_clone().unwrap(), 10_000).unwrap();
+        // SAFETY: within both mappings, which no other thread knows.
+        unsafe {
+            segment.ptr().as_ptr().add(9_999).write(7);
+            assert_eq!(other.ptr().as_ptr().add(9_999).read(), 7);
+        }
+    }
+
+    #[test]
+    fn a_segment_that_its_owner_can_cut_off_is_refused() {
+        let fd = memfd_create("ddp-test", MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&fd, 10_000).unwrap();
+        let error = HostMemory::map("test", fd, 10_000).unwrap_err().to_string();
+        assert!(error.contains("`test` is not sealed"), "{error}");
     }
 
     #[test]

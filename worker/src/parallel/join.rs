@@ -194,6 +194,7 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
         host_addr,
         ports: env.worker_ports,
         generation: env.generation.get(),
+        data_key: session.data_key().cloned(),
         spin: env.local_world_size as usize * threads <= cores,
     })
 }

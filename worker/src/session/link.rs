@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::env::{EnvError, WorkerEnv};
 use ddp_proto::ids::Generation;
 use nix::sys::socket::{
@@ -68,6 +69,7 @@ pub(super) struct Assigned {
     pub(super) generation: Generation,
     pub(super) vars: BTreeMap<String, String>,
     pub(super) node_addrs: Vec<String>,
+    pub(super) data_key: Option<DataKey>,
 }
 
 /// A connection to the agent.
@@ -255,6 +257,7 @@ impl Shared {
                 generation,
                 env: vars,
                 node_addrs,
+                data_key,
             } => {
                 let _ = self.generation.set(generation);
                 return Ok(Some(Assigned {
@@ -262,6 +265,7 @@ impl Shared {
                     generation,
                     vars,
                     node_addrs,
+                    data_key,
                 }));
             }
             ToWorker::StopAtStepBoundary { cause } => self.stop.ask(cause),

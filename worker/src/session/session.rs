@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::utc;
 
@@ -22,6 +23,7 @@ const MAX_FAILURE_BYTES: usize = 8 << 10;
 pub struct Session {
     env: WorkerEnv,
     node_addrs: Vec<String>,
+    data_key: Option<DataKey>,
     store: Arc<dyn KeyValue>,
     cancel: Cancel,
     stop: StopRequest,
@@ -76,6 +78,7 @@ impl Session {
         Self {
             env,
             node_addrs,
+            data_key: None,
             store,
             cancel: Cancel::new(),
             stop: StopRequest::default(),
@@ -93,6 +96,7 @@ impl Session {
         Ok(Self {
             env,
             node_addrs: assigned.node_addrs,
+            data_key: assigned.data_key,
             store: link.shared.store.clone(),
             cancel: link.shared.cancel.clone(),
             stop: link.shared.stop.clone(),
@@ -108,6 +112,12 @@ impl Session {
     /// Address of every node, in order of node rank; of this one alone, if there are many.
     pub fn node_addrs(&self) -> &[String] {
         &self.node_addrs
+    }
+
+    /// With which the ranks of this generation prove to each other that they are of it; none without an agent, and if the
+    /// daemon is of an older build.
+    pub fn data_key(&self) -> Option<&DataKey> {
+        self.data_key.as_ref()
     }
 
     /// The key-value store of this generation.

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ddp_proto::data_key::DataKey;
 use ddp_worker::collective::{
     Communicator, Executor, Failure, Launch, RankInfo, Traffic, Transport, Work, connect,
 };
@@ -58,6 +59,7 @@ impl World {
                     host_addr: IpAddr::from([127, 0, 0, node_rank as u8 + 1]),
                     ports: None,
                     generation: 1,
+                    data_key: Some(DataKey::new([7; 32])),
                     spin: self.size() <= cores,
                 });
             }

@@ -34,6 +34,7 @@ pub fn with_agent<T>(
                 generation: env.generation,
                 env: env.to_vars(),
                 node_addrs: vec!["127.0.0.1".into()],
+                data_key: None,
             };
             serve(stream, &assignment, react)
         });

@@ -51,15 +51,14 @@ struct Outage {
 }
 
 impl DaemonConnection {
-    /// Begins to connect, as the launcher with this id.
+    /// Begins to connect.
     pub(in crate::agent) fn start(
         plan: Arc<LaunchPlan>,
-        launcher_id: &str,
         console: Console,
     ) -> (Self, mpsc::Receiver<LinkEvent>) {
         let identity = AgentIdentity {
             job_id: plan.job_id.clone(),
-            incarnation: NodeId(launcher_id.to_owned()),
+            incarnation: NodeId(plan.incarnation.clone()),
         };
         let (link, events) = Link::start(plan.clone(), identity);
         let connection = Self {

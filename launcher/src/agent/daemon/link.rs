@@ -205,7 +205,9 @@ impl Side {
         let patience = self.plan.connect_timeout;
         let cause = Mutex::new(None);
         let note = |words: &str| *cause.lock().expect("nothing panics with it") = Some(words.to_owned());
-        let connecting = Client::connect_telling(&self.plan.endpoint, Instant::now() + patience, note);
+        let plan = &self.plan;
+        let connecting =
+            Client::connect_telling(&plan.endpoint, &plan.access, Instant::now() + patience, note);
         tokio::pin!(connecting);
         if let Ok(outcome) = tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
             return outcome;

@@ -21,7 +21,7 @@ use ddp_proto::client::KvScope;
 use ddp_proto::control::ToAgent;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
-use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 
@@ -30,7 +30,7 @@ use super::launch::{Launch, LaunchError};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
-use crate::control::{ControlEvent, ControlServer, Place, Store};
+use crate::control::{ControlEvent, ControlServer, News, Place, Store};
 use crate::report::event_log::LogEvent;
 use crate::spawn::spawner::{SpawnEvent, check_program};
 use crate::supervise::reap;
@@ -67,8 +67,7 @@ impl<'a> Driver<'a> {
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let hang_watch = HangWatch::new(plan, launch.console.clone(), launch.files.clone());
-        let launcher_id = launch.guardian.launcher_id();
-        let (daemon, link) = DaemonConnection::start(plan.clone(), launcher_id, launch.console.clone());
+        let (daemon, link) = DaemonConnection::start(plan.clone(), launch.console.clone());
         let (inbox, spawn_events, control_events) = Inbox::open(signals, link, hang_watch.interval());
         let control = ControlServer::start(control_events)?;
         let starter = Starter::start(&launch, spawn_events, control.address())?;
@@ -263,7 +262,12 @@ impl<'a> Driver<'a> {
         if event.generation != self.machine.generation() {
             return;
         }
-        let (local_rank, message) = (event.local_rank, event.message);
+        let local_rank = event.local_rank;
+        let message = match event.news {
+            News::Said(message) => message,
+            News::HungUp => return self.worker_group.hung_up(local_rank),
+            News::Refused(why) => return self.tell_refused(local_rank, &why),
+        };
         if let ToAgent::Heartbeat {
             step,
             progress: Some(progress),
@@ -281,6 +285,16 @@ impl<'a> Driver<'a> {
             for line in self.worker_group.tell_waits() {
                 self.launch.console.say(&line);
             }
+        }
+    }
+
+    /// Once for each worker: a program may try again for ever.
+    fn tell_refused(&mut self, local_rank: LocalRank, why: &str) {
+        if let Some(rank) = self.worker_group.first_refused(local_rank) {
+            self.launch.console.say(&format!(
+                "rank {rank}: its control connection was closed: {why}\n  \
+                 hint: `local_rank` is DDP_LOCAL_RANK, `generation` is DDP_GENERATION, `pid` is the process id as the launcher sees it"
+            ));
         }
     }
 
@@ -420,11 +434,13 @@ impl<'a> Driver<'a> {
             job_id: self.launch.plan.job_id.clone(),
             generation,
             assignment_id: self.machine.assignment_id().to_owned(),
+            incarnation: NodeId(self.launch.plan.incarnation.clone()),
         };
         self.control.begin(Place {
             generation,
             contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
             node_addrs: prepared.node_addrs,
+            data_key: prepared.data_key,
             store: Arc::new(Store::new(client, scope)),
             pids: vec![None; prepared.contracts.len()],
             spawned: false,

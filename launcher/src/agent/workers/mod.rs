@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
+use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank};
@@ -49,6 +50,10 @@ struct Worker {
     pid: Option<i32>,
     /// Its last sign of life.
     beat: Option<Beat>,
+    /// It has sent a heartbeat, and not closed its connection since.
+    is_watched: bool,
+    /// A control connection of it was refused.
+    was_refused: bool,
     /// What a number of ranks has to divide for it to go on, in its own words.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
@@ -112,6 +117,8 @@ pub(super) struct Prepared {
     pub(super) contracts: Vec<WorkerEnv>,
     /// Of every node, in order of node rank.
     pub(super) node_addrs: Vec<String>,
+    /// Of the generation's data connections.
+    pub(super) data_key: Option<DataKey>,
 }
 
 impl WorkerGroup {
@@ -195,14 +202,16 @@ impl WorkerGroup {
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            let worker = Worker::new(rank, files, stdout, stderr);
-            worker_group.workers.push(worker);
+            worker_group
+                .workers
+                .push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             worker_group,
             specs,
             contracts,
             node_addrs: node_addrs(assignment),
+            data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
 
@@ -250,6 +259,7 @@ impl WorkerGroup {
                     step,
                     phase,
                 });
+                worker.is_watched = true;
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
             }
             // Should this node be lost before its next heartbeat, the others have to know.
@@ -279,6 +289,20 @@ impl WorkerGroup {
             | ToAgent::KvGather { .. } => {}
         }
         is_urgent
+    }
+
+    /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
+    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+        if let Some(worker) = self.get_mut(local_rank) {
+            worker.is_watched = false;
+        }
+    }
+
+    /// The rank of a worker of which a connection was refused for the first time.
+    pub(super) fn first_refused(&mut self, local_rank: LocalRank) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank).filter(|worker| !worker.was_refused)?;
+        worker.was_refused = true;
+        Some(worker.rank)
     }
 
     /// The worker says that it failed only because another rank did.
@@ -436,7 +460,7 @@ impl WorkerGroup {
             .workers
             .iter()
             .enumerate()
-            .filter(|(_, worker)| worker.end.is_none());
+            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
             let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
             Some((local_rank, worker.beat?, waits))
@@ -544,6 +568,8 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            is_watched: false,
+            was_refused: false,
             sizes: None,
             called_slow: None,
             state: None,

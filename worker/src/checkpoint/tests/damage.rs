@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::super::Manifest;
-use super::super::latest_step;
+use super::super::{latest_step, read_header};
 use super::*;
 
 #[test]
@@ -233,6 +233,22 @@ fn a_header_of_more_bytes_than_there_are_numbers_for_is_refused() {
     assert!(
         error.contains(&format!("its header describes {}", u64::MAX)),
         "{error}"
+    );
+}
+
+/// It made room for the whole header before it looked for it.
+#[test]
+fn a_header_that_is_longer_than_its_file_gets_no_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("claims.safetensors");
+    fs::write(&path, [&99_000_000_u64.to_le_bytes()[..], b"{}"].concat()).unwrap();
+    let Err(error) = read_header(&mut fs::File::open(&path).unwrap()) else {
+        panic!("there is no header");
+    };
+    assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
+    assert_eq!(
+        error.to_string(),
+        "its header claims 99000000 bytes, and 2 follow"
     );
 }
 

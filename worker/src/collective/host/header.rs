@@ -140,6 +140,13 @@ impl OperationHeader {
     }
 }
 
+/// Compares the header of another rank with one of ours; the error is in words. For `tests/fuzz`.
+pub(super) fn compare_foreign(bytes: &[u8; HEADER_BYTES]) -> Result<(), String> {
+    let ours = OperationHeader::of_call(SetUpCall::Split, 3, "tensor");
+    let theirs: OperationHeader = bytemuck::pod_read_unaligned(bytes);
+    ours.agree(&theirs, 7).map_err(|failure| failure.to_string())
+}
+
 impl fmt::Display for OperationHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.magic != MAGIC {

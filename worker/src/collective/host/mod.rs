@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `topology` | [`RankInfo`]; the ranks of a group, their nodes, and the order of sums |
 //! | `header` | an operation as 64 bytes, which the ranks compare |
-//! | `sockets` | connections between ranks: how a group makes them, their handshake, and passing of descriptors |
+//! | `introduction` | how two ranks prove to each other that they are of one generation; strangers are kept out |
+//! | `sockets` | connections between ranks: how a group makes them, and passing of descriptors |
 //! | `probe` | whether large frames reach the other nodes |
 //! | `shared_memory` | control segments of a node: barriers, slots, stages; shared arenas |
 //! | `exchange` | what one rank exchanges with one other over their connection |
@@ -13,12 +14,24 @@
 
 mod exchange;
 mod header;
+mod introduction;
 mod plan;
 mod probe;
 mod shared_memory;
 mod sockets;
 mod topology;
 mod transport;
+
+/// What bytes of other ranks come to: a header, an introduction, a message of a set-up. For `tests/fuzz`.
+#[doc(hidden)]
+pub fn read_foreign(bytes: &[u8]) -> [bool; 3] {
+    let header = bytes.first_chunk().map(header::compare_foreign);
+    [
+        header.is_some_and(|outcome| outcome.is_ok()),
+        introduction::hear_foreign(bytes),
+        transport::read_set_up(bytes).is_ok(),
+    ]
+}
 
 pub use topology::RankInfo;
 pub use transport::connect;

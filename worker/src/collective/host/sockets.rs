@@ -1,72 +1,41 @@
-//! Connections between ranks: TCP between nodes, Unix sockets within a node; how a group makes them, and their handshake.
+//! Connections between ranks: TCP between nodes, Unix sockets within a node; how a group makes them, and their sockets.
 //!
-//! Of each pair the higher rank connects and the lower one listens. The first bytes of a connection are a [`Hello`] with
-//! the token that the listener has published to the ranks of its job, the generation and the connecting rank. A
-//! connection without the token is closed. Through a Unix socket ranks of a node also pass descriptors.
+//! Of each pair the higher rank connects and the lower one listens. Before anything else, both prove that they are of the
+//! generation (`introduction`). Through a Unix socket ranks of a node also pass descriptors.
 #![allow(unsafe_code, reason = "descriptors that the kernel hands over")]
 
-use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
-use bytemuck::{Pod, Zeroable};
 use ddp_proto::ports::PortRange;
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, SockaddrLike,
-    SockaddrStorage, UnixAddr as AbstractAddr, accept4, connect, getsockopt, listen, recv, recvmsg, send,
-    sendmsg, setsockopt, socket, sockopt,
+    SockaddrStorage, UnixAddr as AbstractAddr, accept4, connect, getsockopt, listen, recvmsg, sendmsg,
+    setsockopt, socket, sockopt,
 };
 use serde::{Deserialize, Serialize};
 
-use super::topology::{RankInfo, Topology};
+use super::topology::RankInfo;
 use crate::collective::error::Failure;
 use crate::collective::wait::{Wait, system_failure};
 
-/// Connections whose hello has not come yet; the oldest gives way to a new one.
-const PENDING_BOUND: usize = 256;
 /// Room in a TCP backlog for connections that are not of this job.
 const FOREIGN_CONNECTIONS: usize = 128;
 /// Longest wait for a TCP connection to a rank that listens: a firewall may drop packets without an answer.
 const CONNECT_BOUND: Duration = Duration::from_secs(10);
 /// Between two tries to connect to a rank whose backlog is full.
 const BACKLOG_PAUSE: Duration = Duration::from_millis(1);
-const MAGIC: u64 = 0x6464_7072_756e_0001;
-
-/// Who opens a connection, and to whom.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-struct Hello {
-    magic: u64,
-    /// That of the listener, its low half first.
-    token: [u64; 2],
-    /// Generation of the connecting rank.
-    generation: u64,
-    /// Global rank of the connecting rank.
-    rank: u64,
-    reserved: u64,
-}
-
-impl Hello {
-    fn new(token: u128, info: &RankInfo) -> Self {
-        Self {
-            magic: MAGIC,
-            token: [token as u64, (token >> 64) as u64],
-            generation: info.generation,
-            rank: info.rank as u64,
-            reserved: 0,
-        }
-    }
-}
-
+/// Nothing would tell the ranks of other nodes from strangers.
+const NO_KEY: &str = "the assignment has no key for the connections between nodes\n  hint: the rendezvous daemon is of an \
+                      older release: start it from the release of the nodes";
 /// Where a rank listens for the higher ranks of a group, as it publishes it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Address {
@@ -74,8 +43,6 @@ pub(super) struct Address {
     unix: String,
     /// For those of other nodes, if there are some.
     tcp: Option<SocketAddr>,
-    /// In hexadecimal.
-    token: String,
 }
 
 /// The sockets at which a rank listens for one group.
@@ -83,113 +50,26 @@ pub(super) struct Address {
 pub(super) struct Listener {
     unix: OwnedFd,
     tcp: Option<OwnedFd>,
-    token: u128,
 }
 
 impl Listener {
     /// Listens for ranks of this node and for ranks of others, with room for so many that connect before they are accepted.
     pub(super) fn open(info: &RankInfo, local: usize, remote: usize) -> Result<(Self, Address), Failure> {
-        // It cannot be guessed: `rand`'s own generator is a cryptographic one, seeded by the system.
-        let token: u128 = rand::random();
-        let unix = format!("ddp-{token:032x}");
+        if remote > 0 && info.data_key.is_none() {
+            return Err(Failure::Invalid(NO_KEY.into()));
+        }
+        let unix = format!("ddp-{:032x}", rand::random::<u128>());
         let listener = listen_unix(&unix, local)?;
         let tcp = (remote > 0).then(|| listen_tcp(info, remote)).transpose()?;
         let (tcp, address) = tcp.unzip();
-        let address = Address {
-            unix,
-            tcp: address,
-            token: format!("{token:032x}"),
-        };
-        let listener = Self {
-            unix: listener,
-            tcp,
-            token,
-        };
-        Ok((listener, address))
+        let address = Address { unix, tcp: address };
+        Ok((Self { unix: listener, tcp }, address))
     }
 
-    /// Connects this rank with all others of the group, by rank: to the lower ones, and accepts the higher ones. All ranks of
-    /// the group do so, at each other's addresses.
-    pub(super) fn connect(
-        &self,
-        info: &RankInfo,
-        topology: &Topology,
-        addresses: &[&Address],
-        wait: &Wait,
-    ) -> Result<Vec<Option<Connection>>, Failure> {
-        let (me, globals) = (topology.rank(), topology.globals());
-        let is_here = |rank: usize| topology.local_index(rank).is_some();
-        let mut sockets = BTreeMap::new();
-        for (rank, address) in addresses.iter().enumerate().take(me) {
-            sockets.insert(
-                globals[rank],
-                address.connect(info, globals[rank], is_here(rank), wait)?,
-            );
-        }
-        sockets.extend(self.accept(info, &globals[me + 1..], wait)?);
-        let connections = globals.iter().enumerate().map(|(rank, &global)| {
-            let socket = sockets.remove(&global);
-            let connect = |socket| Connection::new(global, socket, is_here(rank));
-            socket.map(connect).transpose()
-        });
-        connections.collect()
-    }
-
-    /// Waits for the connections of these global ranks.
-    fn accept(
-        &self,
-        info: &RankInfo,
-        ranks: &[usize],
-        wait: &Wait,
-    ) -> Result<BTreeMap<usize, OwnedFd>, Failure> {
-        let expected = Hello::new(self.token, info);
-        let listeners = [
-            Some((&self.unix, true)),
-            self.tcp.as_ref().map(|tcp| (tcp, false)),
-        ];
-        let listeners: Vec<_> = listeners.into_iter().flatten().collect();
-        let mut accepted = BTreeMap::new();
-        let mut pending: Vec<PendingPeer> = Vec::new();
-        while accepted.len() < ranks.len() {
-            let listening = listeners.iter().map(|(socket, _)| *socket);
-            let sockets = listening.chain(pending.iter().map(|peer| &peer.socket));
-            let mut fds: Vec<_> = sockets
-                .map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN))
-                .collect();
-            let missing = || ranks.iter().copied().filter(|rank| !accepted.contains_key(rank));
-            wait.until_ready(&mut fds, || missing().collect())?;
-            for mut peer in std::mem::take(&mut pending) {
-                match peer.receive_hello() {
-                    Poll::Ready(Some(hello)) => {
-                        let rank = hello.rank as usize;
-                        if ranks.contains(&rank)
-                            && hello
-                                == (Hello {
-                                    rank: hello.rank,
-                                    ..expected
-                                })
-                        {
-                            accepted.entry(rank).or_insert(peer.socket);
-                        }
-                    }
-                    Poll::Ready(None) => {}
-                    Poll::Pending => pending.push(peer),
-                }
-            }
-            for &(listener, is_local) in &listeners {
-                while let Some(socket) = next_socket(listener, is_local)? {
-                    if pending.len() == PENDING_BOUND {
-                        pending.remove(0);
-                    }
-                    pending.push(PendingPeer {
-                        socket,
-                        hello: Hello::zeroed(),
-                        len: 0,
-                    });
-                }
-            }
-        }
-        Ok(accepted)
+    /// The sockets, and whether their peers are of this node.
+    pub(super) fn sockets(&self) -> impl Iterator<Item = (&OwnedFd, bool)> {
+        let tcp = self.tcp.as_ref().map(|tcp| (tcp, false));
+        std::iter::once((&self.unix, true)).chain(tcp)
     }
 }
 
@@ -258,19 +138,30 @@ fn backlog_for(peers: usize) -> Backlog {
     Backlog::new(peers).unwrap_or(Backlog::MAXCONN)
 }
 
+/// What a listener has.
+pub(super) enum Accepted {
+    /// A connection.
+    One(OwnedFd),
+    /// No more for now.
+    None,
+    /// No descriptor is left for one that waits.
+    NoRoom,
+}
+
 /// The next connection. Unix connections from other users are closed.
-fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Option<OwnedFd>, Failure> {
+pub(super) fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Accepted, Failure> {
     loop {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = match accept4(listener.as_raw_fd(), flags) {
             // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
             Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
-            Err(Errno::EAGAIN) => return Ok(None),
+            Err(Errno::EAGAIN) => return Ok(Accepted::None),
+            Err(Errno::EMFILE | Errno::ENFILE) => return Ok(Accepted::NoRoom),
             Err(error) if is_of_one_peer(error) => continue,
             Err(error) => return Err(system_failure("accepting a peer", error)),
         };
         if !is_local || is_same_user(&socket) {
-            return Ok(Some(socket));
+            return Ok(Accepted::One(socket));
         }
     }
 }
@@ -298,55 +189,21 @@ fn is_same_user(socket: &OwnedFd) -> bool {
         .is_ok_and(|peer| peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// A connection whose hello has not come yet.
-struct PendingPeer {
-    socket: OwnedFd,
-    /// What has come of it.
-    hello: Hello,
-    len: usize,
-}
-
-impl PendingPeer {
-    /// Reads what has come. Ready with none: it is no hello.
-    fn receive_hello(&mut self) -> Poll<Option<Hello>> {
-        let rest = &mut bytemuck::bytes_of_mut(&mut self.hello)[self.len..];
-        match recv(self.socket.as_raw_fd(), rest, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) => Poll::Ready(None),
-            Ok(n) => {
-                self.len += n;
-                if self.len == size_of::<Hello>() {
-                    Poll::Ready(Some(self.hello))
-                } else {
-                    Poll::Pending
-                }
-            }
-            Err(Errno::EAGAIN | Errno::EINTR) => Poll::Pending,
-            Err(_) => Poll::Ready(None),
-        }
-    }
-}
-
 impl Address {
     /// Connects to the global rank that listens here.
-    fn connect(&self, info: &RankInfo, rank: usize, is_local: bool, wait: &Wait) -> Result<OwnedFd, Failure> {
+    pub(super) fn connect(&self, rank: usize, is_local: bool, wait: &Wait) -> Result<OwnedFd, Failure> {
+        if is_local {
+            return connect_unix(&self.unix, rank, wait);
+        }
         let malformed = || Failure::Invalid(format!("rank {rank} published a malformed address"));
-        let token = u128::from_str_radix(&self.token, 16).map_err(|_| malformed())?;
-        let socket = if is_local {
-            connect_unix(&self.unix, rank, wait)?
-        } else {
-            connect_tcp(self.tcp.ok_or_else(malformed)?, rank, wait)?
-        };
-        let hello = Hello::new(token, info);
-        // It fits into the empty buffer of a new connection, so that this does not wait.
-        let failed = |errno| system_failure(format!("greeting rank {rank}"), errno);
-        match send(
-            socket.as_raw_fd(),
-            bytemuck::bytes_of(&hello),
-            MsgFlags::MSG_NOSIGNAL,
-        ) {
-            Ok(sent) if sent == size_of::<Hello>() => Ok(socket),
-            Ok(_) => Err(failed(Errno::EMSGSIZE)),
-            Err(error) => Err(failed(error)),
+        connect_tcp(self.tcp.ok_or_else(malformed)?, rank, wait)
+    }
+
+    /// The address itself, for people.
+    pub(super) fn shown(&self, is_local: bool) -> String {
+        match self.tcp {
+            Some(tcp) if !is_local => tcp.to_string(),
+            _ => self.unix.clone(),
         }
     }
 }
@@ -635,7 +492,9 @@ mod tests {
             let wait = Wait::new(Duration::from_secs(10), &Cancel::new());
             wait.until_ready(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], Vec::new)
                 .unwrap();
-            let accepted = next_socket(&listener, false).unwrap().unwrap();
+            let Accepted::One(accepted) = next_socket(&listener, false).unwrap() else {
+                panic!("nobody connects");
+            };
             // This end closes first, so its port is in TIME_WAIT.
             drop(accepted);
             drop(peer);

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use ddp_proto::data_key::DataKey;
 use ddp_proto::ports::PortRange;
 
 use crate::collective::error::Failure;
@@ -25,6 +26,8 @@ pub struct RankInfo {
     pub ports: Option<PortRange>,
     /// The generation of the job: ranks of another one are refused.
     pub generation: u64,
+    /// With which ranks prove that they are of it. On one node they need none: the system says whose a Unix socket is.
+    pub data_key: Option<DataKey>,
     /// Spin briefly before a wait sleeps. Only useful with a core for each rank of the node.
     pub spin: bool,
 }
@@ -42,6 +45,7 @@ impl RankInfo {
             host_addr: IpAddr::from([127, 0, 0, 1]),
             ports: None,
             generation: 1,
+            data_key: None,
             spin: size <= cores,
         }
     }

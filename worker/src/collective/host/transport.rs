@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use super::exchange::{MemoryRange, Transfer};
 use super::header::{OperationHeader, SetUpCall};
+use super::introduction::connect_group;
 use super::plan::{Peers, Round, RoundPlan, given, is_brief};
 use super::probe::probe_paths;
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
@@ -73,7 +74,7 @@ pub fn connect(
     });
     let topology = Topology::new(members.collect(), info.rank);
     let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
-    let connections = listener.connect(info, &topology, &addresses, &wait)?;
+    let connections = connect_group(&listener, info, (WORLD, &topology), &addresses, &wait)?;
     // Connections of subgroups take the same paths.
     probe_paths(&topology, &connections, &wait)?;
     let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
@@ -515,7 +516,7 @@ impl Transport for HostTransport {
         let (Some(listener), Some(addresses)) = (listener, addresses) else {
             unreachable!("a rank without a listener refuses");
         };
-        let connections = listener.connect(&self.info, &topology, &addresses, wait)?;
+        let connections = connect_group(&listener, &self.info, (name, &topology), &addresses, wait)?;
         // From here on the others wait for this rank's segment: not a refusal, after which all ranks could go on.
         let failed = |failure| match failure {
             Failure::Device(error) => Failure::System {
@@ -569,6 +570,17 @@ impl SetUpMessage {
         let too_long = |e: serde_json::Error| Failure::Invalid(format!("a message does not fit: {e}"));
         serde_json::to_writer(&mut bytes[..], self).map_err(too_long)?;
         Ok(bytes)
+    }
+}
+
+/// What another rank publishes, or says while a group sets something up; the error is in words. For `tests/fuzz`.
+pub(super) fn read_set_up(bytes: &[u8]) -> Result<(), String> {
+    let message: Result<SetUpMessage, _> = serde_json::from_slice(bytes);
+    let published: Result<PublishedRank, _> = serde_json::from_slice(bytes);
+    match (message, published) {
+        (Err(message), Err(published)) => Err(format!("{message}; {published}")),
+        (Ok(message), _) => message.encode().map(drop).map_err(|e| e.to_string()),
+        _ => Ok(()),
     }
 }
 

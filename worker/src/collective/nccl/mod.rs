@@ -24,3 +24,9 @@ mod watchdog;
 pub use comm::Membership;
 pub use library::{Nccl, Version};
 pub use transport::NcclTransport;
+
+/// Whether bytes in the place of rank 0's id are one. For `tests/fuzz`.
+#[doc(hidden)]
+pub fn read_foreign_id(bytes: &[u8]) -> bool {
+    transport::published_id(bytes, "2.30.4", std::path::Path::new("libnccl.so.2")).is_ok()
+}

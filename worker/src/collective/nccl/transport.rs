@@ -1,5 +1,6 @@
 //! NCCL as a transport: operations on device memory, enqueued on a stream.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -163,13 +164,18 @@ fn exchange_id(
         exchange.publish(&key, &text)?;
         return Ok(id);
     }
-    let malformed = || Failure::Invalid("rank 0 published a malformed NCCL id".into());
     let bytes = exchange.await_key(&key, 0, || vec![0])?;
-    let PublishedId { version, id } = serde_json::from_slice(&bytes).map_err(|_| malformed())?;
+    published_id(&bytes, &own, nccl.path())
+}
+
+/// The id that rank 0 has published, if its library is of this version.
+pub(super) fn published_id(bytes: &[u8], own: &str, library: &Path) -> Result<UniqueId, Failure> {
+    let malformed = || Failure::Invalid("rank 0 published a malformed NCCL id".into());
+    let PublishedId { version, id } = serde_json::from_slice(bytes).map_err(|_| malformed())?;
     if version != own {
         return Err(Failure::Invalid(format!(
             "rank 0 has NCCL {version}, but this rank has NCCL {own} (`{}`)\n  hint: install the same version on all nodes",
-            nccl.path().display()
+            library.display()
         )));
     }
     id.try_into().map(UniqueId).map_err(|_| malformed())

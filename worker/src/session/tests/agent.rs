@@ -138,5 +138,6 @@ pub(super) fn assignment(env: &WorkerEnv) -> ToWorker {
         generation: env.generation,
         env: env.to_vars(),
         node_addrs: vec!["10.0.0.1".into(), "10.0.0.2".into()],
+        data_key: None,
     }
 }

@@ -1,0 +1,211 @@
+//! One connection to the daemon: over TCP or a Unix socket, with or without TLS.
+
+use std::io;
+use std::os::linux::net::SocketAddrExt as _;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::codegen::http::Uri;
+use tower_service::Service;
+
+use crate::resolver::Resolver;
+use crate::tls::{self, HandshakeFailure, SERVER_NAME, TlsError, TlsFiles};
+use crate::token::Token;
+
+/// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
+pub const UNIX_PREFIX: &str = "unix:@";
+
+/// First byte of a TLS alert: what a daemon with TLS says to a caller without.
+const TLS_ALERT: u8 = 0x15;
+
+/// What both sides of a connection to the daemon prove.
+#[derive(Clone, Debug, Default)]
+pub enum Access {
+    /// Nothing: on a Unix socket, where the kernel tells who is there, or with `--insecure`.
+    #[default]
+    Open,
+    /// That they have the token.
+    Token(Token),
+    /// The daemon has an operator's certificate, and is told a hash of the job's token.
+    Operator(TlsFiles, Token),
+}
+
+impl Access {
+    /// The token of the job.
+    pub const fn token(&self) -> Option<&Token> {
+        match self {
+            Self::Open => None,
+            Self::Token(token) | Self::Operator(_, token) => Some(token),
+        }
+    }
+
+    /// TLS for a daemon at `host`, and the name that its certificate must have.
+    fn tls(&self, host: &str) -> Result<Option<Tls>, TlsError> {
+        let (config, name, by_token) = match self {
+            Self::Open => return Ok(None),
+            Self::Token(token) => (tls::client_of_token(token)?, SERVER_NAME, true),
+            Self::Operator(files, _) => (tls::client_of_files(files)?, host, false),
+        };
+        let bare = name.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let name = ServerName::try_from(bare).map_err(|error| TlsError::Unfit(error.to_string()))?;
+        let connector = TlsConnector::from(Arc::new(config));
+        Ok(Some(Tls {
+            connector,
+            name,
+            by_token,
+        }))
+    }
+}
+
+#[derive(Clone)]
+struct Tls {
+    connector: TlsConnector,
+    name: ServerName<'static>,
+    by_token: bool,
+}
+
+/// Opens connections to one daemon.
+#[derive(Clone)]
+pub(super) struct Connector {
+    place: Place,
+    tls: Option<Tls>,
+}
+
+#[derive(Clone)]
+enum Place {
+    Tcp(HttpConnector<Resolver>),
+    Unix(String),
+}
+
+impl Connector {
+    /// To `host` by `tcp`.
+    pub(super) fn tcp(host: &str, tcp: HttpConnector<Resolver>, access: &Access) -> Result<Self, TlsError> {
+        let place = Place::Tcp(tcp);
+        let tls = access.tls(host)?;
+        Ok(Self { place, tls })
+    }
+
+    /// To an abstract socket.
+    pub(super) fn unix(name: &str) -> Self {
+        Self {
+            place: Place::Unix(name.to_owned()),
+            tls: None,
+        }
+    }
+
+    async fn open(self, uri: Uri) -> Result<Connection, tonic::codegen::StdError> {
+        let mut tcp = match self.place {
+            Place::Tcp(tcp) => tcp,
+            Place::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
+        };
+        let stream = tcp.call(uri).await?.into_inner();
+        let Some(tls) = self.tls else {
+            let is_first = true;
+            return Ok(Connection::Tcp { stream, is_first });
+        };
+        match tls.connector.connect(tls.name, stream).await {
+            Ok(stream) => Ok(Connection::Tls(Box::new(stream))),
+            Err(error) => Err(tls::words_of(&error, tls.by_token).into()),
+        }
+    }
+}
+
+fn open_unix(name: &str) -> io::Result<UnixStream> {
+    let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
+    // The kernel connects it at once, or not at all.
+    let stream = std::os::unix::net::UnixStream::connect_addr(&address)?;
+    stream.set_nonblocking(true)?;
+    UnixStream::from_std(stream)
+}
+
+impl Service<Uri> for Connector {
+    type Response = TokioIo<Connection>;
+    type Error = tonic::codegen::StdError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        match &mut self.place {
+            Place::Tcp(tcp) => tcp.poll_ready(context).map_err(Into::into),
+            Place::Unix(_) => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let connecting = self.clone().open(uri);
+        Box::pin(async move { connecting.await.map(TokioIo::new) })
+    }
+}
+
+/// The failure of a handshake below an error, if that is what it was.
+pub(super) fn handshake_failure<'a>(
+    error: &'a (dyn std::error::Error + 'static),
+) -> Option<&'a HandshakeFailure> {
+    std::iter::successors(Some(error), |error| error.source())
+        .find_map(|error| error.downcast_ref::<HandshakeFailure>())
+}
+
+/// Bytes to and from the daemon.
+pub(super) enum Connection {
+    Tcp { stream: TcpStream, is_first: bool },
+    Unix(UnixStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp { stream, is_first } => {
+                let before = buf.filled().len();
+                let read = Pin::new(stream).poll_read(context, buf);
+                if let (true, Some(&first)) = (*is_first, buf.filled().get(before)) {
+                    *is_first = false;
+                    if first == TLS_ALERT {
+                        let words = "the daemon there expects TLS, and this node was told `--insecure`";
+                        return Poll::Ready(Err(io::Error::other(words)));
+                    }
+                }
+                read
+            }
+            Self::Unix(stream) => Pin::new(stream).poll_read(context, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp { stream, .. } => Pin::new(stream).poll_write(context, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp { stream, .. } => Pin::new(stream).poll_flush(context),
+            Self::Unix(stream) => Pin::new(stream).poll_flush(context),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(context),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp { stream, .. } => Pin::new(stream).poll_shutdown(context),
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+        }
+    }
+}

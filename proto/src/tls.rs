@@ -1,0 +1,317 @@
+//! Mutual TLS between agents and their daemon: from the token that both have, or from an operator's files.
+//!
+//! Both sides derive one key from the token, take it for that of a certificate authority, and make a certificate of
+//! their own with it for each process. Who has the token is trusted, and nobody else.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ED25519,
+};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::token::Token;
+
+/// The name in the certificates that are made from a token. Nobody looks it up.
+pub const SERVER_NAME: &str = "rendezvous.ddp-run.internal";
+
+/// What is spoken inside.
+const ALPN: &[u8] = b"h2";
+
+/// An Ed25519 private key of RFC 8410 is its seed of 32 bytes behind these.
+const PKCS8_PREFIX: [u8; 16] = [
+    0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
+];
+
+/// Files of an operator, in PEM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The own certificate, with those between it and the authority.
+    pub cert: Option<PathBuf>,
+    /// Its key.
+    pub key: Option<PathBuf>,
+    /// The authority that the other side's certificate is to come from.
+    pub ca: Option<PathBuf>,
+}
+
+/// Why there is no TLS.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file cannot be used.
+    #[error("cannot use `{}`: {cause}\n  hint: a PEM file with {holds} is expected", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What it should have.
+        holds: &'static str,
+        /// Why.
+        cause: String,
+    },
+    /// One of two files that belong together is missing.
+    #[error("a certificate (`--tls-cert`) needs its key (`--tls-key`), and the other way round")]
+    Half,
+    /// The parts do not fit together.
+    #[error("cannot set up TLS: {0}")]
+    Unfit(String),
+}
+
+/// Makes certificates that the token's owners trust.
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    cert: CertificateDer<'static>,
+}
+
+type OwnCert = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+impl Authority {
+    fn of(token: &Token) -> Result<Self, rcgen::Error> {
+        let key = [&PKCS8_PREFIX[..], &token.authority_seed()].concat();
+        let key = KeyPair::from_pkcs8_der_and_sign_algo(&PrivatePkcs8KeyDer::from(key), &PKCS_ED25519)?;
+        let mut params = params("ddp-run token");
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let cert = params.self_signed(&key)?.der().clone();
+        let issuer = Issuer::new(params, key);
+        Ok(Self { issuer, cert })
+    }
+
+    fn certify(&self, purpose: ExtendedKeyUsagePurpose) -> Result<OwnCert, rcgen::Error> {
+        let key = KeyPair::generate_for(&PKCS_ED25519)?;
+        let mut params = params("ddp-run process");
+        params.subject_alt_names = vec![rcgen::SanType::DnsName(SERVER_NAME.try_into()?)];
+        params.extended_key_usages = vec![purpose];
+        let cert = params.signed_by(&key, &self.issuer)?;
+        Ok((
+            vec![cert.der().clone()],
+            PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+        ))
+    }
+
+    fn roots(&self) -> Result<RootCertStore, rustls::Error> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.cert.clone())?;
+        Ok(roots)
+    }
+}
+
+/// Valid at any time: clocks of nodes differ, and a certificate ends with its process.
+fn params(name: &str) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params
+}
+
+fn unfit(error: impl std::fmt::Display) -> TlsError {
+    TlsError::Unfit(error.to_string())
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+/// The side of an agent that has the token.
+pub fn client_of_token(token: &Token) -> Result<ClientConfig, TlsError> {
+    let authority = Authority::of(token).map_err(unfit)?;
+    let own = authority
+        .certify(ExtendedKeyUsagePurpose::ClientAuth)
+        .map_err(unfit)?;
+    client(authority.roots().map_err(unfit)?, Some(own))
+}
+
+/// The side of a daemon that has the token: callers must have it too.
+pub fn server_of_token(token: &Token) -> Result<ServerConfig, TlsError> {
+    let authority = Authority::of(token).map_err(unfit)?;
+    let own = authority
+        .certify(ExtendedKeyUsagePurpose::ServerAuth)
+        .map_err(unfit)?;
+    server(Some(authority.roots().map_err(unfit)?), own)
+}
+
+/// The side of an agent whose daemon has an operator's certificate.
+pub fn client_of_files(files: &TlsFiles) -> Result<ClientConfig, TlsError> {
+    let ca = files
+        .ca
+        .as_deref()
+        .ok_or_else(|| unfit("no authority (`DDP_TLS_CA`) is given"))?;
+    client(read_roots(ca)?, own_of(files)?)
+}
+
+/// The side of a daemon with an operator's certificate. With an authority, callers need a certificate from it.
+pub fn server_of_files(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
+    let own = own_of(files)?.ok_or(TlsError::Half)?;
+    server(files.ca.as_deref().map(read_roots).transpose()?, own)
+}
+
+fn client(roots: RootCertStore, own: Option<OwnCert>) -> Result<ClientConfig, TlsError> {
+    let config = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&TLS13])
+        .map_err(unfit)?
+        .with_root_certificates(roots);
+    let mut config = match own {
+        Some((certs, key)) => config.with_client_auth_cert(certs, key).map_err(unfit)?,
+        None => config.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    Ok(config)
+}
+
+fn server(callers: Option<RootCertStore>, (certs, key): OwnCert) -> Result<ServerConfig, TlsError> {
+    let config = ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&TLS13])
+        .map_err(unfit)?;
+    let config = match callers {
+        Some(roots) => {
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
+            config.with_client_cert_verifier(verifier.build().map_err(unfit)?)
+        }
+        None => config.with_no_client_auth(),
+    };
+    let mut config = config.with_single_cert(certs, key).map_err(unfit)?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    // Connections are few and long: nothing is resumed, and so nothing of an earlier one can be sent again.
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+fn own_of(files: &TlsFiles) -> Result<Option<OwnCert>, TlsError> {
+    let (cert, key) = match (&files.cert, &files.key) {
+        (Some(cert), Some(key)) => (cert, key),
+        (None, None) => return Ok(None),
+        _ => return Err(TlsError::Half),
+    };
+    let parsed = PrivateKeyDer::from_pem_file(key).map_err(|error| unusable(key, "a private key", error))?;
+    Ok(Some((read_certs(cert)?, parsed)))
+}
+
+fn read_certs(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let failed = |error| unusable(path, "certificates", error);
+    let certs: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(failed)?;
+    if certs.is_empty() {
+        return Err(unusable(path, "certificates", "it has none"));
+    }
+    Ok(certs)
+}
+
+fn read_roots(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for cert in read_certs(path)? {
+        roots
+            .add(cert)
+            .map_err(|error| unusable(path, "certificates", error))?;
+    }
+    Ok(roots)
+}
+
+fn unusable(path: &Path, holds: &'static str, cause: impl ToString) -> TlsError {
+    let (path, cause) = (path.to_owned(), cause.to_string());
+    TlsError::File { path, holds, cause }
+}
+
+/// What a failed handshake means, for people on the side of the caller.
+pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
+    let inner = error
+        .get_ref()
+        .and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    let (distrust, cause) = match inner {
+        Some(rustls::Error::InvalidCertificate(_)) if by_token => (
+            Some(SAME_TOKEN),
+            "the daemon there has a different token".to_owned(),
+        ),
+        Some(rustls::Error::InvalidCertificate(why)) => {
+            let cause = format!("the daemon's certificate is not accepted: {why:?}");
+            (Some(RIGHT_AUTHORITY), cause)
+        }
+        Some(rustls::Error::InvalidMessage(_)) => (None, "the server there speaks no TLS".to_owned()),
+        Some(rustls::Error::AlertReceived(alert)) => (
+            None,
+            format!("the server there refused the TLS connection: {alert:?}"),
+        ),
+        _ if error.kind() == io::ErrorKind::UnexpectedEof => (
+            None,
+            "the server there closed the connection in the TLS handshake".to_owned(),
+        ),
+        _ => (None, format!("the TLS handshake failed: {error}")),
+    };
+    HandshakeFailure { distrust, cause }
+}
+
+/// What to do where the daemon has another token.
+const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN";
+/// What to do where its certificate is another authority's, or for another name.
+const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the rendezvous's certificate, that the certificate names the host of `--rdzv-endpoint`, and that it is valid today";
+
+/// A TLS connection that did not come about.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{cause}")]
+pub(crate) struct HandshakeFailure {
+    /// The daemon has shown a certificate, and it is not one that this side trusts: trying again cannot help, but this.
+    pub(crate) distrust: Option<&'static str>,
+    pub(crate) cause: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use rustls::pki_types::ServerName;
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+
+    async fn meet(client: ClientConfig, server: ServerConfig) -> (io::Result<()>, io::Result<()>) {
+        let (near, far) = tokio::io::duplex(64 << 10);
+        let name = ServerName::try_from(SERVER_NAME).unwrap();
+        let connecting = TlsConnector::from(Arc::new(client)).connect(name, near);
+        let accepting = TlsAcceptor::from(Arc::new(server)).accept(far);
+        let (near, far) = tokio::join!(connecting, accepting);
+        (near.map(drop), far.map(drop))
+    }
+
+    #[tokio::test]
+    async fn who_has_the_token_is_let_in_and_nobody_else() {
+        let (own, other) = (Token::random(), Token::random());
+        let server = || server_of_token(&own).unwrap();
+        let (near, far) = meet(client_of_token(&own).unwrap(), server()).await;
+        near.unwrap();
+        far.unwrap();
+        let (near, far) = meet(client_of_token(&other).unwrap(), server()).await;
+        let failure = words_of(&near.unwrap_err(), true);
+        assert!(failure.distrust.is_some(), "{failure}");
+        assert_eq!(failure.to_string(), "the daemon there has a different token");
+        far.unwrap_err();
+        // It trusts the daemon, and shows nothing itself.
+        let roots = Authority::of(&own).unwrap().roots().unwrap();
+        let (_, far) = meet(super::client(roots, None).unwrap(), server()).await;
+        far.unwrap_err();
+    }
+
+    #[test]
+    fn one_token_makes_one_authority() {
+        let token = Token::random();
+        let cert = || Authority::of(&token).unwrap().cert;
+        assert_eq!(cert(), cert());
+    }
+
+    #[test]
+    fn a_file_that_is_missing_or_empty_is_named() {
+        let files = TlsFiles {
+            ca: Some("/nonexistent/ca.pem".into()),
+            ..TlsFiles::default()
+        };
+        let words = client_of_files(&files).unwrap_err().to_string();
+        assert!(words.starts_with("cannot use `/nonexistent/ca.pem`: "), "{words}");
+        let half = TlsFiles {
+            cert: Some("/dev/null".into()),
+            ..TlsFiles::default()
+        };
+        assert!(matches!(server_of_files(&half), Err(TlsError::Half)));
+    }
+}

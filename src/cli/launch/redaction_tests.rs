@@ -1,0 +1,133 @@
+//! The rules, one by one.
+
+use super::*;
+
+/// Command lines, and how they are shown.
+const LINES: &[(&str, &str)] = &[
+    // Names that say it.
+    ("--password=hunter2 --lr 3", "--password=… --lr 3"),
+    ("--db-password hunter2 --lr 3", "--db-password … --lr 3"),
+    ("--password -hunter2hunter2", "--password …"),
+    (
+        "env WANDB_API_KEY=hunter2 python t.py",
+        "env WANDB_API_KEY=… python t.py",
+    ),
+    (
+        "AWS_SECRET_ACCESS_KEY=abc AWS_REGION=eu",
+        "AWS_SECRET_ACCESS_KEY=… AWS_REGION=eu",
+    ),
+    ("trainer.api_key=a=b x", "trainer.api_key=… x"),
+    ("--set logger.apiKey=abc", "--set logger.apiKey=…"),
+    ("--set=wandb.api_key=abc", "--set=wandb.api_key=…"),
+    (
+        "--client-secret s --credentials c",
+        "--client-secret … --credentials …",
+    ),
+    (
+        "--password-file /etc/p --secret-name prod",
+        "--password-file /etc/p --secret-name prod",
+    ),
+    ("--use-password --lr 3", "--use-password --lr 3"),
+    // Names that may say it.
+    ("--hf-token hunter2 --lr 3", "--hf-token … --lr 3"),
+    ("HF_TOKEN=hunter2", "HF_TOKEN=…"),
+    ("--auth hunter2", "--auth …"),
+    ("--auth true --auth-type oidc", "--auth true --auth-type oidc"),
+    ("--use-token --lr 3", "--use-token --lr 3"),
+    (
+        "--max-tokens 5 --tokenizer=gpt2 token",
+        "--max-tokens 5 --tokenizer=gpt2 token",
+    ),
+    (
+        "--token-count 5 --tokens 1e9 --token 50256",
+        "--token-count 5 --tokens 1e9 --token 50256",
+    ),
+    (
+        "--pad-token <pad> --eos_token=</s>",
+        "--pad-token <pad> --eos_token=</s>",
+    ),
+    (
+        "--token-file tokens.bin --stop-token ###",
+        "--token-file tokens.bin --stop-token ###",
+    ),
+    // Keys of other kinds.
+    (
+        "--sort-key loss --image-key=jpg --n-key-heads 8",
+        "--sort-key loss --image-key=jpg --n-key-heads 8",
+    ),
+    ("--key 3f9a8b7c6d5e4f3a2b1c", "--key …"),
+    ("--set key=3f9a8b7c6d5e4f3a2b1c", "--set key=…"),
+    ("--key text", "--key text"),
+    // Short options.
+    ("mysql -p hunter2", "mysql -p …"),
+    ("mysql -phunter2", "mysql -p…"),
+    ("srv -p 8080 -p 80:8080 -p 1-3", "srv -p 8080 -p 80:8080 -p 1-3"),
+    (
+        "t.py -p bf16 -p data/x -p ./x -p true",
+        "t.py -p bf16 -p data/x -p ./x -p true",
+    ),
+    ("mkdir -pv x", "mkdir -pv x"),
+    ("curl -u me:hunter2 x", "curl -u me:… x"),
+    ("python -u train.py", "python -u train.py"),
+    // Addresses.
+    (
+        "--data https://me:hunter2@host/a?b=1",
+        "--data https://me:…@host/a?b=1",
+    ),
+    (
+        "s3://bucket/a?token=hunter2&page=2",
+        "s3://bucket/a?token=…&page=2",
+    ),
+    (
+        "https://h/a?X-Amz-Signature=abc&key=v",
+        "https://h/a?X-Amz-Signature=…&key=…",
+    ),
+    (
+        "https://host:80/a?page=2 git@host:a/b",
+        "https://host:80/a?page=2 git@host:a/b",
+    ),
+    ("https://ghp3f9a8b7c6d5e4f@github.com/a", "https://…@github.com/a"),
+    ("http://me@host/", "http://me@host/"),
+    // Headers.
+    ("-H Authorization: Bearer abc", "-H Authorization: Bearer …"),
+    // Well-known tokens.
+    ("train hf_AbCdEfGhIjKlMnOp1234", "train …"),
+    ("--model hf_hub/llama sk-learn", "--model hf_hub/llama sk-learn"),
+    // Hyperparameters.
+    (
+        "--lr 6e-4 --seed 1337 --model.n_head=12 --data.train train.txt --precision bf16",
+        "--lr 6e-4 --seed 1337 --model.n_head=12 --data.train train.txt --precision bf16",
+    ),
+    ("", ""),
+];
+
+#[test]
+fn secrets_of_command_lines_are_hidden_and_nothing_else() {
+    for (line, shown) in LINES {
+        assert_eq!(command_line(line.split(' ')).join(" "), *shown, "{line}");
+    }
+}
+
+#[test]
+fn secrets_of_configurations_and_environments_are_hidden_and_nothing_else() {
+    for (name, found, shown) in [
+        ("logger.api_key", "abc", "…"),
+        ("data.train", "https://me:hunter2@host/a", "https://me:…@host/a"),
+        ("data.tokenizer", "gpt2", "gpt2"),
+        ("model.vocab_size", "50257", "50257"),
+        ("data.auth", "hunter2", "…"),
+        ("token_count", "5", "5"),
+        ("key_dim", "64", "64"),
+        ("HF_TOKEN", "hunter2", "…"),
+        ("HF_TOKEN_PATH", "/srv/token", "/srv/token"),
+        ("HEADERS", "Authorization: Bearer abc", "Authorization: Bearer …"),
+        ("MASTER_ADDR", "10.0.0.1", "10.0.0.1"),
+        ("OMP_NUM_THREADS", "4", "4"),
+        ("PYTHONPATH", "/a:/b", "/a:/b"),
+        ("password", "", ""),
+    ] {
+        assert_eq!(value(name, found), shown, "{name}");
+    }
+    assert_eq!(pair("a.password=b"), "a.password=…");
+    assert_eq!(pair("train.lr=3e-4"), "train.lr=3e-4");
+}

@@ -1,0 +1,290 @@
+//! A connection from its acceptance to the first call: who is there, TLS, and the preface of HTTP/2, within one
+//! deadline; and its end, if nobody joins on it.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use nix::sys::socket::{setsockopt, sockopt};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::Error as Tls;
+use tokio_rustls::server::TlsStream;
+use tonic::transport::server::Connected;
+
+use super::admission::{Admission, Caller};
+use super::incoming::Transport;
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::Peer;
+
+/// What a client of HTTP/2 says first.
+const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// How often a connection that is in use is looked at.
+const LOOK: Duration = Duration::from_secs(30);
+
+/// What was accepted.
+pub(super) enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+/// Why a caller was sent away.
+enum Refusal {
+    /// It has not said a word, as probes of a port do.
+    Silent,
+    Because(String),
+}
+
+/// Takes a caller in. Whoever is not taken is counted, and disconnected.
+pub(super) async fn admit(
+    socket: Socket,
+    transport: Transport,
+    admission: Arc<Admission>,
+    config: Config,
+) -> Option<Connection> {
+    let deadline = Instant::now() + config.join_wait;
+    let peer = peer_of(&socket);
+    if let Err(why) = check_user(&socket) {
+        admission.refused("this machine", why);
+        return None;
+    }
+    let place = match admission.enter(peer.remote) {
+        Ok(place) => place,
+        Err(why) => {
+            admission.refused(peer.remote, why);
+            return None;
+        }
+    };
+    let caller = Caller::new(peer, place);
+    let shaken = timeout_at(deadline, shake_hands(socket, transport, &config)).await;
+    let late = || {
+        Refusal::Because(format!(
+            "no handshake within {:.1} s",
+            config.join_wait.as_secs_f64()
+        ))
+    };
+    match shaken.unwrap_or_else(|_| Err(late())) {
+        Ok(wire) => Some(Connection {
+            wire,
+            replayed: 0,
+            expiry: Box::pin(sleep_until(deadline)),
+            idle_limit: config.join_wait,
+            caller,
+        }),
+        Err(Refusal::Silent) => None,
+        Err(Refusal::Because(why)) => {
+            caller.refused(why);
+            None
+        }
+    }
+}
+
+/// The two ends. On a Unix socket both are this machine.
+fn peer_of(socket: &Socket) -> Peer {
+    let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    let ip = |address: io::Result<SocketAddr>| address.map_or(here, |address| address.ip().to_canonical());
+    match socket {
+        Socket::Tcp(tcp) => Peer {
+            remote: ip(tcp.peer_addr()),
+            local: ip(tcp.local_addr()),
+        },
+        Socket::Unix(_) => Peer {
+            remote: here,
+            local: here,
+        },
+    }
+}
+
+/// An abstract socket is open to every user of the machine: only the own one and root are served.
+fn check_user(socket: &Socket) -> Result<(), String> {
+    let Socket::Unix(unix) = socket else {
+        return Ok(());
+    };
+    let user = unix.peer_cred().map_err(|error| error.to_string())?.uid();
+    let own = nix::unistd::geteuid().as_raw();
+    if user == own || user == 0 {
+        return Ok(());
+    }
+    Err(format!("user {user} is not the user of this launcher ({own})"))
+}
+
+async fn shake_hands(socket: Socket, transport: Transport, config: &Config) -> Result<Wire, Refusal> {
+    let mut wire = match socket {
+        Socket::Unix(unix) => Wire::Unix(unix),
+        Socket::Tcp(tcp) => {
+            set_up(&tcp, config).map_err(|error| Refusal::Because(error.to_string()))?;
+            match transport.tls() {
+                None => Wire::Tcp(tcp),
+                Some(tls) => {
+                    let mut first = [0];
+                    if matches!(tcp.peek(&mut first).await, Ok(0) | Err(_)) {
+                        return Err(Refusal::Silent);
+                    }
+                    let accepted = TlsAcceptor::from(tls).accept(tcp).await;
+                    Wire::Tls(Box::new(
+                        accepted.map_err(|error| Refusal::Because(words_of(&error)))?,
+                    ))
+                }
+            }
+        }
+    };
+    let mut preface = [0; PREFACE.len()];
+    match wire.read(&mut preface[..1]).await {
+        Ok(1) => {}
+        Ok(_) => return Err(Refusal::Silent),
+        Err(error) => return Err(Refusal::Because(words_of(&error))),
+    }
+    let rest = wire.read_exact(&mut preface[1..]).await;
+    rest.map_err(|error| Refusal::Because(words_of(&error)))?;
+    if &preface != PREFACE {
+        return Err(Refusal::Because("it does not speak HTTP/2".into()));
+    }
+    Ok(wire)
+}
+
+fn set_up(tcp: &TcpStream, config: &Config) -> io::Result<()> {
+    tcp.set_nodelay(true)?;
+    setsockopt(tcp, sockopt::KeepAlive, &true)?;
+    let idle = u32::try_from(config.tcp_keepalive.as_secs())
+        .unwrap_or(u32::MAX)
+        .max(1);
+    setsockopt(tcp, sockopt::TcpKeepIdle, &idle)?;
+    Ok(())
+}
+
+/// What a failed handshake means, for people on the side of the daemon.
+fn words_of(error: &io::Error) -> String {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Tls>());
+    match inner {
+        Some(Tls::NoCertificatesPresented) => "it has no token and no certificate".into(),
+        Some(Tls::InvalidCertificate(_) | Tls::AlertReceived(_)) => {
+            "it has a different token or certificate".into()
+        }
+        Some(Tls::InvalidMessage(_)) => "it speaks no TLS".into(),
+        Some(other) => format!("the TLS handshake failed: {other}"),
+        None => format!("the handshake failed: {error}"),
+    }
+}
+
+enum Wire {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// A connection that has begun to speak HTTP/2. It ends when nothing goes on there for a while.
+pub(super) struct Connection {
+    wire: Wire,
+    /// How much of the preface was given on: it was read already.
+    replayed: usize,
+    expiry: Pin<Box<Sleep>>,
+    idle_limit: Duration,
+    caller: Arc<Caller>,
+}
+
+impl Connected for Connection {
+    type ConnectInfo = Arc<Caller>;
+
+    fn connect_info(&self) -> Self::ConnectInfo {
+        Arc::clone(&self.caller)
+    }
+}
+
+impl Connection {
+    /// Ready when the connection has been idle for too long.
+    fn poll_expired(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        while self.expiry.as_mut().poll(context).is_ready() {
+            let now = Instant::now();
+            let next = match self.caller.idle_since() {
+                None => now + LOOK,
+                Some(since) => Instant::from_std(since) + self.idle_limit,
+            };
+            if next <= now {
+                return Poll::Ready(());
+            }
+            self.expiry.as_mut().reset(next);
+        }
+        Poll::Pending
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.replayed < PREFACE.len() {
+            let rest = &PREFACE[this.replayed..];
+            let part = &rest[..rest.len().min(buf.remaining())];
+            buf.put_slice(part);
+            this.replayed += part.len();
+            return Poll::Ready(Ok(()));
+        }
+        if this.poll_expired(context).is_ready() {
+            // As if the caller had closed it.
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut this.wire).poll_read(context, buf)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().wire).poll_write(context, buf)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().wire).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().wire).poll_shutdown(context)
+    }
+}
+
+impl AsyncRead for Wire {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_read(context, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_read(context, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Wire {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_write(context, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_flush(context),
+            Self::Unix(stream) => Pin::new(stream).poll_flush(context),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(context),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(context),
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+        }
+    }
+}

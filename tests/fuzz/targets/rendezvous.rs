@@ -1,0 +1,359 @@
+//! What nodes and callers tell the daemon, and what its ledger may hold.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::{
+    AgentMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, LostRank, NodeStopped, NodeSucceeded,
+    Place, WorkerExit,
+};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Ledger, Peer, Secret, State, apply};
+use prost::Message;
+
+use super::{joined, parts};
+use crate::runner::Target;
+
+/// Memory for each byte of protobuf: an element of a list is two bytes on the wire, and a few hundred in memory, twice
+/// while the list grows. The daemon bounds its messages' length.
+const BYTES_PER_BYTE: usize = 1024;
+
+const WORDS: &[&str] = &["job", "node-a", "node-b", "key"];
+
+/// Kinds of steps, in the first byte of one.
+#[derive(Clone, Copy)]
+enum Step {
+    Message = 0,
+    Closed = 1,
+    Put = 2,
+    Get = 3,
+    Tick = 4,
+}
+
+/// A step: its kind, a stream or call, time in 100 ms, and bytes.
+fn step(kind: Step, number: u8, time: u8, bytes: Vec<u8>) -> Vec<u8> {
+    [vec![kind as u8, number, time], bytes].concat()
+}
+
+fn message(node: &str, generation: u64, body: Body) -> Vec<u8> {
+    let message = AgentMessage {
+        job_id: "job".into(),
+        incarnation: node.into(),
+        generation,
+        assignment_id: if generation == 0 {
+            String::new()
+        } else {
+            assignment_id(generation)
+        },
+        body: Some(body),
+    };
+    message.encode_to_vec()
+}
+
+/// As the target's daemon gives them.
+fn assignment_id(generation: u64) -> String {
+    format!("{:032x}", u128::from(generation))
+}
+
+fn join(node: &str, place: Option<Place>) -> Body {
+    Body::Join(Join {
+        protocol: 1,
+        hostname: node.into(),
+        min_nodes: 2,
+        max_nodes: 3,
+        workers: 2,
+        max_restarts: 1,
+        master_port: 29500,
+        job_signature: "1234".into(),
+        job_description: "target: train.yaml\n\narguments: a".into(),
+        join_timeout_ms: 60_000,
+        role: "default".into(),
+        last_call_ms: 100,
+        place: place.map(Box::new),
+        ..Join::default()
+    })
+}
+
+fn exit(rank: u32) -> WorkerExit {
+    WorkerExit {
+        rank,
+        pid: 77,
+        exit_code: Some(1),
+        unix_time_ns: 1_700_000_000_000_000_000,
+        stderr_tail: vec!["Traceback".into(), "ValueError".into()],
+        message: "it failed".into(),
+        ..WorkerExit::default()
+    }
+}
+
+/// A job of two nodes from its beginning to its end.
+fn life() -> Vec<Vec<u8>> {
+    let say =
+        |conn, node: &str, generation, body| step(Step::Message, conn, 1, message(node, generation, body));
+    let heartbeat = Heartbeat {
+        step: Some(7),
+        ranks_divide: Some(8),
+        ranks_multiple_of: Some(1),
+        lost_rank: Some(LostRank { rank: 2, witness: 0 }),
+    };
+    let put = KvPutRequest {
+        job_id: "job".into(),
+        generation: 1,
+        key: "key".into(),
+        value: vec![1; 40],
+        assignment_id: assignment_id(1),
+    };
+    let get = KvGetRequest {
+        job_id: "job".into(),
+        generation: 1,
+        key: "other".into(),
+        timeout_ms: 500,
+        assignment_id: assignment_id(1),
+    };
+    let stopped = NodeStopped {
+        exits: vec![exit(0), exit(1)],
+        ..NodeStopped::default()
+    };
+    vec![
+        say(0, "node-a", 0, join("node-a", None)),
+        say(1, "node-b", 0, join("node-b", None)),
+        step(Step::Tick, 0, 20, Vec::new()),
+        say(0, "node-a", 1, Body::Heartbeat(heartbeat)),
+        step(Step::Put, 0, 1, put.encode_to_vec()),
+        step(Step::Get, 1, 1, get.encode_to_vec()),
+        say(1, "node-b", 1, Body::Heartbeat(heartbeat)),
+        say(0, "node-a", 1, Body::WorkerExit(exit(0))),
+        step(Step::Tick, 0, 100, Vec::new()),
+        say(0, "node-a", 1, Body::NodeStopped(stopped)),
+        say(1, "node-b", 1, Body::NodeStopped(NodeStopped::default())),
+        say(0, "node-a", 1, join("node-a", None)),
+        say(1, "node-b", 1, join("node-b", None)),
+        step(Step::Tick, 0, 100, Vec::new()),
+        step(Step::Closed, 1, 1, Vec::new()),
+        say(2, "node-b", 2, join("node-b", None)),
+        say(0, "node-a", 2, Body::NodeSucceeded(NodeSucceeded {})),
+        say(2, "node-b", 2, Body::NodeSucceeded(NodeSucceeded {})),
+        say(0, "node-a", 2, Body::Leave(Leave::default())),
+        step(Step::Closed, 0, 1, Vec::new()),
+    ]
+}
+
+/// The nodes of a job that a daemon knows nothing of come with their places.
+fn recovery() -> Vec<Vec<u8>> {
+    let place = |rank: u32, node: &str| Place {
+        assignment: Some(ddp_proto::rendezvous::Assignment {
+            node_rank: rank,
+            max_restarts: 1,
+            nodes: vec![ddp_proto::rendezvous::NodeAssignment {
+                hostname: node.into(),
+                addr: "10.0.0.1".into(),
+                first_rank: 2 * rank,
+                workers: 2,
+                role: "default".into(),
+            }],
+            master_addr: "10.0.0.1".into(),
+            master_port: 29500,
+            lease_ms: 9000,
+            run_token: "00ff".into(),
+            assignment_id: assignment_id(5),
+            data_key: vec![7; 32],
+            ..ddp_proto::rendezvous::Assignment::default()
+        }),
+        node_count: 2,
+        heartbeat: Some(Heartbeat::default()),
+        held_ms: 4000,
+        over: false,
+    };
+    let come = |conn, rank, node: &str| {
+        let Body::Join(join) = join(node, Some(place(rank, node))) else {
+            unreachable!("it is one");
+        };
+        let join = Join {
+            run_token: "00ff".into(),
+            latest_generation: 5,
+            ..join
+        };
+        step(Step::Message, conn, 3, message(node, 5, Body::Join(join)))
+    };
+    let exit = step(
+        Step::Message,
+        1,
+        1,
+        message("node-b", 5, Body::WorkerExit(exit(2))),
+    );
+    vec![
+        come(0, 0, "node-a"),
+        come(1, 1, "node-b"),
+        exit,
+        step(Step::Tick, 0, 200, Vec::new()),
+    ]
+}
+
+/// A daemon with small bounds, so that inputs reach them.
+fn config() -> Config {
+    Config {
+        max_jobs: 4,
+        ..Config::default()
+    }
+}
+
+/// Plays the steps to a daemon, as its streams would: who was sent away says nothing more.
+fn play(bytes: &[u8]) {
+    let mut state = State::new(config());
+    let (mut now, mut id, mut calls) = (Duration::ZERO, 0_u128, 0_u64);
+    let mut closed = Vec::new();
+    for step in parts(bytes) {
+        let [kind, number, time, message @ ..] = step else {
+            continue;
+        };
+        now += Duration::from_millis(100) * u32::from(*time);
+        calls += 1;
+        let conn = ConnId(u64::from(*number));
+        let event = match kind % 5 {
+            0 if closed.contains(&conn) => continue,
+            0 => AgentMessage::decode(message).ok().map(|message| Event::Message {
+                conn,
+                peer: Peer {
+                    remote: IpAddr::V4(Ipv4Addr::new(10, 0, 0, *number)),
+                    local: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 9)),
+                },
+                message: Box::new(message),
+            }),
+            1 if closed.contains(&conn) => continue,
+            1 => {
+                closed.push(conn);
+                Some(Event::Closed {
+                    conn,
+                    clean: time % 2 == 0,
+                })
+            }
+            2 => KvPutRequest::decode(message).ok().map(|request| Event::KvPut {
+                call: CallId(calls),
+                request,
+            }),
+            3 => KvGetRequest::decode(message).ok().map(|request| Event::KvGet {
+                call: CallId(calls),
+                request,
+            }),
+            _ => Some(Event::Tick),
+        };
+        let Some(event) = event else { continue };
+        if let (Event::Tick, Some(wake)) = (&event, state.next_wake()) {
+            now = now.max(wake.min(now + Duration::from_mins(10)));
+        }
+        id += 1;
+        let at = At {
+            now,
+            dice: 0.5,
+            id,
+            secret: Secret::new([1; 32]),
+        };
+        for effect in apply(at, &mut state, event) {
+            match effect {
+                Effect::Note { words, .. } => assert!(!words.contains(['\u{1b}', '\u{202e}']), "{words:?}"),
+                Effect::Close { conn } => closed.push(conn),
+                _ => {}
+            }
+        }
+        state.status(now, "job");
+    }
+}
+
+pub(crate) fn events() -> Target {
+    let seeds = vec![joined(&life()), joined(&recovery())];
+    Target {
+        words: WORDS,
+        bytes_per_byte: BYTES_PER_BYTE,
+        ..Target::new("rendezvous_events", seeds, play)
+    }
+}
+
+/// The messages alone, to a daemon in which a job runs.
+pub(crate) fn messages() -> Target {
+    let all = [life(), recovery()].concat();
+    let seeds = all
+        .iter()
+        .filter(|step| step[0] == 0)
+        .map(|step| step[3..].to_vec());
+    Target {
+        words: WORDS,
+        bytes_per_byte: BYTES_PER_BYTE,
+        ..Target::new("rendezvous_messages", seeds.collect(), |bytes| {
+            let mut steps = life()[..4].to_vec();
+            steps.push(step(
+                Step::Message,
+                0,
+                1,
+                bytes[..bytes.len().min(60_000)].to_vec(),
+            ));
+            steps.push(step(Step::Tick, 0, 200, Vec::new()));
+            play(&joined(&steps));
+        })
+    }
+}
+
+/// Lines of a ledger that another build, or another user, has written: with the checksum that each has.
+pub(crate) fn ledger() -> Target {
+    let folder = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let file = folder.path().join("ledger");
+    drop(Ledger::open(folder.path()).expect("writable"));
+    let header = std::fs::read_to_string(&file).expect("it was written");
+    let lines = records().join("\n");
+    assert!(lines.contains("running"), "{lines}");
+    Target {
+        words: &[
+            "\n",
+            "\"running\"",
+            "\"stage\":{\"job_over\":{\"exit_code\":1,\"reason\":\"a\"}}",
+        ],
+        ..Target::new("ledger", vec![lines.into_bytes()], move |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            let summed = text.split('\n').map(|json| {
+                let sum = blake3::hash(json.as_bytes()).to_hex();
+                format!("{} {json}\n", &sum[..16])
+            });
+            std::fs::write(&file, header.clone() + &summed.collect::<String>()).expect("memory");
+            if let Ok(ledger) = Ledger::open(folder.path()) {
+                let mut state = State::recall(config(), ledger.records(), Duration::ZERO);
+                let wake = state.next_wake().unwrap_or_default();
+                let at = At {
+                    now: wake,
+                    dice: 0.5,
+                    id: 1,
+                    secret: Secret::new([1; 32]),
+                };
+                apply(at, &mut state, Event::Tick);
+            }
+        })
+    }
+}
+
+/// What a daemon writes down of a job.
+fn records() -> Vec<String> {
+    let (mut state, mut records) = (State::new(config()), Vec::new());
+    for (second, step) in (1..).zip(&life()[..3]) {
+        let event = match AgentMessage::decode(&step[3..]) {
+            Ok(message) if step[0] == Step::Message as u8 => Event::Message {
+                conn: ConnId(u64::from(step[1])),
+                peer: Peer {
+                    remote: IpAddr::V4(Ipv4Addr::LOCALHOST),
+                    local: IpAddr::V4(Ipv4Addr::LOCALHOST),
+                },
+                message: Box::new(message),
+            },
+            _ => Event::Tick,
+        };
+        let at = At {
+            now: Duration::from_secs(second),
+            dice: 0.5,
+            id: u128::from(second),
+            secret: Secret::new([1; 32]),
+        };
+        for effect in apply(at, &mut state, event) {
+            if let Effect::Record(record) = effect {
+                records.push(serde_json::to_string(&record).expect("JSON"));
+            }
+        }
+    }
+    records
+}
