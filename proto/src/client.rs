@@ -45,8 +45,8 @@ use crate::printable::{self, Clean as _};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, NodeList,
-    NodesRequest, StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave,
+    NodeList, NodesRequest, StatusReply, StatusRequest,
 };
 use crate::token::Token;
 

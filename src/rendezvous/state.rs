@@ -412,7 +412,10 @@ impl Daemon {
 
 /// What all callers are told that are no nodes of the job, whether there is one or not.
 fn unknown(job_id: &str) -> KvError {
-    KvError::Unknown(format!("this daemon has no job `{}` with this node", clip(job_id, 128)))
+    KvError::Unknown(format!(
+        "this daemon has no job `{}` with this node",
+        clip(job_id, 128)
+    ))
 }
 
 fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {

@@ -45,8 +45,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, HeartbeatAck, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped, NodesRequest,
-    StatusReply,
+    GenerationOver, Heartbeat, HeartbeatAck, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
+    NodesRequest, StatusReply,
 };
 use prost::bytes::Bytes;
 

@@ -119,6 +119,26 @@ async fn leave(agent: AgentStream) {
     );
 }
 
+/// The list of nodes, and all keys with one prefix, come in one answer.
+async fn answers_all_at_once(client: &Client, generation: Generation, assignment: &Assignment) {
+    let scope = scope(generation);
+    let (list, digest) = client.nodes(&scope).await.unwrap();
+    assert_eq!(
+        (&list.nodes, &digest),
+        (&assignment.nodes, &assignment.nodes_digest)
+    );
+    client.kv_put(&scope, "rank/0", b"a".to_vec()).await.unwrap();
+    let gather = async || client.kv_gather(&scope, "rank/", 2, PATIENCE).await;
+    let put = async || client.kv_put(&scope, "rank/1", b"b".to_vec()).await;
+    let (gathered, written) = tokio::join!(gather(), put());
+    written.unwrap();
+    let gathered = gathered.unwrap().expect("both are there").entries;
+    let gathered: Vec<_> = gathered.iter().map(|entry| entry.key.as_str()).collect();
+    assert_eq!(gathered, ["rank/0", "rank/1"]);
+    let few = client.kv_gather(&scope, "rank/", 3, Duration::ZERO).await;
+    assert_eq!(few.unwrap(), None);
+}
+
 #[tokio::test]
 async fn two_agents_go_through_a_failure_to_success() {
     let daemon = Daemon::start(Config::default()).await;
@@ -138,23 +158,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         .await
         .unwrap();
     assert_eq!(read.await.unwrap().unwrap().as_deref(), Some(&b"unique"[..]));
-    let (list, digest) = at_a.nodes(&scope(first)).await.unwrap();
-    assert_eq!(
-        (&list.nodes, &digest),
-        (&seen_by_b.nodes, &seen_by_b.nodes_digest)
-    );
-    at_a.kv_put(&scope(first), "rank/0", b"a".to_vec()).await.unwrap();
-    let gather = at_a.clone();
-    let gathered = tokio::spawn(async move { gather.kv_gather(&scope(first), "rank/", 2, PATIENCE).await });
-    at_a.kv_put(&scope(first), "rank/1", b"b".to_vec()).await.unwrap();
-    let gathered = gathered.await.unwrap().unwrap().expect("both are there").entries;
-    let gathered: Vec<_> = gathered.iter().map(|entry| entry.key.as_str()).collect();
-    assert_eq!(gathered, ["rank/0", "rank/1"]);
-    let few = at_a
-        .kv_gather(&scope(first), "rank/", 3, Duration::ZERO)
-        .await
-        .unwrap();
-    assert_eq!(few, None);
+    answers_all_at_once(&at_a, first, &seen_by_b).await;
     let blocked = at_a.clone();
     let blocked = tokio::spawn(async move { blocked.kv_get(&scope(first), "never", PATIENCE).await });
 

@@ -202,17 +202,15 @@ impl WorkerGroup {
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group.workers.push(Worker::new(rank, files, stdout, stderr));
+            worker_group
+                .workers
+                .push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             worker_group,
             specs,
             contracts,
-            node_addrs: match assignment.nodes.as_slice() {
-                // There are too many.
-                [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
-                all => all.iter().map(|node| node.addr.clone()).collect(),
-            },
+            node_addrs: node_addrs(assignment),
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
@@ -606,4 +604,13 @@ impl Worker {
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.in_file.clone())
     }
+}
+
+/// Addresses of all nodes; of this one alone, if there are too many.
+fn node_addrs(assignment: &Assignment) -> Vec<String> {
+    let nodes = match assignment.nodes.as_slice() {
+        [] => assignment.own.as_slice(),
+        all => all,
+    };
+    nodes.iter().map(|node| node.addr.clone()).collect()
 }
