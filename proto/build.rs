@@ -10,10 +10,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     std::fs::write(descriptor, protox::prost::Message::encode_to_vec(&files))?;
     tonic_prost_build::configure()
         .build_transport(true)
+        .codec_path("crate::codec::SmallBuffers")
         // Most joins carry none.
         .boxed(".ddp.rendezvous.v1.Join.place")
         // It carries a secret.
         .skip_debug([".ddp.rendezvous.v1.Assignment"])
+        // Shared by all that are answered.
+        .bytes(".ddp.rendezvous.v1.KvGatherReply.entries")
+        .bytes(".ddp.rendezvous.v1.NodesReply.list")
         .compile_fds(files)?;
     Ok(())
 }

@@ -79,7 +79,9 @@ impl Protocol {
         let reserved = self.reserved.iter().map(|place| (place, "reserved"));
         let declared = self.declared.iter().map(|(place, what)| (place, what.as_str()));
         let lines: BTreeMap<_, _> = declared.chain(reserved).collect();
-        let lines = lines.iter().map(|((name, number), what)| format!("{name} {number}: {what}\n"));
+        let lines = lines
+            .iter()
+            .map(|((name, number), what)| format!("{name} {number}: {what}\n"));
         lines.collect()
     }
 
@@ -106,10 +108,15 @@ impl Protocol {
                 Some(found) if found == what => None,
                 Some(found) => Some(format!("{name} {number} was `{what}` and is `{found}`")),
                 None if newer.reserved.contains(place) => None,
-                None => Some(format!("{name} {number}, `{what}`, is gone: declare `reserved {number};`")),
+                None => Some(format!(
+                    "{name} {number}, `{what}`, is gone: declare `reserved {number};`"
+                )),
             }
         });
-        let reused = self.reserved.iter().filter(|place| !newer.reserved.contains(place));
+        let reused = self
+            .reserved
+            .iter()
+            .filter(|place| !newer.reserved.contains(place));
         let reused = reused.map(|(name, number)| format!("{name} {number} is no longer reserved"));
         changed.chain(reused).collect()
     }
@@ -140,7 +147,10 @@ fn short(name: &str) -> &str {
 #[test]
 fn earlier_builds_understand_the_protocol() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto/rendezvous.golden");
-    let (golden, compiled) = (std::fs::read_to_string(&path).unwrap_or_default(), Protocol::compiled());
+    let (golden, compiled) = (
+        std::fs::read_to_string(&path).unwrap_or_default(),
+        Protocol::compiled(),
+    );
     let broken = Protocol::of_text(&golden).broken_by(&compiled);
     assert!(
         broken.is_empty(),

@@ -4,10 +4,12 @@
 //! |---|---|---|
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
+//! | [`assignment`] | what an assignment tells of all nodes together | daemon → agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
 //! | [`resolver`] | host names to addresses, where threads are scarce: here for the client, and the daemon finds its own address in the same way | – |
 //! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
+//! | [`codec`] | how messages of that service become bytes | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`data_key`] | the secret of a generation's data connections | daemon → agent → worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
@@ -19,7 +21,9 @@
 //! This package knows nothing of processes, tensors or training.
 #![forbid(unsafe_code)]
 
+pub mod assignment;
 pub mod client;
+pub mod codec;
 #[cfg(test)]
 #[path = "compatibility_tests.rs"]
 mod compatibility;
@@ -61,6 +65,12 @@ pub mod rendezvous {
                 .field("quick_failures", &self.quick_failures)
                 .field("ports_taken", &self.ports_taken)
                 .field("assignment_id", &self.assignment_id)
+                .field("own", &self.own)
+                .field("node_count", &self.node_count)
+                .field("world_size", &self.world_size)
+                .field("role_first_rank", &self.role_first_rank)
+                .field("role_world_size", &self.role_world_size)
+                .field("nodes_digest", &self.nodes_digest)
                 .finish_non_exhaustive()
         }
     }

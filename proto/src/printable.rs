@@ -11,8 +11,8 @@ use std::iter::Peekable;
 use crate::rendezvous::agent_message::Body as Report;
 use crate::rendezvous::daemon_message::Body as Word;
 use crate::rendezvous::{
-    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, Join, NodeAssignment, NodeStatus,
-    StatusReply, WorkerExit,
+    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, Join, NodeAssignment,
+    NodeList, NodeStatus, StatusReply, WorkerExit,
 };
 
 /// Stands for a control character.
@@ -47,7 +47,8 @@ fn printable(words: &str, stays: impl Fn(char) -> bool) -> Cow<'_, str> {
 
 /// C0, DEL and C1; what changes the direction of a text, and what some terminals take for the end of a line.
 fn is_control(c: char) -> bool {
-    let changes_direction = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let changes_direction =
+        matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     c.is_control() || changes_direction || matches!(c, '\u{2028}' | '\u{2029}')
 }
 
@@ -155,10 +156,16 @@ impl Clean for Join {
 impl Clean for Assignment {
     fn clean(&mut self) {
         clean_text(&mut self.reason);
-        [&mut self.master_addr, &mut self.run_token, &mut self.assignment_id]
-            .into_iter()
-            .for_each(clean_line);
+        [
+            &mut self.master_addr,
+            &mut self.run_token,
+            &mut self.assignment_id,
+            &mut self.nodes_digest,
+        ]
+        .into_iter()
+        .for_each(clean_line);
         self.nodes.clean();
+        self.own.clean();
     }
 }
 
@@ -167,6 +174,12 @@ impl Clean for NodeAssignment {
         [&mut self.hostname, &mut self.addr, &mut self.role]
             .into_iter()
             .for_each(clean_line);
+    }
+}
+
+impl Clean for NodeList {
+    fn clean(&mut self) {
+        self.nodes.clean();
     }
 }
 
@@ -182,7 +195,11 @@ impl Clean for WorkerExit {
     fn clean(&mut self) {
         for line in &mut self.stderr_tail {
             // What a terminal shows of a line that was written over and over, as of a progress bar.
-            let shown = line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default();
+            let shown = line
+                .trim_end_matches('\r')
+                .rsplit('\r')
+                .next()
+                .unwrap_or_default();
             *line = self::line(shown).into_owned();
         }
         clean_text(&mut self.message);
@@ -218,7 +235,9 @@ impl Clean for StatusReply {
 
 impl Clean for NodeStatus {
     fn clean(&mut self) {
-        [&mut self.hostname, &mut self.addr].into_iter().for_each(clean_line);
+        [&mut self.hostname, &mut self.addr]
+            .into_iter()
+            .for_each(clean_line);
     }
 }
 
@@ -240,8 +259,16 @@ mod tests {
             ("a\nb\tc", "a\nb\tc", "a\u{fffd}b\tc"),
             ("a\r\x1b[2Jb", "a\u{fffd}\u{fffd}[2Jb", "a\u{fffd}\u{fffd}[2Jb"),
             ("\x1b[1;31mred\x1b[0m", "red", "red"),
-            ("\x1b]0;title\x07", "\u{fffd}]0;title\u{fffd}", "\u{fffd}]0;title\u{fffd}"),
-            ("\u{9b}2J\u{7f}\0", "\u{fffd}2J\u{fffd}\u{fffd}", "\u{fffd}2J\u{fffd}\u{fffd}"),
+            (
+                "\x1b]0;title\x07",
+                "\u{fffd}]0;title\u{fffd}",
+                "\u{fffd}]0;title\u{fffd}",
+            ),
+            (
+                "\u{9b}2J\u{7f}\0",
+                "\u{fffd}2J\u{fffd}\u{fffd}",
+                "\u{fffd}2J\u{fffd}\u{fffd}",
+            ),
             ("exe\u{202e}gpj", "exe\u{fffd}gpj", "exe\u{fffd}gpj"),
             ("\x1b[", "\u{fffd}[", "\u{fffd}["),
         ] {
@@ -281,14 +308,20 @@ mod tests {
         if alternatives.is_empty() {
             return vec![common];
         }
-        let whole = alternatives.into_iter().map(|part| [common.clone(), part].concat());
+        let whole = alternatives
+            .into_iter()
+            .map(|part| [common.clone(), part].concat());
         whole.collect()
     }
 
     fn assert_all_is_cleaned<M: Message + Clean + Debug + Default>(name: &str) {
         let descriptor = include_bytes!(concat!(env!("OUT_DIR"), "/descriptor.bin"));
         let files = FileDescriptorSet::decode(&descriptor[..]).unwrap();
-        let messages: Vec<DescriptorProto> = files.file.into_iter().flat_map(|file| file.message_type).collect();
+        let messages: Vec<DescriptorProto> = files
+            .file
+            .into_iter()
+            .flat_map(|file| file.message_type)
+            .collect();
         let all = hostile(&messages, name, 5);
         for bytes in &all {
             let mut message = M::decode(bytes.as_slice()).unwrap();
@@ -299,7 +332,10 @@ mod tests {
             for control in ["\\u{1b}", "\\u{202e}"] {
                 assert!(!clean.contains(control), "{clean}");
             }
-            assert!(dirty.contains("\\u{1b}") || !bytes.windows(2).any(|pair| pair == b"\x1b["), "{dirty}");
+            assert!(
+                dirty.contains("\\u{1b}") || !bytes.windows(2).any(|pair| pair == b"\x1b["),
+                "{dirty}"
+            );
         }
         assert!(!all.is_empty());
     }
@@ -310,5 +346,6 @@ mod tests {
         assert_all_is_cleaned::<DaemonMessage>("DaemonMessage");
         assert_all_is_cleaned::<AgentMessage>("AgentMessage");
         assert_all_is_cleaned::<StatusReply>("StatusReply");
+        assert_all_is_cleaned::<NodeList>("NodeList");
     }
 }

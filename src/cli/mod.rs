@@ -6,6 +6,7 @@
 //! | [`launch`] | `ddp-run`: from flags to a plan that its agent carries out |
 //! | [`machine`] | cores, GPUs and limits of this machine |
 //! | [`serve`] | `ddp-rendezvous` |
+//! | `bench` | its measurement of itself |
 //! | [`train`] | `ddp-train` and its subcommands |
 //! | [`native`] | the only place that calls the worker's training |
 //! | `interrupts` | signals to a worker that no agent looks after |
@@ -14,6 +15,7 @@
 //! | [`error`] | what can go wrong before the agent takes over |
 
 pub mod answer;
+mod bench;
 pub mod error;
 mod interrupts;
 pub mod launch;

@@ -17,6 +17,7 @@ use tokio::time::timeout;
 
 use super::answer;
 use super::answer::fail;
+use super::bench;
 use super::error::CliError;
 use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
@@ -25,6 +26,9 @@ use crate::rendezvous;
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
 const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
+
+/// Threads for connections: one task decides for all of them, so more would wait for it.
+const MAX_THREADS: usize = 4;
 
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
@@ -48,6 +52,8 @@ enum Command {
         #[command(flatten)]
         settings: Settings,
     },
+    /// Measure how long simulated nodes take to meet on this machine, and what the daemon needs for them
+    Bench(bench::Args),
     /// Print the completions of a shell
     Completions {
         /// The shell
@@ -125,6 +131,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     };
     let (listen, settings) = match args.command {
         Command::Serve { listen, settings } => (listen, settings),
+        Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     limits::raise_open_files_fully();
@@ -138,7 +145,10 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 fn serve(listen: &Endpoint, settings: &Settings) -> Result<u8, CliError> {
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    // Connections are read and written, and messages encoded, beside the one task that decides.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads.min(MAX_THREADS))
         .enable_all()
         .build()
         .map_err(|source| CliError::Machine {

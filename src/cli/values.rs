@@ -297,7 +297,7 @@ pub fn boolean(text: &str) -> Result<bool, String> {
 pub fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(s) if (0.0..=MAX_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
-        _ => Err("expected a number of seconds, for example `30` or `0.5`".to_owned()),
+        _ => Err("expected seconds from 0, for example `30` or `0.5`".to_owned()),
     }
 }
 

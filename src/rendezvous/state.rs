@@ -1,14 +1,17 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::agent_message::Body;
-use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, StatusReply, refused::Code};
+use ddp_proto::rendezvous::{
+    AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, refused::Code,
+};
+use prost::bytes::Bytes;
 
 use super::config::Config;
+use super::deadlines::Deadlines;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
@@ -27,6 +30,8 @@ pub struct State {
 #[derive(Debug, Default)]
 pub(super) struct Daemon {
     pub(super) jobs: BTreeMap<String, Job>,
+    /// When each job has something to do next.
+    wakes: Deadlines,
     /// Who speaks on a stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
     /// Streams that the daemon has ended, while messages may still come in from them.
@@ -57,7 +62,8 @@ impl State {
                 daemon.finished.push_back(Finished::recalled(record));
             } else {
                 let id = record.job().to_owned();
-                daemon.jobs.insert(id, Job::recall(&config, record, now));
+                daemon.jobs.insert(id.clone(), Job::recall(&config, record, now));
+                daemon.replan(&id);
             }
         }
         Self { config, daemon }
@@ -71,6 +77,13 @@ impl State {
     /// What people and tools may know of a job.
     pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
+    }
+
+    /// The list of all nodes of a generation that runs, encoded.
+    pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
+        let unknown = || KvError::Unknown(format!("this daemon has no job `{}`", request.job_id));
+        let job = self.daemon.jobs.get(&request.job_id).ok_or_else(unknown)?;
+        job.node_list(request.generation, &request.assignment_id)
     }
 
     /// True if no agent is at this daemon, connected or expected back.
@@ -107,6 +120,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
         Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
         Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
+        Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
     }
     for effect in &turn.effects {
@@ -119,7 +133,20 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
 
 impl Daemon {
     fn next_wake(&self) -> Option<Duration> {
-        self.jobs.values().filter_map(Job::next_wake).min()
+        self.wakes.next()
+    }
+
+    /// The job may have something to do earlier than before.
+    fn replan(&mut self, job_id: &str) {
+        let wake = self.jobs.get(job_id).and_then(Job::next_wake);
+        self.wakes.note(job_id, wake);
+    }
+
+    /// The same of all jobs.
+    pub(super) fn replan_all(&mut self) {
+        for (id, job) in &self.jobs {
+            self.wakes.note(id, job.next_wake());
+        }
     }
 
     fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
@@ -239,12 +266,8 @@ impl Daemon {
         } else {
             self.consider_isolation(turn);
         }
-        let due: Vec<String> = self
-            .jobs
-            .iter()
-            .filter(|(_, job)| job.next_wake().is_some_and(|wake| wake <= now))
-            .map(|(id, _)| id.clone())
-            .collect();
+        let Self { jobs, wakes, .. } = self;
+        let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
                 job.tick(turn);
@@ -257,9 +280,10 @@ impl Daemon {
     fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
         if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
-            return;
+            return self.replan(job_id);
         }
         let finished = self.jobs.remove(job_id).and_then(|job| job.finish(turn));
+        self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
                 self.finished.pop_front();
@@ -270,18 +294,28 @@ impl Daemon {
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
         let job = self.job(&request.job_id);
-        let result = job
-            .and_then(|job| job.put(turn, request))
-            .map(|()| Arc::default());
+        let result = job.and_then(|job| job.put(turn, request)).map(|()| Bytes::new());
         turn.effects.push(Effect::Answer { call, result });
     }
 
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
-        let job = self.job(&request.job_id);
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id);
         if let Err(error) = job.and_then(|job| job.get(turn, call, request)) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
         }
+        self.replan(&job_id);
+    }
+
+    fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id);
+        if let Err(error) = job.and_then(|job| job.gather(turn, call, request)) {
+            let result = Err(error);
+            turn.effects.push(Effect::Answer { call, result });
+        }
+        self.replan(&job_id);
     }
 
     fn job(&mut self, job_id: &str) -> Result<&mut Job, KvError> {

@@ -62,18 +62,18 @@ pub(super) fn all(count: u32) -> String {
     }
 }
 
-/// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of them.
-pub(super) fn node_ranks(ranks: &[u32]) -> String {
-    let (named, more) = ranks.split_at(ranks.len().min(MAX_NAMED));
-    let mut words = numbered("node rank", named);
-    if !more.is_empty() {
-        let _ = write!(words, " and {} more", more.len());
+/// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of the `count` that there are.
+pub(super) fn node_ranks(ranks: impl Iterator<Item = u32>, count: usize) -> String {
+    let named: Vec<u32> = ranks.take(MAX_NAMED).collect();
+    let mut words = numbered("node rank", &named);
+    if count > named.len() {
+        let _ = write!(words, " and {} more", count - named.len());
     }
     words
 }
 
 /// "`a`, `b`", at most [`MAX_NAMED`] of them.
-pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str, IntoIter: ExactSizeIterator>) -> String {
     let mut names = names.into_iter();
     let mut words = names
         .by_ref()
@@ -81,7 +81,7 @@ pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
         .map(|name| format!("`{name}`"))
         .collect::<Vec<_>>()
         .join(", ");
-    let more = names.count();
+    let more = names.len();
     if more > 0 {
         let _ = write!(words, " and {more} more");
     }
@@ -174,7 +174,8 @@ impl TimedOut<'_> {
         let _ = write!(words, "; missing: {}", nodes(missing));
         let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
-            details.push(node_ranks(&self.missing_ranks));
+            let ranks = self.missing_ranks.iter().copied();
+            details.push(node_ranks(ranks, self.missing_ranks.len()));
         }
         if !self.gone.is_empty() {
             details.push(format!("lost: {}", list(self.gone.iter().copied())));

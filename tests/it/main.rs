@@ -39,6 +39,7 @@ mod planner;
 mod python_contract;
 mod reporting;
 mod rlimits;
+mod scale;
 mod signals;
 mod strangers;
 mod terminal;

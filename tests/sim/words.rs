@@ -25,9 +25,12 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// Notes that a node says which run it is in.
+    /// Notes that a node says which run it is in. One that has read no assignment says nothing: it may have been lost
+    /// since, and is in no run until it is assigned to one.
     pub(crate) fn joins(&mut self, from: &str, run_token: &str) {
-        if !run_token.is_empty() {
+        if run_token.is_empty() {
+            self.run_of.remove(from);
+        } else {
             self.run_of.insert(from.to_owned(), run_token.to_owned());
         }
     }

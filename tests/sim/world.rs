@@ -359,7 +359,9 @@ impl World {
         let is_hostile = self.is_hostile;
         for effect in apply(at, &mut daemon.state, event) {
             match effect {
-                Effect::Send { conn, message } => self.carry(number, conn, message),
+                Effect::Send { conn, message } => {
+                    self.carry(number, conn, std::sync::Arc::unwrap_or_clone(message));
+                }
                 Effect::Close { conn } => {
                     if let Some(stream) = self.streams.get_mut(&conn) {
                         assert!(!is_hostile, "a hostile message ends stream {conn:?}");
@@ -372,7 +374,7 @@ impl World {
                     assert!(is_hostile != is_asked, "{call:?} was answered twice");
                     assert!(!is_hostile || result.is_err(), "the store obeys a hostile call");
                     if is_asked {
-                        self.answer(call, result.as_ref().map(|v| v.as_slice()).map_err(Clone::clone));
+                        self.answer(call, result.as_ref().map(|v| &v[..]).map_err(Clone::clone));
                     }
                 }
                 Effect::Record(record) => {

@@ -1,14 +1,18 @@
 //! One connection of a worker.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use ddp_proto::control::{
     KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
 };
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::printable;
+use ddp_proto::rendezvous::KvEntry;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -26,6 +30,8 @@ const GREETING_BOUND: Duration = Duration::from_secs(10);
 const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
 const MAX_GET: Duration = Duration::from_hours(24);
+/// Entries of one answer to a gather, as they are in a line: the rest of the line is not more.
+const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 
 /// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
 /// connection says so itself.
@@ -194,6 +200,21 @@ impl<'a> Connection<'a> {
                 let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
                 self.answer(call, async move { store.get(&key, bound).await.map(Some) });
             }
+            ToAgent::KvGather {
+                call,
+                prefix,
+                count,
+                after,
+                timeout_ms,
+            } => {
+                let store = self.store.clone();
+                let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
+                self.answer_with(call, async move {
+                    let entries = store.gather(&prefix, count, bound).await?;
+                    let (entries, more) = page(&entries, &after);
+                    Ok(ToWorker::KvEntries { call, entries, more })
+                });
+            }
         }
     }
 
@@ -210,6 +231,23 @@ impl<'a> Connection<'a> {
         &mut self,
         call: u64,
         result: impl Future<Output = Result<Option<Arc<str>>, store::Refusal>> + Send + 'static,
+    ) {
+        self.answer_with(call, async move {
+            let value = result.await?.map(|value| value.to_string());
+            Ok(ToWorker::KvReply {
+                call,
+                value,
+                error: None,
+                refusal: None,
+            })
+        });
+    }
+
+    /// The same with any answer.
+    fn answer_with(
+        &mut self,
+        call: u64,
+        result: impl Future<Output = Result<ToWorker, store::Refusal>> + Send + 'static,
     ) {
         let Some(queue) = self.queue.upgrade() else {
             return;
@@ -245,18 +283,37 @@ impl<'a> Connection<'a> {
     }
 }
 
-fn reply(call: u64, result: Result<Option<Arc<str>>, store::Refusal>) -> Arc<[u8]> {
-    let (value, refused) = match result {
-        Ok(value) => (value.map(|value| value.to_string()), None),
-        Err(refused) => (None, Some(refused)),
-    };
-    let refusal = refused.as_ref().map(|refused| refused.why);
-    encode(&ToWorker::KvReply {
+fn reply(call: u64, result: Result<ToWorker, store::Refusal>) -> Arc<[u8]> {
+    let answer = result.unwrap_or_else(|refused| ToWorker::KvReply {
         call,
-        value,
-        error: refused.map(|refused| refused.words),
-        refusal,
-    })
+        value: None,
+        error: Some(refused.words),
+        refusal: Some(refused.why),
+    });
+    encode(&answer)
+}
+
+/// The entries after this key that fit one line, as base64, and whether more follow. An entry that alone is too long for
+/// a line does not exist.
+fn page(entries: &[KvEntry], after: &str) -> (BTreeMap<String, String>, bool) {
+    let first = match after {
+        "" => 0,
+        after => entries.partition_point(|entry| entry.key.as_str() <= after),
+    };
+    let rest = &entries[first..];
+    let mut room = MAX_PAGE_BYTES;
+    let mut page = BTreeMap::new();
+    for entry in rest {
+        // A control character of a key takes six bytes; the value a third more.
+        let bytes = entry.key.len() * 6 + entry.value.len() * 4 / 3 + 16;
+        if !page.is_empty() && bytes > room {
+            break;
+        }
+        room = room.saturating_sub(bytes);
+        page.insert(entry.key.clone(), STANDARD.encode(&entry.value));
+    }
+    let more = page.len() < rest.len();
+    (page, more)
 }
 
 /// Why `generation` is over, if it is.
@@ -385,5 +442,38 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             Err(_) if serde_json::from_slice::<serde_json::Value>(&line).is_ok() => Ok(Some(Line::Unknown)),
             Err(_) => Err(Refusal::BadLine),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gather_comes_in_lines_that_fit() {
+        let entry = |i: usize| KvEntry {
+            key: format!("rank/{i:04}"),
+            value: vec![7; 100 << 10],
+        };
+        let entries: Vec<_> = (0..20).map(entry).collect();
+        let (mut all, mut after, mut lines) = (Vec::new(), String::new(), 0);
+        loop {
+            let (entries, more) = page(&entries, &after);
+            after.clone_from(entries.keys().next_back().unwrap());
+            all.extend(entries.keys().cloned());
+            let line = encode(&ToWorker::KvEntries {
+                call: 1,
+                entries,
+                more,
+            });
+            assert!(line.len() <= MAX_LINE_BYTES, "{}", line.len());
+            lines += 1;
+            if !more {
+                break;
+            }
+        }
+        assert!(all.iter().eq(entries.iter().map(|entry| &entry.key)));
+        assert!((3..6).contains(&lines), "{lines}");
+        assert_eq!(page(&[], ""), (BTreeMap::new(), false));
     }
 }

@@ -345,11 +345,19 @@ mod tests {
         all.write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
-        let told: Vec<_> = value["failures"].as_array().unwrap().iter().map(|one| &one["rank"]).collect();
+        let told: Vec<_> = value["failures"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|one| &one["rank"])
+            .collect();
         assert_eq!(told, [5, 0], "each once");
         let last = &value["failures"][1];
         assert_eq!((&last["node"], &last["generation"]), (&"a".into(), &3.into()));
-        assert!(last["arrived_ns"].is_null() && last["happened_ns"].is_null(), "{last}");
+        assert!(
+            last["arrived_ns"].is_null() && last["happened_ns"].is_null(),
+            "{last}"
+        );
         assert_eq!(value["more_victims"], 2);
     }
 

@@ -204,6 +204,37 @@ fn what_workers_wrote_is_written_again_when_the_daemon_has_lost_it() {
     assert_eq!(launcher.wait().code, 0);
 }
 
+/// Says that its data connection to a rank of another node broke, and waits for the end.
+#[test]
+fn role_loses_a_peer() {
+    if !plays("role_loses_a_peer") {
+        return;
+    }
+    let mut session = Session::open();
+    session.receive();
+    session.say(&ToAgent::PeerLost { rank: 7 });
+    std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
+}
+
+#[test]
+fn a_heartbeat_names_the_rank_to_which_a_workers_connection_broke() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launcher = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .role("role_loses_a_peer")
+        .start();
+    let lost = daemon.expect("a heartbeat that names the lost rank", |message| {
+        match message.body {
+            Some(Report::Heartbeat(beat)) => beat.lost_rank,
+            _ => None,
+        }
+    });
+    assert_eq!((lost.rank, lost.witness), (7, 0));
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    assert_eq!(launcher.wait().code, 0);
+}
+
 /// Tells its place to the test, and waits for the end.
 #[test]
 fn role_waits() {

@@ -16,8 +16,8 @@ use super::plan::Launch;
 use super::redaction;
 use super::settings::DECIDED;
 
-/// Columns of values that are not longer; a source follows a longer one at once.
-const VALUE_WIDTH: usize = 32;
+/// Columns of values, at least and at most; a source follows a longer value at once.
+const VALUE_WIDTH: std::ops::RangeInclusive<usize> = 32..=48;
 
 /// The same for variables with their names, so that sources stand in one column.
 const VARIABLE_WIDTH: usize = 51;
@@ -36,9 +36,15 @@ pub fn describe(launch: &Launch) -> String {
         _ => format!(", one of {}", range(plan.nodes)),
     };
     let mut text = format!("ddp-run would start {workers} on this node{nodes}:\n");
-    for (name, value) in rows(launch) {
+    let rows = rows(launch);
+    let lengths = rows.iter().map(|(_, value)| value.chars().count());
+    let width = lengths
+        .max()
+        .unwrap_or_default()
+        .clamp(*VALUE_WIDTH.start(), *VALUE_WIDTH.end());
+    for (name, value) in rows {
         let source = source_of(name, launch).unwrap_or(&Source::Default);
-        let _ = writeln!(text, "  {name:<18} {value:<VALUE_WIDTH$}  {source}");
+        let _ = writeln!(text, "  {name:<18} {value:<width$}  {source}");
     }
     let group = match parent_of_workers() {
         Ok(parent) => format!("new, in {}", parent.display()),

@@ -282,7 +282,7 @@ pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError
     match settings.node_rank {
         Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
             problem: format!(
-                "`--node-rank {rank}` is out of range: `--nnodes` allows at most {}",
+                "`--node-rank {rank}` is out of range for `--nnodes {}`",
                 nodes.max
             ),
             hint: format!("node ranks run from 0 to {}", nodes.max - 1),

@@ -255,7 +255,9 @@ fn places(
             Backend::Auto => hardware.gpus().is_err(),
         });
     if let Some(words) = crowding((threads, computes_here), workers, usable, machine) {
-        eprintln!("[ddp-run] {words}");
+        for line in words.lines() {
+            eprintln!("[ddp-run] {line}");
+        }
     }
     Ok((workers, cores(settings, workers, &hardware)?))
 }
@@ -519,7 +521,7 @@ mod tests {
           hint: give the address of one node on all nodes: `--rdzv-endpoint node0:29400`
         ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
-        `--node-rank 2` is out of range: `--nnodes` allows at most 2
+        `--node-rank 2` is out of range for `--nnodes 2`
           hint: node ranks run from 0 to 1
         ");
         insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "localhost:0", "true"]), @r"

@@ -100,7 +100,11 @@ pub fn value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
     // `--set=key=value`, and lists of such pairs.
     let parts: Vec<Cow<'_, str>> = value.split(',').map(pair).collect();
     let shown = parts.join(",");
-    if shown == value { value.into() } else { shown.into() }
+    if shown == value {
+        value.into()
+    } else {
+        shown.into()
+    }
 }
 
 /// What may be shown of `NAME=VALUE`.

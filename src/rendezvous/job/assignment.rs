@@ -11,6 +11,7 @@ use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::event::Turn;
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::ranks;
 
 /// How much of an assignment's name people are shown.
@@ -31,23 +32,26 @@ impl Job {
         self.numbering.assign(turn, self.roster.free_attempt());
         let generation = self.numbering.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
-        let assignment = self.assignment(turn, reason);
+        let (assignment, nodes) = self.assignment(turn, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
-        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
+        let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
+        self.phase = Phase::Running(Box::new(running));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
         self.tell_spares(turn);
     }
 
-    fn assignment(&self, turn: &Turn<'_>, reason: String) -> Assignment {
+    /// What all nodes are told alike, and the list of them.
+    fn assignment(&self, turn: &Turn<'_>, reason: String) -> (Assignment, NodeList) {
         let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
+        let far = members.iter().find_map(|node| node.far_address());
         let mut first_rank = 0;
         let mut nodes = Vec::with_capacity(members.len());
         for node in &members {
             let join = node.join();
             nodes.push(NodeAssignment {
                 hostname: join.hostname.clone(),
-                addr: node.address(&members),
+                addr: node.address(far),
                 first_rank,
                 workers: join.workers,
                 role: join.role.clone(),
@@ -62,7 +66,6 @@ impl Job {
         let mut assignment = Assignment {
             attempt: self.numbering.attempts(),
             max_restarts: members.first().map_or(0, |node| node.join().max_restarts),
-            nodes,
             master_addr,
             master_port,
             lease_ms: turn.config.lease_ms(),
@@ -73,7 +76,7 @@ impl Job {
             ..Assignment::default()
         };
         self.account.deposit(&mut assignment);
-        assignment
+        (assignment, NodeList::new(nodes))
     }
 
     /// Whether this generation has another assignment here than the one of this name.
@@ -109,10 +112,10 @@ impl Job {
             && let Some(node_rank) = self.roster.rank_of(incarnation)
             && let Some(node) = self.roster.get(incarnation)
         {
-            let assignment = Assignment {
-                node_rank,
-                ..running.assignment().clone()
-            };
+            let takes_totals = node.join().takes_totals;
+            let assignment = running
+                .nodes()
+                .tell(running.assignment(), node_rank, takes_totals);
             node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
         }
     }

@@ -11,11 +11,12 @@
 //!
 //! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use ddp_proto::data_key::DataKey;
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 
 use super::gathering::Gathering;
@@ -24,7 +25,8 @@ use super::record::{Record, Stage};
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Speech, Turn, regrouping};
+use crate::rendezvous::event::{Speech, Turn, regrouping, shared};
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
 use crate::rendezvous::size::RankLimits;
@@ -43,6 +45,8 @@ pub(super) struct Recovery {
     run: Option<Run>,
     /// By node rank.
     claims: BTreeMap<u32, Claim>,
+    /// The rank that each of these nodes claims.
+    ranks: HashMap<String, u32>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
     held: Vec<(Speech, Body)>,
     began: Duration,
@@ -50,6 +54,8 @@ pub(super) struct Recovery {
     until: Duration,
     /// Its nodes in order of their ranks, if the daemon has them in its ledger.
     recorded: Vec<Member>,
+    /// Their incarnations.
+    recorded_names: HashSet<String>,
 }
 
 /// What all nodes of the generation were told.
@@ -77,10 +83,12 @@ impl Recovery {
             assignment_id: String::new(),
             run: None,
             claims: BTreeMap::new(),
+            ranks: HashMap::new(),
             held: Vec::new(),
             began,
             until: began + wait,
             recorded: Vec::new(),
+            recorded_names: HashSet::new(),
         }
     }
 
@@ -88,6 +96,7 @@ impl Recovery {
     pub(super) fn recorded(record: Record, now: Duration, wait: Duration) -> Self {
         Self {
             assignment_id: record.assignment_id,
+            recorded_names: record.members.iter().map(|m| m.incarnation.clone()).collect(),
             recorded: record.members,
             ..Self::of(record.generation, now, wait)
         }
@@ -100,7 +109,7 @@ impl Recovery {
 
     /// The ledger has the node in this generation.
     pub(super) fn is_of(&self, incarnation: &str) -> bool {
-        self.recorded.iter().any(|m| m.incarnation == incarnation)
+        self.recorded_names.contains(incarnation)
     }
 
     pub(super) fn generation(&self) -> u64 {
@@ -117,8 +126,8 @@ impl Recovery {
 
     /// A node is lost: if it had its place again, it has to come once more.
     pub(super) fn lose(&mut self, turn: &Turn<'_>, incarnation: &str) {
-        if self.has(incarnation) {
-            self.claims.retain(|_, claim| claim.incarnation != incarnation);
+        if let Some(rank) = self.ranks.remove(incarnation) {
+            self.claims.remove(&rank);
             self.hurry(turn);
         }
     }
@@ -135,7 +144,7 @@ impl Recovery {
 
     /// Whether the node has a place in the generation.
     pub(super) fn has(&self, incarnation: &str) -> bool {
-        self.claims.values().any(|claim| claim.incarnation == incarnation)
+        self.ranks.contains_key(incarnation)
     }
 
     /// What the nodes that are there wait for.
@@ -153,7 +162,7 @@ impl Recovery {
             "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
             words::nodes(count),
-            words::node_ranks(&self.missing())
+            self.missing_words()
         )
     }
 
@@ -163,15 +172,23 @@ impl Recovery {
         self.run.as_ref().map(|run| run.node_count).or(recorded)
     }
 
-    /// Node ranks whose node has not come back.
-    fn missing(&self) -> Vec<u32> {
-        (0..self.node_count().unwrap_or(0))
-            .filter(|rank| !self.claims.contains_key(rank))
-            .collect()
+    /// The node of this rank has not come back.
+    fn misses(&self, node_rank: u32) -> bool {
+        self.node_count().is_some_and(|count| node_rank < count) && !self.claims.contains_key(&node_rank)
+    }
+
+    /// Node ranks whose node has not come back, in words.
+    fn missing_words(&self) -> String {
+        let count = self.node_count().unwrap_or(0);
+        let missing = (0..count).filter(|rank| !self.claims.contains_key(rank));
+        words::node_ranks(missing, (count as usize).saturating_sub(self.claims.len()))
     }
 
     fn is_complete(&self) -> bool {
-        self.run.is_some() && self.missing().is_empty()
+        // No rank is claimed beyond the number of nodes.
+        self.run
+            .as_ref()
+            .is_some_and(|run| self.claims.len() == run.node_count as usize)
     }
 
     /// Ranks follow from each other in order of node rank.
@@ -192,10 +209,9 @@ impl Recovery {
         };
         let assignment = Assignment {
             node_rank: 0,
-            nodes: Vec::new(),
             // Nodes of older builds do not tell it.
             assignment_id: String::new(),
-            ..told.clone()
+            ..told.without_totals()
         };
         if self.assignment_id.is_empty() {
             self.assignment_id.clone_from(&told.assignment_id);
@@ -221,6 +237,12 @@ impl Recovery {
             incarnation: incarnation.to_owned(),
             node: node.clone(),
         };
+        // A node that claims another rank than before gives that one up.
+        if let Some(before) = self.ranks.insert(incarnation.to_owned(), told.node_rank)
+            && before != told.node_rank
+        {
+            self.claims.remove(&before);
+        }
         self.claims.insert(told.node_rank, claim);
         true
     }
@@ -292,10 +314,15 @@ impl Job {
             self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
+        // Whatever becomes of the generation, it and those before it have cost what they have cost.
         let account = Account::withdraw(assignment);
-        if (generation, account.age()) >= (self.numbering.highest(), self.account.age()) {
-            // Whatever becomes of the generation, it and those before it have cost what they have cost.
+        let is_newest = (generation, account.age()) >= (self.numbering.highest(), self.account.age());
+        if is_newest {
             self.numbering.believe_attempt(assignment);
+        }
+        // Two daemons may have counted on from one generation: then the later one need not have cost more.
+        let is_of_run = assignment.run_token == self.numbering.run_token();
+        if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
         if place.over {
@@ -318,8 +345,7 @@ impl Job {
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
     pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech, join: &Join) {
-        if from.generation >= self.numbering.generation()
-            && let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
+        if let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
             && assignment.run_token == self.numbering.run_token()
         {
             let account = Account::withdraw(assignment);
@@ -350,11 +376,7 @@ impl Job {
                 self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.
-            Phase::Recovering(recovery)
-                if join
-                    .node_rank
-                    .is_some_and(|asked| recovery.missing().contains(&asked)) =>
-            {
+            Phase::Recovering(recovery) if join.node_rank.is_some_and(|asked| recovery.misses(asked)) => {
                 if recovery.is_recorded() {
                     // Another process wants its rank: it may have failed, or be cut off.
                     recovery.hurry(turn);
@@ -420,7 +442,7 @@ impl Job {
         };
         let why = format!(
             ", and {} did not reconnect within {:.1} s",
-            words::node_ranks(&recovery.missing()),
+            recovery.missing_words(),
             recovery.until.saturating_sub(recovery.began).as_secs_f64()
         );
         if recovery.is_recorded() && recovery.run.is_none() {
@@ -456,10 +478,11 @@ impl Job {
         self.kv.end(turn, &cause);
         for claim in old.claims.values() {
             // It has to stop its workers first.
-            if let Some(node) = self.roster.get_mut(&claim.incarnation) {
+            self.roster.change(&claim.incarnation, |node| {
                 let over = regrouping(words::continued_without(old.generation, node.hostname()));
-                node.stop_workers(turn, old.generation, over);
-            }
+                let message = shared(old.generation, Reply::GenerationOver(over));
+                node.stop_workers(turn, old.generation, &message);
+            });
         }
     }
 
@@ -516,12 +539,15 @@ impl Job {
             .take_up(recovery.generation, assignment_id.clone(), &run.assignment);
         self.roster.take_up(members, run.rank_limits);
         let assignment = Assignment {
-            nodes,
             lease_ms: turn.config.lease_ms(),
             assignment_id,
             ..run.assignment
         };
-        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, run.ran)));
+        self.phase = Phase::Running(Box::new(Running::new(
+            (assignment, NodeList::new(nodes)),
+            turn.at.now,
+            run.ran,
+        )));
         held
     }
 }

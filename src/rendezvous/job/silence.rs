@@ -1,16 +1,19 @@
 //! Members that fall silent while training goes on: their peers are asked before they are lost.
 //!
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
-//! members took part in one after the earlier of them: the first of the two may have been under way. Such a proof is as
-//! good as a word of the silent node itself, up to [`Config::outage_timeout`] after its last one. Nothing is proved where
-//! workers report no steps, nor once a worker has failed.
+//! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
+//! when training has not advanced for as long as it may be silent itself, or [`Config::outage_timeout`] after its last
+//! word. Nothing is proved where workers report no steps, nor once a worker has failed.
 
 use std::time::Duration;
+
+use ddp_proto::rendezvous::Waiting;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 
 use super::Job;
 use super::node::{Excuse, Node};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{Turn, shared};
 
 /// Steps within which peers have to show that they advance.
 const PATIENCE_STEPS: u32 = 3;
@@ -56,7 +59,7 @@ impl Progress {
         self.success = Some(now);
     }
 
-    /// How long after it was known to be alive a silent member is lost; none if no steps are reported.
+    /// How long a silent member is waited for while no step ends; none if no steps are reported.
     fn patience(&self, config: &Config) -> Option<Duration> {
         let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
         Some(config.lease.max(peers_time))
@@ -73,10 +76,14 @@ impl Progress {
         if is_connected && self.success.is_some_and(|at| at > last_word) {
             return Some((Excuse::Proven, bound));
         }
-        Some(match self.proven {
-            Some(at) if at > last_word => (Excuse::Proven, bound.min(at + patience)),
-            _ => (Excuse::Asked, bound.min(last_word + patience)),
-        })
+        // Once a member is gone, no step ends but the one that it had contributed to.
+        let advanced = self.seen[0].map_or(last_word, |(at, _)| at.max(last_word));
+        let excuse = if self.proven.is_some_and(|at| at > last_word) {
+            Excuse::Proven
+        } else {
+            Excuse::Asked
+        };
+        Some((excuse, bound.min(advanced + patience)))
     }
 }
 
@@ -92,8 +99,13 @@ impl Job {
     }
 
     fn tell_others(&self, turn: &mut Turn<'_>, incarnation: &str, words: &str) {
-        for (other, _) in self.roster.others(incarnation) {
-            self.tell_waiting(turn, other, words.to_owned());
+        let waiting = Waiting {
+            reason: words.to_owned(),
+            lease_ms: turn.config.lease_ms(),
+        };
+        let message = shared(self.numbering.generation(), Reply::Waiting(waiting));
+        for (_, other) in self.roster.others(incarnation) {
+            other.send_shared(turn, &message);
         }
     }
 
@@ -103,17 +115,18 @@ impl Job {
         if !is_at_work || self.roster.members().len() == 1 {
             return false;
         }
-        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get_mut(incarnation)) else {
+        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get(incarnation)) else {
             return false;
         };
         let excuse = running.excuse(turn.config, node);
         let Some((excuse, until)) = excuse.filter(|(_, until)| *until > turn.at.now) else {
             return false;
         };
-        if node.excuse(excuse, until) {
-            let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let hostname = node.hostname().to_owned();
+        let is_news = self.roster.change(incarnation, |node| node.excuse(excuse, until));
+        if is_news == Some(true) {
             let bound = turn.config.outage_timeout.as_secs_f64();
-            let hostname = node.hostname();
             let awaited = match excuse {
                 Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
                 Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),

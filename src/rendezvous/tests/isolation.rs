@@ -64,3 +64,15 @@ fn a_new_launcher_does_not_join_the_run_of_nodes_that_all_died_without_a_word() 
         (2, 2, 0)
     );
 }
+
+/// It was stalled, and has read nothing of the run that it was assigned to.
+#[test]
+fn a_node_that_missed_its_whole_run_is_told_the_verdict() {
+    let mut s = two_nodes();
+    s.pass(20 * SECOND, &["a", "b"]).leave("a", Some(15), "");
+    // Its connection breaks while the daemon suspects its own network, so it is not lost.
+    s.pass(15 * SECOND, &[]).break_stream("b").pass(30 * SECOND, &[]);
+    s.words("b");
+    s.join_with("b", [10, 0, 0, 1], 0, join("b", 2, 2));
+    assert!(s.words("b").contains("job over 143"));
+}

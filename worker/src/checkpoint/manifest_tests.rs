@@ -147,7 +147,10 @@ fn many_regions_are_checked_or_refused_in_time() {
     // They are few, and were 131,072 corners of 17 numbers each.
     let few_but_cut = vec![vec![[0, 1]; 17]];
     let error = check_boxes(&[2; 17], &few_but_cut).unwrap_err();
-    assert!(error.contains("cut along 17 dimensions: more than can be checked"), "{error}");
+    assert!(
+        error.contains("cut along 17 dimensions: more than can be checked"),
+        "{error}"
+    );
     assert!(started.elapsed() < Duration::from_mins(1));
 }
 

@@ -76,8 +76,8 @@ impl HostMemory {
         let length = bytes.max(1);
         Self::check_room(name, length, 1)?;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
-        let fd = memfd_create(format!("ddp-{name}").as_str(), flags)
-            .map_err(|e| out_of_memory(name, bytes, e))?;
+        let fd =
+            memfd_create(format!("ddp-{name}").as_str(), flags).map_err(|e| out_of_memory(name, bytes, e))?;
         allocate(&fd, length).map_err(|e| out_of_memory(name, bytes, e))?;
         fcntl(&fd, FcntlArg::F_ADD_SEALS(seals())).map_err(|e| out_of_memory(name, bytes, e))?;
         Self::map(name, fd, length)
@@ -122,7 +122,8 @@ impl HostMemory {
         }
         let sealed = fcntl(&fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
         if !sealed.is_ok_and(|sealed| sealed.contains(seals())) {
-            let what = format!("the size of shared segment `{name}` is not sealed: its owner could cut it off");
+            let what =
+                format!("the size of shared segment `{name}` is not sealed: its owner could cut it off");
             return Err(DeviceError::Upstream(what));
         }
         let mapping = MmapOptions::new().len(bytes.max(1)).populate().map_raw(&fd);

@@ -48,7 +48,11 @@ fn address(world: &World) -> SocketAddr {
     let card: serde_json::Value = serde_json::from_slice(&card).unwrap();
     let mut keys: Vec<&String> = card.as_object().unwrap().keys().collect();
     keys.sort();
-    assert_eq!(keys, ["local", "node", "tcp", "unix"], "the store has addresses only");
+    assert_eq!(
+        keys,
+        ["local", "node", "tcp", "unix"],
+        "the store has addresses only"
+    );
     card["tcp"].as_str().unwrap().parse().unwrap()
 }
 
@@ -74,7 +78,10 @@ fn assert_works(world: &World, transports: [Box<dyn Transport>; 2]) {
                 let rank = Rank::new(comm);
                 let arena = rank.arena(false, &numbers(rank.rank(), 1000));
                 done(&rank.comm.all_reduce(&arena.whole(), ReduceOp::Sum, launch()));
-                let sums = numbers(0, 1000).into_iter().zip(numbers(1, 1000)).map(|(a, b)| a + b);
+                let sums = numbers(0, 1000)
+                    .into_iter()
+                    .zip(numbers(1, 1000))
+                    .map(|(a, b)| a + b);
                 let bits = |sum: &f32| sum.to_bits();
                 let found: Vec<u32> = read::<f32>(&arena.whole()).iter().map(bits).collect();
                 assert_eq!(found, sums.map(|sum| sum.to_bits()).collect::<Vec<_>>());
@@ -105,7 +112,10 @@ impl KeyValue for Late<'_> {
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let left = deadline.saturating_duration_since(Instant::now());
         let is_let_in = self.is_let_in.lock().unwrap();
-        let (is_let_in, _) = self.changed.wait_timeout_while(is_let_in, left, |is| !*is).unwrap();
+        let (is_let_in, _) = self
+            .changed
+            .wait_timeout_while(is_let_in, left, |is| !*is)
+            .unwrap();
         if !*is_let_in {
             return Ok(None);
         }
@@ -222,7 +232,10 @@ fn a_proof_that_is_sent_back_is_none() {
         caller.join().unwrap().unwrap().to_string()
     });
     let address = elsewhere.address;
-    assert!(error.starts_with(&format!("cannot reach rank 0 at `{address}`: what answers there")), "{error}");
+    assert!(
+        error.starts_with(&format!("cannot reach rank 0 at `{address}`: what answers there")),
+        "{error}"
+    );
 }
 
 #[test]

@@ -106,6 +106,14 @@ pub(super) struct WorkerGroup {
     pub(super) cancelled: Arc<AtomicBool>,
 }
 
+/// Of every node, in order of node rank; of this one alone where the list of all is too long to be sent.
+fn node_addrs(assignment: &Assignment) -> Vec<String> {
+    match assignment.nodes.as_slice() {
+        [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
+        all => all.iter().map(|node| node.addr.clone()).collect(),
+    }
+}
+
 /// A worker group and what is needed to start it.
 pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
@@ -198,13 +206,15 @@ impl WorkerGroup {
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group.workers.push(Worker::new(rank, files, stdout, stderr));
+            worker_group
+                .workers
+                .push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             worker_group,
             specs,
             contracts,
-            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
+            node_addrs: node_addrs(assignment),
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }
@@ -276,7 +286,10 @@ impl WorkerGroup {
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
             // Answered by the connection.
-            ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
+            ToAgent::Hello { .. }
+            | ToAgent::KvPut { .. }
+            | ToAgent::KvGet { .. }
+            | ToAgent::KvGather { .. } => {}
         }
         is_urgent
     }

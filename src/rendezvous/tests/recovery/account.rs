@@ -119,3 +119,22 @@ fn a_restart_that_another_daemon_has_spent_counts_when_this_one_has_state_of_its
         assert_eq!((generation, next.restart_count), (2, 1), "{is_another}");
     }
 }
+
+/// A daemon that did not know of it went on with `a`, in generation 2.
+#[test]
+fn what_only_an_older_generation_knows_was_spent_counts_too() {
+    for newest_first in [true, false] {
+        let mut o = outage_with_an_older_place();
+        let mut older = Place {
+            over: true,
+            ..o.place("b")
+        };
+        older.assignment.as_mut().unwrap().restart_count = 2;
+        if newest_first {
+            o.back("a").back_with("b", older);
+        } else {
+            o.back_with("b", older).back("a");
+        }
+        assert_eq!(o.phase(), ("running".into(), 2, 2), "{newest_first}");
+    }
+}

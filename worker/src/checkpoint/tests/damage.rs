@@ -246,7 +246,10 @@ fn a_header_that_is_longer_than_its_file_gets_no_room() {
         panic!("there is no header");
     };
     assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
-    assert_eq!(error.to_string(), "its header claims 99000000 bytes, and 2 follow");
+    assert_eq!(
+        error.to_string(),
+        "its header claims 99000000 bytes, and 2 follow"
+    );
 }
 
 #[test]

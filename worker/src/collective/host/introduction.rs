@@ -108,7 +108,12 @@ impl GroupProof {
     fn of(&self, prover: Prover, ends: &Ends) -> Hash {
         let mut hasher = Hasher::new_keyed(self.key.as_bytes());
         hasher.update(CONTEXT).update(&[prover as u8]);
-        for number in [self.generation, ends.caller, ends.listener, self.group.len() as u64] {
+        for number in [
+            self.generation,
+            ends.caller,
+            ends.listener,
+            self.group.len() as u64,
+        ] {
             hasher.update(&number.to_le_bytes());
         }
         hasher.update(self.group.as_bytes());
@@ -245,7 +250,11 @@ impl<'a> Introduction<'a> {
             Ok(0) => Poll::Ready(false),
             Ok(received) => {
                 self.filled += received;
-                if self.filled == end { Poll::Ready(true) } else { Poll::Pending }
+                if self.filled == end {
+                    Poll::Ready(true)
+                } else {
+                    Poll::Pending
+                }
             }
             Err(Errno::EAGAIN | Errno::EINTR) => Poll::Pending,
             Err(_) => Poll::Ready(false),
@@ -287,7 +296,9 @@ impl<'a> Introduction<'a> {
             Expected::Hello(_) if !is_whole => Ok(Step::Closed),
             Expected::Hello(nonce) => {
                 let hello: Hello = pod_read_unaligned(message);
-                let rank = usize::try_from(hello.rank).ok().filter(|rank| awaited.contains(rank));
+                let rank = usize::try_from(hello.rank)
+                    .ok()
+                    .filter(|rank| awaited.contains(rank));
                 let answer = proof.answer(&hello, nonce);
                 match rank.zip(answer) {
                     Some((rank, answer)) if say(&self.socket, answer.as_bytes()) => {
@@ -318,11 +329,15 @@ pub(super) fn connect_group(
 ) -> Result<Vec<Option<Connection>>, Failure> {
     let (me, globals) = (topology.rank(), topology.globals());
     let is_here = |rank: usize| topology.local_index(rank).is_some();
-    let called = addresses.iter().enumerate().take(me).map(|(rank, address)| Called {
-        rank: globals[rank],
-        address,
-        is_local: is_here(rank),
-    });
+    let called = addresses
+        .iter()
+        .enumerate()
+        .take(me)
+        .map(|(rank, address)| Called {
+            rank: globals[rank],
+            address,
+            is_local: is_here(rank),
+        });
     let proof = GroupProof::new(info, name);
     let mut sockets = Introductions::new(listener, proof, &globals[me + 1..]).all(called, wait)?;
     let connections = globals.iter().enumerate().map(|(rank, &global)| {
@@ -368,7 +383,10 @@ impl<'a> Introductions<'a> {
             self.call(*one, wait)?;
         }
         loop {
-            let all = called.iter().map(|called| called.rank).chain(self.awaited.iter().copied());
+            let all = called
+                .iter()
+                .map(|called| called.rank)
+                .chain(self.awaited.iter().copied());
             let missing: Vec<usize> = all.filter(|rank| !self.proven.contains_key(rank)).collect();
             if missing.is_empty() {
                 return Ok(self.proven);
@@ -473,7 +491,9 @@ pub(super) fn hear_foreign(bytes: &[u8]) -> bool {
     let proof = GroupProof::new(&RankInfo::on_one_node(0, 2), "world");
     let socket = OwnedFd::from(ours);
     // More than fits is not read either.
-    let _ = theirs.set_nonblocking(true).and_then(|()| theirs.write_all(bytes));
+    let _ = theirs
+        .set_nonblocking(true)
+        .and_then(|()| theirs.write_all(bytes));
     drop(theirs);
     let introduction = Introduction::new(socket, Expected::Hello([0; 32]));
     matches!(introduction.proceed(&proof, &[1]), Ok(Step::Proven(..)))

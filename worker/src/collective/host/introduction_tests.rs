@@ -24,7 +24,9 @@ fn hello(listener: u64) -> (Hello, Hash) {
 #[test]
 fn both_ends_make_the_same_proofs() {
     let (hello, expected) = hello(0);
-    let answer = proof().answer(&hello, CHALLENGE.nonce).expect("it is of this generation");
+    let answer = proof()
+        .answer(&hello, CHALLENGE.nonce)
+        .expect("it is of this generation");
     assert!(answer == expected);
     assert!(answer != Hash::from_bytes(hello.proof), "it can be sent back");
 }
@@ -52,7 +54,10 @@ fn a_proof_is_of_one_connection_only() {
     for other in others {
         assert!(!is_taken(other, &good, CHALLENGE.nonce));
     }
-    assert!(!is_taken(proof(), &good, [8; 32]), "an earlier connection's nonce");
+    assert!(
+        !is_taken(proof(), &good, [8; 32]),
+        "an earlier connection's nonce"
+    );
     let changes: [fn(&mut Hello); 5] = [
         |hello| hello.rank = 2,
         |hello| hello.generation = 4,
@@ -65,5 +70,8 @@ fn a_proof_is_of_one_connection_only() {
         change(&mut bad);
         assert!(!is_taken(proof(), &bad, CHALLENGE.nonce));
     }
-    assert!(!is_taken(proof(), &hello(2).0, CHALLENGE.nonce), "it is for another rank");
+    assert!(
+        !is_taken(proof(), &hello(2).0, CHALLENGE.nonce),
+        "it is for another rank"
+    );
 }

@@ -18,7 +18,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, SockaddrLike,
-    SockaddrStorage, UnixAddr as AbstractAddr, accept4, connect, getsockopt, listen, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    SockaddrStorage, UnixAddr as AbstractAddr, accept4, connect, getsockopt, listen, recvmsg, sendmsg,
+    setsockopt, socket, sockopt,
 };
 use serde::{Deserialize, Serialize};
 
