@@ -292,7 +292,8 @@ impl Client {
         });
         let encoded = self.bounded(what, CALL_TIMEOUT, call).await?.list;
         let digest = blake3::hash(&encoded).to_string();
-        let list = NodeList::decode(encoded).map_err(|error| self.malformed(what, &error))?;
+        let mut list = NodeList::decode(encoded).map_err(|error| self.malformed(what, &error))?;
+        list.clean();
         Ok((list, digest))
     }
 

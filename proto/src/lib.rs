@@ -69,6 +69,12 @@ pub mod rendezvous {
                 .field("quick_failures", &self.quick_failures)
                 .field("ports_taken", &self.ports_taken)
                 .field("assignment_id", &self.assignment_id)
+                .field("own", &self.own)
+                .field("node_count", &self.node_count)
+                .field("world_size", &self.world_size)
+                .field("role_first_rank", &self.role_first_rank)
+                .field("role_world_size", &self.role_world_size)
+                .field("nodes_digest", &self.nodes_digest)
                 .finish_non_exhaustive()
         }
     }

@@ -12,7 +12,7 @@ use crate::rendezvous::agent_message::Body as Report;
 use crate::rendezvous::daemon_message::Body as Word;
 use crate::rendezvous::{
     AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, Join, NodeAssignment,
-    NodeStatus, StatusReply, WorkerExit,
+    NodeList, NodeStatus, StatusReply, WorkerExit,
 };
 
 /// Stands for a control character.
@@ -160,10 +160,12 @@ impl Clean for Assignment {
             &mut self.master_addr,
             &mut self.run_token,
             &mut self.assignment_id,
+            &mut self.nodes_digest,
         ]
         .into_iter()
         .for_each(clean_line);
         self.nodes.clean();
+        self.own.clean();
     }
 }
 
@@ -172,6 +174,12 @@ impl Clean for NodeAssignment {
         [&mut self.hostname, &mut self.addr, &mut self.role]
             .into_iter()
             .for_each(clean_line);
+    }
+}
+
+impl Clean for NodeList {
+    fn clean(&mut self) {
+        self.nodes.clean();
     }
 }
 
@@ -338,5 +346,6 @@ mod tests {
         assert_all_is_cleaned::<DaemonMessage>("DaemonMessage");
         assert_all_is_cleaned::<AgentMessage>("AgentMessage");
         assert_all_is_cleaned::<StatusReply>("StatusReply");
+        assert_all_is_cleaned::<NodeList>("NodeList");
     }
 }

@@ -4,9 +4,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    AgentMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, LostRank, NodeStopped, NodeSucceeded,
-    Place, WorkerExit,
+    AgentMessage, Heartbeat, Join, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, LostRank, NodeStopped,
+    NodeSucceeded, NodesRequest, Place, WorkerExit,
 };
 use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Ledger, Peer, Secret, State, apply};
 use prost::Message;
@@ -28,6 +29,8 @@ enum Step {
     Put = 2,
     Get = 3,
     Tick = 4,
+    Gather = 5,
+    Nodes = 6,
 }
 
 /// A step: its kind, a stream or call, time in 100 ms, and bytes.
@@ -110,6 +113,19 @@ fn life() -> Vec<Vec<u8>> {
         timeout_ms: 500,
         assignment_id: assignment_id(1),
     };
+    let gather = KvGatherRequest {
+        job_id: "job".into(),
+        generation: 1,
+        prefix: "k".into(),
+        count: 2,
+        timeout_ms: 500,
+        assignment_id: assignment_id(1),
+    };
+    let nodes = NodesRequest {
+        job_id: "job".into(),
+        generation: 1,
+        assignment_id: assignment_id(1),
+    };
     let stopped = NodeStopped {
         exits: vec![exit(0), exit(1)],
         ..NodeStopped::default()
@@ -121,6 +137,8 @@ fn life() -> Vec<Vec<u8>> {
         say(0, "node-a", 1, Body::Heartbeat(heartbeat)),
         step(Step::Put, 0, 1, put.encode_to_vec()),
         step(Step::Get, 1, 1, get.encode_to_vec()),
+        step(Step::Gather, 2, 1, gather.encode_to_vec()),
+        step(Step::Nodes, 3, 1, nodes.encode_to_vec()),
         say(1, "node-b", 1, Body::Heartbeat(heartbeat)),
         say(0, "node-a", 1, Body::WorkerExit(exit(0))),
         step(Step::Tick, 0, 100, Vec::new()),
@@ -197,10 +215,45 @@ fn config() -> Config {
     }
 }
 
-/// Plays the steps to a daemon, as its streams would: who was sent away says nothing more.
-fn play(bytes: &[u8]) {
+/// What a step is to a daemon; none if its bytes are no message.
+fn event_of(step: &[u8], call: CallId) -> Option<Event> {
+    let [kind, number, time, message @ ..] = step else {
+        return None;
+    };
+    let conn = ConnId(u64::from(*number));
+    match kind % 7 {
+        0 => AgentMessage::decode(message).ok().map(|message| Event::Message {
+            conn,
+            peer: Peer {
+                remote: IpAddr::V4(Ipv4Addr::new(10, 0, 0, *number)),
+                local: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 9)),
+            },
+            message: Box::new(message),
+        }),
+        1 => Some(Event::Closed {
+            conn,
+            clean: time % 2 == 0,
+        }),
+        2 => {
+            let request = KvPutRequest::decode(message).ok()?;
+            Some(Event::KvPut { call, request })
+        }
+        3 => {
+            let request = KvGetRequest::decode(message).ok()?;
+            Some(Event::KvGet { call, request })
+        }
+        5 => {
+            let request = KvGatherRequest::decode(message).ok()?;
+            Some(Event::KvGather { call, request })
+        }
+        _ => Some(Event::Tick),
+    }
+}
+
+/// Plays the steps to a daemon, as its streams would: who was sent away says nothing more. Returns the last generation.
+fn play(bytes: &[u8]) -> u64 {
     let mut state = State::new(config());
-    let (mut now, mut id, mut calls) = (Duration::ZERO, 0_u128, 0_u64);
+    let (mut now, mut generation, mut calls) = (Duration::ZERO, 0, 0_u64);
     let mut closed = Vec::new();
     for step in parts(bytes) {
         let [kind, number, time, message @ ..] = step else {
@@ -209,62 +262,58 @@ fn play(bytes: &[u8]) {
         now += Duration::from_millis(100) * u32::from(*time);
         calls += 1;
         let conn = ConnId(u64::from(*number));
-        let event = match kind % 5 {
-            0 if closed.contains(&conn) => continue,
-            0 => AgentMessage::decode(message).ok().map(|message| Event::Message {
-                conn,
-                peer: Peer {
-                    remote: IpAddr::V4(Ipv4Addr::new(10, 0, 0, *number)),
-                    local: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 9)),
-                },
-                message: Box::new(message),
-            }),
-            1 if closed.contains(&conn) => continue,
-            1 => {
-                closed.push(conn);
-                Some(Event::Closed {
-                    conn,
-                    clean: time % 2 == 0,
-                })
-            }
-            2 => KvPutRequest::decode(message).ok().map(|request| Event::KvPut {
-                call: CallId(calls),
-                request,
-            }),
-            3 => KvGetRequest::decode(message).ok().map(|request| Event::KvGet {
-                call: CallId(calls),
-                request,
-            }),
-            _ => Some(Event::Tick),
-        };
+        let is_of_stream = kind % 7 < 2;
+        if is_of_stream && closed.contains(&conn) {
+            continue;
+        }
+        if kind % 7 == Step::Closed as u8 {
+            closed.push(conn);
+        }
+        if kind % 7 == Step::Nodes as u8 {
+            let _ = NodesRequest::decode(message).map(|request| state.nodes(&request).is_ok());
+            continue;
+        }
+        let event = event_of(step, CallId(calls));
         let Some(event) = event else { continue };
         if let (Event::Tick, Some(wake)) = (&event, state.next_wake()) {
             now = now.max(wake.min(now + Duration::from_mins(10)));
         }
-        id += 1;
         let at = At {
             now,
             dice: 0.5,
-            id,
+            // See `assignment_id`.
+            id: u128::from(generation) + 1,
             secret: Secret::new([1; 32]),
         };
         for effect in apply(at, &mut state, event) {
             match effect {
                 Effect::Note { words, .. } => assert!(!words.contains(['\u{1b}', '\u{202e}']), "{words:?}"),
                 Effect::Close { conn } => closed.push(conn),
+                Effect::Send { message, .. } if matches!(message.body, Some(Reply::Assignment(_))) => {
+                    generation = message.generation;
+                }
                 _ => {}
             }
         }
         state.status(now, "job");
     }
+    generation
+}
+
+/// How far the steps bring a daemon.
+fn generations(steps: &[Vec<u8>]) -> u64 {
+    play(&joined(steps))
 }
 
 pub(crate) fn events() -> Target {
+    assert_eq!(generations(&life()), 2, "the seed is no life of a job");
     let seeds = vec![joined(&life()), joined(&recovery())];
     Target {
         words: WORDS,
         bytes_per_byte: BYTES_PER_BYTE,
-        ..Target::new("rendezvous_events", seeds, play)
+        ..Target::new("rendezvous_events", seeds, |bytes| {
+            play(bytes);
+        })
     }
 }
 

@@ -110,6 +110,14 @@ pub(super) struct WorkerGroup {
     pub(super) cancelled: Arc<AtomicBool>,
 }
 
+/// Of every node, in order of node rank; of this one alone where the list of all is too long to be sent.
+fn node_addrs(assignment: &Assignment) -> Vec<String> {
+    match assignment.nodes.as_slice() {
+        [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
+        all => all.iter().map(|node| node.addr.clone()).collect(),
+    }
+}
+
 /// A worker group and what is needed to start it.
 pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
