@@ -613,12 +613,3 @@ impl Worker {
         self.said.clone().or_else(|| self.in_file.clone())
     }
 }
-
-/// Addresses of all nodes; of this one alone, if there are too many.
-fn node_addrs(assignment: &Assignment) -> Vec<String> {
-    let nodes = match assignment.nodes.as_slice() {
-        [] => assignment.own.as_slice(),
-        all => all,
-    };
-    nodes.iter().map(|node| node.addr.clone()).collect()
-}
