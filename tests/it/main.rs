@@ -42,7 +42,6 @@ mod reporting;
 mod rlimits;
 mod scale;
 mod signals;
-mod strangers;
 mod terminal;
 mod three_d;
 mod timeline;
