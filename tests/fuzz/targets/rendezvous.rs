@@ -105,6 +105,7 @@ fn life() -> Vec<Vec<u8>> {
         key: "key".into(),
         value: vec![1; 40],
         assignment_id: assignment_id(1),
+        incarnation: "node-a".into(),
     };
     let get = KvGetRequest {
         job_id: "job".into(),
@@ -112,6 +113,7 @@ fn life() -> Vec<Vec<u8>> {
         key: "other".into(),
         timeout_ms: 500,
         assignment_id: assignment_id(1),
+        incarnation: "node-a".into(),
     };
     let gather = KvGatherRequest {
         job_id: "job".into(),
@@ -120,11 +122,13 @@ fn life() -> Vec<Vec<u8>> {
         count: 2,
         timeout_ms: 500,
         assignment_id: assignment_id(1),
+        incarnation: "node-a".into(),
     };
     let nodes = NodesRequest {
         job_id: "job".into(),
         generation: 1,
         assignment_id: assignment_id(1),
+        incarnation: "node-a".into(),
     };
     let stopped = NodeStopped {
         exits: vec![exit(0), exit(1)],
