@@ -571,21 +571,31 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_prefixes_is_bounded_and_a_generation_forgets_them() {
+    fn prefixes_that_are_waited_for_are_bounded_and_forgotten_with_the_last_call() {
         let config = Config::default();
         let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        let ask = |store: &mut KvStore, turn: &mut Turn<'_>, prefix: usize| {
+        let ask = |store: &mut KvStore, turn: &mut Turn<'_>, prefix: usize, count| {
             turn.effects.clear();
-            store.gather(turn, CallId(prefix as u64), (prefix.to_string(), 0), SECOND);
-            answers(&turn.effects)[0].1.clone()
+            store.gather(turn, CallId(prefix as u64), (prefix.to_string(), count), SECOND);
+            answers(&turn.effects).first().map(|(_, answer)| answer.is_ok())
         };
-        for prefix in 0..MAX_PREFIXES {
-            assert!(ask(&mut store, &mut turn, prefix).is_ok());
+        // Nobody waits for what is there.
+        for prefix in 0..2 * MAX_PREFIXES {
+            assert_eq!(ask(&mut store, &mut turn, prefix, 0), Some(true));
         }
-        assert!(ask(&mut store, &mut turn, MAX_PREFIXES).is_err());
+        for prefix in 100..100 + MAX_PREFIXES {
+            assert_eq!(ask(&mut store, &mut turn, prefix, 1), None, "it waits");
+        }
+        assert_eq!(ask(&mut store, &mut turn, 99, 1), Some(false));
+        store.cancel(CallId(100));
+        assert_eq!(ask(&mut store, &mut turn, 99, 1), None);
+        turn.at.now = SECOND;
+        store.expire(&mut turn);
+        assert!(store.by_prefix.is_empty());
+        let long = "x".repeat(config.kv.key_bytes + 1);
         turn.effects.clear();
-        store.end(&mut turn, "over");
-        assert!(ask(&mut store, &mut turn, MAX_PREFIXES).is_ok());
+        store.gather(&mut turn, CallId(1), (long, 0), SECOND);
+        assert!(answers(&turn.effects)[0].1.is_err());
     }
 
     #[test]

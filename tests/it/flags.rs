@@ -326,7 +326,7 @@ fn a_dry_run_ends_like_a_launch_whose_program_cannot_be_started() {
         launch(&[]).expect_exit(code);
         launch(&["--dry-run"])
             .expect_exit(code)
-            .expect_stdout("nothing was started.\n")
+            .expect_stdout("nothing was started.")
             .expect_stdout(&format!("the job would end with exit code {code}: "));
     }
 }
@@ -424,16 +424,6 @@ fn a_command_of_ddp_train_leads_there() {
             .expect_stderr("is a command of `ddp-train`, and no program has this name")
             .expect_stderr("hint: `ddp-train ");
     }
-}
-
-#[test]
-fn a_dry_run_says_that_the_program_is_missing() {
-    launch()
-        .words(&["--dry-run"])
-        .target("/no/such/program")
-        .run()
-        .expect_exit(0)
-        .expect_stdout("the workers could not be started: program `/no/such/program` was not found");
 }
 
 #[test]

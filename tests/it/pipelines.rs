@@ -222,6 +222,11 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     // In the order of the table.
     let again = train(&job, &["schedule", "--measured", "out", "--csv"]);
     assert_eq!(again.expect_exit(0).stdout(), table.stdout());
+}
+
+#[test]
+fn schedules_that_cannot_be_shown_are_refused_by_flag() {
+    let job = untied();
     train(&job, &["schedule", "--schedule", "1f1b", "--stages", "0"]).expect_exit(2);
     let alone = train(
         &job,
@@ -242,7 +247,7 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
         &["schedule", "--schedule", "dualpipev", "--micro-batches", "3"],
     )
     .expect_exit(2)
-    .expect_stderr("hint: change `--micro-batches` or `--schedule`\n");
+    .expect_stderr("hint: change `--micro-batches` or `--schedule`");
     train(&job, &["schedule", "--schedule", "1f1b", "-o", "picture.png"])
         .expect_exit(2)
         .expect_stderr("expected a path that ends in `.svg`");

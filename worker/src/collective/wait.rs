@@ -25,6 +25,9 @@ const STORE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Of so many ranks at most it is found out again and again who is missing: it takes all entries that are there.
 const MOST_REPORTED_RANKS: usize = 1024;
 
+/// For so long at most the entries that are there may be on their way.
+const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(5);
+
 /// For so long after its deadline ranks are asked for that were not yet.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -256,7 +259,8 @@ impl StoreExchange<'_> {
         missing: impl Fn(&Entries) -> Vec<usize>,
     ) -> Result<Option<Entries>, Failure> {
         let absent = || {
-            let there = self.store.gather(prefix, 0, Instant::now());
+            // What is there is not waited for, but it may take a while to arrive.
+            let there = self.store.gather(prefix, 0, Instant::now() + SNAPSHOT_PATIENCE);
             there
                 .ok()
                 .flatten()

@@ -160,10 +160,7 @@ impl WorkerGroup {
         let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
         worker_group.agent_store = site.agent_store;
         let attempt = site.attempt(generation, assignment);
-        let duplicates = [
-            site.duplicate(Stream::Stdout, attempt)?,
-            site.duplicate(Stream::Stderr, attempt)?,
-        ];
+        let duplicates = site.duplicates(attempt)?;
         let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in site.contracts(generation, assignment) {

@@ -117,8 +117,15 @@ impl Site {
         environment::of_worker(&common, contract)
     }
 
-    /// Where filtered lines of one stream go, if there are filters and a place for log files.
-    pub(super) fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
+    /// Where filtered lines go, of stdout and of stderr, if there are filters and a place for log files.
+    pub(super) fn duplicates(&self, attempt: u32) -> Result<[Option<Duplicate>; 2], LogError> {
+        Ok([
+            self.duplicate(Stream::Stdout, attempt)?,
+            self.duplicate(Stream::Stderr, attempt)?,
+        ])
+    }
+
+    fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
         let words = self.plan.output.filters(stream);
         let (Some(log_dir), false) = (&self.plan.log_dir, words.is_empty()) else {
             return Ok(None);
