@@ -19,9 +19,11 @@
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
+mod admin;
 mod attempts;
 mod error;
 
+pub use admin::AdminToken;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use error::ClientError;
 
@@ -78,6 +80,8 @@ pub struct KvScope {
 pub struct Client {
     endpoint: String,
     inner: RendezvousClient<Channel>,
+    /// Of an operator: goes with every call that only they may make.
+    admin_token: Option<AdminToken>,
 }
 
 impl Client {
@@ -101,6 +105,7 @@ impl Client {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
                         inner: RendezvousClient::new(channel),
+                        admin_token: None,
                     });
                 }
                 Ok(Err(error)) => Setback::of(&error),
@@ -201,9 +206,9 @@ impl Client {
     /// What the daemon knows of a job.
     pub async fn status(&self, job_id: &str) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
-        let call = inner.status(StatusRequest {
+        let call = inner.status(self.of_admin(StatusRequest {
             job_id: job_id.to_owned(),
-        });
+        }));
         self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
             .await
     }

@@ -7,7 +7,7 @@ use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
 use nix::errno::Errno;
 
-use crate::rendezvous::LedgerError;
+use crate::rendezvous::{AdminTokenError, LedgerError};
 
 /// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
 #[derive(Debug, thiserror::Error)]
@@ -181,6 +181,9 @@ pub enum CliError {
     /// The state of the daemon cannot be used.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
+    /// The admin token cannot be read.
+    #[error(transparent)]
+    AdminToken(#[from] AdminTokenError),
     /// The machine refused something essential.
     #[error("{what}: {source}{}", hint_of(source))]
     Machine {
@@ -204,6 +207,7 @@ impl CliError {
             | Self::NoGpu { .. }
             | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
+            | Self::AdminToken(_)
             | Self::Ledger(LedgerError::Damaged { .. } | LedgerError::InUse(_))
             | Self::Listen { .. } => exit::USAGE,
             Self::FolderInUse(_) => exit::FOLDER_IN_USE,

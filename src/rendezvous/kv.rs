@@ -109,6 +109,11 @@ impl KvStore {
         turn.effects.push(Effect::Answer { call, result });
     }
 
+    /// Bytes of all keys and values.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// When the next waiting read may have to be answered.
     pub(super) fn next_deadline(&self) -> Option<Duration> {
         self.next_deadline
@@ -168,6 +173,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::event::About;
     use crate::rendezvous::{At, Config, KvLimits};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -181,6 +187,7 @@ mod tests {
             },
             config,
             effects: Vec::new(),
+            about: About::default(),
         }
     }
 

@@ -10,11 +10,14 @@
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
+//! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
+//! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
-//! | `service` | [`serve`], [`Ledger`] | the clock, the dice, the queues, the file of records, gRPC, sockets |
+//! | [`report`] | the daemon's answers to people | how they look as JSON |
+//! | `service` | [`serve`], [`Ledger`] | the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
 //!
 //! Everything but `service` is pure: `apply(at, state, event) -> effects`, with time and randomness as
 //! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
@@ -23,20 +26,27 @@
 mod config;
 mod difference;
 mod event;
+mod history;
 mod isolation;
 mod job;
 mod kv;
 mod policy;
 mod ranks;
+pub mod report;
 mod service;
 mod size;
 mod state;
+mod stragglers;
 #[cfg(test)]
 mod tests;
 mod words;
 
 pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
-pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use event::{
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Weight,
+};
 pub use job::Record;
-pub use service::{Ledger, LedgerError, ServeError, listen, serve};
-pub use state::{State, apply};
+pub use service::{
+    Admin, AdminTokenError, Ledger, LedgerError, Operators, ServeError, listen, read_token, serve, serve_with,
+};
+pub use state::{Census, State, apply};

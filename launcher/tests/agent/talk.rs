@@ -302,6 +302,7 @@ fn role_reports_progress() {
         progress: Some(progress),
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
     // Answered after the heartbeat was passed on.
     session.say(&ToAgent::KvPut {
@@ -544,6 +545,7 @@ fn role_ends_in_a_phase() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
 }
 
@@ -605,6 +607,7 @@ fn role_hangs() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
     loop {
         std::thread::park();
@@ -655,6 +658,7 @@ fn role_waits_for_a_peer() {
                 peers: "rank 9".into(),
             }],
             activity: String::new(),
+            loss: None,
         });
     }
 }

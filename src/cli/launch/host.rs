@@ -45,6 +45,8 @@ pub struct HostFacts {
     pub node_rank: Option<u32>,
     /// `--rdzv-id`, or what stands for it.
     pub job_id: String,
+    /// `--status-port`: where this node shows the job, if it hosts the daemon.
+    pub status_port: Option<u16>,
     /// True for a job of one node, whose daemon no other node has to find.
     pub one_node: bool,
 }
@@ -284,6 +286,7 @@ mod tests {
             is_host,
             node_rank,
             job_id: "job".to_owned(),
+            status_port: None,
             one_node: false,
         }
     }

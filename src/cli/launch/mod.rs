@@ -25,6 +25,7 @@ pub mod streams;
 pub mod target;
 
 use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::cli::answer::{OWN_PREFIX, print_own_error};
+use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
@@ -170,13 +171,35 @@ async fn start_daemon(
     launcher_id: &str,
 ) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
     let hosting = host::resolve_host(facts).await?;
-    let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
+    let page = status_page(facts, hosting.listener.is_some())?;
+    let start = |listener| Daemon::start(listener, page, &plan.job_id, launcher_id);
     let daemon = hosting.listener.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
         ..plan
     };
     Ok((plan, daemon))
+}
+
+/// The socket of `--status-port`; none on a node that has no daemon to show.
+fn status_page(facts: &HostFacts, is_host: bool) -> Result<Option<TcpListener>, CliError> {
+    let Some(port) = facts.status_port else {
+        return Ok(None);
+    };
+    if !is_host {
+        print_own(
+            "`--status-port` shows nothing here: another node, or `ddp-rendezvous`, hosts the rendezvous",
+        );
+        return Ok(None);
+    }
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let listener = rendezvous::listen(&[address]).map_err(|source| CliError::Listen {
+        address: address.to_string(),
+        source,
+        hint: "choose a different `--status-port`",
+    })?;
+    print_own(&format!("the job is shown at http://{address}/"));
+    Ok(Some(listener))
 }
 
 /// The daemon in this process.
@@ -188,12 +211,16 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(listener: TcpListener, job_id: &str, launcher_id: &str) -> Self {
+    fn start(listener: TcpListener, page: Option<TcpListener>, job_id: &str, launcher_id: &str) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
             only_job: Some(job_id.to_owned()),
             host: Some(launcher_id.to_owned()),
             ..rendezvous::Config::default()
+        };
+        let operators = rendezvous::Operators {
+            http: page,
+            ..rendezvous::Operators::default()
         };
         let drain = config.drain + config.lease;
         let task = tokio::spawn(async move {
@@ -201,7 +228,7 @@ impl Daemon {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve(listener, config, None, shutdown).await {
+            if let Err(error) = rendezvous::serve_with(listener, config, None, operators, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });

@@ -232,6 +232,7 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         is_host: settings.rdzv_conf.and_then(|conf| conf.is_host),
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
+        status_port: settings.status_port,
         one_node: plan.nodes.max == 1,
     }
 }

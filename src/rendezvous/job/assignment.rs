@@ -10,7 +10,7 @@ use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{Observation, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::ranks;
 
@@ -32,12 +32,25 @@ impl Job {
         self.numbering.assign(turn, self.roster.free_attempt());
         let generation = self.numbering.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
+        if let Phase::Gathering(gathering) = &self.phase {
+            turn.observe(Observation::Assigned(gathering.waited(turn.at.now)));
+        }
         let assignment = self.assignment(turn.config, reason);
+        self.begin_period(turn, &assignment);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
         self.tell_spares(turn);
+    }
+
+    /// A generation runs from now on, for those who look back.
+    pub(super) fn begin_period(&mut self, turn: &mut Turn<'_>, assignment: &Assignment) {
+        let generation = self.numbering.generation();
+        turn.about.generation = generation;
+        let ranks = assignment.nodes.iter().map(|node| node.workers).sum();
+        let (nodes, why) = (assignment.nodes.len() as u32, &assignment.reason);
+        self.history.begin(turn.at.now, generation, nodes, ranks, why);
     }
 
     fn assignment(&self, config: &Config, reason: String) -> Assignment {

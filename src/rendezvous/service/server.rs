@@ -9,8 +9,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply,
-    StatusRequest,
+    AgentMessage, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, JobsReply, JobsRequest,
+    KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus, StatusReply, StatusRequest,
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -18,17 +18,25 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
+use tonic::metadata::MetadataValue;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
+use super::admin::{Admin, Caller};
+use super::http::{self, Http, Operators};
 use super::incoming::unhurried;
 use super::ledger::{Ledger, LedgerError};
+use super::metrics::Metrics;
+use super::page::Viewers;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{ConnId, Event, KvError, Peer};
+use crate::rendezvous::kv::clip;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
+/// Longest reason of an operator.
+const MAX_REASON_BYTES: usize = 1024;
 /// After the drain: how long open connections may take to end.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -62,16 +70,31 @@ pub async fn serve(
     ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
+    serve_with(listener, config, ledger, Operators::default(), shutdown).await
+}
+
+/// The same for operators who look at it. They may end it too: it returns when they have drained it and no job is left.
+pub async fn serve_with(
+    listener: TcpListener,
+    config: Config,
+    ledger: Option<Ledger>,
+    operators: Operators,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
+    let service = Service::new(requests.clone(), config.clone(), operators.admin);
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
+    let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
     tasks.spawn(actor.run());
-    let service = Service {
-        requests: requests.clone(),
-        last_conn: Arc::new(AtomicU64::new(0)),
-        config: config.clone(),
-    };
+    if let Some(listener) = operators.http {
+        let http = Arc::new(service.http());
+        tasks.spawn(async move {
+            http::serve(listener, http).await;
+            Ok(())
+        });
+    }
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
@@ -95,6 +118,7 @@ pub async fn serve(
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
         () = shutdown => {}
+        () = answered(&requests, Request::Drained) => tracing::info!("no job is left on the drained daemon"),
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
     tokio::select! {
@@ -140,13 +164,75 @@ struct Service {
     requests: mpsc::Sender<Request>,
     last_conn: Arc<AtomicU64>,
     config: Config,
+    admin: Admin,
+    metrics: Arc<Metrics>,
 }
 
 impl Service {
+    fn new(requests: mpsc::Sender<Request>, config: Config, admin: Admin) -> Self {
+        Self {
+            requests,
+            last_conn: Arc::new(AtomicU64::new(0)),
+            config,
+            admin,
+            metrics: Arc::new(Metrics::new()),
+        }
+    }
+
     async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
         let stopping = || Status::unavailable("the rendezvous daemon is stopping");
         self.requests.send(request).await.map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
+    }
+
+    /// The same daemon for operators.
+    fn http(&self) -> Http {
+        Http {
+            requests: self.requests.clone(),
+            metrics: self.metrics.clone(),
+            admin: self.admin.clone(),
+            viewers: Viewers::default(),
+        }
+    }
+
+    fn is_admin<T>(&self, request: &tonic::Request<T>) -> bool {
+        let info = request.extensions().get::<TcpConnectInfo>();
+        let authorization = request.metadata().get("authorization");
+        self.admin.is_admin(Caller {
+            address: info
+                .and_then(TcpConnectInfo::remote_addr)
+                .map(|address| address.ip()),
+            authorization: authorization.map(MetadataValue::as_encoded_bytes),
+        })
+    }
+
+    fn only_for_admin<T>(&self, request: &tonic::Request<T>) -> Result<(), Status> {
+        if self.is_admin(request) {
+            return Ok(());
+        }
+        self.metrics.refused("admin");
+        Err(Status::permission_denied(self.admin.refusal()))
+    }
+}
+
+/// What is for operators only is left out.
+fn without_details(reply: StatusReply) -> StatusReply {
+    let nodes = reply.nodes.into_iter().map(|node| NodeStatus {
+        silent_ms: 0,
+        connected: false,
+        first_rank: 0,
+        ranks: Vec::new(),
+        log_dir: String::new(),
+        ..node
+    });
+    StatusReply {
+        generation: reply.generation,
+        phase: reply.phase,
+        restart_count: reply.restart_count,
+        nodes: nodes.collect(),
+        reason: reply.reason,
+        assignment_id: reply.assignment_id,
+        ..StatusReply::default()
     }
 }
 
@@ -191,16 +277,60 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
+        let is_admin = self.is_admin(&request);
         let job = request.into_inner().job_id;
         if let Some(reason) = self.config.refuses(&job) {
             return Err(Status::failed_precondition(reason));
         }
         let (answer, reply) = oneshot::channel();
         match self.ask(Request::Status(job.clone(), answer), reply).await? {
-            Some(reply) => Ok(Response::new(reply)),
-            None => Err(Status::not_found(format!("this daemon has no job `{job}`"))),
+            Some(reply) if is_admin => Ok(Response::new(reply)),
+            Some(reply) => Ok(Response::new(without_details(reply))),
+            None => Err(no_job(&job)),
         }
     }
+
+    async fn jobs(&self, request: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
+        self.only_for_admin(&request)?;
+        let (answer, reply) = oneshot::channel();
+        self.ask(Request::Jobs(answer), reply).await.map(Response::new)
+    }
+
+    async fn close(&self, request: tonic::Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
+        self.only_for_admin(&request)?;
+        let CloseRequest { job_id, reason } = request.into_inner();
+        if reason.len() > MAX_REASON_BYTES {
+            let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
+            return Err(Status::invalid_argument(words));
+        }
+        let (answer, reply) = oneshot::channel();
+        let close = Request::Close(job_id.clone(), reason, answer);
+        if self.ask(close, reply).await? {
+            Ok(Response::new(CloseReply {}))
+        } else {
+            let job = clip(&job_id, 128);
+            let words = format!("job `{job}` is not at this daemon, or is over already");
+            Err(Status::not_found(words))
+        }
+    }
+
+    async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        self.only_for_admin(&request)?;
+        if let Some(owner) = &self.config.only_job {
+            let words = format!(
+                "this daemon belongs to job `{}` and ends with it",
+                clip(owner, 128)
+            );
+            return Err(Status::failed_precondition(words));
+        }
+        let (answer, reply) = oneshot::channel();
+        let jobs = self.ask(Request::TakeNoJobs(answer), reply).await?;
+        Ok(Response::new(DrainReply { jobs }))
+    }
+}
+
+fn no_job(job: &str) -> Status {
+    Status::not_found(format!("this daemon has no job `{}`", clip(job, 128)))
 }
 
 /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream
