@@ -9,9 +9,19 @@ if [[ -z ${DDP_BIN:-} && ! -x $bin/ddp-run ]] && installed=$(command -v ddp-run)
 fi
 port=${DDP_PORT:-29400}
 
+separate=
+arguments=()
+for word in "$@"; do
+    if [[ $word == --separate-daemon ]]; then
+        separate=1
+    else
+        arguments+=("$word")
+    fi
+done
+set -- "${arguments[@]}"
+
 daemon=
-if [[ ${1:-} == --separate-daemon ]]; then
-    shift
+if [[ -n $separate ]]; then
     # The daemon's first line is the address that it serves.
     coproc RENDEZVOUS { exec "$bin/ddp-rendezvous" serve --listen "127.0.0.1:$port"; }
     daemon=$RENDEZVOUS_PID

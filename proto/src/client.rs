@@ -29,6 +29,7 @@ pub use error::ClientError;
 
 use std::time::Duration;
 
+use prost::Message as _;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
@@ -43,7 +44,8 @@ use crate::ids::{Generation, NodeId};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest, Leave, StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, NodeList,
+    NodesRequest, StatusReply, StatusRequest,
 };
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
@@ -54,6 +56,8 @@ pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 pub const RESTART_BACKOFF_CAP: Duration = Duration::from_secs(30);
 /// What a blocking read may take beyond the deadline that the daemon itself keeps.
 const READ_MARGIN: Duration = Duration::from_secs(5);
+/// Longest answer: all entries of a generation, within the bounds of the daemon's store.
+const MAX_ANSWER_BYTES: usize = 80 << 20;
 
 /// Who speaks on an agent's stream: fences every message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,7 +108,7 @@ impl Client {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
-                        inner: RendezvousClient::new(channel),
+                        inner: RendezvousClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES),
                         admin_token: None,
                     });
                 }
@@ -201,6 +205,62 @@ impl Client {
             }
         };
         self.bounded(&what, timeout + READ_MARGIN, read).await
+    }
+
+    /// All entries of the generation's store whose keys begin with `prefix`, in order of their keys, as soon as there are
+    /// `count` of them; with 0, those that are there now. `None`: fewer were there when `timeout` was over.
+    pub async fn kv_gather(
+        &self,
+        scope: &KvScope,
+        prefix: &str,
+        count: u32,
+        timeout: Duration,
+    ) -> Result<Option<KvEntries>, ClientError> {
+        let what = format!("gather `{prefix}`");
+        let request = KvGatherRequest {
+            job_id: scope.job_id.clone(),
+            generation: scope.generation.0,
+            assignment_id: scope.assignment_id.clone(),
+            prefix: prefix.to_owned(),
+            count,
+            timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
+        };
+        let mut inner = self.inner.clone();
+        let gather = async {
+            match inner.kv_gather(request).await {
+                Ok(reply) => Ok(reply.map(|reply| Some(reply.entries))),
+                Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
+                Err(status) => Err(status),
+            }
+        };
+        let encoded = self.bounded(&what, timeout + READ_MARGIN, gather).await?;
+        encoded
+            .map(|encoded| KvEntries::decode(encoded).map_err(|error| self.malformed(&what, &error)))
+            .transpose()
+    }
+
+    /// All nodes of a generation that runs, and the digest of their list as `Assignment.nodes_digest` has it.
+    pub async fn nodes(&self, scope: &KvScope) -> Result<(NodeList, String), ClientError> {
+        let what = "get the list of nodes";
+        let mut inner = self.inner.clone();
+        let call = inner.nodes(NodesRequest {
+            job_id: scope.job_id.clone(),
+            generation: scope.generation.0,
+            assignment_id: scope.assignment_id.clone(),
+        });
+        let encoded = self.bounded(what, CALL_TIMEOUT, call).await?.list;
+        let digest = blake3::hash(&encoded).to_string();
+        let list = NodeList::decode(encoded).map_err(|error| self.malformed(what, &error))?;
+        Ok((list, digest))
+    }
+
+    fn malformed(&self, what: &str, error: &prost::DecodeError) -> ClientError {
+        ClientError::Refused {
+            what: what.to_owned(),
+            endpoint: self.endpoint.clone(),
+            unauthenticated: false,
+            cause: format!("its answer cannot be read: {error}"),
+        }
     }
 
     /// What the daemon knows of a job.

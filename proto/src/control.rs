@@ -15,6 +15,8 @@
 //! {"type":"kv_reply","call":2,"value":"c2VjcmV0"}
 //! {"type":"kv_get","call":3,"key":"not there yet","timeout_ms":0}
 //! {"type":"kv_reply","call":3,"error":"no rank wrote `not there yet` within 0.0 s","refusal":"not_written"}
+//! {"type":"kv_gather","call":4,"prefix":"rank/","count":2,"timeout_ms":60000}
+//! {"type":"kv_entries","call":4,"entries":{"rank/0":"YQ==","rank/1":"Yg=="}}
 //! ```
 
 use std::collections::BTreeMap;
@@ -150,6 +152,21 @@ pub enum ToAgent {
         /// How long to wait for it. 0: look once.
         timeout_ms: u64,
     },
+    /// Blocking read of all entries whose keys begin with a prefix. Answered by [`ToWorker::KvEntries`], in parts: the
+    /// next one is asked for with the last key of the one before. A refusal is a [`ToWorker::KvReply`].
+    KvGather {
+        /// Number of the call, chosen by the worker, returned in the answer.
+        call: u64,
+        /// What the keys begin with.
+        prefix: String,
+        /// How many there must be. 0: answer at once, with those that are there.
+        count: u32,
+        /// Only keys after this one.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        after: String,
+        /// How long to wait for them.
+        timeout_ms: u64,
+    },
 }
 
 /// What a native worker is doing.
@@ -242,7 +259,8 @@ pub enum ToWorker {
         generation: Generation,
         /// The variables of the environment contract.
         env: BTreeMap<String, String>,
-        /// Address of every node, in order of node rank.
+        /// Address of every node, in order of node rank; of this node alone with more nodes than
+        /// [`MAX_LISTED_NODES`](crate::assignment::MAX_LISTED_NODES).
         node_addrs: Vec<String>,
     },
     /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout`
@@ -273,6 +291,16 @@ pub enum ToWorker {
         /// The same for programs; there whenever `error` is.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         refusal: Option<KvRefusal>,
+    },
+    /// Answer to a gather.
+    KvEntries {
+        /// Number of the call.
+        call: u64,
+        /// Keys and their values as base64: as many as fit a line.
+        entries: BTreeMap<String, String>,
+        /// More follow after the last of these keys.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        more: bool,
     },
 }
 

@@ -4,10 +4,12 @@
 //! |---|---|---|
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
+//! | [`assignment`] | what an assignment tells of all nodes together | daemon → agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
 //! | [`resolver`] | host names to addresses, where threads are scarce: here for the client, and the daemon finds its own address in the same way | – |
 //! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
+//! | [`codec`] | how messages of that service become bytes | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
@@ -17,7 +19,9 @@
 //! This package knows nothing of processes, tensors or training.
 #![forbid(unsafe_code)]
 
+pub mod assignment;
 pub mod client;
+pub mod codec;
 pub mod control;
 pub mod env;
 pub mod exit;

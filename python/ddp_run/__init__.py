@@ -130,6 +130,9 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     signals that stop a job are ignored. A failure that another rank or node caused is raised as
     `GenerationOver`.
 
+    A block that ends normally closes the connection to the launcher. The script is then neither watched for
+    `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
+
     `agree(asked)` combines the ranks' answers: it gets whether this rank was asked, and returns whether any rank was,
     so that no rank leaves the others waiting in a collective. The default is a small all-reduce if `torch.distributed`
     is initialised. Otherwise each rank decides alone, and ranks may leave at different steps.
@@ -156,6 +159,7 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
         if _launcher.over.wait(CAUSE_TIMEOUT_S) and _launcher.cause is not None:
             raise GenerationOver(_launcher.cause) from error
         raise
+    _launcher.hang_up()
 
 
 @contextlib.contextmanager
@@ -188,7 +192,7 @@ def _any_rank(asked: bool) -> bool:
 
 
 class _Launcher:
-    """The connection to the launcher. The first call opens it; once lost, it stays closed."""
+    """The connection to the launcher. A call opens it if it is not open; once lost, it stays closed."""
 
     def __init__(self) -> None:
         self.asked_to_stop = threading.Event()
@@ -221,6 +225,13 @@ class _Launcher:
             if not self._listens:
                 self._open(listens=True)
         self._answered.wait(ANSWER_TIMEOUT_S)
+
+    def hang_up(self) -> None:
+        """Closes the connection; the next call opens another one."""
+        with self._lock:
+            last, self._socket, self._listens = self._socket, None, False
+        if last is not None:
+            _hang_up(last)
 
     def _open(self, listens: bool) -> None:
         if self._is_lost:

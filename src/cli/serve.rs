@@ -17,6 +17,7 @@ use tokio::time::timeout;
 
 use super::answer;
 use super::answer::fail;
+use super::bench;
 use super::error::CliError;
 use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
@@ -26,6 +27,9 @@ use crate::rendezvous;
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
 const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
+
+/// Threads for connections: one task decides for all of them, so more would wait for it.
+const MAX_THREADS: usize = 4;
 
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
@@ -59,6 +63,8 @@ enum Command {
     Close(operators::CloseArgs),
     /// Take no new jobs, and end the daemon when those that it has are over
     Drain(operators::DrainArgs),
+    /// Measure how long simulated nodes take to meet on this machine, and what the daemon needs for them
+    Bench(bench::Args),
     /// Print the completions of a shell
     Completions {
         /// The shell
@@ -176,6 +182,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Jobs(args) => return operators::run(operators::jobs(args)),
         Command::Close(args) => return operators::run(operators::close(args)),
         Command::Drain(args) => return operators::run(operators::drain(args)),
+        Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     let default = format!("{RENDEZVOUS_LOG}=info");
@@ -198,7 +205,10 @@ fn serve(listen: &Endpoint, settings: &Settings, watching: &Watching) -> Result<
     };
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    // Connections are read and written, and messages encoded, beside the one task that decides.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads.min(MAX_THREADS))
         .enable_all()
         .build()
         .map_err(|source| CliError::Machine {

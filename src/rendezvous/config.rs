@@ -129,7 +129,7 @@ impl Default for KvLimits {
         Self {
             key_bytes: 512,
             value_bytes: MAX_VALUE_BYTES,
-            entries: 65_536,
+            entries: 131_072,
             total_bytes: 64 << 20,
             waiters: 65_536,
             wait: Duration::from_hours(1),

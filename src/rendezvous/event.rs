@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, GenerationOver, KvGetRequest, KvPutRequest, Refused,
+    AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
 };
+
+use prost::bytes::Bytes;
 
 use super::config::Config;
 use super::job::Record;
@@ -82,23 +84,26 @@ pub enum Event {
     },
     /// An operator lets the daemon take no new jobs.
     Drain,
+    /// All entries with one prefix are to be read, now or when there are enough.
+    KvGather {
+        /// Whom to answer.
+        call: CallId,
+        /// Which entries.
+        request: KvGatherRequest,
+    },
     /// The time of [`super::State::next_wake`] has come.
     Tick,
 }
 
 /// What is to be done.
 #[derive(Clone, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "most effects are messages, and none lives for long"
-)]
 pub enum Effect {
     /// Send a message to an agent.
     Send {
         /// Its stream.
         conn: ConnId,
-        /// The message.
-        message: DaemonMessage,
+        /// The message, which others may be sent too.
+        message: Arc<DaemonMessage>,
     },
     /// End a stream after all that was sent before.
     Close {
@@ -111,8 +116,8 @@ pub enum Effect {
     Answer {
         /// The call.
         call: CallId,
-        /// The value that was read; empty for a write.
-        result: Result<Arc<Vec<u8>>, KvError>,
+        /// The value that was read, or what was gathered as a `KvEntries`; empty for a write.
+        result: Result<Bytes, KvError>,
     },
     /// A decision and its reason, for the log.
     Note {
@@ -219,6 +224,14 @@ pub(super) fn regrouping(cause: String) -> GenerationOver {
     }
 }
 
+/// A message for several nodes.
+pub(super) fn shared(generation: u64, body: Body) -> Arc<DaemonMessage> {
+    Arc::new(DaemonMessage {
+        generation,
+        body: Some(body),
+    })
+}
+
 /// One call of `apply`: its parameters, and the effects as they are decided.
 pub(super) struct Turn<'a> {
     pub(super) at: At,
@@ -238,14 +251,16 @@ impl Turn<'_> {
 
     /// Sends to a node, if it is connected.
     pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
+        if conn.is_some() {
+            self.send_shared(conn, &shared(generation, body));
+        }
+    }
+
+    /// Sends what others are sent too: there is one copy of it.
+    pub(super) fn send_shared(&mut self, conn: Option<ConnId>, message: &Arc<DaemonMessage>) {
         if let Some(conn) = conn {
-            self.effects.push(Effect::Send {
-                conn,
-                message: DaemonMessage {
-                    generation,
-                    body: Some(body),
-                },
-            });
+            let message = Arc::clone(message);
+            self.effects.push(Effect::Send { conn, message });
         }
     }
 

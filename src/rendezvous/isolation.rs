@@ -33,7 +33,7 @@ impl Event {
     /// own pings, and one on which no node has joined by its deadline.
     pub(super) fn is_contact(&self, silence: Duration, turn: &Turn<'_>, has_joined: bool) -> bool {
         match self {
-            Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } => true,
+            Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } | Self::KvGather { .. } => true,
             Self::Closed { .. } => has_joined && silence < turn.config.http2_keepalive_interval,
             Self::Close { .. } | Self::Drain | Self::Tick => false,
         }
@@ -81,5 +81,6 @@ impl Daemon {
     /// No node loses its lease before `until`.
     pub(super) fn renew_leases(&mut self, until: Duration) {
         self.jobs.values_mut().for_each(|job| job.renew_leases(until));
+        self.replan_all();
     }
 }

@@ -8,12 +8,15 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
+//! | `node_index` | indexes of nodes | who is ready, who is away, whose lease ends next, without a look at all |
+//! | `node_list` | the nodes of a generation | what each is told of the others, and the list on request |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
 //! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
+//! | `deadlines` | deadlines by time | which is next |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
@@ -24,12 +27,15 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
+mod deadlines;
 mod difference;
 mod event;
 mod history;
 mod isolation;
 mod job;
 mod kv;
+mod node_index;
+mod node_list;
 mod policy;
 mod ranks;
 pub mod report;

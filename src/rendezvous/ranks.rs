@@ -1,7 +1,7 @@
 //! Which nodes take part, and which rank each gets: a pure function of who is there and who was there before.
 
-use std::cmp::Ordering;
-use std::collections::BTreeSet;
+use std::cmp::{Ordering, Reverse};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -43,9 +43,14 @@ impl Member {
 /// The candidates that take part: those that asked for a rank, those of the last generation, then by arrival; as many
 /// as the limits allow. If they allow none, as many as there may be: the workers know best why they cannot go on.
 pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &[Member]) -> Vec<Candidate> {
-    candidates.sort_by_key(|c| {
-        let by_host = previous.iter().any(|member| member.hostname == c.hostname);
-        let by_name = previous.iter().any(|member| member.incarnation == c.incarnation);
+    let hosts: HashSet<&str> = previous.iter().map(|member| member.hostname.as_str()).collect();
+    let names: HashSet<&str> = previous
+        .iter()
+        .map(|member| member.incarnation.as_str())
+        .collect();
+    candidates.sort_by_cached_key(|c| {
+        let by_host = hosts.contains(c.hostname.as_str());
+        let by_name = names.contains(c.incarnation.as_str());
         (c.asked.is_none(), !by_name, !by_host, c.arrival)
     });
     let workers: Vec<u32> = candidates.iter().map(|c| c.workers).collect();
@@ -76,18 +81,25 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Can
     }
 
     let mut kept = 0;
-    let mut keep = |rest: &mut Vec<Candidate>, same: &dyn Fn(&Candidate, &Member) -> bool| {
-        for (rank, member) in previous.iter().enumerate().take(count) {
-            if slots[rank].is_none()
-                && let Some(i) = rest.iter().position(|c| c.asked.is_none() && same(c, member))
+    // The last in each list has arrived first.
+    rest.sort_by_key(|c| Reverse(c.arrival));
+    let mut keep = |rest: Vec<Candidate>, of: Key, of_member: fn(&Member) -> &str| {
+        let (free, mut rest): (Vec<_>, Vec<_>) = rest.into_iter().partition(|c| c.asked.is_none());
+        let mut free = by_key(free, of);
+        for (slot, member) in slots.iter_mut().zip(previous) {
+            if slot.is_none()
+                && let Some(found) = free.get_mut(of_member(member)).and_then(Vec::pop)
             {
-                slots[rank] = Some(rest.swap_remove(i));
+                *slot = Some(found);
                 kept += 1;
             }
         }
+        rest.extend(free.into_values().flatten());
+        rest.sort_by_key(|c| Reverse(c.arrival));
+        rest
     };
-    keep(&mut rest, &|c, member| c.incarnation == member.incarnation);
-    keep(&mut rest, &|c, member| c.hostname == member.hostname);
+    let rest = keep(rest, |c| &c.incarnation, |member| &member.incarnation);
+    let mut rest = keep(rest, |c| &c.hostname, |member| &member.hostname);
 
     // A rank that was asked for but does not exist in a smaller job still decides the order.
     rest.sort_by(|a, b| {
@@ -113,6 +125,20 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Can
     .collect::<Vec<_>>()
     .join(", ");
     (ordered, format!("node ranks: {reason}"))
+}
+
+/// By what a candidate is found again.
+type Key = fn(&Candidate) -> &str;
+
+fn by_key(candidates: Vec<Candidate>, key: Key) -> HashMap<String, Vec<Candidate>> {
+    let mut found: HashMap<String, Vec<Candidate>> = HashMap::with_capacity(candidates.len());
+    for candidate in candidates {
+        found
+            .entry(key(&candidate).to_owned())
+            .or_default()
+            .push(candidate);
+    }
+    found
 }
 
 /// Ranks below `count` that no candidate asked for, if any rank was asked for at all.

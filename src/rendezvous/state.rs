@@ -1,16 +1,18 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, JobSummary, JobsReply, KvGetRequest, KvPutRequest, StatusReply, refused::Code,
+    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
+    StatusReply, refused::Code,
 };
 use ddp_proto::words::counted;
+use prost::bytes::Bytes;
 
 use super::config::Config;
+use super::deadlines::Deadlines;
 use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
@@ -32,6 +34,8 @@ pub struct State {
 #[derive(Debug, Default)]
 pub(super) struct Daemon {
     pub(super) jobs: BTreeMap<String, Job>,
+    /// When each job has something to do next.
+    wakes: Deadlines,
     /// Who speaks on a stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
     /// Streams that the daemon has ended, while messages may still come in from them.
@@ -93,7 +97,8 @@ impl State {
                 daemon.finished.push_back(Finished::recalled(record));
             } else {
                 let id = record.job().to_owned();
-                daemon.jobs.insert(id, Job::recall(&config, record, now));
+                daemon.jobs.insert(id.clone(), Job::recall(&config, record, now));
+                daemon.replan(&id);
             }
         }
         Self { config, daemon }
@@ -157,6 +162,13 @@ impl State {
         self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
+    /// The list of all nodes of a generation that runs, encoded.
+    pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
+        let unknown = || KvError::Unknown(format!("this daemon has no job `{}`", request.job_id));
+        let job = self.daemon.jobs.get(&request.job_id).ok_or_else(unknown)?;
+        job.node_list(request.generation, &request.assignment_id)
+    }
+
     /// True if no agent is at this daemon, connected or expected back.
     pub fn is_idle(&self) -> bool {
         self.daemon.jobs.values().all(Job::is_idle)
@@ -194,6 +206,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
         Event::Close { job, reason } => daemon.close(&mut turn, &job, &reason),
         Event::Drain => daemon.drain(&mut turn),
+        Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
     }
     for effect in &turn.effects {
@@ -206,7 +219,20 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
 
 impl Daemon {
     fn next_wake(&self) -> Option<Duration> {
-        self.jobs.values().filter_map(Job::next_wake).min()
+        self.wakes.next()
+    }
+
+    /// The job may have something to do earlier than before.
+    fn replan(&mut self, job_id: &str) {
+        let wake = self.jobs.get(job_id).and_then(Job::next_wake);
+        self.wakes.note(job_id, wake);
+    }
+
+    /// The same of all jobs.
+    pub(super) fn replan_all(&mut self) {
+        for (id, job) in &self.jobs {
+            self.wakes.note(id, job.next_wake());
+        }
     }
 
     fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
@@ -333,12 +359,8 @@ impl Daemon {
         } else {
             self.consider_isolation(turn);
         }
-        let due: Vec<String> = self
-            .jobs
-            .iter()
-            .filter(|(_, job)| job.next_wake().is_some_and(|wake| wake <= now))
-            .map(|(id, _)| id.clone())
-            .collect();
+        let Self { jobs, wakes, .. } = self;
+        let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
                 turn.about = job.about("");
@@ -383,9 +405,10 @@ impl Daemon {
     fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
         if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
-            return;
+            return self.replan(job_id);
         }
         let finished = self.jobs.remove(job_id).and_then(|job| job.finish(turn));
+        self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
                 self.finished.pop_front();
@@ -396,18 +419,28 @@ impl Daemon {
 
     fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
         let job = self.job(&request.job_id);
-        let result = job
-            .and_then(|job| job.put(turn, request))
-            .map(|()| Arc::default());
+        let result = job.and_then(|job| job.put(turn, request)).map(|()| Bytes::new());
         turn.effects.push(Effect::Answer { call, result });
     }
 
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
-        let job = self.job(&request.job_id);
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id);
         if let Err(error) = job.and_then(|job| job.get(turn, call, request)) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
         }
+        self.replan(&job_id);
+    }
+
+    fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
+        let job_id = request.job_id.clone();
+        let job = self.job(&job_id);
+        if let Err(error) = job.and_then(|job| job.gather(turn, call, request)) {
+            let result = Err(error);
+            turn.effects.push(Effect::Answer { call, result });
+        }
+        self.replan(&job_id);
     }
 
     fn job(&mut self, job_id: &str) -> Result<&mut Job, KvError> {

@@ -36,12 +36,12 @@ pub(super) fn nodes(count: u32) -> String {
     counted(count, "node")
 }
 
-/// How many nodes a job wants: "1 node", "2 to 4 nodes".
-pub(super) fn nodes_within(min: u32, max: u32) -> String {
+/// How many nodes came, and how many a job wants: "1 of 2 nodes joined", "1 node joined (of 2 to 4)".
+pub(super) fn joined(ready: u32, min: u32, max: u32) -> String {
     if min == max {
-        nodes(min)
+        format!("{ready} of {} joined", nodes(min))
     } else {
-        format!("{min} to {max} nodes")
+        format!("{} joined (of {min} to {max})", nodes(ready))
     }
 }
 
@@ -62,18 +62,18 @@ pub(super) fn all(count: u32) -> String {
     }
 }
 
-/// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of them.
-pub(super) fn node_ranks(ranks: &[u32]) -> String {
-    let (named, more) = ranks.split_at(ranks.len().min(MAX_NAMED));
-    let mut words = numbered("node rank", named);
-    if !more.is_empty() {
-        let _ = write!(words, " and {} more", more.len());
+/// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of the `count` that there are.
+pub(super) fn node_ranks(ranks: impl Iterator<Item = u32>, count: usize) -> String {
+    let named: Vec<u32> = ranks.take(MAX_NAMED).collect();
+    let mut words = numbered("node rank", &named);
+    if count > named.len() {
+        let _ = write!(words, " and {} more", count - named.len());
     }
     words
 }
 
 /// "`a`, `b`", at most [`MAX_NAMED`] of them.
-pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str, IntoIter: ExactSizeIterator>) -> String {
     let mut names = names.into_iter();
     let mut words = names
         .by_ref()
@@ -81,7 +81,7 @@ pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
         .map(|name| format!("`{name}`"))
         .collect::<Vec<_>>()
         .join(", ");
-    let more = names.count();
+    let more = names.len();
     if more > 0 {
         let _ = write!(words, " and {more} more");
     }
@@ -161,11 +161,10 @@ impl TimedOut<'_> {
     pub(super) fn words(&self) -> String {
         let came = self.came.len() as u32;
         let mut words = format!(
-            "rendezvous of job `{}` timed out after {:.1} s: {} of {} joined",
+            "rendezvous of job `{}` timed out after {:.1} s: {}",
             self.job,
             self.waited.as_secs_f64(),
-            came,
-            nodes_within(self.min, self.max),
+            joined(came, self.min, self.max),
         );
         if came > 0 {
             let _ = write!(words, ": {}", list(self.came.iter().copied()));
@@ -174,7 +173,8 @@ impl TimedOut<'_> {
         let _ = write!(words, "; missing: {}", nodes(missing));
         let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
-            details.push(node_ranks(&self.missing_ranks));
+            let ranks = self.missing_ranks.iter().copied();
+            details.push(node_ranks(ranks, self.missing_ranks.len()));
         }
         if !self.gone.is_empty() {
             details.push(format!("lost: {}", list(self.gone.iter().copied())));
@@ -268,7 +268,7 @@ mod tests {
             ..first
         };
         insta::assert_snapshot!(restart.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes joined: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
+        rendezvous of job `job1` timed out after 600.0 s: 1 node joined (of 2 to 3): `a`; missing: 1 node (lost: `b`; still stopping: `c`)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
     }

@@ -46,14 +46,16 @@ fn a_checkpoint_is_inspected_and_verified() {
     }
     ckpt(job.dir(), &["verify", "out", "--step", "7"])
         .expect_exit(2)
-        .expect_stderr("error: `out/checkpoints/step_00000007` holds no checkpoint");
+        .expect_stderr("error: `out/checkpoints/step_00000007` holds no checkpoint\n")
+        .expect_stderr("hint: there are checkpoints of steps 5, 10");
     ckpt(job.dir(), &["verify", "."])
         .expect_exit(2)
         .expect_stderr("error: `.` holds no checkpoint")
-        .expect_stderr("hint: give a run's `out_dir`");
+        .expect_stderr("hint: pass one of the runs in this directory, newest first: `./out`");
     ckpt(job.dir(), &["inspect", "outt"])
         .expect_exit(2)
-        .expect_stderr("error: `outt` does not exist");
+        .expect_stderr("error: `outt` does not exist")
+        .expect_stderr("hint: give a run's `out_dir`");
 }
 
 #[test]

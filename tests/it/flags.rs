@@ -320,6 +320,18 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
 }
 
 #[test]
+fn a_dry_run_ends_like_a_launch_whose_program_cannot_be_started() {
+    for (program, code) in [("nosuchprog", 127), ("/", 126), ("/etc/passwd", 126)] {
+        let launch = |words: &[&str]| launch().words(words).target(program).run();
+        launch(&[]).expect_exit(code);
+        launch(&["--dry-run"])
+            .expect_exit(code)
+            .expect_stdout("nothing was started.\n")
+            .expect_stdout(&format!("the job would end with exit code {code}: "));
+    }
+}
+
+#[test]
 fn a_dry_run_says_where_variables_of_the_workers_come_from() {
     let finished = launch()
         .nproc(2)

@@ -166,6 +166,10 @@ fn what_cannot_be_done_is_refused_in_words() {
         "error: `nowhere` does not exist",
     );
     refused(&["eval", "."], "error: `.` holds no checkpoint");
+    refused(
+        &["eval", "."],
+        "hint: pass one of the runs in this directory, newest first: `./out`",
+    );
     refused(&["eval", "out", "--step", "7"], "holds no checkpoint");
     refused(&["generate", "out"], "--prompt <TEXT>");
     refused(

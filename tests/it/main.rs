@@ -40,6 +40,7 @@ mod planner;
 mod python_contract;
 mod reporting;
 mod rlimits;
+mod scale;
 mod signals;
 mod terminal;
 mod three_d;

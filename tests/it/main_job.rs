@@ -82,7 +82,7 @@ fn the_script_of_the_two_nodes_example_runs() {
     let script = repository("examples/two-nodes/run.sh");
     for first in [
         &["--set", "train.steps=2"][..],
-        &["--separate-daemon", "--set", "train.steps=2"],
+        &["--set", "train.steps=2", "--separate-daemon"],
     ] {
         let script = Program::new(&script)
             .args(first.iter().map(Into::into))

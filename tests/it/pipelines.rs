@@ -237,6 +237,15 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
     train(&job, &["schedule", "--schedule", "2f2b"])
         .expect_exit(2)
         .expect_stderr("hint: use one of gpipe, 1f1b");
+    train(
+        &job,
+        &["schedule", "--schedule", "dualpipev", "--micro-batches", "3"],
+    )
+    .expect_exit(2)
+    .expect_stderr("hint: change `--micro-batches` or `--schedule`\n");
+    train(&job, &["schedule", "--schedule", "1f1b", "-o", "picture.png"])
+        .expect_exit(2)
+        .expect_stderr("expected a path that ends in `.svg`");
 }
 
 #[test]

@@ -138,6 +138,7 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
                           dp 8 × tp 8  pp 2 × dp 4 × tp 8  pp 4 × dp 2 × tp 8       pp 8 × tp 8
      strategy                   zero2               zero1               zero1               ddp
      schedule                       –    interleaved 1F1B    interleaved 1F1B  interleaved 1F1B
+     chunks per rank                1                   4                   4                 4
      micro-batches                  8                  16                  32                64
      layers per rank               80                  40                  20                10
      on the device           62.4 GiB            71.5 GiB            62.9 GiB          64.7 GiB
@@ -151,6 +152,12 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
 
     Use `dp 8 × tp 8` with `zero2`: it has the shortest step of all layouts that fit; a step with `pp 2 × dp 4 × tp 8` takes 2.2 % longer.
       --set parallel.sequence=true --set parallel.strategy=zero2 --set parallel.tensor=8 --set train.grad_accumulation=8
+    For `pp 2 × dp 4 × tp 8`:
+      --set parallel.pipeline.chunks=4 --set parallel.pipeline.schedule=interleaved --set parallel.pipeline.stages=2 --set parallel.sequence=true --set parallel.strategy=zero1 --set parallel.tensor=8 --set train.grad_accumulation=16
+    For `pp 4 × dp 2 × tp 8`:
+      --set parallel.pipeline.chunks=4 --set parallel.pipeline.schedule=interleaved --set parallel.pipeline.stages=4 --set parallel.sequence=true --set parallel.strategy=zero1 --set parallel.tensor=8 --set train.grad_accumulation=32
+    For `pp 8 × tp 8`:
+      --set parallel.pipeline.chunks=4 --set parallel.pipeline.schedule=interleaved --set parallel.pipeline.stages=8 --set parallel.sequence=true --set parallel.tensor=8 --set train.grad_accumulation=64
     `dp 64` does not fit: with `zero3` it needs 249.5 GiB, and a device has 72.6 GiB.
     `dp 32 × tp 2` does not fit: with `zero3` it needs 137.8 GiB, and a device has 72.6 GiB.
     `dp 16 × tp 4` does not fit: with `zero3` it needs 77.3 GiB, and a device has 72.6 GiB.

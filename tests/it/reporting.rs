@@ -166,6 +166,11 @@ fn what_cannot_be_drawn_is_named() {
         .expect_exit(2)
         .expect_stderr("error: cannot read `runs/metrics.jsonl`: No such file or directory")
         .expect_stderr("hint: pass one of the runs in this directory, newest first: `runs/b`, `runs/a`");
+    std::fs::remove_file(dir.path().join("metrics.jsonl")).expect("it is there");
+    ddp_train(dir.path(), &["plot", "."])
+        .expect_exit(2)
+        .expect_stderr("hint: pass one of the runs two levels down, newest first: `./runs/b`, `./runs/a`");
+    std::fs::write(dir.path().join("metrics.jsonl"), "{\"step\":1,\"loss\":2}\n").expect("writable");
     ddp_train(dir.path(), &["plot", ".", "-o", "plot.png"])
         .expect_exit(2)
         .expect_stderr("expected a path that ends in `.html` or `.svg`");

@@ -62,6 +62,20 @@ def a_lock_that_nobody_releases():
 a_lock_that_nobody_releases()
 """
 
+# Rank 0 is behind, and evaluates when it has trained; rank 1 hangs while it trains.
+EVALUATES = """
+import os, signal, ddp_run
+rank = int(os.environ["RANK"])
+with ddp_run.stoppable(lambda: None) as boundary:
+    for step in range(2 + rank):
+        boundary(step + 1)
+    if rank == 1:
+        print("hanging", flush=True)
+        signal.pause()
+print("evaluating", flush=True)
+signal.pause()
+"""
+
 
 class UnderDdpRun(unittest.TestCase):
     def setUp(self):
@@ -115,6 +129,19 @@ class UnderDdpRun(unittest.TestCase):
         # Whichever rank was found first: all of them are asked.
         stacks = (logs / "attempt_0/0/hang.txt").read_text()
         self.assertRegex(stacks, r"thread MainThread\n(  .*\n)+  a_lock_that_nobody_releases at .*script.py:5\n")
+
+    def test_a_script_that_has_trained_is_not_watched(self):
+        launched = self.launch(EVALUATES, "--hang-timeout", 1)
+        self.expect(launched, 128 + signal.SIGABRT)
+        self.assertTrue(launched.matches("rank 1 hung: .*phase training, step 3"), launched.transcript())
+        self.expect_lines(launched, "rank 0 (hung|is slow)", 0)
+
+    def test_a_script_that_has_trained_gets_signals_at_once(self):
+        launched = self.launch(EVALUATES.replace("rank == 1", "False"), "--shutdown-timeout", 3600)
+        for _ in range(2):
+            launched.wait_for("evaluating")
+        launched.process.send_signal(signal.SIGTERM)
+        self.expect(launched, 128 + signal.SIGTERM)
 
 
 class AsAModule(unittest.TestCase):

@@ -261,6 +261,18 @@ class Stopping(Worker):
         with self.assertRaises(KeyError), ddp_run.stoppable(self.fail):
             raise KeyError("the script's own")
 
+    def test_the_end_of_a_block_closes_the_connection_until_the_next_call(self):
+        with ddp_run.stoppable(self.fail) as boundary:
+            boundary(1)
+        connection = self.accept()
+        self.assertEqual([connection.next()["type"], connection.next()["step"], connection.next()], ["hello", 1, None])
+        self.assertFalse(self.launcher._is_lost)
+        ddp_run.heartbeat(2)
+        connection = self.accept()
+        self.assertFalse(connection.next()["listens"])
+        self.assertEqual(connection.next()["step"], 2)
+        self.accept_listening()
+
     def test_the_failure_of_a_peer_is_named_instead_of_what_it_broke(self):
         connection = self.accept_listening()
         connection.say(type="generation_over", generation=2, cause="rank 1 died of SIGKILL")

@@ -1,33 +1,41 @@
 //! One connection of a worker.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use ddp_proto::control::{
     KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
 };
 use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::rendezvous::KvEntry;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
 use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
+/// A worker that opens another connection closes this one then; how long the other may take to be known.
+const REOPEN_BOUND: Duration = Duration::from_millis(100);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
 const MAX_GET: Duration = Duration::from_hours(24);
+/// Entries of one answer to a gather, as they are in a line: the rest of the line is not more.
+const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 
-/// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
-/// connection says so itself.
+/// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
+/// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
@@ -36,6 +44,8 @@ enum Refusal {
     Stranger { pid: i32, local_rank: LocalRank },
     #[error("the first line of process {pid} is not a valid hello")]
     NoHello { pid: i32 },
+    #[error("process {pid} says that its process id is {claimed}")]
+    OtherPid { pid: i32, claimed: u32 },
     #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
     Stale {
         pid: i32,
@@ -48,16 +58,54 @@ enum Refusal {
     Io(#[from] io::Error),
 }
 
+impl Refusal {
+    /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
+    fn misfit(&self, hub: &Hub) -> Option<ControlEvent> {
+        let place = hub.place.borrow();
+        let place = place.as_ref()?;
+        let (pid, key, theirs, ours) = match self {
+            Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
+            Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
+            Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
+            _ => return None,
+        };
+        let local_rank = peer::owner(pid, &place.pids)?;
+        let ours = match (self, ours) {
+            (Self::OtherPid { .. }, _) => pid.to_string(),
+            (_, Some(generation)) => generation.to_string(),
+            _ => local_rank.to_string(),
+        };
+        Some(ControlEvent {
+            generation: place.generation,
+            local_rank,
+            news: News::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
+        })
+    }
+}
+
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let result = Connection::greet(id, stream, &hub).await;
-    let result = match result {
-        Ok(connection) => connection.run().await,
-        Err(refusal) => Err(refusal),
+    let connection = match Connection::greet(id, stream, &hub).await {
+        Ok(connection) => connection,
+        Err(refusal) => {
+            tracing::debug!("control connection {id} refused: {refusal}");
+            if let Some(misfit) = refusal.misfit(&hub) {
+                // The agent may be gone.
+                let _ = hub.events.send(misfit).await;
+            }
+            return hub.leave(id);
+        }
     };
+    let hung_up = connection.event(News::HungUp);
+    let result = connection.run().await;
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
+    }
+    sleep(REOPEN_BOUND).await;
+    if !hub.has_connection_of(hung_up.local_rank) {
+        // The agent may be gone.
+        let _ = hub.events.send(hung_up).await;
     }
 }
 
@@ -104,7 +152,7 @@ impl<'a> Connection<'a> {
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(Refusal::Stranger { pid, local_rank });
+            return Err(Refusal::OtherPid { pid, claimed });
         }
         let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
             Ok(place) => place,
@@ -171,14 +219,14 @@ impl<'a> Connection<'a> {
             ToAgent::Hello { .. } => {}
             ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(message));
+                let _ = self.hub.events.try_send(self.event(News::Said(message)));
             }
             ToAgent::Sizes(_)
             | ToAgent::State { .. }
             | ToAgent::PeerLost { .. }
             | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(message)).await;
+                let _ = self.hub.events.send(self.event(News::Said(message))).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -193,14 +241,29 @@ impl<'a> Connection<'a> {
                 let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
                 self.answer(call, async move { store.get(&key, bound).await.map(Some) });
             }
+            ToAgent::KvGather {
+                call,
+                prefix,
+                count,
+                after,
+                timeout_ms,
+            } => {
+                let store = self.store.clone();
+                let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
+                self.answer_with(call, async move {
+                    let entries = store.gather(&prefix, count, bound).await?;
+                    let (entries, more) = page(&entries, &after);
+                    Ok(ToWorker::KvEntries { call, entries, more })
+                });
+            }
         }
     }
 
-    fn event(&self, message: ToAgent) -> ControlEvent {
+    fn event(&self, news: News) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
-            message,
+            news,
         }
     }
 
@@ -209,6 +272,23 @@ impl<'a> Connection<'a> {
         &mut self,
         call: u64,
         result: impl Future<Output = Result<Option<Arc<str>>, store::Refusal>> + Send + 'static,
+    ) {
+        self.answer_with(call, async move {
+            let value = result.await?.map(|value| value.to_string());
+            Ok(ToWorker::KvReply {
+                call,
+                value,
+                error: None,
+                refusal: None,
+            })
+        });
+    }
+
+    /// The same with any answer.
+    fn answer_with(
+        &mut self,
+        call: u64,
+        result: impl Future<Output = Result<ToWorker, store::Refusal>> + Send + 'static,
     ) {
         let Some(queue) = self.queue.upgrade() else {
             return;
@@ -244,18 +324,37 @@ impl<'a> Connection<'a> {
     }
 }
 
-fn reply(call: u64, result: Result<Option<Arc<str>>, store::Refusal>) -> Arc<[u8]> {
-    let (value, refused) = match result {
-        Ok(value) => (value.map(|value| value.to_string()), None),
-        Err(refused) => (None, Some(refused)),
-    };
-    let refusal = refused.as_ref().map(|refused| refused.why);
-    encode(&ToWorker::KvReply {
+fn reply(call: u64, result: Result<ToWorker, store::Refusal>) -> Arc<[u8]> {
+    let answer = result.unwrap_or_else(|refused| ToWorker::KvReply {
         call,
-        value,
-        error: refused.map(|refused| refused.words),
-        refusal,
-    })
+        value: None,
+        error: Some(refused.words),
+        refusal: Some(refused.why),
+    });
+    encode(&answer)
+}
+
+/// The entries after this key that fit one line, as base64, and whether more follow. An entry that alone is too long for
+/// a line does not exist.
+fn page(entries: &[KvEntry], after: &str) -> (BTreeMap<String, String>, bool) {
+    let first = match after {
+        "" => 0,
+        after => entries.partition_point(|entry| entry.key.as_str() <= after),
+    };
+    let rest = &entries[first..];
+    let mut room = MAX_PAGE_BYTES;
+    let mut page = BTreeMap::new();
+    for entry in rest {
+        // A control character of a key takes six bytes; the value a third more.
+        let bytes = entry.key.len() * 6 + entry.value.len() * 4 / 3 + 16;
+        if !page.is_empty() && bytes > room {
+            break;
+        }
+        room = room.saturating_sub(bytes);
+        page.insert(entry.key.clone(), STANDARD.encode(&entry.value));
+    }
+    let more = page.len() < rest.len();
+    (page, more)
 }
 
 /// Why `generation` is over, if it is.
@@ -371,5 +470,38 @@ impl Lines {
             Err(_) if serde_json::from_slice::<serde_json::Value>(&line).is_ok() => Ok(Some(Line::Unknown)),
             Err(_) => Err(Refusal::BadLine),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gather_comes_in_lines_that_fit() {
+        let entry = |i: usize| KvEntry {
+            key: format!("rank/{i:04}"),
+            value: vec![7; 100 << 10],
+        };
+        let entries: Vec<_> = (0..20).map(entry).collect();
+        let (mut all, mut after, mut lines) = (Vec::new(), String::new(), 0);
+        loop {
+            let (entries, more) = page(&entries, &after);
+            after.clone_from(entries.keys().next_back().unwrap());
+            all.extend(entries.keys().cloned());
+            let line = encode(&ToWorker::KvEntries {
+                call: 1,
+                entries,
+                more,
+            });
+            assert!(line.len() <= MAX_LINE_BYTES, "{}", line.len());
+            lines += 1;
+            if !more {
+                break;
+            }
+        }
+        assert!(all.iter().eq(entries.iter().map(|entry| &entry.key)));
+        assert!((3..6).contains(&lines), "{lines}");
+        assert_eq!(page(&[], ""), (BTreeMap::new(), false));
     }
 }

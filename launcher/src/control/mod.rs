@@ -14,5 +14,5 @@ mod peer;
 mod server;
 mod store;
 
-pub(crate) use server::{ControlEvent, ControlServer, Place};
+pub(crate) use server::{ControlEvent, ControlServer, News, Place};
 pub(crate) use store::Store;

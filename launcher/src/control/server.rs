@@ -21,12 +21,22 @@ pub(super) const WORKER_QUEUE: usize = 64;
 /// Connections at one time, over all workers.
 const MAX_CONNECTIONS: usize = 4096;
 
-/// What a worker told the agent.
+/// What the agent learns of a worker.
 #[derive(Debug)]
 pub(crate) struct ControlEvent {
     pub(crate) generation: Generation,
     pub(crate) local_rank: LocalRank,
-    pub(crate) message: ToAgent,
+    pub(crate) news: News,
+}
+
+/// See [`ControlEvent`].
+#[derive(Debug)]
+pub(crate) enum News {
+    Said(ToAgent),
+    /// A connection of it was refused, because of this.
+    Refused(String),
+    /// Its last connection has ended, and it opened no other.
+    HungUp,
 }
 
 /// The place of this node's workers in one generation.
@@ -71,6 +81,11 @@ impl Hub {
     /// From now on the connection gets what is sent to all.
     pub(super) fn enter(&self, id: u64, member: Member) {
         self.connections().insert(id, member);
+    }
+
+    pub(super) fn has_connection_of(&self, local_rank: LocalRank) -> bool {
+        let connections = self.connections();
+        connections.values().any(|member| member.local_rank == local_rank)
     }
 
     pub(super) fn leave(&self, id: u64) {
@@ -182,13 +197,8 @@ impl ControlServer {
         let hub = self.hub.clone();
         let mut departures = hub.departures.subscribe();
         async move {
-            let speaks = || {
-                hub.connections()
-                    .values()
-                    .any(|member| member.local_rank == local_rank)
-            };
             // The sender lives as long as the hub.
-            while speaks() && departures.changed().await.is_ok() {}
+            while hub.has_connection_of(local_rank) && departures.changed().await.is_ok() {}
         }
     }
 

@@ -8,6 +8,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use ddp_proto::client::{Client, ClientError, KvScope};
 use ddp_proto::control::{ANSWER_GRACE, KvRefusal, MAX_VALUE_BYTES, PUT_BOUND};
+use ddp_proto::rendezvous::KvEntry;
 use tokio::time::{Instant, timeout_at};
 
 /// Pause before a call is repeated on a connection that broke.
@@ -16,6 +17,8 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 const MAX_KEPT_BYTES: usize = 4 << 20;
 /// Entries kept; the daemon bounds their number and size too.
 const MAX_CACHED: usize = 4096;
+/// Answers to gathers that are kept, each of which may be as large as the daemon's store.
+const MAX_GATHERED: usize = 4;
 
 /// Why a call was not done.
 #[derive(Debug)]
@@ -35,11 +38,22 @@ struct Cell {
     turn: tokio::sync::Mutex<()>,
 }
 
+/// Entries with one prefix that workers of this node gather.
+#[derive(Default)]
+struct Gathered {
+    /// In order of their keys, when there were as many as were asked for: one answer for all workers.
+    entries: OnceLock<Arc<[KvEntry]>>,
+    /// Held by the reader that waits at the daemon.
+    turn: tokio::sync::Mutex<()>,
+}
+
 /// The store of one generation, as the workers of this node see it.
 pub(crate) struct Store {
     client: Client,
     scope: KvScope,
     read: Mutex<HashMap<String, Arc<Cell>>>,
+    /// By prefix and number of entries.
+    gathered: Mutex<HashMap<(String, u32), Arc<Gathered>>>,
     written: Mutex<Written>,
 }
 
@@ -56,6 +70,7 @@ impl Store {
             client,
             scope,
             read: Mutex::default(),
+            gathered: Mutex::default(),
             written: Mutex::default(),
         }
     }
@@ -135,6 +150,71 @@ impl Store {
         Ok(value)
     }
 
+    /// Gathers all entries whose keys begin with `prefix`, waiting up to `bound` until there are `count` of them; with 0,
+    /// those that are there now. The workers of this node share one answer.
+    pub(crate) async fn gather(
+        &self,
+        prefix: &str,
+        count: u32,
+        bound: Duration,
+    ) -> Result<Arc<[KvEntry]>, Refusal> {
+        let deadline = Instant::now() + bound;
+        let fetch = |left| {
+            timeout_at(
+                deadline + ANSWER_GRACE,
+                self.fetch_all(prefix, count, left, deadline),
+            )
+        };
+        let late = |_| Err(no_answer(prefix, bound + ANSWER_GRACE));
+        if count == 0 {
+            return fetch(Duration::ZERO).await.unwrap_or_else(late);
+        }
+        let gathered = self.gathered(prefix, count);
+        let turn = timeout_at(deadline, gathered.turn.lock()).await;
+        if let Some(entries) = gathered.entries.get() {
+            return Ok(entries.clone());
+        }
+        if turn.is_err() {
+            // The one whose turn it is asks for the same, and has no answer yet.
+            return Err(too_few(prefix, bound));
+        }
+        let entries = fetch(deadline.saturating_duration_since(Instant::now())).await;
+        let entries = entries.unwrap_or_else(late)?;
+        Ok(gathered.entries.get_or_init(|| entries).clone())
+    }
+
+    fn gathered(&self, prefix: &str, count: u32) -> Arc<Gathered> {
+        let mut all = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (prefix.to_owned(), count);
+        if let Some(gathered) = all.get(&key) {
+            return gathered.clone();
+        }
+        let gathered = Arc::<Gathered>::default();
+        if all.len() < MAX_GATHERED {
+            all.insert(key, gathered.clone());
+        }
+        gathered
+    }
+
+    async fn fetch_all(
+        &self,
+        prefix: &str,
+        count: u32,
+        bound: Duration,
+        deadline: Instant,
+    ) -> Result<Arc<[KvEntry]>, Refusal> {
+        let mut left = bound;
+        loop {
+            match self.client.kv_gather(&self.scope, prefix, count, left).await {
+                Ok(Some(found)) => return Ok(found.entries.into()),
+                Ok(None) if Instant::now() < deadline => {}
+                Ok(None) => return Err(too_few(prefix, bound)),
+                Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
+            }
+            left = deadline.saturating_duration_since(Instant::now());
+        }
+    }
+
     fn cell(&self, key: &str) -> Arc<Cell> {
         let mut cells = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cell) = cells.get(key) {
@@ -163,6 +243,14 @@ impl Store {
                 Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
             }
         }
+    }
+}
+
+fn too_few(prefix: &str, waited: Duration) -> Refusal {
+    let waited = waited.as_secs_f64();
+    Refusal {
+        why: KvRefusal::NotWritten,
+        words: format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s"),
     }
 }
 

@@ -10,8 +10,9 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, Failure,
-    Failures, GenerationOver, HeartbeatAck, JobOver, JobsReply, JobsRequest, Join, KvGetReply, KvGetRequest,
-    KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
+    Failures, GenerationOver, HeartbeatAck, JobOver, JobsReply, JobsRequest, Join, KvGatherReply,
+    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, NodesReply,
+    NodesRequest, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -394,6 +395,14 @@ impl Rendezvous for Service {
                 request.key
             ))),
         }
+    }
+
+    async fn kv_gather(&self, _: Request<KvGatherRequest>) -> Result<Response<KvGatherReply>, Status> {
+        Err(Status::unimplemented("not needed here"))
+    }
+
+    async fn nodes(&self, _: Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
+        Err(Status::unimplemented("not needed here"))
     }
 
     async fn status(&self, _: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {

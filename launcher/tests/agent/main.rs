@@ -9,11 +9,13 @@
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
 //! | `strangers` | who answers at the endpoint and is no daemon, or is one no more |
+//! | `hangs` | who is watched for hanging |
 //! | `talk` | the control socket, the daemon's stream |
 //! | `key_value` | the store, as workers ask for it |
 
 mod daemon;
 mod ends;
+mod hangs;
 mod harness;
 mod key_value;
 mod leftovers;

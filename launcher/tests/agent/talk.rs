@@ -277,6 +277,30 @@ fn only_workers_are_listened_to() {
     assert!(end.stdout.contains("all is well"), "{}", end.stdout);
 }
 
+/// Claims to be another local rank, twice.
+#[test]
+fn role_claims_to_be_another() {
+    if !plays("role_claims_to_be_another") {
+        return;
+    }
+    for _ in 0..2 {
+        let mut env = own_env();
+        env.local_rank.0 += 1;
+        assert!(Session::open_as(env, false).is_ended());
+    }
+    let mut session = Session::open();
+    assert!(matches!(session.receive(), ToWorker::Assignment { .. }));
+}
+
+#[test]
+fn a_worker_whose_hello_does_not_fit_is_told_of_once() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon).role("role_claims_to_be_another").start().wait();
+    assert_eq!(end.code, 0, "{} {}", end.stdout, end.stderr);
+    let told = "rank 0: its control connection was closed: `local_rank` of its hello is 1, expected 0";
+    assert_eq!(end.stderr.matches(told).count(), 1, "{}", end.stderr);
+}
+
 /// Reports progress, and writes a line meanwhile.
 #[test]
 fn role_reports_progress() {

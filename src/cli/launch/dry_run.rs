@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, Variable, WorkerCommand, parent_of_workers};
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SpawnError, Variable, WorkerCommand, parent_of_workers};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
@@ -20,8 +20,8 @@ const VALUE_WIDTH: std::ops::RangeInclusive<usize> = 32..=48;
 /// The same for variables with their names, so that sources stand in one column.
 const VARIABLE_WIDTH: usize = 51;
 
-/// The whole answer, several lines.
-pub fn describe(launch: &Launch) -> String {
+/// The whole answer, several lines. `missing` is why the workers could not be started.
+pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
     let Launch {
         plan,
         checked,
@@ -62,9 +62,6 @@ pub fn describe(launch: &Launch) -> String {
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");
     }
-    if let Some(error) = ddp_launcher::missing_program(plan) {
-        let _ = writeln!(text, "the workers could not be started: {error}");
-    }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment set for local rank 0:\n");
     for variable in &launch.environment {
@@ -77,6 +74,13 @@ pub fn describe(launch: &Launch) -> String {
         );
     }
     text.push_str("nothing was started.");
+    if let Some(error) = missing {
+        let code = error.exit_code();
+        let _ = write!(
+            text,
+            "\nthe workers could not be started, and the job would end with exit code {code}: {error}"
+        );
+    }
     text
 }
 

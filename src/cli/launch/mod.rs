@@ -96,7 +96,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// `--dry-run`
+/// `--dry-run`, with the exit code of a launch whose workers cannot be started.
 fn show(args: ParsedArgs) -> ExitCode {
     let exe = match SelfExe::open() {
         Ok(exe) => exe,
@@ -104,7 +104,11 @@ fn show(args: ParsedArgs) -> ExitCode {
     };
     // Whether the workers' program is there is looked at while it is open.
     match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
-        Ok(launch) => answer::give(dry_run::describe(&launch) + "\n"),
+        Ok(launch) => {
+            let missing = ddp_launcher::missing_program(&launch.plan);
+            let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
+            missing.map_or(given, |error| ExitCode::from(error.exit_code()))
+        }
         Err(error) => fail(&error),
     }
 }

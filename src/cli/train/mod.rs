@@ -6,6 +6,7 @@ pub mod doctor;
 mod inference;
 mod planner;
 mod plot;
+mod runs;
 mod schedule;
 mod tokenize;
 

@@ -1,6 +1,5 @@
 //! `ddp-train plot`: draws loss, validation loss, learning rate, speed and gradient norm of runs.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -9,13 +8,9 @@ use ddp_proto::words::{counted, grouped};
 use ddp_worker::metrics::RunFilesError;
 use ddp_worker::metrics::plot::{self, RunCurves};
 
+use super::runs;
 use crate::cli::answer;
 use crate::cli::error::CliError;
-
-/// What a run writes its metrics into.
-const METRICS: &str = "metrics.jsonl";
-/// Most runs that are named where one of them is to be chosen.
-const MAX_NAMED: usize = 3;
 
 /// Draw the metrics of one or several runs into one HTML or SVG file, which any browser can show.
 ///
@@ -68,35 +63,12 @@ fn words_of(error: &RunFilesError) -> String {
         RunFilesError::Io {
             doing, path, cause, ..
         } => {
-            let directory = path.parent().filter(|_| path.ends_with(METRICS));
-            let mut words = format!("cannot {doing} `{}`: {cause}", path.display());
-            let runs = directory.map_or_else(Vec::new, runs_in);
-            if !runs.is_empty() {
-                words.push_str("\n  hint: pass one of the runs in this directory, newest first: `");
-                words.push_str(&runs.join("`, `"));
-                words.push('`');
-            }
-            words
+            let directory = path.parent().filter(|_| path.ends_with(runs::METRICS));
+            let hint = directory.map_or_else(String::new, |directory| runs::hint(directory, runs::METRICS));
+            format!("cannot {doing} `{}`: {cause}{hint}", path.display())
         }
         other => other.to_string(),
     }
-}
-
-/// The newest runs of a directory that holds some, by the last change of their metrics.
-fn runs_in(directory: &Path) -> Vec<String> {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut runs: Vec<_> = entries
-        .filter_map(|entry| {
-            let metrics = fs::metadata(entry.path().join(METRICS)).ok()?;
-            Some((metrics.modified().ok()?, entry.path().display().to_string()))
-        })
-        .collect();
-    runs.sort_unstable();
-    runs.into_iter()
-        .rev()
-        .take(MAX_NAMED)
-        .map(|(_, run)| run)
-        .collect()
 }
 
 /// `plot.html` in the directory of a run. The path may also be that of a file in it.

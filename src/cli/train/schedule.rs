@@ -2,6 +2,7 @@
 //! table for PyTorch. The schedule comes from a configuration, a name, a table, or the timeline of
 //! a run.
 
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
 use std::{fs, io};
@@ -64,11 +65,23 @@ pub(super) struct ScheduleArgs {
     #[arg(long, value_name = "RUN")]
     measured: Option<PathBuf>,
     /// Draw the schedule into this SVG file
-    #[arg(short, long, value_name = "FILE.svg")]
+    #[arg(short, long, value_name = "FILE.svg", value_parser = output)]
     output: Option<PathBuf>,
     /// Print the schedule as a CSV table, for `parallel.pipeline.file` or PyTorch's pipelining
     #[arg(long, conflicts_with = "output")]
     csv: bool,
+}
+
+/// An SVG file, or a device.
+fn output(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    let is_device = path
+        .metadata()
+        .is_ok_and(|there| !there.is_file() && !there.is_dir());
+    if is_device || path.extension().is_some_and(|ending| ending == "svg") {
+        return Ok(path);
+    }
+    Err("expected a path that ends in `.svg`".to_owned())
 }
 
 /// Main of `ddp-train schedule`.
@@ -88,6 +101,17 @@ fn refused(error: impl std::fmt::Display) -> CliError {
     CliError::Config(error.to_string())
 }
 
+/// Names the flags of this command instead of keys of a configuration.
+fn with_flags(words: &str) -> String {
+    [
+        ("`parallel.pipeline.chunks` (chunks per rank)", "`--chunks`"),
+        ("`train.grad_accumulation` (micro-batches)", "`--micro-batches`"),
+        ("`parallel.pipeline.schedule`", "`--schedule`"),
+    ]
+    .into_iter()
+    .fold(words.to_owned(), |words, (key, flag)| words.replace(key, flag))
+}
+
 /// Shows a schedule from a configuration, a name or a table, with unit times.
 fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let plan = match (&args.config, &args.file, &args.schedule) {
@@ -99,7 +123,8 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
         (None, None, name) => {
             let [ranks, micro_batches] = [args.stages, args.micro_batches].map(|count| count as usize);
             let sizes = (ranks, args.chunks.map(|chunks| chunks as usize));
-            PipelinePlan::named(name.as_deref().unwrap_or_default(), sizes, micro_batches).map_err(refused)?
+            let plan = PipelinePlan::named(name.as_deref().unwrap_or_default(), sizes, micro_batches);
+            plan.map_err(|error| CliError::Config(with_flags(&error.to_string())))?
         }
     };
     let (schedule, placement) = (plan.schedule(), plan.placement());
@@ -165,15 +190,20 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
         panel("measured", step),
         panel("simulated", &run.simulated()[last]),
     ];
-    let words = format!(
-        "step {last} measured: {}\nsimulated with the measured durations: {}\n\
-         bubble of {}: measured {:.2} %, simulated {:.2} %\n",
+    let mut words = format!(
+        "step {last} measured: {}\nsimulated with the measured durations: {}\n",
         panels[0].in_words(),
         panels[1].in_words(),
-        numbered("step", &numbers),
-        measured * 100.0,
-        simulated * 100.0
     );
+    // Those of a single step are in the lines above.
+    if numbers.len() > 1 {
+        let steps = numbered("step", &numbers);
+        let [measured, simulated] = [measured, simulated].map(|bubble| bubble * 100.0);
+        let _ = writeln!(
+            words,
+            "bubble of {steps}: measured {measured:.2} %, simulated {simulated:.2} %"
+        );
+    }
     let title = format!(
         "Step {last}: {}; simulated with the measured durations",
         sizes(run.schedule())

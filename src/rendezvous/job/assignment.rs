@@ -12,6 +12,7 @@ use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Observation, Turn};
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::ranks;
 
 /// How much of an assignment's name people are shown.
@@ -35,33 +36,36 @@ impl Job {
         if let Phase::Gathering(gathering) = &self.phase {
             turn.observe(Observation::Assigned(gathering.waited(turn.at.now)));
         }
-        let assignment = self.assignment(turn.config, reason);
-        self.begin_period(turn, &assignment);
+        let (assignment, nodes) = self.assignment(turn.config, reason);
+        self.begin_period(turn, &assignment.reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
-        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, Duration::ZERO)));
+        let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
+        self.phase = Phase::Running(Box::new(running));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
         self.tell_spares(turn);
     }
 
-    /// A generation runs from now on, for those who look back.
-    pub(super) fn begin_period(&mut self, turn: &mut Turn<'_>, assignment: &Assignment) {
+    /// A generation runs from now on with these members, for those who look back.
+    pub(super) fn begin_period(&mut self, turn: &mut Turn<'_>, why: &str) {
         let generation = self.numbering.generation();
         turn.about.generation = generation;
-        let ranks = assignment.nodes.iter().map(|node| node.workers).sum();
-        let (nodes, why) = (assignment.nodes.len() as u32, &assignment.reason);
+        let nodes = self.roster.members().len() as u32;
+        let ranks = self.roster.members_there().map(|(_, node)| node.join().workers).sum();
         self.history.begin(turn.at.now, generation, nodes, ranks, why);
     }
 
-    fn assignment(&self, config: &Config, reason: String) -> Assignment {
+    /// What all nodes are told alike, and the list of them.
+    fn assignment(&self, config: &Config, reason: String) -> (Assignment, NodeList) {
         let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
+        let far = members.iter().find_map(|node| node.far_address());
         let mut first_rank = 0;
         let mut nodes = Vec::with_capacity(members.len());
         for node in &members {
             let join = node.join();
             nodes.push(NodeAssignment {
                 hostname: join.hostname.clone(),
-                addr: node.address(&members),
+                addr: node.address(far),
                 first_rank,
                 workers: join.workers,
                 role: join.role.clone(),
@@ -76,7 +80,6 @@ impl Job {
         let mut assignment = Assignment {
             attempt: self.numbering.attempts(),
             max_restarts: members.first().map_or(0, |node| node.join().max_restarts),
-            nodes,
             master_addr,
             master_port,
             lease_ms: config.lease_ms(),
@@ -86,7 +89,7 @@ impl Job {
             ..Assignment::default()
         };
         self.account.deposit(&mut assignment);
-        assignment
+        (assignment, NodeList::new(nodes))
     }
 
     /// Whether this generation has another assignment here than the one of this name.
@@ -122,10 +125,10 @@ impl Job {
             && let Some(node_rank) = self.roster.rank_of(incarnation)
             && let Some(node) = self.roster.get(incarnation)
         {
-            let assignment = Assignment {
-                node_rank,
-                ..running.assignment().clone()
-            };
+            let takes_totals = node.join().takes_totals;
+            let assignment = running
+                .nodes()
+                .tell(running.assignment(), node_rank, takes_totals);
             node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
         }
     }

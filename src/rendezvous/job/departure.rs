@@ -76,7 +76,7 @@ impl Job {
             Phase::Recovering(recovery) => !recovery.has(incarnation),
             // The nodes of the last generation make the next one too, as long as none of them is lost.
             Phase::Gathering(_) => {
-                let are_enough = self.roster.all_back(|_| true);
+                let are_enough = self.roster.are_all_there();
                 are_enough && self.roster.rank_of(incarnation).is_none()
             }
             Phase::Over(_) => false,

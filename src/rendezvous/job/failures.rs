@@ -10,6 +10,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::Job;
+use super::node::Node;
 use crate::rendezvous::event::{Speech, Turn};
 use crate::rendezvous::kv::clip;
 
@@ -158,8 +159,8 @@ impl Job {
     /// All workers of a node are gone.
     pub(super) fn node_stopped(&mut self, turn: &mut Turn<'_>, from: &Speech, stopped: &NodeStopped) {
         self.note_exits(turn, from, &stopped.exits);
-        let node = self.roster.get_mut(&from.incarnation);
-        if node.is_some_and(|node| node.confirm_stopped(from.generation)) {
+        let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
+        if self.roster.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
             self.ignore(turn, from, "NodeStopped");

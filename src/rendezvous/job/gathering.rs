@@ -82,9 +82,9 @@ impl Gathering {
         // From here on the back-off is no deadline of its own.
         self.began = self.began.max(self.not_before);
         let (is_stopping, is_late) = (roster.is_stopping(), self.is_timed_out(now));
-        let ready = roster.hosts(Node::is_ready).len() as u32;
+        let ready = roster.ready();
         let (min, max) = roster.limits();
-        let some_joined = || format!("{ready} of {} joined", words::nodes_within(min, max));
+        let some_joined = || words::joined(ready, min, max);
         if ready < min || min == 0 || (ready < max && is_stopping && !is_late) {
             self.last_call = None;
             return if is_late { Step::TimedOut } else { Step::Wait };
@@ -92,7 +92,7 @@ impl Gathering {
         if ready >= max {
             return Step::Start(format!("{} joined", words::all(max)));
         }
-        if !is_stopping && roster.all_back(Node::is_ready) {
+        if !is_stopping && roster.are_all_ready() {
             let all = words::all(ready);
             return Step::Start(format!("{all} rejoined after generation {last}"));
         }
@@ -116,11 +116,10 @@ impl Job {
             Phase::Running(running) => return running.assignment().reason.clone(),
             Phase::Over(over) => return over.reason().to_owned(),
         };
-        let hosts = self.roster.hosts(Node::is_ready);
-        let ready = hosts.len() as u32;
-        let names = words::list(hosts);
+        let ready = self.roster.ready();
+        let names = words::list(self.roster.ready_hosts());
         let (min, max) = self.roster.limits();
-        let mut words = format!("{ready} of {} joined: {names}", words::nodes_within(min, max));
+        let mut words = format!("{}: {names}", words::joined(ready, min, max));
         if ready < min {
             let _ = write!(words, "; waiting for {} more", min - ready);
             words.push_str(&words::time_left(gathering.until, now));
@@ -173,7 +172,7 @@ impl Job {
         let reason = words::TimedOut {
             job: &self.id,
             waited: turn.at.now.saturating_sub(gathering.began),
-            came: self.roster.hosts(Node::is_ready),
+            came: self.roster.ready_hosts().collect(),
             stopping: self.roster.hosts(Node::is_stopping),
             gone: self.roster.gone(),
             missing_ranks: ranks::missing_ranks(&self.roster.candidates(), min),

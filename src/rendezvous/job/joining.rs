@@ -10,7 +10,7 @@ use super::node::{Node, Readiness};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Config, DEFAULT_JOB_ID};
 use crate::rendezvous::difference::{between_jobs, disagreement};
-use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping};
+use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::words;
 
@@ -112,8 +112,7 @@ impl Job {
             self.replace_restarted(turn, joining);
             return Ok(());
         };
-        let same_rank = |(_, node): &(&String, &Node)| node.join().node_rank == Some(asked);
-        let Some((incarnation, node)) = self.roster.others(&from.incarnation).find(same_rank) else {
+        let Some((incarnation, node)) = self.roster.other_with_rank(asked, &from.incarnation) else {
             return Ok(());
         };
         if node.is_connected() {
@@ -174,7 +173,7 @@ impl Job {
         let is_gone = |(incarnation, node): &(&String, &Node)| {
             node.hostname() == join.hostname && !node.is_connected() && self.is_at_work(incarnation)
         };
-        let gone = self.roster.others(&from.incarnation).find(is_gone);
+        let gone = self.roster.away().find(is_gone);
         if let Some(incarnation) = gone.map(|(incarnation, _)| incarnation.clone()) {
             let cause = format!("node `{}` was restarted", join.hostname);
             self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
@@ -188,8 +187,11 @@ impl Job {
             return None;
         }
         let Joining { from, join, .. } = joining;
-        let mut others = self.roster.others(&from.incarnation);
-        let (_, other) = others.find(|(_, node)| node.join().job_description != join.job_description)?;
+        // All of them run the same: each has been compared with one that was there.
+        let (_, other) = self.roster.others(&from.incarnation).next()?;
+        if other.join().job_description == join.job_description {
+            return None;
+        }
         Some(format!(
             "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
             between_jobs(other.join(), join)
@@ -207,8 +209,7 @@ impl Job {
             return None;
         }
         // A node whose connection is gone may be the one that comes back, as a new process.
-        let there = self.roster.hosts(Node::is_connected).len();
-        (there >= join.max_nodes as usize).then(|| {
+        (self.roster.connected() >= join.max_nodes as usize).then(|| {
             format!(
                 "job `{}` is already running with {} ({}): node `{}` belongs to a different job or is one too many\n  \
                  hint: give each job its own `--rdzv-id`; a job of several nodes then keeps extra nodes on standby",
@@ -254,7 +255,8 @@ impl Job {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
             let over = self.over_for_newcomer(turn.at.now, max_restarts, cause);
-            node.stop_workers(turn, from.generation, over);
+            let message = shared(from.generation, Reply::GenerationOver(over));
+            node.stop_workers(turn, from.generation, &message);
         }
         if let Phase::Gathering(gathering) = &mut self.phase
             && !self.numbering.has_begun()
@@ -326,12 +328,11 @@ impl Job {
     fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let incarnation = joining.from.incarnation.clone();
         let member = self.is_member(&incarnation);
-        let Some(node) = self.roster.get_mut(&incarnation) else {
-            return;
-        };
-        let silence = node.join_again(turn, joining);
-        self.tell_back(turn, &incarnation, silence);
-        let Some(node) = self.roster.get_mut(&incarnation) else {
+        let silence = self
+            .roster
+            .change(&incarnation, |node| node.join_again(turn, joining));
+        self.tell_back(turn, &incarnation, silence.flatten());
+        let Some(node) = self.roster.get(&incarnation) else {
             return;
         };
         match node.readiness() {
@@ -355,7 +356,7 @@ impl Job {
                 node.send(turn, stopping, Reply::GenerationOver(over));
             }
             Readiness::Joined | Readiness::Stopped => {
-                node.become_free();
+                self.roster.change(&incarnation, Node::become_free);
                 self.joined(turn, &incarnation);
             }
         }

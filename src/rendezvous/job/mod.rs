@@ -46,8 +46,10 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, HeartbeatAck, JobSummary, KvGetRequest, KvPutRequest, NodeStopped, StatusReply,
+    GenerationOver, Heartbeat, HeartbeatAck, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest,
+    NodeStopped, StatusReply,
 };
+use prost::bytes::Bytes;
 
 use super::event::{About, CallId, ConnId, KvError, Speech, Turn, regrouping};
 use super::history::History;
@@ -176,10 +178,9 @@ impl Job {
     }
 
     fn message(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) {
-        let Some(node) = self.roster.get_mut(&from.incarnation) else {
+        let Some(silence) = self.roster.change(&from.incarnation, |node| node.heard(turn)) else {
             return;
         };
-        let silence = node.heard(turn);
         self.tell_back(turn, &from.incarnation, silence);
         let Some(body) = self.hold(turn, from, body) else {
             return;
@@ -198,13 +199,13 @@ impl Job {
 
     fn heartbeat(&mut self, turn: &mut Turn<'_>, from: &Speech, heartbeat: &Heartbeat) {
         let generation = self.numbering.generation();
-        if let Some(node) = self.roster.get_mut(&from.incarnation) {
+        self.roster.change(&from.incarnation, |node| {
             if from.generation == generation {
                 node.reached(heartbeat.step);
                 node.note_progress(turn, heartbeat);
             }
             node.send(turn, generation, Reply::HeartbeatAck(HeartbeatAck {}));
-        }
+        });
         self.note_loss(from, heartbeat);
         self.note_sighting(turn, from, heartbeat.lost_rank);
         if self.is_of_member(from)
@@ -273,18 +274,19 @@ impl Job {
 
     /// The stream of a node is gone.
     pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
-        let node = self.roster.get_mut(incarnation);
-        let Some(node) = node.filter(|node| node.speaks_on(conn)) else {
+        let node = self.roster.get(incarnation);
+        if !node.is_some_and(|node| node.speaks_on(conn)) {
             return;
-        };
-        let is_news = node.disconnect(turn);
+        }
+        let is_news = self.roster.change(incarnation, |node| node.disconnect(turn));
+        let is_news = is_news.unwrap_or(false);
         if clean && matches!(self.phase, Phase::Over(_)) {
             self.roster.dismiss(turn, incarnation);
         } else if is_news {
             turn.detail(format!(
                 "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
                 self.id,
-                node.hostname(),
+                self.roster.get(incarnation).map_or("", Node::hostname),
                 turn.config.reconnect_grace.as_secs_f64()
             ));
             self.believe_witnesses(turn);
@@ -296,7 +298,7 @@ impl Job {
     pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
         let now = turn.at.now;
         self.kv.expire(turn);
-        for incarnation in self.roster.expired(now) {
+        for incarnation in self.roster.expired(turn) {
             if !self.excuse(turn, &incarnation) {
                 self.lease_lost(turn, &incarnation);
             }
@@ -316,7 +318,7 @@ impl Job {
 
     /// A node looks connected.
     pub(super) fn has_open_streams(&self) -> bool {
-        self.roster.nodes().values().any(Node::is_connected)
+        self.roster.connected() > 0
     }
 
     /// The daemon itself was stalled, or cut off: no node loses its lease for that.
@@ -334,7 +336,7 @@ impl Job {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
             Phase::Recovering(recovery) => Some(recovery.until()),
             Phase::Over(over) => Some(over.until()),
-            Phase::Running(running) => running.next_step(self.away().map(Node::lease_until)),
+            Phase::Running(running) => running.next_step(self.away_until()),
         };
         let deadlines = [self.roster.next_lease(), phase, self.kv.next_deadline()];
         self.next_wake = deadlines.into_iter().flatten().min();
@@ -371,9 +373,8 @@ impl Job {
     /// Writes an entry of the store.
     pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
         self.check_store(request.generation, &request.assignment_id)?;
-        self.kv.put(turn, request.key, request.value)?;
-        self.plan_wake();
-        Ok(())
+        // A write may answer reads: then the next deadline is early, which is harmless.
+        self.kv.put(turn, request.key, request.value)
     }
 
     /// Reads an entry of the store, now or later.
@@ -386,9 +387,42 @@ impl Job {
         self.check_store(read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         self.kv.get(turn, call, read.key, timeout);
+        self.wake_for_store();
+        Ok(())
+    }
+
+    /// Reads all entries of the store with one prefix, now or when there are enough.
+    pub(super) fn gather(
+        &mut self,
+        turn: &mut Turn<'_>,
+        call: CallId,
+        read: KvGatherRequest,
+    ) -> Result<(), KvError> {
+        self.check_store(read.generation, &read.assignment_id)?;
+        let timeout = Duration::from_millis(read.timeout_ms.into());
+        let wanted = (read.prefix, read.count as usize);
+        self.kv.gather(turn, call, wanted, timeout);
+        self.wake_for_store();
+        Ok(())
+    }
+
+    fn wake_for_store(&mut self) {
         let deadlines = [self.next_wake, self.kv.next_deadline()];
         self.next_wake = deadlines.into_iter().flatten().min();
-        Ok(())
+    }
+
+    /// All nodes of the generation, if that is the one that runs, encoded.
+    pub(super) fn node_list(&self, generation: u64, assignment_id: &str) -> Result<Bytes, KvError> {
+        self.check_store(generation, assignment_id)?;
+        let recovering = || {
+            KvError::Unknown(format!(
+                "the nodes of generation {generation} have not all reconnected yet"
+            ))
+        };
+        self.phase
+            .running()
+            .map(|running| running.nodes().encoded())
+            .ok_or_else(recovering)
     }
 
     /// The store is open to this assignment of this generation, if that runs.

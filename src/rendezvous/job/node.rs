@@ -1,13 +1,16 @@
 //! One agent process, as the daemon knows it: its stream, its lease, and how far it is from running workers.
 
+use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{GenerationOver, Heartbeat, Join, NodeStatus, RankProgress};
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
 use super::joining::Joining;
 use crate::rendezvous::event::{ConnId, Peer, Turn};
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::node_index::Facts;
 use crate::rendezvous::ranks::Candidate;
 
 /// Workers of a node whose progress is kept.
@@ -135,16 +138,18 @@ impl Node {
         }
     }
 
+    /// The daemon's host, as this node reaches it; none if it is on that host itself.
+    pub(super) fn far_address(&self) -> Option<IpAddr> {
+        (!self.peer.remote.is_loopback()).then_some(self.peer.local)
+    }
+
     /// Address under which the other members reach it.
     ///
     /// A node on the daemon's own host may come from the loopback, which is no address for the others; they
-    /// reach that host under the address at which they reach the daemon.
-    pub(super) fn address(&self, members: &[&Self]) -> String {
-        let far = members.iter().find(|other| !other.peer.remote.is_loopback());
+    /// reach that host under the address at which they reach the daemon: `far` is the one of the first that does.
+    pub(super) fn address(&self, far: Option<IpAddr>) -> String {
         match far {
-            Some(far) if self.join.local_addr.is_empty() && self.peer.remote.is_loopback() => {
-                far.peer.local.to_string()
-            }
+            Some(far) if self.join.local_addr.is_empty() && self.peer.remote.is_loopback() => far.to_string(),
             _ => self.address_alone(),
         }
     }
@@ -191,6 +196,23 @@ impl Node {
         self.ranks.clear();
         self.ranks.extend(told);
         clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
+    }
+
+    /// What the job counts of its nodes.
+    pub(super) fn facts(&self) -> Facts {
+        Facts {
+            is_ready: self.is_ready(),
+            is_connected: self.is_connected(),
+            is_stopping: self.is_stopping(),
+            is_away: self.is_away(),
+            asked: self.join.node_rank,
+            last_call_ms: self.join.last_call_ms,
+            lease_until: self.lease_until,
+        }
+    }
+
+    pub(super) fn send_shared(&self, turn: &mut Turn<'_>, message: &Arc<DaemonMessage>) {
+        turn.send_shared(self.conn, message);
     }
 
     pub(super) fn send(&self, turn: &mut Turn<'_>, generation: u64, body: Reply) {
@@ -252,10 +274,15 @@ impl Node {
         self.readiness = Readiness::Joined;
     }
 
-    /// Its workers are to stop: their generation is over.
-    pub(super) fn stop_workers(&mut self, turn: &mut Turn<'_>, generation: u64, over: GenerationOver) {
+    /// Its workers are to stop: their generation is over, as the message says.
+    pub(super) fn stop_workers(
+        &mut self,
+        turn: &mut Turn<'_>,
+        generation: u64,
+        message: &Arc<DaemonMessage>,
+    ) {
         self.readiness = Readiness::Stopping(generation);
-        self.send(turn, generation, Reply::GenerationOver(over));
+        self.send_shared(turn, message);
     }
 
     /// Its workers of this generation are gone. False if that was not expected.

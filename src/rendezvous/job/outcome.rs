@@ -39,7 +39,8 @@ impl Job {
         }
         let node = self.roster.get(&from.incarnation);
         let hostname = node.map_or_else(String::new, |node| node.hostname().to_owned());
-        let away = self.away().next().map(|node| node.hostname().to_owned());
+        let away = self.away().min_by_key(|(rank, _)| *rank);
+        let away = away.map(|(_, node)| node.hostname().to_owned());
         let Some(running) = self.phase.running_mut() else {
             return;
         };
@@ -67,7 +68,7 @@ impl Job {
 
     /// Ends the generation with the failure that was held back, if its time has come.
     pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
-        let away: Vec<Duration> = self.away().map(Node::lease_until).collect();
+        let away: Vec<Duration> = self.away_until().collect();
         let running = self.phase.running_mut();
         let end = running.and_then(|running| running.take_due_suspect(turn.at.now, &away));
         if let Some(end) = end {
@@ -82,12 +83,16 @@ impl Job {
         }
     }
 
-    /// Members that are out of reach before they are done.
-    pub(super) fn away(&self) -> impl Iterator<Item = &Node> {
-        let members = self.roster.members_there();
-        let is_away =
-            |(incarnation, node): &(&String, &Node)| !self.has_succeeded(incarnation) && node.is_away();
-        members.filter(is_away).map(|(_, node)| node)
+    /// Members that are out of reach before they are done, with their ranks, in no order.
+    pub(super) fn away(&self) -> impl Iterator<Item = (u32, &Node)> {
+        let members = self.roster.members_away();
+        let at_work = members.filter(|(_, incarnation, _)| !self.has_succeeded(incarnation));
+        at_work.map(|(rank, _, node)| (rank, node))
+    }
+
+    /// When each of them is lost.
+    pub(super) fn away_until(&self) -> impl Iterator<Item = Duration> {
+        self.away().map(|(_, node)| node.lease_until())
     }
 
     /// All workers of a node ended with 0; when that is true of every node, the job has succeeded.

@@ -11,10 +11,11 @@
 //!
 //! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
 
 use super::gathering::Gathering;
@@ -23,7 +24,8 @@ use super::record::{Record, Stage};
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Speech, Turn, regrouping};
+use crate::rendezvous::event::{Speech, Turn, regrouping, shared};
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
 use crate::rendezvous::size::RankLimits;
@@ -42,6 +44,8 @@ pub(super) struct Recovery {
     run: Option<Run>,
     /// By node rank.
     claims: BTreeMap<u32, Claim>,
+    /// The rank that each of these nodes claims.
+    ranks: HashMap<String, u32>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
     held: Vec<(Speech, Body)>,
     began: Duration,
@@ -49,6 +53,8 @@ pub(super) struct Recovery {
     until: Duration,
     /// Its nodes in order of their ranks, if the daemon has them in its ledger.
     recorded: Vec<Member>,
+    /// Their incarnations.
+    recorded_names: HashSet<String>,
 }
 
 /// What all nodes of the generation were told.
@@ -76,10 +82,12 @@ impl Recovery {
             assignment_id: String::new(),
             run: None,
             claims: BTreeMap::new(),
+            ranks: HashMap::new(),
             held: Vec::new(),
             began,
             until: began + wait,
             recorded: Vec::new(),
+            recorded_names: HashSet::new(),
         }
     }
 
@@ -87,6 +95,7 @@ impl Recovery {
     pub(super) fn recorded(record: Record, now: Duration, wait: Duration) -> Self {
         Self {
             assignment_id: record.assignment_id,
+            recorded_names: record.members.iter().map(|m| m.incarnation.clone()).collect(),
             recorded: record.members,
             ..Self::of(record.generation, now, wait)
         }
@@ -99,7 +108,7 @@ impl Recovery {
 
     /// The ledger has the node in this generation.
     pub(super) fn is_of(&self, incarnation: &str) -> bool {
-        self.recorded.iter().any(|m| m.incarnation == incarnation)
+        self.recorded_names.contains(incarnation)
     }
 
     pub(super) fn generation(&self) -> u64 {
@@ -116,8 +125,8 @@ impl Recovery {
 
     /// A node is lost: if it had its place again, it has to come once more.
     pub(super) fn lose(&mut self, turn: &Turn<'_>, incarnation: &str) {
-        if self.has(incarnation) {
-            self.claims.retain(|_, claim| claim.incarnation != incarnation);
+        if let Some(rank) = self.ranks.remove(incarnation) {
+            self.claims.remove(&rank);
             self.hurry(turn);
         }
     }
@@ -134,7 +143,7 @@ impl Recovery {
 
     /// Whether the node has a place in the generation.
     pub(super) fn has(&self, incarnation: &str) -> bool {
-        self.claims.values().any(|claim| claim.incarnation == incarnation)
+        self.ranks.contains_key(incarnation)
     }
 
     /// What the nodes that are there wait for.
@@ -152,7 +161,7 @@ impl Recovery {
             "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
             words::nodes(count),
-            words::node_ranks(&self.missing())
+            self.missing_words()
         )
     }
 
@@ -162,15 +171,23 @@ impl Recovery {
         self.run.as_ref().map(|run| run.node_count).or(recorded)
     }
 
-    /// Node ranks whose node has not come back.
-    fn missing(&self) -> Vec<u32> {
-        (0..self.node_count().unwrap_or(0))
-            .filter(|rank| !self.claims.contains_key(rank))
-            .collect()
+    /// The node of this rank has not come back.
+    fn misses(&self, node_rank: u32) -> bool {
+        self.node_count().is_some_and(|count| node_rank < count) && !self.claims.contains_key(&node_rank)
+    }
+
+    /// Node ranks whose node has not come back, in words.
+    fn missing_words(&self) -> String {
+        let count = self.node_count().unwrap_or(0);
+        let missing = (0..count).filter(|rank| !self.claims.contains_key(rank));
+        words::node_ranks(missing, (count as usize).saturating_sub(self.claims.len()))
     }
 
     fn is_complete(&self) -> bool {
-        self.run.is_some() && self.missing().is_empty()
+        // No rank is claimed beyond the number of nodes.
+        self.run
+            .as_ref()
+            .is_some_and(|run| self.claims.len() == run.node_count as usize)
     }
 
     /// Ranks follow from each other in order of node rank.
@@ -191,10 +208,9 @@ impl Recovery {
         };
         let assignment = Assignment {
             node_rank: 0,
-            nodes: Vec::new(),
             // Nodes of older builds do not tell it.
             assignment_id: String::new(),
-            ..told.clone()
+            ..told.without_totals()
         };
         if self.assignment_id.is_empty() {
             self.assignment_id.clone_from(&told.assignment_id);
@@ -220,6 +236,12 @@ impl Recovery {
             incarnation: incarnation.to_owned(),
             node: node.clone(),
         };
+        // A node that claims another rank than before gives that one up.
+        if let Some(before) = self.ranks.insert(incarnation.to_owned(), told.node_rank)
+            && before != told.node_rank
+        {
+            self.claims.remove(&before);
+        }
         self.claims.insert(told.node_rank, claim);
         true
     }
@@ -353,11 +375,7 @@ impl Job {
                 self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
             }
             // The node with this rank would have come back with it.
-            Phase::Recovering(recovery)
-                if join
-                    .node_rank
-                    .is_some_and(|asked| recovery.missing().contains(&asked)) =>
-            {
+            Phase::Recovering(recovery) if join.node_rank.is_some_and(|asked| recovery.misses(asked)) => {
                 if recovery.is_recorded() {
                     // Another process wants its rank: it may have failed, or be cut off.
                     recovery.hurry(turn);
@@ -423,7 +441,7 @@ impl Job {
         };
         let why = format!(
             ", and {} did not reconnect within {:.1} s",
-            words::node_ranks(&recovery.missing()),
+            recovery.missing_words(),
             recovery.until.saturating_sub(recovery.began).as_secs_f64()
         );
         if recovery.is_recorded() && recovery.run.is_none() {
@@ -459,10 +477,11 @@ impl Job {
         self.kv.end(turn, &cause);
         for claim in old.claims.values() {
             // It has to stop its workers first.
-            if let Some(node) = self.roster.get_mut(&claim.incarnation) {
+            self.roster.change(&claim.incarnation, |node| {
                 let over = regrouping(words::continued_without(old.generation, node.hostname()));
-                node.stop_workers(turn, old.generation, over);
-            }
+                let message = shared(old.generation, Reply::GenerationOver(over));
+                node.stop_workers(turn, old.generation, &message);
+            });
         }
     }
 
@@ -519,13 +538,16 @@ impl Job {
             .take_up(recovery.generation, assignment_id.clone(), &run.assignment);
         self.roster.take_up(members, run.rank_limits);
         let assignment = Assignment {
-            nodes,
             lease_ms: turn.config.lease_ms(),
             assignment_id,
             ..run.assignment
         };
-        self.begin_period(turn, &assignment);
-        self.phase = Phase::Running(Box::new(Running::new(assignment, turn.at.now, run.ran)));
+        self.begin_period(turn, &assignment.reason);
+        self.phase = Phase::Running(Box::new(Running::new(
+            (assignment, NodeList::new(nodes)),
+            turn.at.now,
+            run.ran,
+        )));
         held
     }
 }

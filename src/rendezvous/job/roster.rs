@@ -1,6 +1,6 @@
 //! The nodes of a job: who is there, who was in the last assignment, who is gone, and how many are needed.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -9,7 +9,8 @@ use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{Turn, shared};
+use crate::rendezvous::node_index::NodeIndex;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
 use crate::rendezvous::words;
@@ -24,6 +25,7 @@ const MAX_LISTED: usize = 1024;
 #[derive(Debug, Default)]
 pub(super) struct Roster {
     nodes: BTreeMap<String, Node>,
+    index: NodeIndex,
     /// Nodes of the last assignment, by node rank: ranks are sticky.
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
@@ -44,8 +46,13 @@ impl Roster {
         self.nodes.get(incarnation)
     }
 
-    pub(super) fn get_mut(&mut self, incarnation: &str) -> Option<&mut Node> {
-        self.nodes.get_mut(incarnation)
+    /// Changes a node; none if it is not there.
+    pub(super) fn change<T>(&mut self, incarnation: &str, change: impl FnOnce(&mut Node) -> T) -> Option<T> {
+        let node = self.nodes.get_mut(incarnation)?;
+        let before = node.facts();
+        let result = change(node);
+        self.index.update(incarnation, Some(before), Some(node.facts()));
+        Some(result)
     }
 
     pub(super) fn nodes(&self) -> &BTreeMap<String, Node> {
@@ -66,11 +73,15 @@ impl Roster {
     }
 
     pub(super) fn add(&mut self, incarnation: &str, node: Node) {
-        self.nodes.insert(incarnation.to_owned(), node);
+        let after = node.facts();
+        let before = self.nodes.insert(incarnation.to_owned(), node);
+        let before = before.as_ref().map(Node::facts);
+        self.index.update(incarnation, before, Some(after));
     }
 
     pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
         if let Some(node) = self.nodes.remove(incarnation) {
+            self.index.update(incarnation, Some(node.facts()), None);
             node.close(turn);
         }
     }
@@ -85,7 +96,8 @@ impl Roster {
     }
 
     pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
-        for node in std::mem::take(&mut self.nodes).values() {
+        for (incarnation, node) in std::mem::take(&mut self.nodes) {
+            self.index.update(&incarnation, Some(node.facts()), None);
             node.close(turn);
         }
     }
@@ -124,28 +136,34 @@ impl Roster {
         self.nodes.keys().chain(&self.lost).cloned().collect()
     }
 
-    pub(super) fn expired(&self, now: Duration) -> Vec<String> {
-        let expired = self.nodes.iter().filter(|(_, node)| node.lease_until() <= now);
-        expired.map(|(incarnation, _)| incarnation.clone()).collect()
+    /// Nodes whose leases have ended: each is to be excused or lost.
+    pub(super) fn expired(&mut self, turn: &Turn<'_>) -> Vec<String> {
+        let lease_of = |incarnation: &str| self.nodes.get(incarnation).map(Node::lease_until);
+        let slack = turn.config.lease / 8;
+        self.index.expired(turn.at.now, slack, lease_of)
     }
 
-    /// The daemon was stalled: no lease runs out before.
+    /// The daemon was stalled: no lease runs out before. The index may be early.
     pub(super) fn renew_leases(&mut self, until: Duration) {
         self.nodes.values_mut().for_each(|node| node.renew_lease(until));
     }
 
+    /// No lease runs out before; it may be early, never late.
     pub(super) fn next_lease(&self) -> Option<Duration> {
-        self.nodes.values().map(Node::lease_until).min()
+        self.index.next_lease()
     }
 
     /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
     pub(super) fn end_excuses(&mut self, now: Duration) {
-        self.nodes.values_mut().for_each(|node| node.end_excuse(now));
+        for incarnation in self.index.away().clone() {
+            self.change(&incarnation, |node| node.end_excuse(now));
+        }
     }
 
     pub(super) fn send_all(&self, turn: &mut Turn<'_>, generation: u64, body: &Reply) {
+        let message = shared(generation, body.clone());
         for node in self.nodes.values() {
-            node.send(turn, generation, body.clone());
+            node.send_shared(turn, &message);
         }
     }
 
@@ -159,9 +177,33 @@ impl Roster {
         members.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
+    /// Those of them that are there and out of reach, with their ranks, in no order.
+    pub(super) fn members_away(&self) -> impl Iterator<Item = (u32, &String, &Node)> {
+        self.away()
+            .filter_map(|(incarnation, node)| Some((self.rank_of(incarnation)?, incarnation, node)))
+    }
+
+    /// Nodes that are out of reach.
+    pub(super) fn away(&self) -> impl Iterator<Item = (&String, &Node)> {
+        self.index
+            .away()
+            .iter()
+            .filter_map(|incarnation| self.nodes.get_key_value(incarnation))
+    }
+
     pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
-        let rank = self.members.iter().position(|m| m.incarnation == incarnation);
-        rank.map(|rank| rank as u32)
+        self.index.rank_of(incarnation)
+    }
+
+    /// Another node that asked for this rank.
+    pub(super) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<(&String, &Node)> {
+        let other = self.index.other_with_rank(rank, incarnation)?;
+        self.nodes.get_key_value(other)
+    }
+
+    /// How many nodes have a connection.
+    pub(super) fn connected(&self) -> usize {
+        self.index.connected()
     }
 
     /// How people call a node: its host, with its rank if it has one.
@@ -175,37 +217,51 @@ impl Roster {
     /// These nodes make the next generation, in order of their ranks.
     pub(super) fn assign(&mut self, chosen: Vec<Candidate>) {
         let members = chosen.into_iter();
-        self.members = members.map(|c| Member::new(c.incarnation, c.hostname)).collect();
+        self.set_members(members.map(|c| Member::new(c.incarnation, c.hostname)).collect());
         self.nodes.values_mut().for_each(|node| node.reached(None));
     }
 
     /// These nodes make a generation that runs already.
     pub(super) fn take_up(&mut self, members: Vec<Member>, rank_limits: Option<RankLimits>) {
-        self.members = members;
+        self.set_members(members);
         self.rank_limits = rank_limits.unwrap_or(self.rank_limits);
+    }
+
+    fn set_members(&mut self, members: Vec<Member>) {
+        self.index
+            .set_members(members.iter().map(|member| member.incarnation.as_str()));
+        self.members = members;
     }
 
     /// The generation is over: its nodes are to stop their workers.
     pub(super) fn stop_members(&mut self, turn: &mut Turn<'_>, generation: u64, over: &GenerationOver) {
-        for member in &self.members {
-            if let Some(node) = self.nodes.get_mut(&member.incarnation) {
-                node.stop_workers(turn, generation, over.clone());
-            }
+        let message = shared(generation, Reply::GenerationOver(over.clone()));
+        let members = std::mem::take(&mut self.members);
+        for member in &members {
+            self.change(&member.incarnation, |node| {
+                node.stop_workers(turn, generation, &message)
+            });
         }
+        self.members = members;
     }
 
     /// The node will not come back: the next generation does not wait for it.
     pub(super) fn mark_left(&mut self, incarnation: &str) {
-        let member = self.members.iter_mut().find(|m| m.incarnation == incarnation);
-        if let Some(member) = member {
-            member.has_left = true;
+        if let Some(rank) = self.rank_of(incarnation) {
+            self.members[rank as usize].has_left = true;
+            self.index.mark_left(incarnation);
         }
     }
 
-    /// Of all nodes of the last generation that make the next one too, unless they are lost, this is true.
-    pub(super) fn all_back(&self, is_back: impl Fn(&Node) -> bool) -> bool {
+    /// All nodes of the last generation are ready for the next one, unless they have left.
+    pub(super) fn are_all_ready(&self) -> bool {
+        self.index.are_members_ready()
+    }
+
+    /// They are there, ready or not.
+    pub(super) fn are_all_there(&self) -> bool {
         let mut expected = self.members.iter().filter(|member| !member.has_left);
-        !self.members.is_empty() && expected.all(|m| self.get(&m.incarnation).is_some_and(&is_back))
+        !self.members.is_empty() && expected.all(|member| self.nodes.contains_key(&member.incarnation))
     }
 
     /// Hosts of nodes of the last generation that are gone. A daemon that was restarted may never have learned the name
@@ -225,12 +281,24 @@ impl Roster {
 
     /// Workers of an ended generation may still run.
     pub(super) fn is_stopping(&self) -> bool {
-        self.nodes.values().any(Node::is_stopping)
+        self.index.has_stopping()
+    }
+
+    /// Hosts of the nodes that are free for the next generation.
+    pub(super) fn ready_hosts(&self) -> impl ExactSizeIterator<Item = &str> {
+        let ready = self.index.ready().iter();
+        ready.map(|incarnation| self.nodes.get(incarnation).map_or("", Node::hostname))
+    }
+
+    /// How many of them there are.
+    pub(super) fn ready(&self) -> u32 {
+        self.index.ready().len() as u32
     }
 
     /// Nodes that are free for the next generation.
     pub(super) fn candidates(&self) -> Vec<Candidate> {
-        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
+        let ready = self.index.ready().iter();
+        let ready = ready.filter_map(|incarnation| self.nodes.get_key_value(incarnation));
         ready
             .map(|(incarnation, node)| node.candidate(incarnation))
             .collect()
@@ -238,9 +306,8 @@ impl Roster {
 
     /// Nodes that are ready while a generation runs without them.
     pub(super) fn spares(&self) -> impl Iterator<Item = (&String, &Node)> {
-        let is_spare =
-            |(incarnation, node): &(&String, &Node)| node.is_ready() && self.rank_of(incarnation).is_none();
-        self.nodes.iter().filter(is_spare)
+        let spares = self.index.spares().iter();
+        spares.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
     pub(super) fn step(&self) -> Option<u64> {
@@ -261,8 +328,7 @@ impl Roster {
 
     /// How long more nodes are waited for; `default` if the job does not say.
     pub(super) fn last_call(&self, default: Duration) -> Duration {
-        let asked = self.nodes.values().map(|node| node.join().last_call_ms).max();
-        match asked {
+        match self.index.last_call_ms() {
             None | Some(0) => default,
             Some(ms) => Duration::from_millis(ms.into()),
         }
@@ -329,25 +395,29 @@ impl Roster {
     /// Enough nodes are there without this one, in a number that the workers can go on with. A node whose connection is
     /// broken is there until its lease runs out.
     pub(super) fn suffices_without(&self, incarnation: &str) -> bool {
-        let others = self.others(incarnation);
-        let workers: Vec<u32> = others.map(|(_, node)| node.join().workers).collect();
         let limits = self.size_limits();
-        let fit = limits.ranks.is_open() || limits.pick(&workers).is_some();
-        workers.len() >= limits.min && fit
+        let others = self.nodes.len() - usize::from(self.nodes.contains_key(incarnation));
+        let fit = || {
+            let others = self.others(incarnation);
+            let workers: Vec<u32> = others.map(|(_, node)| node.join().workers).collect();
+            limits.pick(&workers).is_some()
+        };
+        others >= limits.min && (limits.ranks.is_open() || fit())
     }
 
     /// The spares with which the running generation could be larger; none of its members has to go for them.
     pub(super) fn growth(&self) -> Vec<Candidate> {
         let limits = self.size_limits();
         let candidate = |(incarnation, node): (&String, &Node)| node.candidate(incarnation);
-        let mut spares: Vec<Candidate> = self.spares().map(candidate).collect();
         if limits.ranks.is_open() {
-            spares.truncate(limits.max.saturating_sub(self.members.len()));
-            return spares;
+            let room = limits.max.saturating_sub(self.members.len());
+            return self.spares().take(room).map(candidate).collect();
         }
+        let mut spares: Vec<Candidate> = self.spares().map(candidate).collect();
         let members = self.members_there().map(candidate);
         let chosen = ranks::choose(members.chain(spares.clone()).collect(), limits, &self.members);
-        let is_chosen = |incarnation: &str| chosen.iter().any(|c| c.incarnation == incarnation);
+        let chosen: HashSet<&str> = chosen.iter().map(|c| c.incarnation.as_str()).collect();
+        let is_chosen = |incarnation: &str| chosen.contains(incarnation);
         if !self.members.iter().all(|member| is_chosen(&member.incarnation)) {
             return Vec::new();
         }

@@ -10,12 +10,14 @@ use super::outcome::GenerationEnd;
 use super::silence::Progress;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Turn;
+use crate::rendezvous::node_list::NodeList;
 
 /// The running generation.
 #[derive(Debug)]
 pub(super) struct Running {
-    /// Without the node rank, which differs from node to node.
+    /// What all nodes are told alike.
     assignment: Assignment,
+    nodes: NodeList,
     /// Members whose workers all ended with 0, by incarnation.
     succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
@@ -43,9 +45,14 @@ struct Suspect {
 
 impl Running {
     /// One that begins now, or has run for some time under an earlier daemon.
-    pub(super) fn new(assignment: Assignment, now: Duration, ran_before: Duration) -> Self {
+    pub(super) fn new(
+        (assignment, nodes): (Assignment, NodeList),
+        now: Duration,
+        ran_before: Duration,
+    ) -> Self {
         Self {
             assignment,
+            nodes,
             succeeded: BTreeSet::new(),
             suspect: None,
             sightings: BTreeMap::new(),
@@ -56,9 +63,13 @@ impl Running {
         }
     }
 
-    /// Without the node rank.
+    /// What all nodes are told alike.
     pub(super) fn assignment(&self) -> &Assignment {
         &self.assignment
+    }
+
+    pub(super) fn nodes(&self) -> &NodeList {
+        &self.nodes
     }
 
     pub(super) fn ran(&self, now: Duration) -> Duration {
@@ -92,10 +103,10 @@ impl Running {
 
     /// A member tells what a worker of it saw of another node's rank. True if that is news.
     pub(super) fn note_sighting(&mut self, own: u32, seen: LostRank) -> bool {
-        let Some(node_rank) = self.node_of(seen.rank) else {
+        let Some(node_rank) = self.nodes.node_of(seen.rank) else {
             return false;
         };
-        let is_witness = node_rank != own && self.node_of(seen.witness) == Some(own);
+        let is_witness = node_rank != own && self.nodes.node_of(seen.witness) == Some(own);
         let is_news = is_witness && !self.sightings.contains_key(&node_rank);
         if is_news {
             self.sightings.insert(node_rank, seen);
@@ -106,15 +117,6 @@ impl Running {
     /// Members to which a data connection broke, by node rank.
     pub(super) fn sightings(&self) -> &BTreeMap<u32, LostRank> {
         &self.sightings
-    }
-
-    /// Node rank of the node that a rank belongs to.
-    fn node_of(&self, rank: u32) -> Option<u32> {
-        let mut nodes = self.assignment.nodes.iter().zip(0..);
-        nodes.find_map(|(node, node_rank)| {
-            let ranks = node.first_rank..node.first_rank.saturating_add(node.workers);
-            ranks.contains(&rank).then_some(node_rank)
-        })
     }
 
     /// A failure is held back, for the time being.

@@ -7,10 +7,13 @@
 
 use std::time::Duration;
 
+use ddp_proto::rendezvous::Waiting;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+
 use super::Job;
 use super::node::{Excuse, Node};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{Turn, shared};
 
 /// Steps within which peers have to show that they advance.
 const PATIENCE_STEPS: u32 = 3;
@@ -96,8 +99,13 @@ impl Job {
     }
 
     fn tell_others(&self, turn: &mut Turn<'_>, incarnation: &str, words: &str) {
-        for (other, _) in self.roster.others(incarnation) {
-            self.tell_waiting(turn, other, words.to_owned());
+        let waiting = Waiting {
+            reason: words.to_owned(),
+            lease_ms: turn.config.lease_ms(),
+        };
+        let message = shared(self.numbering.generation(), Reply::Waiting(waiting));
+        for (_, other) in self.roster.others(incarnation) {
+            other.send_shared(turn, &message);
         }
     }
 
@@ -107,17 +115,18 @@ impl Job {
         if !is_at_work || self.roster.members().len() == 1 {
             return false;
         }
-        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get_mut(incarnation)) else {
+        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get(incarnation)) else {
             return false;
         };
         let excuse = running.excuse(turn.config, node);
         let Some((excuse, until)) = excuse.filter(|(_, until)| *until > turn.at.now) else {
             return false;
         };
-        if node.excuse(excuse, until) {
-            let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let hostname = node.hostname().to_owned();
+        let is_news = self.roster.change(incarnation, |node| node.excuse(excuse, until));
+        if is_news == Some(true) {
             let bound = turn.config.outage_timeout.as_secs_f64();
-            let hostname = node.hostname();
             let awaited = match excuse {
                 Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
                 Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),

@@ -157,12 +157,12 @@ impl Job {
             refusal(Code::JobOver, reason)
         };
         turn.send(Some(joining.conn), self.numbering.generation(), reply);
-        match self.roster.get_mut(&joining.from.incarnation) {
-            Some(node) => {
-                node.connect(turn, joining.conn, joining.peer);
-                node.heard(turn);
-            }
-            None => turn.close(Some(joining.conn)),
+        let known = self.roster.change(&joining.from.incarnation, |node| {
+            node.connect(turn, joining.conn, joining.peer);
+            node.heard(turn);
+        });
+        if known.is_none() {
+            turn.close(Some(joining.conn));
         }
     }
 

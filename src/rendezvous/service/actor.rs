@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, JobsReply, KvGetRequest, KvPutRequest, StatusReply,
+    AgentMessage, DaemonMessage, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
+    StatusReply,
 };
+use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
@@ -22,11 +24,13 @@ use crate::rendezvous::state::{Census, State, apply};
 #[derive(Debug)]
 pub(in crate::rendezvous) enum Request {
     /// A stream was opened; what is sent to it goes here.
-    Opened(ConnId, mpsc::Sender<DaemonMessage>),
+    Opened(ConnId, mpsc::Sender<Arc<DaemonMessage>>),
     /// A message or the end of a stream.
     Event(Event),
     KvPut(KvPutRequest, Answer),
     KvGet(KvGetRequest, Answer),
+    KvGather(KvGatherRequest, Answer),
+    Nodes(NodesRequest, Answer),
     Status(String, oneshot::Sender<Option<StatusReply>>),
     Jobs(oneshot::Sender<JobsReply>),
     /// All jobs in numbers, with the generations of so many.
@@ -44,7 +48,7 @@ pub(in crate::rendezvous) enum Request {
 }
 
 /// Where the result of a call on the store goes.
-pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
+pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Bytes, KvError>>;
 
 /// Owner of the state of one daemon.
 #[derive(Debug)]
@@ -69,7 +73,7 @@ pub(in crate::rendezvous) struct Actor {
 /// One agent's stream.
 #[derive(Debug)]
 struct Agent {
-    queue: mpsc::Sender<DaemonMessage>,
+    queue: mpsc::Sender<Arc<DaemonMessage>>,
     heartbeat: Option<Instant>,
 }
 
@@ -111,20 +115,10 @@ impl Actor {
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if self.state.is_idle() {
-                answer_all(&mut self.drained);
-            }
-            if self.state.is_drained() {
+            if !self.jobless.is_empty() && self.state.is_drained() {
                 answer_all(&mut self.jobless);
             }
-            let expected = self
-                .state
-                .expects_until()
-                .filter(|until| *until > self.born.elapsed());
-            if expected.is_none() {
-                answer_all(&mut self.reunited);
-            }
-            let expected = expected.filter(|_| !self.reunited.is_empty());
+            let expected = self.answer_askers();
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
             let wake = wake.map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
@@ -143,6 +137,22 @@ impl Actor {
                 () = sleep_until(wake) => self.apply(Event::Tick)?,
             }
         }
+    }
+
+    /// Answers those that wait for the nodes to go or to come back, at the end of the daemon. Returns when to look again.
+    fn answer_askers(&mut self) -> Option<Duration> {
+        if !self.drained.is_empty() && self.state.is_idle() {
+            answer_all(&mut self.drained);
+        }
+        if self.reunited.is_empty() {
+            return None;
+        }
+        let now = self.born.elapsed();
+        let expected = self.state.expects_until().filter(|until| *until > now);
+        if expected.is_none() {
+            answer_all(&mut self.reunited);
+        }
+        expected
     }
 
     fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
@@ -167,6 +177,13 @@ impl Actor {
             Request::KvGet(request, answer) => {
                 let call = self.call(answer);
                 self.apply(Event::KvGet { call, request })?;
+            }
+            Request::KvGather(request, answer) => {
+                let call = self.call(answer);
+                self.apply(Event::KvGather { call, request })?;
+            }
+            Request::Nodes(request, answer) => {
+                let _ = answer.send(self.state.nodes(&request));
             }
             Request::Status(job, answer) => {
                 // A caller that went away needs no answer.
@@ -271,13 +288,13 @@ impl Actor {
     /// The timer's precision is a millisecond: a deadline that it was set for has come when it fires.
     fn now_for(&self, event: &Event) -> Duration {
         let now = self.born.elapsed();
-        match (event, self.state.next_wake()) {
-            (Event::Tick, Some(wake)) => now.max(wake),
-            _ => now,
-        }
+        let wake = matches!(event, Event::Tick)
+            .then(|| self.state.next_wake())
+            .flatten();
+        wake.map_or(now, |wake| now.max(wake))
     }
 
-    fn send(&mut self, conn: ConnId, message: DaemonMessage) {
+    fn send(&mut self, conn: ConnId, message: Arc<DaemonMessage>) {
         let Some(agent) = self.agents.get(&conn) else {
             return;
         };

@@ -34,7 +34,7 @@ const MODE: u32 = 0o600;
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
     /// The system refused.
-    #[error("cannot {what} `{path}`: {source}")]
+    #[error("cannot {what} `{path}`: {source}{}", hint_of(what))]
     Io {
         /// What was tried.
         what: &'static str,
@@ -164,6 +164,16 @@ fn create_dir(dir: &Path) -> io::Result<()> {
         File::open(parent)?.sync_all()?;
     }
     Ok(())
+}
+
+/// What helps where it cannot even be opened.
+fn hint_of(what: &str) -> &'static str {
+    match what {
+        "create" | "open" => {
+            "\n  hint: name a directory with `--state-dir` that this user can create or write"
+        }
+        _ => "",
+    }
 }
 
 fn failed(what: &'static str, path: &Path, source: io::Error) -> LedgerError {

@@ -10,7 +10,8 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, JobsReply, JobsRequest,
-    KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus, StatusReply, StatusRequest,
+    KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus,
+    NodesReply, NodesRequest, StatusReply, StatusRequest,
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -254,7 +255,9 @@ impl Rendezvous for Service {
         let messages_in = request.into_inner();
         let join_wait = self.config.join_wait;
         tokio::spawn(pump(conn, peer, messages_in, self.requests.clone(), join_wait));
-        Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
+        // A message for several nodes is copied only now, when this one takes it.
+        let messages = ReceiverStream::new(messages).map(|message| Ok(Arc::unwrap_or_clone(message)));
+        Ok(Response::new(Box::pin(messages)))
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
@@ -271,9 +274,28 @@ impl Rendezvous for Service {
             .ask(Request::KvGet(request.into_inner(), answer), result)
             .await?
             .map_err(|error| status(&error))?;
-        Ok(Response::new(KvGetReply {
-            value: Arc::unwrap_or_clone(value),
-        }))
+        Ok(Response::new(KvGetReply { value: value.into() }))
+    }
+
+    async fn kv_gather(
+        &self,
+        request: tonic::Request<KvGatherRequest>,
+    ) -> Result<Response<KvGatherReply>, Status> {
+        let (answer, result) = oneshot::channel();
+        let entries = self
+            .ask(Request::KvGather(request.into_inner(), answer), result)
+            .await?
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(KvGatherReply { entries }))
+    }
+
+    async fn nodes(&self, request: tonic::Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
+        let (answer, result) = oneshot::channel();
+        let list = self
+            .ask(Request::Nodes(request.into_inner(), answer), result)
+            .await?
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(NodesReply { list }))
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {

@@ -16,6 +16,7 @@ mod witnesses;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
@@ -86,7 +87,9 @@ impl Scene {
             event,
         ) {
             match effect {
-                Effect::Send { conn, message } => self.receive(conn, Received::Message(message)),
+                Effect::Send { conn, message } => {
+                    self.receive(conn, Received::Message(Arc::unwrap_or_clone(message)));
+                }
                 Effect::Close { conn } => self.receive(conn, Received::Closed),
                 Effect::Answer { call, result } => {
                     let old = self.answers.insert(call.0, result.map(|value| value.to_vec()));

@@ -415,7 +415,7 @@ fn an_elastic_job_goes_on_with_fewer_nodes() {
     assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: all 3 nodes joined; node ranks: 3 by host name
     generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (no restart spent)
     waiting: 2 nodes joined (`a`, `c`), enough to start; waiting up to 10 s for more
-    assignment 2: node rank 1 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: 2 of 2 to 3 nodes joined within `last_call_timeout`; node ranks: 1 kept from before, 1 by host name
+    assignment 2: node rank 1 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: 2 nodes joined (of 2 to 3) within `last_call_timeout`; node ranks: 1 kept from before, 1 by host name
     ");
 }
 

@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::error::Failure;
 use super::operation::Request;
-use crate::session::{Cancel, KeyValue, StoreError, Waiting, Wanted};
+use crate::session::{Cancel, Entries, KeyValue, StoreError, Waiting, Wanted};
 
 /// After so long a wait reports the ranks that it waits for.
 const REPORT_AFTER: Duration = Duration::from_millis(250);
@@ -21,6 +21,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Longest single wait for a key: between two, the cancel token is checked, which the store need not know.
 const STORE_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Of so many ranks at most it is found out again and again who is missing: it takes all entries that are there.
+const MOST_REPORTED_RANKS: usize = 1024;
 
 /// For so long after its deadline ranks are asked for that were not yet.
 const GRACE: Duration = Duration::from_secs(1);
@@ -239,6 +242,35 @@ impl StoreExchange<'_> {
         loop {
             match self.store.put(key, value, self.wait.deadline) {
                 Ok(()) => return Ok(()),
+                Err(error) => self.tolerate(error)?,
+            }
+        }
+    }
+
+    /// All entries with this prefix, when there are `count` of them: one for each rank. In time, or the error names those
+    /// that `missing` finds among the entries that are there. `None`: the store cannot gather.
+    pub(super) fn gather(
+        &self,
+        prefix: &str,
+        count: usize,
+        missing: impl Fn(&Entries) -> Vec<usize>,
+    ) -> Result<Option<Entries>, Failure> {
+        let absent = || {
+            let there = self.store.gather(prefix, 0, Instant::now());
+            there
+                .ok()
+                .flatten()
+                .map_or_else(Vec::new, |there| missing(&there))
+        };
+        loop {
+            if count <= MOST_REPORTED_RANKS {
+                self.wait.report(absent);
+            }
+            let until = self.wait.deadline.min(Instant::now() + self.store.patience());
+            match self.store.gather(prefix, count, until) {
+                Ok(Some(found)) => return Ok(Some(found)),
+                Ok(None) => self.wait.check_end(absent)?,
+                Err(StoreError::Refused(_)) => return Ok(None),
                 Err(error) => self.tolerate(error)?,
             }
         }

@@ -176,7 +176,12 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
     let host_addr = if env.node_count == 1 {
         IpAddr::V4(Ipv4Addr::LOCALHOST)
     } else {
-        resolve(session.node_addrs().get(node_rank), node_rank)?
+        let own = match session.node_addrs() {
+            // Of many nodes, the agent tells this one's only.
+            [own] => Some(own),
+            all => all.get(node_rank),
+        };
+        resolve(own, node_rank)?
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads + usize::from(options.executor == Executor::Thread);

@@ -19,7 +19,7 @@ use nix::sys::socket::{
 use nix::sys::time::{TimeVal, TimeValLike as _};
 
 use super::outbox::{Outbox, to_line};
-use super::store::{GRACE, RemoteStore};
+use super::store::{Answered, GRACE, RemoteStore};
 use super::{Cancel, StopRequest, cancel, stacks};
 
 /// How long [`Link::shutdown`] waits for queued lines.
@@ -285,7 +285,12 @@ impl Shared {
                 refusal,
             } => {
                 let refused = |words| Err((refusal.unwrap_or(KvRefusal::Other), words));
+                let value = value.map(Answered::Value);
                 self.store.answer(call, error.map_or(Ok(value), refused));
+            }
+            ToWorker::KvEntries { call, entries, more } => {
+                self.store
+                    .answer(call, Ok(Some(Answered::Entries(entries, more))));
             }
         }
         Ok(None)

@@ -25,4 +25,4 @@ pub use cancel::{Cancel, StopRequest, Waiting, Wanted};
 pub use ddp_proto::control::{Phase, Progress};
 pub use link::SessionError;
 pub use session::Session;
-pub use store::{KeyValue, MemoryStore, StoreError};
+pub use store::{Entries, KeyValue, MemoryStore, StoreError};

@@ -105,7 +105,7 @@ impl Session {
         &self.env
     }
 
-    /// Address of every node, in order of node rank.
+    /// Address of every node, in order of node rank; of this one alone, if there are many.
     pub fn node_addrs(&self) -> &[String] {
         &self.node_addrs
     }

@@ -1,6 +1,6 @@
 //! The key-value store of one generation, as workers see it: within a process, or behind the control socket.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,6 +23,19 @@ pub trait KeyValue: Send + Sync {
     /// Reads a key, and waits for it if need be. `None`: no rank had written it by the deadline, and never before that.
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
+    /// All entries whose keys begin with `prefix`, as soon as there are `count` of them; with 0, those that are there now.
+    /// `None`: fewer were there at the deadline. A store that cannot do that refuses: then each key is asked for.
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let _ = (count, deadline);
+        Err(StoreError::Refused(format!("it cannot gather `{prefix}`")))
+    }
+
+    /// How long one call may wait for a caller who has to know when the generation is over: longer, if the store itself
+    /// ends the call then.
+    fn patience(&self) -> Duration {
+        POLL_INTERVAL
+    }
+
     /// The same for a key without which nothing goes on: it is an error that no rank wrote it.
     fn wait_for(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
         let started = Instant::now();
@@ -32,6 +45,12 @@ pub trait KeyValue: Send + Sync {
         })
     }
 }
+
+/// Entries by key.
+pub type Entries = BTreeMap<String, Vec<u8>>;
+
+/// Longest single wait of a caller that looks in between whether the generation is over.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Why a key-value call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -87,6 +106,19 @@ impl KeyValue for MemoryStore {
         let (entries, _) = waited.unwrap_or_else(PoisonError::into_inner);
         Ok(entries.get(key).cloned())
     }
+
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let found = |entries: &HashMap<String, Vec<u8>>| -> Entries {
+            let found = entries.iter().filter(|(key, _)| key.starts_with(prefix));
+            found.map(|(key, value)| (key.clone(), value.clone())).collect()
+        };
+        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let are_few = |entries: &mut HashMap<String, _>| found(entries).len() < count;
+        let waited = self.0.written.wait_timeout_while(entries, left, are_few);
+        let (entries, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        Ok(Some(found(&entries)).filter(|found| found.len() >= count))
+    }
 }
 
 /// How much longer than a call's deadline its answer is waited for. Longer than the agent needs to report
@@ -112,8 +144,20 @@ struct Calls {
     next: u64,
 }
 
-/// What the agent answers to a call: a value for a get, or why it was not done, for this program and in words.
-type Answer = Result<Option<String>, (KvRefusal, String)>;
+/// What the agent answers to a call: what was read, or why it was not done, for this program and in words.
+type Answer = Result<Option<Answered>, (KvRefusal, String)>;
+
+/// What was read, as base64.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Answered {
+    /// The value of one entry.
+    Value(String),
+    /// Some of the entries of a gather, and whether there are more.
+    Entries(BTreeMap<String, String>, bool),
+}
+
+/// Longest single wait for what is gathered: in between, a caller reports which ranks it waits for.
+const GATHER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Blocking reads that may be under way: some calls are left for writes, for which this program's reads may wait.
 const MAX_READS: usize = MAX_CALLS - 4;
@@ -232,6 +276,48 @@ impl KeyValue for RemoteStore {
         }
     }
 
+    fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
+        let what = format!("gather of keys `{prefix}`");
+        let (mut found, mut after) = (Entries::new(), String::new());
+        loop {
+            let message = |call| ToAgent::KvGather {
+                call,
+                prefix: prefix.to_owned(),
+                count: u32::try_from(count).unwrap_or(u32::MAX),
+                after: after.clone(),
+                timeout_ms: whole_ms(deadline.saturating_duration_since(Instant::now())),
+            };
+            let (entries, more) = match self.call(&what, MAX_READS, deadline, message)? {
+                Ok(Some(Answered::Entries(entries, more))) => (entries, more),
+                Ok(_) => {
+                    return Err(StoreError::Refused(format!(
+                        "{what}: the agent's answer has no entries"
+                    )));
+                }
+                Err((KvRefusal::NotWritten, _)) => return Ok(None),
+                Err((refusal, words)) => return Err(refused(&what, prefix, refusal, &words)),
+            };
+            if more && entries.is_empty() {
+                return Err(StoreError::Refused(format!(
+                    "{what}: the agent's answer has no end"
+                )));
+            }
+            for (key, value) in entries {
+                let value = decode(&what, &value)?;
+                after.clone_from(&key);
+                found.insert(key, value);
+            }
+            if !more {
+                return Ok(Some(found));
+            }
+        }
+    }
+
+    /// The end of the generation ends every call.
+    fn patience(&self) -> Duration {
+        GATHER_INTERVAL
+    }
+
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let what = format!("get of key `{key}`");
         loop {
@@ -241,11 +327,11 @@ impl KeyValue for RemoteStore {
                 timeout_ms: whole_ms(deadline.saturating_duration_since(Instant::now())),
             };
             match self.call(&what, MAX_READS, deadline, message)? {
-                Ok(value) => {
-                    let value = STANDARD.decode(value.unwrap_or_default());
-                    return value.map(Some).map_err(|e| {
-                        StoreError::Refused(format!("{what}: the agent's answer is not base64: {e}"))
-                    });
+                Ok(Some(Answered::Value(value))) => return decode(&what, &value).map(Some),
+                Ok(_) => {
+                    return Err(StoreError::Refused(format!(
+                        "{what}: the agent's answer has no value"
+                    )));
                 }
                 // The agent has a longest wait of its own.
                 Err((KvRefusal::NotWritten, _)) if Instant::now() < deadline => {}
@@ -254,6 +340,11 @@ impl KeyValue for RemoteStore {
             }
         }
     }
+}
+
+fn decode(what: &str, base64: &str) -> Result<Vec<u8>, StoreError> {
+    let value = STANDARD.decode(base64);
+    value.map_err(|e| StoreError::Refused(format!("{what}: the agent's answer is not base64: {e}")))
 }
 
 /// The agent's words as an error. The answer to a call may report the end of the generation before the message to

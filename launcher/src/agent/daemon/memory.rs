@@ -136,14 +136,10 @@ struct HeldPlace {
 impl HeldPlace {
     /// None if the assignment has no place for this node, which the agent refuses.
     fn of(now: Instant, assignment: &Assignment) -> Option<Self> {
-        let own = assignment.nodes.get(assignment.node_rank as usize)?.clone();
-        let node_count = u32::try_from(assignment.nodes.len()).ok()?;
-        let mut assignment = assignment.clone();
-        assignment.nodes = vec![own];
         Some(Self {
-            assignment,
+            assignment: assignment.alone()?,
             rest: Place {
-                node_count,
+                node_count: assignment.node_count,
                 heartbeat: Some(Heartbeat::default()),
                 ..Place::default()
             },
@@ -195,13 +191,15 @@ mod tests {
             workers: 2,
             ..NodeAssignment::default()
         };
-        Word::Assignment(Assignment {
+        let mut assignment = Assignment {
             node_rank: 1,
             nodes: vec![node("a", 0), node("b", 2)],
             run_token: "run".into(),
             assignment_id: assignment_id.into(),
             ..Assignment::default()
-        })
+        };
+        assignment.count_nodes();
+        Word::Assignment(assignment)
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl MeetingPoint {
                     port: assignment.master_port,
                     cause,
                 };
-                if assignment.nodes.len() > 1 {
+                if assignment.node_count > 1 {
                     return Err(error);
                 }
                 console.say(&format!("rank 0 hosts the store: {error}"));

@@ -30,7 +30,7 @@ use super::launch::{Launch, LaunchError};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
-use crate::control::{ControlEvent, ControlServer, Place, Store};
+use crate::control::{ControlEvent, ControlServer, News, Place, Store};
 use crate::report::event_log::LogEvent;
 use crate::spawn::spawner::{SpawnEvent, check_program};
 use crate::supervise::reap;
@@ -263,7 +263,12 @@ impl<'a> Driver<'a> {
         if event.generation != self.machine.generation() {
             return;
         }
-        let (local_rank, message) = (event.local_rank, event.message);
+        let local_rank = event.local_rank;
+        let message = match event.news {
+            News::Said(message) => message,
+            News::HungUp => return self.worker_group.hung_up(local_rank),
+            News::Refused(why) => return self.tell_refused(local_rank, &why),
+        };
         if let ToAgent::Heartbeat {
             step,
             progress: Some(progress),
@@ -281,6 +286,16 @@ impl<'a> Driver<'a> {
             for line in self.worker_group.tell_waits() {
                 self.launch.console.say(&line);
             }
+        }
+    }
+
+    /// Once for each worker: a program may try again for ever.
+    fn tell_refused(&mut self, local_rank: LocalRank, why: &str) {
+        if let Some(rank) = self.worker_group.first_refused(local_rank) {
+            self.launch.console.say(&format!(
+                "rank {rank}: its control connection was closed: {why}\n  \
+                 hint: `local_rank` is DDP_LOCAL_RANK, `generation` is DDP_GENERATION, `pid` is the process id as the launcher sees it"
+            ));
         }
     }
 

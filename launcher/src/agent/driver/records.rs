@@ -93,7 +93,7 @@ impl Records {
                     generation,
                     assignment_id: &assignment.assignment_id,
                     node_rank: assignment.node_rank,
-                    nodes: assignment.nodes.len(),
+                    nodes: assignment.node_count as usize,
                     restart_count: assignment.restart_count,
                     reason: &assignment.reason,
                 });

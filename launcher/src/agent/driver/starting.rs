@@ -75,6 +75,7 @@ impl Starter {
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
             free_attempt,
+            takes_totals: true,
             ..Join::default()
         }
     }

@@ -63,15 +63,14 @@ impl Play {
             workers,
             ..NodeAssignment::default()
         };
-        self.receive(
-            generation,
-            Word::Assignment(Assignment {
-                node_rank: 1,
-                nodes: vec![node(0, 4), node(4, workers)],
-                assignment_id: assignment_id.into(),
-                ..Assignment::default()
-            }),
-        )
+        let mut assignment = Assignment {
+            node_rank: 1,
+            nodes: vec![node(0, 4), node(4, workers)],
+            assignment_id: assignment_id.into(),
+            ..Assignment::default()
+        };
+        assignment.count_nodes();
+        self.receive(generation, Word::Assignment(assignment))
     }
 
     fn spawn(&mut self, workers: u32) -> &mut Self {
@@ -666,13 +665,12 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
     ] {
         let mut play = Play::begin(false);
         let said = format!("{nodes:?}");
-        play.receive(
-            1,
-            Word::Assignment(Assignment {
-                nodes,
-                ..Assignment::default()
-            }),
-        );
+        let mut assignment = Assignment {
+            nodes,
+            ..Assignment::default()
+        };
+        assignment.count_nodes();
+        play.receive(1, Word::Assignment(assignment));
         let leaves = matches!(
             play.last[0],
             Effect::Leave(Leave {

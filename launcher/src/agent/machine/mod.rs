@@ -649,8 +649,9 @@ impl Machine {
 /// The first rank of a node that offers so many `workers`; what makes no sense if it cannot have such a place.
 fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
     let node = assignment
-        .nodes
-        .get(assignment.node_rank as usize)
+        .own
+        .as_ref()
+        .filter(|_| assignment.node_rank < assignment.node_count)
         .ok_or_else(|| format!("it has no node {}", assignment.node_rank))?;
     if node.workers != workers {
         return Err(format!(
@@ -661,9 +662,10 @@ fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
     if u16::try_from(assignment.master_port).is_err() {
         return Err(format!("{} is not a port", assignment.master_port));
     }
-    let ranks: u64 = assignment.nodes.iter().map(|node| u64::from(node.workers)).sum();
+    // As many as a number holds are too many.
+    let ranks = u64::from(assignment.world_size);
     let end = u64::from(node.first_rank) + u64::from(workers);
-    if end > ranks || ranks > u64::from(u32::MAX) {
+    if end > ranks || ranks == u64::from(u32::MAX) {
         return Err(format!(
             "the first rank of this node is {}, but there are only {ranks} ranks",
             node.first_rank

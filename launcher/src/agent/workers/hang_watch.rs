@@ -21,6 +21,9 @@ const LOOKS: u32 = 10;
 const ANSWER_BOUND: Duration = Duration::from_secs(3);
 /// How long the kernel may take to tell of their threads.
 const THREADS_BOUND: Duration = Duration::from_secs(1);
+/// What to do about a script that was found to hang.
+const SCRIPT_HINT: &str =
+    "\n  hint: if it was still working, raise `--hang-timeout`, or call `ddp_run.heartbeat` during long work";
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
 const ANSWER_LINES: usize = 24;
 
@@ -157,6 +160,9 @@ impl HangWatch {
             let _ = write!(words, "\n  {line}");
         }
         words.push_str(&states);
+        if !self.believes_waits {
+            words.push_str(SCRIPT_HINT);
+        }
         worker.said.get_or_insert_with(|| words.clone());
         self.console.say(&format!("rank {rank} {words}"));
         group.end_hung(local_rank, Signal::SIGABRT);

@@ -56,6 +56,10 @@ struct Worker {
     /// Its last sign of life.
     beat: Option<Beat>,
     pace: Pace,
+    /// It has sent a heartbeat, and not closed its connection since.
+    is_watched: bool,
+    /// A control connection of it was refused.
+    was_refused: bool,
     /// What a number of ranks has to divide for it to go on, in its own words.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
@@ -209,7 +213,11 @@ impl WorkerGroup {
             worker_group,
             specs,
             contracts,
-            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
+            node_addrs: match assignment.nodes.as_slice() {
+                // There are too many.
+                [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
+                all => all.iter().map(|node| node.addr.clone()).collect(),
+            },
         })
     }
 
@@ -261,6 +269,7 @@ impl WorkerGroup {
                     step,
                     phase,
                 });
+                worker.is_watched = true;
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
             }
             // Should this node be lost before its next heartbeat, the others have to know.
@@ -284,9 +293,26 @@ impl WorkerGroup {
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
             // Answered by the connection.
-            ToAgent::Hello { .. } | ToAgent::KvPut { .. } | ToAgent::KvGet { .. } => {}
+            ToAgent::Hello { .. }
+            | ToAgent::KvPut { .. }
+            | ToAgent::KvGet { .. }
+            | ToAgent::KvGather { .. } => {}
         }
         is_urgent
+    }
+
+    /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
+    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+        if let Some(worker) = self.get_mut(local_rank) {
+            worker.is_watched = false;
+        }
+    }
+
+    /// The rank of a worker of which a connection was refused for the first time.
+    pub(super) fn first_refused(&mut self, local_rank: LocalRank) -> Option<GlobalRank> {
+        let worker = self.get_mut(local_rank).filter(|worker| !worker.was_refused)?;
+        worker.was_refused = true;
+        Some(worker.rank)
     }
 
     /// The worker says that it failed only because another rank did.
@@ -465,7 +491,7 @@ impl WorkerGroup {
             .workers
             .iter()
             .enumerate()
-            .filter(|(_, worker)| worker.end.is_none());
+            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
             let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
             Some((local_rank, worker.beat?, waits))
@@ -574,6 +600,8 @@ impl Worker {
             pid: None,
             beat: None,
             pace: Pace::default(),
+            is_watched: false,
+            was_refused: false,
             sizes: None,
             called_slow: None,
             state: None,

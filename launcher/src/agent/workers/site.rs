@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
-use ddp_proto::rendezvous::{Assignment, NodeAssignment};
+use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
 use crate::output::console::Stream;
@@ -71,16 +71,7 @@ pub(in crate::agent) struct Site {
 impl Site {
     /// The place of each of this node's workers, in an assignment that the machine has accepted.
     pub(super) fn contracts(&self, generation: Generation, assignment: &Assignment) -> Vec<WorkerEnv> {
-        let node = &assignment.nodes[assignment.node_rank as usize];
-        let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
-        let of_role = |nodes: &[NodeAssignment]| -> u32 {
-            let same = nodes.iter().filter(|other| other.role == node.role);
-            same.map(|node| node.workers).sum()
-        };
-        let (role_first, role_world_size) = (
-            of_role(&assignment.nodes[..assignment.node_rank as usize]),
-            of_role(&assignment.nodes),
-        );
+        let node = assignment.own.clone().unwrap_or_default();
         let role = if node.role.is_empty() {
             DEFAULT_ROLE
         } else {
@@ -91,12 +82,12 @@ impl Site {
             rank: GlobalRank(node.first_rank + local_rank),
             local_rank: LocalRank(local_rank),
             node_rank: NodeRank(assignment.node_rank),
-            world_size: WorldSize(world_size),
+            world_size: WorldSize(assignment.world_size),
             local_world_size: node.workers,
-            node_count: assignment.nodes.len() as u32,
+            node_count: assignment.node_count,
             role: role.into(),
-            role_rank: role_first + local_rank,
-            role_world_size,
+            role_rank: assignment.role_first_rank.saturating_add(local_rank),
+            role_world_size: assignment.role_world_size,
             master_addr: master_addr.clone(),
             master_port: assignment.master_port as u16,
             restart_count: assignment.restart_count,

@@ -1,14 +1,17 @@
 //! From what the user names to one checkpoint.
 
-use std::fmt;
 use std::path::{Component, Path};
+use std::{fmt, fs};
 
+use ddp_proto::words::numbered;
 use ddp_worker::checkpoint::{CheckpointError, Reader, Which, step_name};
 
-/// Folder of the checkpoints of a run.
-const CHECKPOINTS: &str = "checkpoints";
+use crate::cli::train::runs::{self, CHECKPOINTS};
+
 /// File of a checkpoint, by which it is known.
 const MANIFEST: &str = "manifest.json";
+/// Most steps that are named where the one that was asked for has no checkpoint.
+const MAX_STEPS: usize = 10;
 
 /// Opens the checkpoint at `path`: a run's folder, its `checkpoints`, or a single checkpoint.
 pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointError> {
@@ -37,26 +40,57 @@ pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointE
             };
             open_of_run(run, which)
         }
-        _ => Err(CheckpointError::Misuse(format!(
-            "`{}` {}\n  hint: give a run's `out_dir`, its `checkpoints` directory, or one `step_…` directory",
-            path.display(),
-            if path.exists() {
-                "holds no checkpoint"
-            } else {
-                "does not exist"
-            }
-        ))),
+        _ => Err(CheckpointError::Misuse(without_checkpoint(path))),
     }
+}
+
+/// That a path leads to no checkpoint, with the runs below it, if there are some.
+fn without_checkpoint(path: &Path) -> String {
+    let problem = if path.exists() {
+        "holds no checkpoint"
+    } else {
+        "does not exist"
+    };
+    let mut hint = runs::hint(path, CHECKPOINTS);
+    if hint.is_empty() {
+        hint.push_str(
+            "\n  hint: give a run's `out_dir`, its `checkpoints` directory, or one `step_…` directory",
+        );
+    }
+    format!("`{}` {problem}{hint}", path.display())
 }
 
 fn open_of_run(run: &Path, which: Which) -> Result<Reader, CheckpointError> {
     if let Which::Step(step) = which {
         let path = run.join(CHECKPOINTS).join(step_name(step));
         if !path.exists() {
-            return Err(CheckpointError::None { path });
+            let mut words = format!("`{}` holds no checkpoint", path.display());
+            let steps = nearest_steps(&run.join(CHECKPOINTS), step);
+            if !steps.is_empty() {
+                words.push_str("\n  hint: there are checkpoints of ");
+                words.push_str(&numbered("step", &steps));
+            }
+            return Err(CheckpointError::Misuse(words));
         }
     }
     Reader::open(run, which)
+}
+
+/// Steps that have a checkpoint, in order: those nearest to the one that was asked for.
+fn nearest_steps(checkpoints: &Path, asked: u64) -> Vec<u64> {
+    let entries = fs::read_dir(checkpoints).into_iter().flatten().flatten();
+    let mut steps: Vec<u64> = entries
+        .filter(|entry| entry.path().join(MANIFEST).exists())
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let step = name.rsplit('_').next()?.parse().ok()?;
+            (name == step_name(step)).then_some(step)
+        })
+        .collect();
+    steps.sort_unstable_by_key(|step| step.abs_diff(asked));
+    steps.truncate(MAX_STEPS);
+    steps.sort_unstable();
+    steps
 }
 
 /// `the checkpoint of step 20`

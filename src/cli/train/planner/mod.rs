@@ -173,7 +173,11 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     );
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
-        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
+        let shown = layouts::Shown {
+            search,
+            chunks: draft.config().parallel.pipeline.chunks,
+        };
+        text.push_str(&layouts::text(&shown, memory, report::bounds(args.mfu)));
     }
     Ok(text)
 }

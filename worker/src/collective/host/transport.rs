@@ -30,7 +30,7 @@ use crate::collective::operation::{Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Transport, check_members};
 use crate::collective::wait::{Pending, StoreExchange, Wait, absent_ranks};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
-use crate::session::{Cancel, KeyValue};
+use crate::session::{Cancel, Entries, KeyValue};
 
 /// Size of a [`SetUpMessage`]; a longer refusal is cut.
 const MESSAGE_BYTES: usize = 1280;
@@ -93,6 +93,14 @@ fn exchange_addresses(
     };
     let bytes = serde_json::to_vec(own).expect("an address has no map keys that could fail");
     exchange.publish(&key(info.rank), &bytes)?;
+    if let Some(mut found) = exchange.gather(PREFIX, info.world_size, |found| absent_keys(info, found))? {
+        let published = (0..info.world_size).map(|rank| {
+            let bytes = found.remove(&key(rank)).unwrap_or_default();
+            parse_address(rank, &bytes)
+        });
+        return published.collect();
+    }
+    // A store that cannot gather is asked for each.
     let ranks = 0..info.world_size;
     let published = ranks.map(|rank| {
         // If it does not in time: which ranks after it did not either.
@@ -103,14 +111,27 @@ fn exchange_addresses(
             [vec![rank], absent].concat()
         };
         let bytes = exchange.await_key(&key(rank), rank, absent)?;
-        serde_json::from_slice(&bytes)
-            .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}")))
+        parse_address(rank, &bytes)
     });
     published.collect()
 }
 
+fn parse_address(rank: usize, bytes: &[u8]) -> Result<PublishedRank, Failure> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}")))
+}
+
+/// What the keys of all ranks begin with.
+const PREFIX: &str = "collective/";
+
 fn key(rank: usize) -> String {
-    format!("collective/{rank}")
+    format!("{PREFIX}{rank}")
+}
+
+/// Ranks without a key among these.
+fn absent_keys(info: &RankInfo, found: &Entries) -> Vec<usize> {
+    let ranks = 0..info.world_size;
+    ranks.filter(|rank| !found.contains_key(&key(*rank))).collect()
 }
 
 /// The ranks of this node must be as many as it has, each with another local rank.
