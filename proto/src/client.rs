@@ -19,10 +19,12 @@
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
+mod admin;
 mod attempts;
 mod connector;
 mod error;
 
+pub use admin::AdminToken;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use connector::{Access, UNIX_PREFIX};
 pub use error::ClientError;
@@ -89,6 +91,8 @@ pub struct Client {
     endpoint: String,
     token: Option<Token>,
     inner: RendezvousClient<Channel>,
+    /// Of an operator: goes with every call that only they may make.
+    admin_token: Option<AdminToken>,
 }
 
 /// One attempt to connect to `endpoint`, for other calls than those of [`Client`].
@@ -136,6 +140,7 @@ impl Client {
                         endpoint: endpoint.to_owned(),
                         token: access.token().cloned(),
                         inner: RendezvousClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES),
+                        admin_token: None,
                     });
                 }
                 Ok(Err(error)) => Setback::of(&error),
@@ -310,7 +315,8 @@ impl Client {
     pub async fn status(&self, request: StatusRequest) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
         let what = format!("get the status of job `{}`", request.job_id);
-        let mut status = self.bounded(&what, CALL_TIMEOUT, inner.status(request)).await?;
+        let call = inner.status(self.of_admin(request));
+        let mut status = self.bounded(&what, CALL_TIMEOUT, call).await?;
         status.clean();
         Ok(status)
     }

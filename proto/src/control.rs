@@ -107,6 +107,9 @@ pub enum ToAgent {
         /// [`MAX_ACTIVITY_BYTES`].
         #[serde(default, skip_serializing_if = "String::is_empty")]
         activity: String,
+        /// Mean loss of the last step, of a program that sends no `progress`; rank 0's is shown.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        loss: Option<f64>,
     },
     /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as
     /// long as no rank has said it, any will do.

@@ -21,6 +21,8 @@ pub const RENDEZVOUS_TIMED_OUT: u8 = 75;
 pub const NODES_DISAGREE: u8 = 76;
 /// The daemon refused this node (authentication).
 pub const REFUSED: u8 = 77;
+/// An operator closed the job at the daemon.
+pub const CLOSED: u8 = 78;
 /// A worker that ends with this code says "do not start me again": the job is over, whatever is left of its restarts.
 pub const DO_NOT_RESTART: u8 = 93;
 /// With these codes the native worker says that restarting the job alone cannot help.

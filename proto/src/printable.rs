@@ -11,8 +11,8 @@ use std::iter::Peekable;
 use crate::rendezvous::agent_message::Body as Report;
 use crate::rendezvous::daemon_message::Body as Word;
 use crate::rendezvous::{
-    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, Join, NodeAssignment,
-    NodeList, NodeStatus, StatusReply, WorkerExit,
+    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, GenerationStatus, Heartbeat,
+    JobSummary, JobsReply, Join, NodeAssignment, NodeList, NodeStatus, StatusReply, WorkerExit,
 };
 
 /// Stands for a control character.
@@ -131,7 +131,8 @@ impl Clean for AgentMessage {
             Some(Report::WorkerExit(exit)) => exit.clean(),
             Some(Report::NodeStopped(stopped)) => stopped.exits.clean(),
             Some(Report::Leave(leave)) => clean_text(&mut leave.reason),
-            Some(Report::Heartbeat(_) | Report::NodeSucceeded(_) | Report::NodeLeaving(_)) | None => {}
+            Some(Report::Heartbeat(heartbeat)) => heartbeat.clean(),
+            Some(Report::NodeSucceeded(_) | Report::NodeLeaving(_)) | None => {}
         }
     }
 }
@@ -230,14 +231,44 @@ impl Clean for StatusReply {
             .for_each(clean_line);
         clean_text(&mut self.reason);
         self.nodes.clean();
+        self.generations.clean();
     }
 }
 
 impl Clean for NodeStatus {
     fn clean(&mut self) {
-        [&mut self.hostname, &mut self.addr]
+        [&mut self.hostname, &mut self.addr, &mut self.log_dir]
             .into_iter()
             .for_each(clean_line);
+    }
+}
+
+impl Clean for GenerationStatus {
+    fn clean(&mut self) {
+        [&mut self.began, &mut self.ended]
+            .into_iter()
+            .for_each(clean_text);
+    }
+}
+
+impl Clean for JobsReply {
+    fn clean(&mut self) {
+        self.jobs.clean();
+    }
+}
+
+impl Clean for JobSummary {
+    fn clean(&mut self) {
+        [&mut self.job_id, &mut self.phase]
+            .into_iter()
+            .for_each(clean_line);
+        clean_text(&mut self.reason);
+    }
+}
+
+impl Clean for Heartbeat {
+    fn clean(&mut self) {
+        clean_line(&mut self.log_dir);
     }
 }
 
@@ -346,6 +377,7 @@ mod tests {
         assert_all_is_cleaned::<DaemonMessage>("DaemonMessage");
         assert_all_is_cleaned::<AgentMessage>("AgentMessage");
         assert_all_is_cleaned::<StatusReply>("StatusReply");
+        assert_all_is_cleaned::<JobsReply>("JobsReply");
         assert_all_is_cleaned::<NodeList>("NodeList");
     }
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -75,15 +76,18 @@ def generation() -> int:
     return int(os.environ.get("DDP_GENERATION") or 1)
 
 
-def heartbeat(step: int, phase: str = "training") -> None:
-    """Reports progress, for `--hang-timeout` and failure reports. Call it once per step.
+def heartbeat(step: int, phase: str = "training", loss: float | None = None) -> None:
+    """Reports progress, for `--hang-timeout`, failure reports and the status page. Call it once per step.
 
     `step` is the number of finished steps, `phase` one of `PHASES`. Report steps only if ranks train in lock-step, with
-    a collective in each: a new step tells the rendezvous that all nodes are alive.
+    a collective in each: a new step tells the rendezvous that all nodes are alive. `loss` is that of the last step;
+    rank 0's is shown.
     """
     if phase not in PHASES or step < 0:
         raise ValueError(f"step {step} in phase `{phase}`: steps count from 0, phases are {', '.join(PHASES)}")
-    _launcher.say(type="heartbeat", step=int(step), phase=phase)
+    # JSON has no NaN and no infinity.
+    known = {"loss": float(loss)} if loss is not None and math.isfinite(loss) else {}
+    _launcher.say(type="heartbeat", step=int(step), phase=phase, **known)
 
 
 def sizes(ranks_divide: int | None = None, ranks_multiple_of: int | None = None) -> None:
@@ -118,11 +122,11 @@ def check_generation() -> None:
 
 
 @contextlib.contextmanager
-def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[[int], None]]:
+def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = None) -> Iterator[Callable[..., None]]:
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
-    Yields `boundary(step)`, which every rank calls once per step, with the number of finished steps. It sends a
-    heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
+    Yields `boundary(step, loss=None)`, which every rank calls once per step, with the number of finished steps. It
+    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
     signals that stop a job are ignored. A failure that another rank or node caused is raised as
     `GenerationOver`.
 
@@ -136,10 +140,10 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     agree, done = agree or _any_rank, 0
     _launcher.listen()
 
-    def boundary(step: int) -> None:
+    def boundary(step: int, loss: float | None = None) -> None:
         nonlocal done
         done = step
-        heartbeat(step)
+        heartbeat(step, loss=loss)
         check_generation()
         if agree(stop_requested()):
             raise _Stop

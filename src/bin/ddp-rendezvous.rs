@@ -1,6 +1,5 @@
 //! The rendezvous daemon; see [`ddp_run::cli::serve`].
 
 fn main() -> std::process::ExitCode {
-    ddp_run::cli::init_tracing_with_time("ddp_run::rendezvous=info");
     ddp_run::cli::serve::main(std::env::args_os().collect())
 }

@@ -60,6 +60,11 @@ pub(super) fn given(written: io::Result<()>) -> ExitCode {
     }
 }
 
+/// Writes a line of the launcher's own to stderr.
+pub fn print_own(line: &str) {
+    write_whole(&format!("{OWN_PREFIX}{line}\n"));
+}
+
 /// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
 pub fn print_own_error(error: &dyn Display) {
     let text = format!("error: {error}");

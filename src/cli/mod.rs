@@ -5,7 +5,8 @@
 //! |---|---|
 //! | [`launch`] | `ddp-run`: from flags to a plan that its agent carries out |
 //! | [`machine`] | cores, GPUs and limits of this machine |
-//! | [`serve`] | `ddp-rendezvous` |
+//! | [`serve`], `operators` | `ddp-rendezvous`: the daemon, and what operators ask of it |
+//! | `json_log` | events as JSON lines |
 //! | `bench` | its measurement of itself |
 //! | [`train`] | `ddp-train` and its subcommands |
 //! | [`native`] | the only place that calls the worker's training |
@@ -19,9 +20,11 @@ pub mod answer;
 mod bench;
 pub mod error;
 mod interrupts;
+mod json_log;
 pub mod launch;
 pub mod machine;
 pub mod native;
+mod operators;
 pub mod serve;
 pub mod token;
 pub mod train;
@@ -41,6 +44,11 @@ pub fn init_tracing(default: &str) {
 /// The same, each event with its time (UTC).
 pub fn init_tracing_with_time(default: &str) {
     events(default).init();
+}
+
+/// The same, each event as a line of JSON.
+pub fn init_json_tracing(default: &str) {
+    events(default).event_format(json_log::JsonLines).init();
 }
 
 fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, fn() -> Stderr> {

@@ -3,17 +3,15 @@
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use ddp_proto::env::DDP_ADMIN_TOKEN_FILE;
 use ddp_proto::exit;
 use ddp_proto::resolver::Resolver;
 use ddp_proto::tls::TlsFiles;
-use ddp_proto::token::Token;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
@@ -26,6 +24,7 @@ use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
 use super::token::{TokenSource, read_admin_token};
 use super::values::{self, Endpoint};
+use super::{init_json_tracing, init_tracing_with_time, operators};
 use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
@@ -56,7 +55,17 @@ enum Command {
         protection: Protection,
         #[command(flatten)]
         settings: Settings,
+        #[command(flatten)]
+        watching: Watching,
     },
+    /// Show one job: its nodes, the step and step time of each rank, its generations and why each ended
+    Status(operators::StatusArgs),
+    /// List the jobs
+    Jobs(operators::JobsArgs),
+    /// End a job on all of its nodes: its launchers exit with 78
+    Close(operators::CloseArgs),
+    /// Take no new jobs, and end the daemon when those that it has are over
+    Drain(operators::DrainArgs),
     /// Measure how long simulated nodes take to meet on this machine, and what the daemon needs for them
     Bench(bench::Args),
     /// Print the completions of a shell
@@ -103,12 +112,6 @@ impl Protection {
     }
 }
 
-/// The token that lets its owner see all jobs, if there is one.
-fn admin_token() -> Result<Option<Token>, CliError> {
-    let file = std::env::var_os(DDP_ADMIN_TOKEN_FILE).filter(|file| !file.is_empty());
-    file.map(|file| read_admin_token(Path::new(&file))).transpose()
-}
-
 /// How patient the daemon is, and what outlives it.
 #[derive(Debug, clap::Args)]
 struct Settings {
@@ -139,6 +142,38 @@ struct Settings {
     /// How long the verdict on a job is kept for nodes that do not leave
     #[arg(long, value_name = "S", default_value = "60", value_parser = values::seconds)]
     linger: Duration,
+}
+
+/// What operators see of the daemon.
+#[derive(Debug, clap::Args)]
+struct Watching {
+    /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. The page is
+    /// for who has the token in the file that `DDP_ADMIN_TOKEN_FILE` names; without one, for this machine only
+    #[arg(long, value_name = "HOST:PORT", env = "DDP_METRICS_ADDR", value_parser = with_port)]
+    metrics_addr: Option<Endpoint>,
+    /// How events are written to stderr: for people, or as JSON lines with time, job, generation and node
+    #[arg(long, value_name = "FORMAT", env = "DDP_LOG_FORMAT", default_value = "text")]
+    log_format: LogFormat,
+}
+
+/// How events are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum LogFormat {
+    /// For people.
+    Text,
+    /// A line of JSON each.
+    Json,
+}
+
+/// An address whose port is given: no port is the usual one.
+fn with_port(text: &str) -> Result<Endpoint, String> {
+    let has_port = text
+        .rsplit_once(':')
+        .is_some_and(|(host, _)| !host.contains(':') || host.ends_with(']'));
+    if !has_port {
+        return Err("expected `host:port`, for example `127.0.0.1:9400`".to_owned());
+    }
+    values::endpoint(text)
 }
 
 impl Settings {
@@ -177,29 +212,47 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
-    let (listen, protection, settings) = match args.command {
+    let (listen, protection, settings, watching) = match args.command {
         Command::Serve {
             listen,
             protection,
             settings,
-        } => (listen, protection, settings),
+            watching,
+        } => (listen, protection, settings, watching),
+        Command::Status(args) => return operators::run(operators::status(args)),
+        Command::Jobs(args) => return operators::run(operators::jobs(args)),
+        Command::Close(args) => return operators::run(operators::close(args)),
+        Command::Drain(args) => return operators::run(operators::drain(args)),
         Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
+    let default = format!("{RENDEZVOUS_LOG}=info");
+    match watching.log_format {
+        LogFormat::Text => init_tracing_with_time(&default),
+        LogFormat::Json => init_json_tracing(&default),
+    }
     limits::raise_open_files_fully();
-    match serve(&listen, protection, &settings) {
+    match serve(&listen, protection, &settings, &watching) {
         Ok(code) => ExitCode::from(code),
         Err(error) => fail(&error, error.exit_code()),
     }
 }
 
 /// Exit code: success, if it was stopped while it served.
-fn serve(listen: &Endpoint, protection: Protection, settings: &Settings) -> Result<u8, CliError> {
+fn serve(
+    listen: &Endpoint,
+    protection: Protection,
+    settings: &Settings,
+    watching: &Watching,
+) -> Result<u8, CliError> {
     let (transport, callers) = protection.resolve()?;
     let config = rendezvous::Config {
         callers,
-        admin_token: admin_token()?,
         ..settings.config()
+    };
+    let admin = match read_admin_token()? {
+        Some(token) => rendezvous::Admin::with_token(&token),
+        None => rendezvous::Admin::default(),
     };
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
@@ -215,19 +268,25 @@ fn serve(listen: &Endpoint, protection: Protection, settings: &Settings) -> Resu
         })?;
     runtime.block_on(async {
         let mut stops = Stops::handle()?;
-        let resolver = Resolver::start(&listen.host)?;
-        let look_up = resolver.addresses(listen.port);
-        // Cancel safe: a signal ends the process, so no connection is lost with the listener.
-        let listener = tokio::select! {
+        // Cancel safe: a signal ends the process, so no connection is lost with the listeners.
+        let (listener, http) = tokio::select! {
             code = stops.next() => return Ok(code),
-            bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
+            bound = bind_all(listen, watching.metrics_addr.as_ref()) => bound?,
         };
         let address = announce(&listener)?;
         if let Some(reach) = reach(address).filter(|_| callers == Callers::Anybody) {
             tracing::warn!(target: RENDEZVOUS_LOG, "{reach}");
         }
         let listener = Listener::Tcp(listener, transport);
-        rendezvous::serve(listener, config, ledger, stops.stop())
+        if let Some(address) = http.as_ref().and_then(|http| http.local_addr().ok()) {
+            tracing::info!(target: RENDEZVOUS_LOG, "metrics and the status page are at http://{address}/");
+        }
+        let operators = rendezvous::Operators {
+            http,
+            admin,
+            log_fields: watching.log_format == LogFormat::Json,
+        };
+        rendezvous::serve_with(listener, config, ledger, operators, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",
@@ -274,6 +333,24 @@ impl Stops {
             std::process::exit(i32::from(self.next().await));
         });
     }
+}
+
+/// The daemon's socket, and that of operators if there is one.
+async fn bind_all(
+    listen: &Endpoint,
+    operators: Option<&Endpoint>,
+) -> Result<(TcpListener, Option<TcpListener>), CliError> {
+    let listener = bind_at(listen).await?;
+    let http = match operators {
+        Some(endpoint) => Some(bind_at(endpoint).await?),
+        None => None,
+    };
+    Ok((listener, http))
+}
+
+async fn bind_at(endpoint: &Endpoint) -> Result<TcpListener, CliError> {
+    let resolver = Resolver::start(&endpoint.host)?;
+    bind(endpoint, resolver.addresses(endpoint.port), RESOLVE_TIMEOUT).await
 }
 
 async fn bind(

@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ddp_proto::env::{DDP_TOKEN, DDP_TOKEN_FILE};
+use ddp_proto::env::{DDP_ADMIN_TOKEN_FILE, DDP_TOKEN, DDP_TOKEN_FILE};
 use ddp_proto::token::{MAX_CHARS, Token};
 use tokio::time::{Instant, sleep};
 
@@ -123,13 +123,17 @@ impl TokenSource {
     }
 }
 
-/// The token of a daemon's operator.
-pub fn read_admin_token(path: &Path) -> Result<Token, CliError> {
+/// The token of a daemon's operators, in the file that DDP_ADMIN_TOKEN_FILE names; none if it names none.
+pub fn read_admin_token() -> Result<Option<Token>, CliError> {
+    let Some(path) = std::env::var_os(DDP_ADMIN_TOKEN_FILE).filter(|path| !path.is_empty()) else {
+        return Ok(None);
+    };
+    let path = Path::new(&path);
     let missing = || CliError::BadToken {
         place: path.display().to_string(),
         problem: "there is no such file".into(),
     };
-    read_file(path)?.ok_or_else(missing)
+    read_file(path)?.ok_or_else(missing).map(Some)
 }
 
 fn read_file(path: &Path) -> Result<Option<Token>, CliError> {

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
-use ddp_proto::token::Token;
 
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
@@ -30,8 +29,6 @@ pub struct Config {
     pub host: Option<String>,
     /// What is known of those who call.
     pub callers: Callers,
-    /// Who has it may see every job.
-    pub admin_token: Option<Token>,
     /// Connections at a time, if the descriptors suffice.
     pub max_connections: usize,
     /// Streams and calls at a time on one connection: more than the workers of a node make.
@@ -120,7 +117,6 @@ impl Default for Config {
             only_job: None,
             host: None,
             callers: Callers::Proven,
-            admin_token: None,
             max_connections: 65_536,
             max_streams: 4096 + 64,
             join_wait: Duration::from_secs(5),

@@ -103,6 +103,15 @@ pub enum Event {
         /// Whose store it reads.
         job: String,
     },
+    /// An operator ends a job.
+    Close {
+        /// The job.
+        job: String,
+        /// Why, in words.
+        reason: String,
+    },
+    /// An operator lets the daemon take no new jobs.
+    Drain,
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
         /// Whom to answer.
@@ -144,7 +153,46 @@ pub enum Effect {
         weight: Weight,
         /// In words.
         words: String,
+        /// Of what it speaks.
+        about: About,
     },
+    /// Something to be counted.
+    Observed(Observation),
+}
+
+/// What a note speaks of; empty where it speaks of none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct About {
+    /// The job.
+    pub job: String,
+    /// Its generation; 0: none was assigned yet.
+    pub generation: u64,
+    /// Host name of the node that gave the occasion.
+    pub node: String,
+}
+
+/// What operators count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Observation {
+    /// A generation was assigned, so long after its nodes began to gather.
+    Assigned(Duration),
+    /// A generation is over, and another one follows.
+    Restarted(RestartReason),
+    /// A job is over with this exit code.
+    Ended(i32),
+}
+
+/// Why another generation follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RestartReason {
+    /// A worker failed.
+    WorkerFailed,
+    /// Rank 0 could not bind its port.
+    PortTaken,
+    /// A node is gone, and the others are too few without it.
+    NodeLost,
+    /// Nodes came or went, and enough are there.
+    Membership,
 }
 
 /// How much a note matters to people.
@@ -217,6 +265,8 @@ pub(super) struct Turn<'a> {
     pub(super) at: At,
     pub(super) config: &'a Config,
     pub(super) effects: Vec<Effect>,
+    /// Of what its notes speak.
+    pub(super) about: About,
 }
 
 impl Turn<'_> {
@@ -256,16 +306,20 @@ impl Turn<'_> {
     }
 
     pub(super) fn decided(&mut self, words: impl Into<String>) {
-        self.effects.push(Effect::Note {
-            weight: Weight::Decision,
-            words: printable::text(&words.into()).into_owned(),
-        });
+        self.note(Weight::Decision, &words.into());
     }
 
     pub(super) fn detail(&mut self, words: impl Into<String>) {
-        self.effects.push(Effect::Note {
-            weight: Weight::Detail,
-            words: printable::text(&words.into()).into_owned(),
-        });
+        self.note(Weight::Detail, &words.into());
+    }
+
+    fn note(&mut self, weight: Weight, words: &str) {
+        let words = printable::text(words).into_owned();
+        let about = self.about.clone();
+        self.effects.push(Effect::Note { weight, words, about });
+    }
+
+    pub(super) fn observe(&mut self, observation: Observation) {
+        self.effects.push(Effect::Observed(observation));
     }
 }

@@ -21,6 +21,11 @@ impl Isolation {
     pub(super) fn silence(&self, now: Duration) -> Duration {
         now.saturating_sub(self.last_contact)
     }
+
+    /// The daemon's own network may be down.
+    pub(super) fn is_suspected(&self) -> bool {
+        self.is_suspected
+    }
 }
 
 impl Event {
@@ -30,7 +35,7 @@ impl Event {
         match self {
             Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } | Self::KvGather { .. } => true,
             Self::Closed { .. } => has_joined && silence < turn.config.http2_keepalive_interval,
-            Self::Tick | Self::KvCancel { .. } => false,
+            Self::KvCancel { .. } | Self::Close { .. } | Self::Drain | Self::Tick => false,
         }
     }
 }

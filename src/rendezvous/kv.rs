@@ -388,6 +388,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::event::About;
     use crate::rendezvous::{At, Config, KvLimits, Secret};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -402,6 +403,7 @@ mod tests {
             },
             config,
             effects: Vec::new(),
+            about: About::default(),
         }
     }
 

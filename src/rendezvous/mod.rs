@@ -12,12 +12,15 @@
 //! | `node_list` | the nodes of a generation | what each is told of the others, and the list on request |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
+//! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
+//! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `deadlines` | deadlines by time | which is next |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
-//! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, sockets |
+//! | [`report`] | the daemon's answers to people | how they look as JSON |
+//! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
 //!
 //! Everything but `service` is pure: `apply(at, state, event) -> effects`, with time and randomness as
 //! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
@@ -27,6 +30,7 @@ mod config;
 mod deadlines;
 mod difference;
 mod event;
+mod history;
 mod isolation;
 mod job;
 mod kv;
@@ -34,17 +38,22 @@ mod node_index;
 mod node_list;
 mod policy;
 mod ranks;
+pub mod report;
 mod service;
 mod size;
 mod state;
+mod stragglers;
 #[cfg(test)]
 mod tests;
 mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
-pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Secret, Weight};
+pub use event::{
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Secret, Weight,
+};
 pub use job::Record;
 pub use service::{
-    Ledger, LedgerError, Listener, OperatorTls, ServeError, Transport, listen, listen_locally, serve,
+    Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
+    listen_locally, serve, serve_with,
 };
-pub use state::{State, apply};
+pub use state::{Census, State, apply};

@@ -3,22 +3,25 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use ddp_proto::printable::Clean as _;
+use ddp_proto::printable::{self, Clean as _};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
-    refused::Code,
+    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
+    StatusReply, StatusRequest, refused::Code,
 };
 use ddp_proto::token::is_same_secret;
+use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
 use super::deadlines::Deadlines;
-use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
+use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
 use super::kv::clip;
 
+/// Jobs that a list holds.
+const MAX_LISTED_JOBS: usize = 4096;
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
 
@@ -47,6 +50,37 @@ pub(super) struct Daemon {
     /// No fewer entries and bytes than the stores of all jobs have.
     stored: (usize, usize),
     pub(super) isolation: Isolation,
+    /// An operator wants no new jobs here.
+    is_draining: bool,
+}
+
+/// All jobs of a daemon in numbers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// Nodes are to come before the next generation.
+    pub gathering: u64,
+    /// An earlier daemon's generation runs, whose nodes have not all come back.
+    pub recovering: u64,
+    /// A generation runs.
+    pub running: u64,
+    /// The job is over, and some nodes have not left.
+    pub over: u64,
+    /// Nodes that are there.
+    pub nodes: u64,
+    /// Those of them that are connected.
+    pub connected: u64,
+    /// Ranks of running generations.
+    pub ranks: u64,
+    /// Bytes in the key-value stores.
+    pub kv_bytes: u64,
+    /// For how long the quietest node has said nothing.
+    pub longest_silence: Duration,
+    /// The daemon's own network may be down.
+    pub suspects_network: bool,
+    /// The daemon takes no new jobs.
+    pub is_draining: bool,
+    /// Generations of the first jobs, as many as were asked for.
+    pub generations: Vec<(String, u64)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,13 +121,58 @@ impl State {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
     }
 
-    /// The same for a caller, who has to be a node of the job or have the admin's token.
-    pub fn status_for(&self, now: Duration, request: &StatusRequest) -> Option<StatusReply> {
-        let admin = self.config.admin_token.as_ref();
-        let is_admin = admin
-            .is_some_and(|token| is_same_secret(token.reveal().as_bytes(), request.admin_token.as_bytes()));
+    /// The same for a caller, who has to be a node of the job or an operator.
+    pub fn status_for(&self, now: Duration, request: &StatusRequest, is_admin: bool) -> Option<StatusReply> {
         let job = self.daemon.jobs.get(&request.job_id)?;
         (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
+    }
+
+    /// All jobs, for operators.
+    pub fn jobs(&self, now: Duration) -> JobsReply {
+        let Daemon {
+            jobs, is_draining, ..
+        } = &self.daemon;
+        let listed: Vec<JobSummary> = jobs
+            .values()
+            .take(MAX_LISTED_JOBS)
+            .map(|job| job.summary(now))
+            .collect();
+        JobsReply {
+            more_jobs: (jobs.len() - listed.len()) as u32,
+            jobs: listed,
+            draining: *is_draining,
+        }
+    }
+
+    /// The same in numbers, with the generations of so many jobs.
+    pub fn census(&self, now: Duration, generations: usize) -> Census {
+        let mut census = Census {
+            suspects_network: self.daemon.isolation.is_suspected(),
+            is_draining: self.daemon.is_draining,
+            ..Census::default()
+        };
+        for (id, job) in &self.daemon.jobs {
+            job.count(now, &mut census);
+            if census.generations.len() < generations {
+                census.generations.push((id.clone(), job.generation()));
+            }
+        }
+        census
+    }
+
+    /// The daemon has this job, and it is not over.
+    pub fn has_job(&self, job_id: &str) -> bool {
+        self.daemon.jobs.get(job_id).is_some_and(|job| !job.is_over())
+    }
+
+    /// How many jobs the daemon has.
+    pub fn job_count(&self) -> usize {
+        self.daemon.jobs.len()
+    }
+
+    /// No new jobs are taken, and none is left.
+    pub fn is_drained(&self) -> bool {
+        self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
     /// The list of all nodes of a generation that runs, encoded, for one of them.
@@ -124,6 +203,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         at,
         config,
         effects: Vec::new(),
+        about: About::default(),
     };
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
     if event.is_contact(daemon.isolation.silence(at.now), &turn, has_joined) {
@@ -142,6 +222,8 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
                 job.cancel(call);
             }
         }
+        Event::Close { job, reason } => daemon.close(&mut turn, &job, &reason),
+        Event::Drain => daemon.drain(&mut turn),
         Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
     }
@@ -190,6 +272,7 @@ impl Daemon {
             return refuse(turn, conn, code, reason);
         }
         let job_id = speaker.job;
+        self.speak_of(turn, &job_id, &speaker.incarnation, &body);
         let from = Speech {
             incarnation: speaker.incarnation,
             generation,
@@ -252,7 +335,8 @@ impl Daemon {
             };
             return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
-        if !self.jobs.contains_key(&speaker.job) && self.jobs.len() >= turn.config.max_jobs {
+        let is_new = !self.jobs.contains_key(&speaker.job);
+        if is_new && self.jobs.len() >= turn.config.max_jobs {
             let count = self.jobs.len();
             let reason = format!("this daemon already has {count} jobs, the maximum");
             return Err((Code::Invalid, reason));
@@ -284,6 +368,11 @@ impl Daemon {
         if missed.is_some_and(|missed| missed.tell(turn, &joining)) {
             return;
         }
+        if self.is_draining && !self.jobs.contains_key(job_id) {
+            let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
+                          hint: start the job at a different daemon, or when this one has been replaced";
+            return refuse(turn, joining.conn, Code::Draining, reason.to_owned());
+        }
         // A run after this one has generations of its own: what is left of the old run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
@@ -297,6 +386,7 @@ impl Daemon {
         if let Some(speaker) = self.speakers.remove(&conn)
             && let Some(job) = self.jobs.get_mut(&speaker.job)
         {
+            turn.about = job.about(&speaker.incarnation);
             job.closed(turn, &speaker.incarnation, conn, clean);
             self.forget(turn, &speaker.job);
         }
@@ -321,9 +411,41 @@ impl Daemon {
         let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
+                turn.about = job.about("");
                 job.tick(turn);
                 self.forget(turn, &id);
             }
+        }
+    }
+
+    /// The notes of this turn speak of this job, and of the node that has sent the message.
+    fn speak_of(&self, turn: &mut Turn<'_>, job_id: &str, incarnation: &str, body: &Body) {
+        turn.about = match self.jobs.get(job_id) {
+            Some(job) => job.about(incarnation),
+            None => About {
+                job: job_id.to_owned(),
+                ..About::default()
+            },
+        };
+        if let Body::Join(join) = body {
+            clip(&join.hostname, turn.config.max_name_bytes).clone_into(&mut turn.about.node);
+        }
+    }
+
+    fn close(&mut self, turn: &mut Turn<'_>, job_id: &str, reason: &str) {
+        if let Some(job) = self.jobs.get_mut(job_id) {
+            turn.about = job.about("");
+            job.close(turn, &printable::text(reason));
+            self.forget(turn, job_id);
+        }
+    }
+
+    fn drain(&mut self, turn: &mut Turn<'_>) {
+        if !std::mem::replace(&mut self.is_draining, true) {
+            let jobs = counted(self.jobs.len() as u32, "job");
+            turn.decided(format!(
+                "the daemon is drained: it takes no new jobs, and ends after {jobs}"
+            ));
         }
     }
 

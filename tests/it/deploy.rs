@@ -1,6 +1,6 @@
 //! The files of `deploy/`, as far as a machine without a cluster can tell: their command lines are real ones.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
@@ -296,6 +296,7 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
         rules.filter(listed).map(|rule| rule["action"].clone()).collect()
     };
     assert_eq!(actions_on(93), ["FailJob"]);
+    assert_eq!(actions_on(78), ["FailJob"], "closed by an operator");
     assert_eq!(actions_on(143), ["Ignore"]);
     let rules = rules.as_array().expect("rules").iter();
     let conditions: Vec<_> = rules
@@ -351,6 +352,154 @@ fn pods_of_the_kubernetes_job_accept_its_own_pods_only() {
     );
 }
 
+/// A JobSet and a runtime of Kubeflow start the same command with the same parts as the plain job.
+#[test]
+fn a_jobset_and_a_training_runtime_start_the_same_job() {
+    let job = &manifest("deploy/kubernetes/job.yaml")[2];
+    let jobset = &manifest("deploy/kubernetes/jobset.yaml")[0];
+    let template = &jobset["spec"]["replicatedJobs"][0]["template"];
+    for field in ["completions", "parallelism", "completionMode", "podFailurePolicy"] {
+        assert_eq!(template["spec"][field], job["spec"][field], "{field}");
+    }
+    let (own, of_job) = (command(template), command(job));
+    let others: Vec<_> = own.iter().filter(|word| !of_job.contains(word)).collect();
+    // `<set>-<job>-<number>-<pod>.<set>`
+    assert_eq!(others, ["--rdzv-endpoint=gpt-node-0-0.gpt:29400"]);
+    let runtime = &manifest("deploy/kubernetes/training-runtime.yaml")[0];
+    let template = &runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"];
+    assert_eq!(
+        template["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"],
+        "trainer"
+    );
+    // The container that Trainer gives its variables.
+    assert_eq!(
+        template.pointer("/spec/template/spec/containers/0/name"),
+        Some(&json!("node"))
+    );
+    let words = command(template);
+    let flags: Vec<_> = words[1..]
+        .iter()
+        .filter(|word| !word.contains("train.yaml"))
+        .map(String::as_str)
+        .collect();
+    let flags: Vec<_> = flags
+        .into_iter()
+        .filter(|word| !word.starts_with("--set"))
+        .collect();
+    launch()
+        .env("PET_NNODES", "4")
+        .env("PET_NPROC_PER_NODE", "2")
+        .env("PET_NODE_RANK", "3")
+        .env("PET_MASTER_ADDR", "gpt-node-0-0.gpt")
+        .env("PET_MASTER_PORT", "29400")
+        .env("PET_RDZV_ID", "gpt")
+        .words(&["--dry-run"])
+        .words(&flags)
+        .target("true")
+        .run()
+        .expect_exit(0)
+        .expect_stdout("gpt-node-0-0.gpt:29400")
+        .expect_stdout("node_rank          3 ");
+}
+
+/// What Kubernetes itself asks of the daemon is what it serves, and nobody else reads its tokens.
+#[test]
+fn the_daemon_of_kubernetes_is_one_and_has_its_probes() {
+    let documents = manifest("deploy/kubernetes/rendezvous.yaml");
+    let of_kind = |kind: &str| documents.iter().find(|document| document["kind"] == kind);
+    let set = of_kind("StatefulSet").expect("a deployment would run two at a time");
+    assert_eq!(set["spec"]["replicas"], 1);
+    let service = of_kind("Service").expect("a service");
+    assert_eq!(set["spec"]["serviceName"], service["metadata"]["name"]);
+    // Else a daemon that recovers waits for nodes that cannot reach it.
+    assert_eq!(service["spec"]["publishNotReadyAddresses"], true);
+    let container = set
+        .pointer("/spec/template/spec/containers/0")
+        .expect("a container");
+    for (probe, path) in [("livenessProbe", "/livez"), ("readinessProbe", "/readyz")] {
+        assert_eq!(
+            container[probe]["httpGet"],
+            json!({ "path": path, "port": "metrics" })
+        );
+    }
+    assert!(container["resources"]["limits"]["memory"].is_string());
+    assert_eq!(
+        set["spec"]["volumeClaimTemplates"][0]["metadata"]["name"],
+        "state"
+    );
+    let mounted = container["volumeMounts"].as_array().expect("mounts");
+    let tokens = mounted
+        .iter()
+        .find(|mount| mount["name"] == "token")
+        .expect("the tokens");
+    let directory = tokens["mountPath"].as_str().expect("a path");
+    for variable in container["env"].as_array().expect("variables") {
+        let file = variable["value"].as_str().expect("a path");
+        assert!(file.starts_with(directory), "`{file}` is mounted");
+    }
+    for name in ["job", "jobset", "training-runtime", "rendezvous"] {
+        let text =
+            fs::read_to_string(repository(&format!("deploy/kubernetes/{name}.yaml"))).expect("readable");
+        // Readable by the group of `fsGroup`: the launcher refuses what other users can read.
+        let secret = "secret: { secretName: ddp-run-token, defaultMode: 0440";
+        assert!(
+            text.contains(secret) && text.contains("fsGroup: 1000"),
+            "{name} has the token"
+        );
+        let is_for_nodes = text.contains("items: [{ key: token, path: token }]");
+        assert_eq!(
+            is_for_nodes,
+            name != "rendezvous",
+            "{name}: nodes have no token of operators"
+        );
+        assert!(
+            !text.contains("kind: Secret"),
+            "{name} has no secret of its own, which everyone would share"
+        );
+    }
+}
+
+/// Every metric that alerts and the dashboard ask for is one that the daemon serves.
+#[test]
+fn alerts_and_dashboard_ask_for_metrics_that_exist() {
+    let args = [
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--metrics-addr",
+        "127.0.0.2:0",
+    ]
+    .map(Into::into);
+    let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
+        .args(args)
+        .start();
+    let line = daemon.wait_for("http://127.0.0.2:");
+    let (_, address) = line.split_once("http://").expect("an address");
+    let served = crate::operators::get(address.trim_end_matches('/'), "/metrics", "").body;
+    for file in ["alerts.yaml", "dashboard.json"] {
+        let text = fs::read_to_string(repository(&format!("deploy/monitoring/{file}"))).expect("readable");
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let asked: BTreeSet<&str> = words.filter(|word| word.starts_with("ddp_")).collect();
+        assert!(asked.len() > 5, "{asked:?}");
+        for name in asked {
+            let base = ["_total", "_bucket"]
+                .iter()
+                .find_map(|suffix| name.strip_suffix(suffix))
+                .unwrap_or(name);
+            // Families whose samples come with jobs, and one that is named after its samples.
+            let comes_later = ["ddp_job_generation", "ddp_build_info"].contains(&base);
+            let is_served = comes_later || served.contains(&format!("# TYPE {base} "));
+            assert!(is_served, "`{name}` of {file} is not in\n{served}");
+        }
+    }
+    serde_json::from_str::<Value>(
+        &fs::read_to_string(repository("deploy/monitoring/dashboard.json")).expect("readable"),
+    )
+    .expect("JSON");
+    daemon.signal(Signal::SIGTERM);
+    daemon.finish().expect_exit(0);
+}
+
 /// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
 fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
     let template = document.pointer("/spec/template")?;
@@ -400,7 +549,7 @@ fn every_selector_finds_pods() {
     }
     assert!(
         wanted.len() >= 7,
-        "two services, a deployment, two policies from and to: {wanted:?}"
+        "two services, a stateful set, two policies from and to: {wanted:?}"
     );
     for selector in wanted {
         let selector = selector.as_object().expect("labels");
@@ -436,7 +585,9 @@ fn no_container_runs_as_root() {
 #[test]
 fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
     let documents = manifest("deploy/kubernetes/rendezvous.yaml");
-    let deployment = documents.iter().find(|document| document["kind"] == "Deployment");
+    let set = documents
+        .iter()
+        .find(|document| document["kind"] == "StatefulSet");
     let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart="));
     assert!(
@@ -444,14 +595,14 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
         "it makes the directory"
     );
     let of_unit = start.expect("a command").split(' ').map(str::to_owned).collect();
-    for words in [command(deployment.expect("a deployment")), of_unit] {
+    for words in [command(set.expect("a stateful set")), of_unit] {
         assert_eq!(words[0], "ddp-rendezvous");
         // Any free port instead of the service's, and a directory of the test's own.
         let state = temp_dir();
         let state = state.path().to_str().expect("unicode");
         let words = words[1..].iter().map(|word| match word.as_str() {
             "/state" | "/var/lib/ddp-rendezvous" => state.to_owned(),
-            word => word.replace(":29400", ":0"),
+            word => word.replace(":29400", ":0").replace(":9400", ":0"),
         });
         let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(words.map(Into::into))

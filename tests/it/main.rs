@@ -30,6 +30,7 @@ mod limits;
 mod main_job;
 mod memory;
 mod numa;
+mod operators;
 mod out_dir;
 mod out_of_memory;
 mod outage;

@@ -108,6 +108,9 @@ class Sending(Worker):
     def test_the_greeting_names_the_place_and_heartbeats_follow(self):
         ddp_run.heartbeat(7)
         ddp_run.heartbeat(8, phase="saving")
+        ddp_run.heartbeat(9, loss=2.5)
+        # JSON has no NaN, and the launcher would end the connection.
+        ddp_run.heartbeat(10, loss=float("nan"))
         ddp_run.sizes(ranks_divide=16, ranks_multiple_of=2)
         ddp_run.sizes()
         connection = self.accept()
@@ -115,6 +118,8 @@ class Sending(Worker):
         self.assertEqual(connection.next(), {"type": "hello", "protocol": 1, "listens": False, **place})
         self.assertEqual(connection.next(), {"type": "heartbeat", "step": 7, "phase": "training"})
         self.assertEqual(connection.next(), {"type": "heartbeat", "step": 8, "phase": "saving"})
+        self.assertEqual(connection.next(), {"type": "heartbeat", "step": 9, "phase": "training", "loss": 2.5})
+        self.assertEqual(connection.next(), {"type": "heartbeat", "step": 10, "phase": "training"})
         self.assertEqual(connection.next(), {"type": "sizes", "ranks_divide": 16, "ranks_multiple_of": 2})
         self.assertEqual(connection.next(), {"type": "sizes"})
 

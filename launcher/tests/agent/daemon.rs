@@ -9,9 +9,10 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, Assignment, DaemonMessage, Failure, Failures, GenerationOver, HeartbeatAck, JobOver, Join,
-    KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment,
-    NodesReply, NodesRequest, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
+    AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, Failure,
+    Failures, GenerationOver, HeartbeatAck, JobOver, JobsReply, JobsRequest, Join, KvGatherReply,
+    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, NodesReply,
+    NodesRequest, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -406,5 +407,18 @@ impl Rendezvous for Service {
 
     async fn status(&self, _: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
         Err(Status::unimplemented("not needed here"))
+    }
+
+    // No agent calls the rest.
+    async fn jobs(&self, _: Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
+        Err(Status::unimplemented("for operators"))
+    }
+
+    async fn close(&self, _: Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
+        Err(Status::unimplemented("for operators"))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        Err(Status::unimplemented("for operators"))
     }
 }

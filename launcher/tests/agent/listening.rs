@@ -29,6 +29,7 @@ fn role_stops_at_boundary() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     };
     session.say(&heartbeat);
     session.say(&ToAgent::Sizes(Sizes {

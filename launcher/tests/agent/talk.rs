@@ -326,6 +326,7 @@ fn role_reports_progress() {
         progress: Some(progress),
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
     // Answered after the heartbeat was passed on.
     session.say(&ToAgent::KvPut {
@@ -568,6 +569,7 @@ fn role_ends_in_a_phase() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
 }
 
@@ -629,6 +631,7 @@ fn role_hangs() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     });
     loop {
         std::thread::park();
@@ -679,6 +682,7 @@ fn role_waits_for_a_peer() {
                 peers: "rank 9".into(),
             }],
             activity: String::new(),
+            loss: None,
         });
     }
 }

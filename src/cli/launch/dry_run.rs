@@ -290,6 +290,7 @@ mod tests {
             is_host,
             node_rank: Some(0),
             job_id: "job".to_owned(),
+            status_port: None,
             one_node: false,
         };
         let shown = |endpoint, is_host| rendezvous(&of_first_node(endpoint, is_host));

@@ -54,12 +54,37 @@ pub enum Protection {
 }
 
 /// The operator's files that the environment names.
-pub fn tls_files(get_env: &impl Fn(&str) -> Option<String>) -> TlsFiles {
+fn tls_files(get_env: &impl Fn(&str) -> Option<String>) -> TlsFiles {
     let file = |name| get_env(name).filter(|path| !path.is_empty()).map(Into::into);
     TlsFiles {
         cert: file("DDP_TLS_CERT"),
         key: file("DDP_TLS_KEY"),
         ca: file("DDP_TLS_CA"),
+    }
+}
+
+impl Protection {
+    /// By the flag and the variables of this process.
+    pub fn find(is_insecure: bool, get_env: impl Fn(&str) -> Option<String>) -> Self {
+        if is_insecure {
+            return Self::Insecure;
+        }
+        Self::Token {
+            files: tls_files(&get_env),
+            source: TokenSource::find(get_env),
+        }
+    }
+
+    /// What is proved to the daemon of another process. A token's file may still have to be made there.
+    pub async fn access(&self, patience: Duration) -> Result<Access, CliError> {
+        Ok(match self {
+            Self::Insecure => Access::Open,
+            // The daemon's operator has no token of this user's.
+            Self::Token { source, files } if files.ca.is_some() => {
+                Access::Operator(files.clone(), source.read_or_make()?)
+            }
+            Self::Token { source, .. } => Access::Token(source.wait(patience).await?),
+        })
     }
 }
 
@@ -74,6 +99,8 @@ pub struct HostFacts {
     pub node_rank: Option<u32>,
     /// `--rdzv-id`, or what stands for it.
     pub job_id: String,
+    /// `--status-port`: where this node shows the job, if it hosts the daemon.
+    pub status_port: Option<u16>,
     /// True for a job of one node, whose daemon no other node has to find.
     pub one_node: bool,
     /// What is proved at a TCP port.
@@ -135,17 +162,9 @@ pub struct OwnDaemon {
 
 /// At another process.
 async fn join(facts: &HostFacts, endpoint: &Endpoint) -> Result<Hosting, CliError> {
-    let access = match &facts.protection {
-        Protection::Insecure => Access::Open,
-        // The daemon's operator has no token of this user's.
-        Protection::Token { source, files } if facts.is_operators() => {
-            Access::Operator(files.clone(), source.read_or_make()?)
-        }
-        Protection::Token { source, .. } => Access::Token(source.wait(facts.patience).await?),
-    };
     Ok(Hosting {
         endpoint: endpoint.to_string(),
-        access,
+        access: facts.protection.access(facts.patience).await?,
         daemon: None,
     })
 }
@@ -395,6 +414,7 @@ mod tests {
             is_host,
             node_rank,
             job_id: "job".to_owned(),
+            status_port: None,
             one_node: false,
             protection: Protection::Insecure,
             patience: Duration::ZERO,

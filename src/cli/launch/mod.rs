@@ -27,14 +27,16 @@ pub mod streams;
 pub mod target;
 
 use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::cli::answer::{OWN_PREFIX, print_own_error};
+use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
@@ -178,7 +180,8 @@ async fn start_daemon(
     let hosting = host::resolve_host(facts).await?;
     // The launcher's own name is in those of control groups, which every user of the machine can read.
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
-    let start = |daemon| Daemon::start(daemon, &plan.job_id, &incarnation);
+    let page = status_page(facts, hosting.daemon.is_some())?;
+    let start = |daemon| Daemon::start(daemon, page, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
@@ -187,6 +190,27 @@ async fn start_daemon(
         ..plan
     };
     Ok((plan, daemon))
+}
+
+/// The socket of `--status-port`; none on a node that has no daemon to show.
+fn status_page(facts: &HostFacts, is_host: bool) -> Result<Option<TcpListener>, CliError> {
+    let Some(port) = facts.status_port else {
+        return Ok(None);
+    };
+    if !is_host {
+        print_own(
+            "`--status-port` shows nothing here: another node, or `ddp-rendezvous`, hosts the rendezvous",
+        );
+        return Ok(None);
+    }
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let listener = rendezvous::listen(&[address]).map_err(|source| CliError::Listen {
+        address: address.to_string(),
+        source,
+        hint: "choose a different `--status-port`",
+    })?;
+    print_own(&format!("the job is shown at http://{address}/"));
+    Ok(Some(listener))
 }
 
 /// The daemon in this process.
@@ -198,7 +222,7 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(daemon: OwnDaemon, job_id: &str, incarnation: &str) -> Self {
+    fn start(daemon: OwnDaemon, page: Option<TcpListener>, job_id: &str, incarnation: &str) -> Self {
         let OwnDaemon { listener, callers } = daemon;
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
@@ -207,13 +231,17 @@ impl Daemon {
             callers,
             ..rendezvous::Config::default()
         };
+        let operators = rendezvous::Operators {
+            http: page,
+            ..rendezvous::Operators::default()
+        };
         let drain = config.drain + config.lease;
         let task = tokio::spawn(async move {
             let shutdown = async {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve(listener, config, None, shutdown).await {
+            if let Err(error) = rendezvous::serve_with(listener, config, None, operators, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });

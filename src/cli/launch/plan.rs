@@ -14,7 +14,7 @@ use ddp_proto::words::counted;
 
 use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
-use super::host::{HostFacts, Protection, tls_files};
+use super::host::{HostFacts, Protection};
 use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
@@ -25,7 +25,6 @@ use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_core
 use crate::cli::machine::numa::bind;
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
-use crate::cli::token::TokenSource;
 use crate::cli::values::{EventLog, ProcCount, RdzvConf};
 use crate::rendezvous::DEFAULT_JOB_ID;
 
@@ -227,20 +226,14 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
 
 fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {
     HostFacts {
-        protection: if settings.insecure == Some(true) {
-            Protection::Insecure
-        } else {
-            Protection::Token {
-                source: TokenSource::find(get_env),
-                files: tls_files(get_env),
-            }
-        },
+        protection: Protection::find(settings.insecure == Some(true), get_env),
         patience: plan.connect_timeout,
         // Port 0 is a free one: only one node alone can meet there, which `check_nodes` has seen to.
         endpoint: settings.rdzv_endpoint.filter(|endpoint| endpoint.port != 0),
         is_host: settings.rdzv_conf.and_then(|conf| conf.is_host),
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
+        status_port: settings.status_port,
         one_node: plan.nodes.max == 1,
     }
 }

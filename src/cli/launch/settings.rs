@@ -256,6 +256,12 @@ settings! {
     #[arg(value_name = "FILE", help_heading = OUTPUT, hide_short_help = true)]
     event_log_handler: EventLog = values::event_log,
 
+    /// Show the job at this port of this machine, in a browser
+    ///
+    /// Only on the node that hosts the rendezvous, and only for connections from that machine: `http://localhost:PORT/`.
+    #[arg(value_name = "PORT", help_heading = OUTPUT, hide_short_help = true, allow_negative_numbers = true)]
+    status_port: u16 = values::port,
+
     /// Accepted: deaths are never polled for
     #[arg(hide = true)]
     monitor_interval: Duration = values::seconds,

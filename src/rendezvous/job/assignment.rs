@@ -9,7 +9,7 @@ use super::node::Node;
 use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{Observation, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::ranks;
@@ -32,13 +32,30 @@ impl Job {
         self.numbering.assign(turn, self.roster.free_attempt());
         let generation = self.numbering.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
+        if let Phase::Gathering(gathering) = &self.phase {
+            turn.observe(Observation::Assigned(gathering.waited(turn.at.now)));
+        }
         let (assignment, nodes) = self.assignment(turn, reason);
+        self.begin_period(turn, &assignment.reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
         self.phase = Phase::Running(Box::new(running));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
         self.tell_spares(turn);
+    }
+
+    /// A generation runs from now on with these members, for those who look back.
+    pub(super) fn begin_period(&mut self, turn: &mut Turn<'_>, why: &str) {
+        let generation = self.numbering.generation();
+        turn.about.generation = generation;
+        let nodes = self.roster.members().len() as u32;
+        let ranks = self
+            .roster
+            .members_there()
+            .map(|(_, node)| node.join().workers)
+            .sum();
+        self.history.begin(turn.at.now, generation, nodes, ranks, why);
     }
 
     /// What all nodes are told alike, and the list of them.

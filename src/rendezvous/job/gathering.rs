@@ -53,6 +53,11 @@ impl Gathering {
         self.until <= now
     }
 
+    /// How long nodes have gathered, without the pause before.
+    pub(super) fn waited(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.began)
+    }
+
     /// What is left of the pause before the restart.
     pub(super) fn backoff_left(&self, now: Duration) -> Duration {
         self.not_before.saturating_sub(now)

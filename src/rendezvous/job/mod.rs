@@ -42,18 +42,23 @@ mod verdict;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, HeartbeatAck, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
-    NodesRequest, StatusReply,
+    GenerationOver, Heartbeat, HeartbeatAck, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest,
+    NodeStopped, NodesRequest, StatusReply,
 };
 use prost::bytes::Bytes;
 
-use super::event::{CallId, ConnId, KvError, Speech, Turn, regrouping};
+use super::event::{About, CallId, ConnId, KvError, Speech, Turn, regrouping};
+use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
+use super::ranks::Member;
 use super::size::RankLimits;
+use super::state::Census;
+use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
 use node::Node;
@@ -87,6 +92,7 @@ pub(super) struct Job {
     kv: KvStore,
     /// Of its first node; empty where nodes prove nothing of the kind.
     token_proof: Vec<u8>,
+    history: History,
     /// No deadline of this job is before this moment; it may be early, never late.
     next_wake: Option<Duration>,
 }
@@ -105,6 +111,16 @@ enum Phase {
 }
 
 impl Phase {
+    /// As people and tools read it.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Gathering(_) => "gathering",
+            Self::Recovering(_) => "recovering",
+            Self::Running(_) => "running",
+            Self::Over(_) => "over",
+        }
+    }
+
     fn running(&self) -> Option<&Running> {
         match self {
             Self::Running(running) => Some(running),
@@ -134,6 +150,7 @@ impl Job {
             earlier: None,
             kv: KvStore::default(),
             token_proof: Vec::new(),
+            history: History::default(),
             next_wake: None,
         }
     }
@@ -213,9 +230,11 @@ impl Job {
         self.roster.change(&from.incarnation, |node| {
             if from.generation == generation {
                 node.reached(heartbeat.step);
+                node.note_progress(turn, heartbeat);
             }
             node.send(turn, generation, Reply::HeartbeatAck(HeartbeatAck {}));
         });
+        self.note_loss(from, heartbeat);
         self.note_sighting(turn, from, heartbeat.lost_rank);
         if self.is_of_member(from)
             && let (Some(running), Some(step)) = (self.phase.running_mut(), heartbeat.step)
@@ -227,6 +246,20 @@ impl Job {
             && let Some(limits) = RankLimits::of(heartbeat)
         {
             self.limit_sizes(turn, limits);
+        }
+    }
+
+    /// Rank 0 is on the first node.
+    fn note_loss(&mut self, from: &Speech, heartbeat: &Heartbeat) {
+        let rank_0 = heartbeat.ranks.first().filter(|first| first.rank == 0);
+        let is_first =
+            |members: &[Member]| members.first().is_some_and(|m| m.incarnation == from.incarnation);
+        if let Some((rank_0, loss)) = rank_0.and_then(|rank_0| Some((rank_0, rank_0.loss?)))
+            && from.generation == self.numbering.generation()
+            && self.phase.running().is_some()
+            && is_first(self.roster.members())
+        {
+            self.history.note_loss(rank_0.step, loss);
         }
     }
 
@@ -456,25 +489,101 @@ impl Job {
         }
     }
 
+    /// Of what the notes of a turn speak.
+    pub(super) fn about(&self, incarnation: &str) -> About {
+        let node = self.roster.get(incarnation);
+        About {
+            job: self.id.clone(),
+            generation: self.numbering.generation(),
+            node: node.map_or_else(String::new, |node| node.hostname().to_owned()),
+        }
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.numbering.generation()
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Over(_))
+    }
+
+    /// An operator ends the job.
+    pub(super) fn close(&mut self, turn: &mut Turn<'_>, reason: &str) {
+        if !self.is_over() {
+            let words = match reason {
+                "" => "an operator closed the job".to_owned(),
+                reason => format!("an operator closed the job: {reason}"),
+            };
+            self.job_over(turn, exit::CLOSED, words);
+            self.plan_wake();
+        }
+    }
+
+    /// Adds the job to all of them.
+    pub(super) fn count(&self, now: Duration, census: &mut Census) {
+        let phase = match &self.phase {
+            Phase::Gathering(_) => &mut census.gathering,
+            Phase::Recovering(_) => &mut census.recovering,
+            Phase::Running(_) => &mut census.running,
+            Phase::Over(_) => &mut census.over,
+        };
+        *phase += 1;
+        census.ranks += u64::from(self.ranks());
+        census.kv_bytes += self.kv.size().1 as u64;
+        for node in self.roster.nodes().values() {
+            census.nodes += 1;
+            census.connected += u64::from(node.is_connected());
+            let silence = now.saturating_sub(node.last_word());
+            census.longest_silence = census.longest_silence.max(silence);
+        }
+    }
+
+    /// Ranks of the generation that runs.
+    fn ranks(&self) -> u32 {
+        let members = self.phase.running().map(|_| self.roster.members_there());
+        members
+            .into_iter()
+            .flatten()
+            .map(|(_, node)| node.join().workers)
+            .sum()
+    }
+
+    /// The job in one line of a list.
+    pub(super) fn summary(&self, now: Duration) -> JobSummary {
+        JobSummary {
+            job_id: self.id.clone(),
+            phase: self.phase.name().into(),
+            generation: self.numbering.generation(),
+            restart_count: self.account.spent(),
+            max_restarts: self.roster.max_restarts(),
+            nodes: self.roster.nodes().len() as u32,
+            ranks: self.ranks(),
+            step: self.roster.step(),
+            reason: self.waiting_words(now),
+            kv_bytes: self.kv.size().1 as u64,
+        }
+    }
+
     /// What people and tools may know.
     pub(super) fn status(&self, now: Duration) -> StatusReply {
-        let phase = match self.phase {
-            Phase::Gathering(_) => "gathering",
-            Phase::Recovering(_) => "recovering",
-            Phase::Running(_) => "running",
-            Phase::Over(_) => "over",
-        };
-        let nodes = self.roster.nodes().iter().map(|(incarnation, node)| {
-            let rank = self.roster.rank_of(incarnation);
-            node.status(now, rank.filter(|_| self.phase.running().is_some()))
-        });
-        StatusReply {
+        let (min_nodes, max_nodes) = self.roster.limits();
+        let mut reply = StatusReply {
             generation: self.numbering.generation(),
-            phase: phase.into(),
+            phase: self.phase.name().into(),
             restart_count: self.account.spent(),
+            max_restarts: self.roster.max_restarts(),
             assignment_id: self.numbering.assignment_id().to_owned(),
-            nodes: nodes.collect(),
+            nodes: self.roster.statuses(now, self.phase.running().is_some()),
             reason: self.waiting_words(now),
-        }
+            min_nodes,
+            max_nodes,
+            kv_bytes: self.kv.size().1 as u64,
+            ..StatusReply::default()
+        };
+        reply.more_nodes = (self.roster.nodes().len() - reply.nodes.len()) as u32;
+        self.history.tell(now, &mut reply);
+        let ranks = self.roster.nodes().values().flat_map(Node::ranks);
+        stragglers::tell(ranks, &mut reply);
+        reply
     }
 }

@@ -5,12 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{DaemonMessage, Join, NodeStatus};
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
 use super::joining::Joining;
 use crate::rendezvous::event::{ConnId, Peer, Turn};
+use crate::rendezvous::kv::clip;
 use crate::rendezvous::node_index::Facts;
 use crate::rendezvous::ranks::Candidate;
+
+/// Workers of a node whose progress is kept.
+const MAX_RANKS: usize = 256;
 
 /// A node.
 #[derive(Debug)]
@@ -27,6 +31,10 @@ pub(super) struct Node {
     excuse: Option<Excuse>,
     readiness: Readiness,
     step: Option<u64>,
+    /// How far each of its workers has come, for people.
+    ranks: Vec<RankProgress>,
+    /// Where the logs of its workers lie, as it says.
+    log_dir: String,
 }
 
 /// How far a node is from running workers of the next generation.
@@ -63,6 +71,8 @@ impl Node {
             excuse: None,
             readiness: Readiness::Joined,
             step: place.and_then(|place| place.heartbeat?.step),
+            ranks: Vec::new(),
+            log_dir: String::new(),
         }
     }
 
@@ -162,7 +172,30 @@ impl Node {
             workers: self.join.workers,
             lease_left_ms: self.lease_until.saturating_sub(now).as_millis() as u32,
             step: self.step,
+            silent_ms: now.saturating_sub(self.last_word).as_millis() as u64,
+            connected: self.is_connected(),
+            first_rank: 0,
+            ranks: self.ranks.clone(),
+            log_dir: self.log_dir.clone(),
         }
+    }
+
+    /// How far each of its workers has come.
+    pub(super) fn ranks(&self) -> &[RankProgress] {
+        &self.ranks
+    }
+
+    /// Keeps what it tells of its workers for people, within bounds.
+    pub(super) fn note_progress(&mut self, turn: &Turn<'_>, heartbeat: &Heartbeat) {
+        let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
+        let told = heartbeat.ranks.iter().take(MAX_RANKS).map(|rank| RankProgress {
+            step_time_s: rank.step_time_s.filter(is_time),
+            loss: rank.loss.filter(|loss| loss.is_finite()),
+            ..*rank
+        });
+        self.ranks.clear();
+        self.ranks.extend(told);
+        clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }
 
     /// What the job counts of its nodes.
@@ -264,6 +297,7 @@ impl Node {
     /// Its workers have come to this step; none in a generation that begins.
     pub(super) fn reached(&mut self, step: Option<u64>) {
         self.step = step;
+        self.ranks.clear();
     }
 
     pub(super) fn renew_lease(&mut self, until: Duration) {

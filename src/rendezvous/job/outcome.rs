@@ -12,7 +12,7 @@ use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Speech, Turn};
+use crate::rendezvous::event::{Observation, RestartReason, Speech, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::policy::{Ended, Verdict, Why};
 use crate::rendezvous::words;
@@ -187,6 +187,12 @@ impl Job {
             at_step_boundary: false,
             best_step: self.account.best(),
         };
+        turn.observe(Observation::Restarted(match end.why {
+            Why::PortTaken => RestartReason::PortTaken,
+            Why::NodeMissing => RestartReason::NodeLost,
+            Why::Membership => RestartReason::Membership,
+            Why::Failure | Why::Permanent => RestartReason::WorkerFailed,
+        }));
         self.regroup(turn, over);
     }
 
@@ -206,6 +212,7 @@ impl Job {
             "job `{}`: generation {generation} ended: {}; {next}",
             self.id, over.cause
         ));
+        self.history.end(now, &over.cause);
         self.numbering.end_attempt();
         self.roster.end_excuses(now);
         self.roster.stop_members(turn, generation, &over);

@@ -526,7 +526,7 @@ impl Job {
     }
 
     /// From now on the generation runs here, with the nodes that have come back; returns what they have reported.
-    fn take_up(&mut self, turn: &Turn<'_>) -> Vec<(Speech, Body)> {
+    fn take_up(&mut self, turn: &mut Turn<'_>) -> Vec<(Speech, Body)> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
@@ -544,6 +544,7 @@ impl Job {
             assignment_id,
             ..run.assignment
         };
+        self.begin_period(turn, &assignment.reason);
         self.phase = Phase::Running(Box::new(Running::new(
             (assignment, NodeList::new(nodes)),
             turn.at.now,

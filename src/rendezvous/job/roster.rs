@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{GenerationOver, Join};
+use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 
 use super::joining::join_timeout;
 use super::node::Node;
@@ -17,6 +17,9 @@ use crate::rendezvous::words;
 
 /// Lost nodes that a job remembers, to give them the verdict should they come back.
 const MAX_LOST: usize = 4096;
+
+/// Nodes that a list for people holds.
+const MAX_LISTED: usize = 1024;
 
 /// The nodes of one job. Each is known by its incarnation.
 #[derive(Debug, Default)]
@@ -329,6 +332,43 @@ impl Roster {
             None | Some(0) => default,
             Some(ms) => Duration::from_millis(ms.into()),
         }
+    }
+
+    /// Restarts that the job may have.
+    pub(super) fn max_restarts(&self) -> u32 {
+        let first = self.nodes.values().next().map(Node::join);
+        first.map_or(0, |join| join.max_restarts)
+    }
+
+    /// What people may know of the nodes, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
+    pub(super) fn statuses(&self, now: Duration, runs: bool) -> Vec<NodeStatus> {
+        let mut first_rank = 0;
+        let members = (0..)
+            .zip(&self.members)
+            .filter(|_| runs)
+            .map(|(node_rank, member)| {
+                let node = self.nodes.get(&member.incarnation)?;
+                let status = NodeStatus {
+                    first_rank,
+                    ..node.status(now, Some(node_rank))
+                };
+                first_rank += status.workers;
+                Some(status)
+            });
+        let mut listed: Vec<NodeStatus> = members.flatten().take(MAX_LISTED).collect();
+        let ranked: BTreeSet<&String> = self
+            .members
+            .iter()
+            .filter(|_| runs)
+            .map(|m| &m.incarnation)
+            .collect();
+        let others = self
+            .nodes
+            .iter()
+            .filter(|(incarnation, _)| !ranked.contains(incarnation));
+        let left = MAX_LISTED - listed.len();
+        listed.extend(others.take(left).map(|(_, node)| node.status(now, None)));
+        listed
     }
 
     /// How many nodes the job needs and takes.

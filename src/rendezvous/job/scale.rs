@@ -13,7 +13,7 @@ use ddp_proto::rendezvous::GenerationOver;
 
 use super::Job;
 use super::running::Running;
-use crate::rendezvous::event::{Turn, regrouping};
+use crate::rendezvous::event::{Observation, RestartReason, Turn, regrouping};
 use crate::rendezvous::ranks::Candidate;
 use crate::rendezvous::size::RankLimits;
 use crate::rendezvous::words;
@@ -63,6 +63,7 @@ impl Job {
             at_step_boundary: !running.has_suspect(),
             ..regrouping(cause)
         };
+        turn.observe(Observation::Restarted(RestartReason::Membership));
         self.regroup(turn, over);
     }
 

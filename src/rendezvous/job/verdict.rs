@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use ddp_proto::exit;
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::refused::Code;
@@ -10,7 +11,7 @@ use ddp_proto::rendezvous::refused::Code;
 use super::joining::Joining;
 use super::record::{Record, Stage};
 use super::{Job, Phase};
-use crate::rendezvous::event::{Turn, refusal};
+use crate::rendezvous::event::{Observation, Turn, refusal};
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
@@ -131,6 +132,11 @@ impl Job {
             _ => return,
         };
         turn.decided(format!("job `{}` ended: {reason}", self.id));
+        turn.observe(Observation::Ended(match &stage {
+            Stage::JobOver { exit_code, .. } => *exit_code,
+            _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
+        }));
+        self.history.end(turn.at.now, &reason);
         self.roster.end_excuses(turn.at.now);
         self.roster.send_all(turn, self.numbering.generation(), &verdict);
         self.kv.end(turn, &format!("the job has ended: {reason}"));

@@ -5,17 +5,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    DaemonMessage, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest, StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
+    StatusReply, StatusRequest,
 };
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::ledger::{Ledger, LedgerError};
+use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
-use crate::rendezvous::state::{State, apply};
+use crate::rendezvous::event::{About, At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
+use crate::rendezvous::state::{Census, State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]
@@ -30,7 +33,17 @@ pub(in crate::rendezvous) enum Request {
     /// Nobody waits for the answer of a read any more; with its job.
     KvCancel(CallId, String),
     Nodes(NodesRequest, Answer),
-    Status(StatusRequest, oneshot::Sender<Option<StatusReply>>),
+    /// With whether an operator asks.
+    Status(StatusRequest, bool, oneshot::Sender<Option<StatusReply>>),
+    Jobs(oneshot::Sender<JobsReply>),
+    /// All jobs in numbers, with the generations of so many.
+    Census(usize, oneshot::Sender<Census>),
+    /// Ends this job for this reason; false if there is none.
+    Close(String, String, oneshot::Sender<bool>),
+    /// Takes no new jobs; answers how many there are.
+    TakeNoJobs(oneshot::Sender<u32>),
+    /// Answer when no new jobs are taken and none is left.
+    Drained(oneshot::Sender<()>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
     /// Answer when no node is expected back.
@@ -47,13 +60,24 @@ pub(in crate::rendezvous) struct Actor {
     ledger: Option<Ledger>,
     inbox: mpsc::Receiver<Request>,
     born: Instant,
-    agents: HashMap<ConnId, mpsc::Sender<Arc<DaemonMessage>>>,
+    agents: HashMap<ConnId, Agent>,
     /// Reads that wait.
     reads: HashMap<CallId, Answer>,
     drained: Vec<oneshot::Sender<()>>,
     reunited: Vec<oneshot::Sender<()>>,
+    jobless: Vec<oneshot::Sender<()>>,
+    metrics: Arc<Metrics>,
+    /// Notes carry job, generation and node apart from their words.
+    log_fields: bool,
     /// How long messages may keep a timer waiting.
     tick_slack: Duration,
+}
+
+/// One agent's stream.
+#[derive(Debug)]
+struct Agent {
+    queue: mpsc::Sender<Arc<DaemonMessage>>,
+    heartbeat: Option<Instant>,
 }
 
 impl Actor {
@@ -74,13 +98,28 @@ impl Actor {
             reads: HashMap::new(),
             drained: Vec::new(),
             reunited: Vec::new(),
+            jobless: Vec::new(),
+            metrics: Arc::new(Metrics::new()),
+            log_fields: false,
         };
         (actor, outbox)
+    }
+
+    /// What it counts goes there, and its notes have fields if they are to.
+    pub(super) fn observed_by(self, metrics: Arc<Metrics>, log_fields: bool) -> Self {
+        Self {
+            metrics,
+            log_fields,
+            ..self
+        }
     }
 
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
+            if !self.jobless.is_empty() && self.state.is_drained() {
+                answer_all(&mut self.jobless);
+            }
             let expected = self.answer_askers();
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
             let wake = wake.map(|wake| self.born + wake);
@@ -120,12 +159,16 @@ impl Actor {
 
     fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
         match request {
-            Request::Opened(conn, agent) => {
-                self.agents.insert(conn, agent);
+            Request::Opened(conn, queue) => {
+                let heartbeat = None;
+                self.agents.insert(conn, Agent { queue, heartbeat });
+                self.metrics.set_streams(self.agents.len());
             }
             Request::Event(event) => {
-                if let Event::Closed { conn, .. } = event {
-                    self.agents.remove(&conn);
+                match &event {
+                    Event::Closed { conn, .. } => self.drop_agent(*conn),
+                    Event::Message { conn, message, .. } => self.note_heartbeat(*conn, message),
+                    _ => {}
                 }
                 self.apply(event)?;
             }
@@ -150,10 +193,27 @@ impl Actor {
             Request::Nodes(request, answer) => {
                 let _ = answer.send(self.state.nodes(&request));
             }
-            Request::Status(request, answer) => {
+            Request::Status(request, is_admin, answer) => {
+                let now = self.born.elapsed();
                 // A caller that went away needs no answer.
-                let _ = answer.send(self.state.status_for(self.born.elapsed(), &request));
+                let _ = answer.send(self.state.status_for(now, &request, is_admin));
             }
+            Request::Jobs(answer) => {
+                let _ = answer.send(self.state.jobs(self.born.elapsed()));
+            }
+            Request::Census(generations, answer) => {
+                let _ = answer.send(self.state.census(self.born.elapsed(), generations));
+            }
+            Request::Close(job, reason, answer) => {
+                let is_there = self.state.has_job(&job);
+                self.apply(Event::Close { job, reason })?;
+                let _ = answer.send(is_there);
+            }
+            Request::TakeNoJobs(answer) => {
+                self.apply(Event::Drain)?;
+                let _ = answer.send(self.state.job_count() as u32);
+            }
+            Request::Drained(jobless) => self.jobless.push(jobless),
             Request::Drain(drained) => self.drained.push(drained),
             Request::Reunite(reunited) => self.reunited.push(reunited),
         }
@@ -178,12 +238,13 @@ impl Actor {
             }
         }
         for effect in effects {
+            self.metrics.note(&effect);
             match effect {
-                Effect::Record(_) => {}
+                Effect::Record(_) | Effect::Observed(_) => {}
                 Effect::Send { conn, message } => self.send(conn, message),
                 Effect::Close { conn } => {
                     // Dropping the sender ends the stream after what is queued.
-                    self.agents.remove(&conn);
+                    self.drop_agent(conn);
                 }
                 Effect::Answer { call, result } => {
                     if let Some(answer) = self.reads.remove(&call) {
@@ -191,17 +252,40 @@ impl Actor {
                         let _ = answer.send(result);
                     }
                 }
-                Effect::Note {
-                    weight: Weight::Decision,
-                    words,
-                } => tracing::info!("{words}"),
-                Effect::Note {
-                    weight: Weight::Detail,
-                    words,
-                } => tracing::debug!("{words}"),
+                Effect::Note { weight, words, about } => self.say(weight, &words, &about),
             }
         }
         Ok(())
+    }
+
+    fn say(&self, weight: Weight, words: &str, about: &About) {
+        let About {
+            job,
+            generation,
+            node,
+        } = about;
+        match weight {
+            Weight::Decision if self.log_fields => tracing::info!(job, generation, node, "{words}"),
+            Weight::Detail if self.log_fields => tracing::debug!(job, generation, node, "{words}"),
+            Weight::Decision => tracing::info!("{words}"),
+            Weight::Detail => tracing::debug!("{words}"),
+        }
+    }
+
+    fn note_heartbeat(&mut self, conn: ConnId, message: &AgentMessage) {
+        if let Some(Body::Heartbeat(_)) = message.body
+            && let Some(agent) = self.agents.get_mut(&conn)
+        {
+            let now = Instant::now();
+            if let Some(last) = agent.heartbeat.replace(now) {
+                self.metrics.heartbeat(now - last);
+            }
+        }
+    }
+
+    fn drop_agent(&mut self, conn: ConnId) {
+        self.agents.remove(&conn);
+        self.metrics.set_streams(self.agents.len());
     }
 
     /// The timer's precision is a millisecond: a deadline that it was set for has come when it fires.
@@ -217,13 +301,13 @@ impl Actor {
         let Some(agent) = self.agents.get(&conn) else {
             return;
         };
-        if let Err(mpsc::error::TrySendError::Full(_)) = agent.try_send(message) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = agent.queue.try_send(message) {
             // It has not read for a long time; its stream ends, and it may come back with a new one.
             tracing::warn!(
                 "agent on stream {} does not read its messages; disconnected",
                 conn.0
             );
-            self.agents.remove(&conn);
+            self.drop_agent(conn);
         }
     }
 }

@@ -48,7 +48,8 @@ pub(super) async fn admit(
     config: Config,
 ) -> Option<Connection> {
     let deadline = Instant::now() + config.join_wait;
-    let peer = peer_of(&socket);
+    // Without addresses it is gone already, and must not pass for a caller of this machine.
+    let peer = peer_of(&socket).ok()?;
     if let Err(why) = check_user(&socket) {
         admission.refused("this machine", why);
         return None;
@@ -85,19 +86,19 @@ pub(super) async fn admit(
 }
 
 /// The two ends. On a Unix socket both are this machine.
-fn peer_of(socket: &Socket) -> Peer {
+fn peer_of(socket: &Socket) -> io::Result<Peer> {
     let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let ip = |address: io::Result<SocketAddr>| address.map_or(here, |address| address.ip().to_canonical());
-    match socket {
+    let ip = |address: SocketAddr| address.ip().to_canonical();
+    Ok(match socket {
         Socket::Tcp(tcp) => Peer {
-            remote: ip(tcp.peer_addr()),
-            local: ip(tcp.local_addr()),
+            remote: ip(tcp.peer_addr()?),
+            local: ip(tcp.local_addr()?),
         },
         Socket::Unix(_) => Peer {
             remote: here,
             local: here,
         },
-    }
+    })
 }
 
 /// An abstract socket is open to every user of the machine: only the own one and root are served.

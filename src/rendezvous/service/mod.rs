@@ -1,14 +1,21 @@
-//! The daemon's I/O: the task that owns the state, its ledger, and the gRPC server. Nothing is decided here.
+//! The daemon's I/O: the task that owns the state, its ledger, the gRPC server, and what operators look at. Nothing is
+//! decided here.
 
 mod actor;
+mod admin;
 mod admission;
 mod connection;
+mod http;
 mod incoming;
 mod ledger;
+mod metrics;
+mod page;
 mod server;
 
 #[cfg(test)]
 pub(super) use actor::{Actor, Request};
+pub use admin::Admin;
+pub use http::Operators;
 pub use incoming::{Listener, OperatorTls, Transport, listen, listen_locally};
 pub use ledger::{Ledger, LedgerError};
-pub use server::{ServeError, serve};
+pub use server::{ServeError, serve, serve_with};

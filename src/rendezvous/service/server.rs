@@ -8,25 +8,34 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply,
-    KvPutRequest, NodesReply, NodesRequest, StatusReply, StatusRequest,
+    AgentMessage, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, JobsReply, JobsRequest,
+    KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus,
+    NodesReply, NodesRequest, StatusReply, StatusRequest,
 };
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
+use tonic::metadata::MetadataValue;
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
+use super::admin::{Admin, Claim};
 use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
+use super::http::{self, Http, Operators};
 use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
+use super::metrics::Metrics;
+use super::page::Viewers;
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
+use crate::rendezvous::kv::clip;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
+/// Longest reason of an operator.
+const MAX_REASON_BYTES: usize = 1024;
 /// Connections that have shaken hands and wait for the server.
 const READY_CONNECTIONS: usize = 64;
 /// After the drain: how long open connections may take to end.
@@ -62,17 +71,31 @@ pub async fn serve(
     ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
+    serve_with(listener, config, ledger, Operators::default(), shutdown).await
+}
+
+/// The same for operators who look at it. They may end it too: it returns when they have drained it and no job is left.
+pub async fn serve_with(
+    listener: Listener,
+    config: Config,
+    ledger: Option<Ledger>,
+    operators: Operators,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
+    let service = Service::new(requests.clone(), config.clone(), operators.admin);
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
+    let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
     tasks.spawn(actor.run());
-    let service = Service {
-        requests: requests.clone(),
-        last_conn: Arc::new(AtomicU64::new(0)),
-        last_call: Arc::new(AtomicU64::new(0)),
-        config: config.clone(),
-    };
+    if let Some(listener) = operators.http {
+        let http = Arc::new(service.http());
+        tasks.spawn(async move {
+            http::serve(listener, http).await;
+            Ok(())
+        });
+    }
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
@@ -98,6 +121,7 @@ pub async fn serve(
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
         () = shutdown => {}
+        () = answered(&requests, Request::Drained) => tracing::info!("no job is left on the drained daemon"),
     }
     health.set_not_serving::<RendezvousServer<Service>>().await;
     tokio::select! {
@@ -145,9 +169,22 @@ struct Service {
     last_conn: Arc<AtomicU64>,
     last_call: Arc<AtomicU64>,
     config: Config,
+    admin: Admin,
+    metrics: Arc<Metrics>,
 }
 
 impl Service {
+    fn new(requests: mpsc::Sender<Request>, config: Config, admin: Admin) -> Self {
+        Self {
+            requests,
+            last_conn: Arc::new(AtomicU64::new(0)),
+            last_call: Arc::new(AtomicU64::new(0)),
+            config,
+            admin,
+            metrics: Arc::new(Metrics::new()),
+        }
+    }
+
     fn begin_read(&self, job: &str) -> Read {
         Read {
             call: CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1),
@@ -160,6 +197,57 @@ impl Service {
         let stopping = || Status::unavailable("the rendezvous daemon is stopping");
         self.requests.send(request).await.map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
+    }
+
+    /// The same daemon for operators.
+    fn http(&self) -> Http {
+        Http {
+            requests: self.requests.clone(),
+            metrics: self.metrics.clone(),
+            admin: self.admin.clone(),
+            viewers: Viewers::default(),
+        }
+    }
+
+    fn is_admin<T>(&self, request: &tonic::Request<T>) -> bool {
+        // The other end of an abstract Unix socket is this machine.
+        let address = caller(request).ok().map(|caller| caller.peer.remote);
+        let authorization = request.metadata().get("authorization");
+        self.admin.is_admin(Claim {
+            address,
+            authorization: authorization.map(MetadataValue::as_encoded_bytes),
+        })
+    }
+
+    /// Refuses all others. The connection is in use until the result is dropped.
+    fn only_for_admin<T>(&self, request: &tonic::Request<T>) -> Result<Busy, Status> {
+        let busy = caller(request)?.is_used();
+        if self.is_admin(request) {
+            return Ok(busy);
+        }
+        self.metrics.refused("admin");
+        Err(Status::permission_denied(self.admin.refusal()))
+    }
+}
+
+/// What is for operators only is left out.
+fn without_details(reply: StatusReply) -> StatusReply {
+    let nodes = reply.nodes.into_iter().map(|node| NodeStatus {
+        silent_ms: 0,
+        connected: false,
+        first_rank: 0,
+        ranks: Vec::new(),
+        log_dir: String::new(),
+        ..node
+    });
+    StatusReply {
+        generation: reply.generation,
+        phase: reply.phase,
+        restart_count: reply.restart_count,
+        nodes: nodes.collect(),
+        reason: reply.reason,
+        assignment_id: reply.assignment_id,
+        ..StatusReply::default()
     }
 }
 
@@ -247,16 +335,64 @@ impl Rendezvous for Service {
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
         let _busy = caller(&request)?.is_used();
+        let is_admin = self.is_admin(&request);
         let request = request.into_inner();
         // Who has the token may know whose port this is.
         let refusal = self.config.refuses(&request.job_id);
-        if let Some(reason) = refusal.filter(|_| self.config.callers == Callers::Proven) {
+        if let Some(reason) = refusal.filter(|_| is_admin || self.config.callers == Callers::Proven) {
             return Err(Status::failed_precondition(reason));
         }
-        let unknown = format!("this daemon has no job `{}` that you may see", request.job_id);
+        let unknown = format!(
+            "this daemon has no job `{}` that you may see",
+            clip(&request.job_id, 128)
+        );
         let (answer, reply) = oneshot::channel();
-        let reply = self.ask(Request::Status(request, answer), reply).await?;
-        reply.map(Response::new).ok_or_else(|| Status::not_found(unknown))
+        match self
+            .ask(Request::Status(request, is_admin, answer), reply)
+            .await?
+        {
+            Some(reply) if is_admin => Ok(Response::new(reply)),
+            Some(reply) => Ok(Response::new(without_details(reply))),
+            None => Err(Status::not_found(unknown)),
+        }
+    }
+
+    async fn jobs(&self, request: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
+        let _busy = self.only_for_admin(&request)?;
+        let (answer, reply) = oneshot::channel();
+        self.ask(Request::Jobs(answer), reply).await.map(Response::new)
+    }
+
+    async fn close(&self, request: tonic::Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
+        let _busy = self.only_for_admin(&request)?;
+        let CloseRequest { job_id, reason } = request.into_inner();
+        if reason.len() > MAX_REASON_BYTES {
+            let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
+            return Err(Status::invalid_argument(words));
+        }
+        let (answer, reply) = oneshot::channel();
+        let close = Request::Close(job_id.clone(), reason, answer);
+        if self.ask(close, reply).await? {
+            Ok(Response::new(CloseReply {}))
+        } else {
+            let job = clip(&job_id, 128);
+            let words = format!("job `{job}` is not at this daemon, or is over already");
+            Err(Status::not_found(words))
+        }
+    }
+
+    async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        let _busy = self.only_for_admin(&request)?;
+        if let Some(owner) = &self.config.only_job {
+            let words = format!(
+                "this daemon belongs to job `{}` and ends with it",
+                clip(owner, 128)
+            );
+            return Err(Status::failed_precondition(words));
+        }
+        let (answer, reply) = oneshot::channel();
+        let jobs = self.ask(Request::TakeNoJobs(answer), reply).await?;
+        Ok(Response::new(DrainReply { jobs }))
     }
 }
 

@@ -13,11 +13,10 @@ fn among(callers: Callers) -> Scene {
     })
 }
 
-fn ask(job: &str, incarnation: &str, admin_token: &str) -> StatusRequest {
+fn ask(job: &str, incarnation: &str) -> StatusRequest {
     StatusRequest {
         job_id: job.into(),
         incarnation: incarnation.into(),
-        admin_token: admin_token.into(),
     }
 }
 
@@ -78,26 +77,15 @@ fn the_store_serves_members_only_and_says_the_same_to_all_others() {
 
 #[test]
 fn the_status_is_for_nodes_of_the_job_and_for_the_admin() {
-    let admin = Token::random();
-    let mut s = Scene::with(Config {
-        admin_token: Some(admin.clone()),
-        ..Config::default()
-    });
+    let mut s = Scene::new();
     s.join("a", 1, 1);
-    let other = Token::random();
-    let seen = |request: StatusRequest| s.state.status_for(s.now, &request).is_some();
-    assert!(seen(ask(JOB, "a", "")));
-    assert!(seen(ask(JOB, "", admin.reveal())));
-    for request in [
-        ask(JOB, "b", ""),
-        ask(JOB, "", ""),
-        ask(JOB, "", other.reveal()),
-        ask("no", "a", ""),
-    ] {
-        assert!(!seen(request.clone()), "{request:?}");
+    let seen = |request: &StatusRequest, is_admin| s.state.status_for(s.now, request, is_admin).is_some();
+    assert!(seen(&ask(JOB, "a"), false));
+    assert!(seen(&ask(JOB, ""), true));
+    for request in [ask(JOB, "b"), ask(JOB, ""), ask("no", "a")] {
+        assert!(!seen(&request, false), "{request:?}");
     }
-    let without = Scene::new();
-    assert!(without.state.status_for(without.now, &ask(JOB, "", "")).is_none());
+    assert!(!seen(&ask("no", "a"), true));
 }
 
 #[test]

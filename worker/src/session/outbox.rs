@@ -66,6 +66,8 @@ impl State {
             progress,
             waits: lasting.take(MAX_REPORTED_WAITS).map(Wanted::to_wire).collect(),
             activity: self.activity.clone(),
+            // It is in `progress`.
+            loss: None,
         }
     }
 

@@ -290,6 +290,7 @@ fn the_last_heartbeat_is_repeated() {
         progress: Some(progress.clone()),
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     };
     while peer.receive() != expected {}
     for _ in 0..3 {
@@ -315,6 +316,7 @@ fn the_last_heartbeat_is_repeated() {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     };
     while peer.receive() != expected {}
 }

@@ -50,7 +50,7 @@ impl Memory {
             }
             Body::Heartbeat(heartbeat) => {
                 if let Some(place) = self.place.as_mut().filter(|_| generation == self.generation) {
-                    place.rest.heartbeat = Some(*heartbeat);
+                    place.rest.heartbeat = Some(heartbeat.clone());
                 }
             }
             // Nothing follows it.

@@ -5,13 +5,17 @@
 //! | `site` | what they are started from: an assignment, and where this node is |
 //! | `exits` | the ends that they came to, as the protocol tells them |
 //! | `hang_watch` | finds those that hang, and ends them |
+//! | `pace` | steps, step times and losses, for people |
 
 mod exits;
 mod hang_watch;
+mod pace;
 mod site;
 
 pub(super) use hang_watch::{HangWatch, Threads};
 pub(super) use site::{PrepareError, Site};
+
+use pace::Pace;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,7 +27,7 @@ use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
 use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
-use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank};
+use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank, RankProgress};
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
@@ -40,6 +44,8 @@ use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
 use crate::supervise::waits::ToldWaits;
 
+/// Longest path that the daemon is told.
+const MAX_LOG_DIR_BYTES: usize = 1024;
 /// Longest message of a worker on its own failure; the rest is cut off.
 const MAX_WORDS_CHARS: usize = 4000;
 
@@ -50,6 +56,7 @@ struct Worker {
     pid: Option<i32>,
     /// Its last sign of life.
     beat: Option<Beat>,
+    pace: Pace,
     /// It has sent a heartbeat, and not closed its connection since.
     is_watched: bool,
     /// A control connection of it was refused.
@@ -254,13 +261,17 @@ impl WorkerGroup {
                 quiet_ms,
                 waits,
                 activity,
-                ..
+                progress,
+                loss,
             } => {
                 let at = Instant::now();
+                let fresh = at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at);
                 (worker.waits, worker.activity) = (waits, activity);
+                let loss = loss.or_else(|| progress.map(|progress| progress.loss));
+                worker.pace.note(fresh, step, phase, loss);
                 worker.beat = Some(Beat {
                     at,
-                    fresh: at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at),
+                    fresh,
                     step,
                     phase,
                 });
@@ -344,7 +355,28 @@ impl WorkerGroup {
                 let witness = worker.rank.0;
                 Some(LostRank { rank, witness })
             }),
+            ranks: self.progress(),
+            log_dir: self.told_log_dir(),
         }
+    }
+
+    /// How far each worker has come that says so.
+    fn progress(&self) -> Vec<RankProgress> {
+        let now = Instant::now();
+        let told = self.workers.iter().filter_map(|worker| {
+            let beat = worker.beat?;
+            let silence = now.saturating_duration_since(beat.fresh);
+            Some(worker.pace.told(worker.rank.0, beat.step, silence))
+        });
+        told.take(pace::MAX_TOLD).collect()
+    }
+
+    /// Where the logs of this generation lie, for people; empty without any.
+    fn told_log_dir(&self) -> String {
+        let dir = self.attempt_dir().unwrap_or_default();
+        let mut dir = dir.to_string_lossy().into_owned();
+        dir.truncate(dir.floor_char_boundary(MAX_LOG_DIR_BYTES));
+        dir
     }
 
     /// All workers have said that they are done with the last step.
@@ -573,6 +605,7 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            pace: Pace::default(),
             is_watched: false,
             was_refused: false,
             sizes: None,

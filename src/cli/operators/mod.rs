@@ -1,0 +1,246 @@
+//! `ddp-rendezvous status`, `jobs`, `close` and `drain`: what operators ask of a daemon.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `tables` | the daemon's answers for people |
+
+mod tables;
+
+use std::io::{self, IsTerminal as _, Write as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ddp_proto::client::{AdminToken, Client, ClientError};
+use ddp_proto::exit;
+use ddp_proto::rendezvous::{StatusReply, StatusRequest};
+use tokio::time::{Instant, sleep};
+
+use super::answer::{fail, give};
+use super::error::CliError;
+use super::launch::host::Protection;
+use super::token::read_admin_token;
+use super::values::{self, Endpoint};
+use crate::rendezvous::report::{self, Bounds};
+
+/// How long a daemon may take to answer the connection.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// `--watch` looks so often.
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
+/// Moves to the top of the screen, and clears it.
+const CLEAR: &str = "\x1b[H\x1b[2J";
+
+/// Where the daemon is.
+#[derive(Debug, clap::Args)]
+pub(super) struct Daemon {
+    /// Address of the daemon. An operator on another machine names the admin token's file in `DDP_ADMIN_TOKEN_FILE`
+    #[arg(long, value_name = "HOST[:PORT]", default_value = "127.0.0.1:29400", value_parser = values::endpoint)]
+    endpoint: Endpoint,
+    /// Ask a daemon that has neither token nor TLS
+    #[arg(long)]
+    insecure: bool,
+}
+
+/// What is shown of a job.
+#[derive(Debug, clap::Args)]
+pub(super) struct StatusArgs {
+    /// Name of the job, `--rdzv-id` of its launchers; may be omitted if the daemon has one job
+    job: Option<String>,
+    #[command(flatten)]
+    daemon: Daemon,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Show it again every second until the job is over; with `--json`, a line each time
+    #[arg(long)]
+    watch: bool,
+}
+
+/// What is listed.
+#[derive(Debug, clap::Args)]
+pub(super) struct JobsArgs {
+    #[command(flatten)]
+    daemon: Daemon,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Which job is ended.
+#[derive(Debug, clap::Args)]
+pub(super) struct CloseArgs {
+    /// Name of the job, `--rdzv-id` of its launchers
+    job: String,
+    /// Why, for the people of the job
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    reason: String,
+    #[command(flatten)]
+    daemon: Daemon,
+}
+
+/// Which daemon is drained.
+#[derive(Debug, clap::Args)]
+pub(super) struct DrainArgs {
+    #[command(flatten)]
+    daemon: Daemon,
+}
+
+/// Why the question has no answer.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Cli(#[from] CliError),
+    #[error(
+        "the daemon at `{endpoint}` has {count} jobs: which one is meant?\n  hint: `ddp-rendezvous jobs` lists them"
+    )]
+    WhichJob { endpoint: Endpoint, count: usize },
+    #[error("cannot write to standard output: {0}")]
+    Output(#[source] io::Error),
+}
+
+impl Failure {
+    fn exit_code(&self) -> u8 {
+        match self {
+            Self::Client(error) => error.exit_code(),
+            Self::Cli(error) => error.exit_code(),
+            Self::WhichJob { .. } => exit::USAGE,
+            Self::Output(_) => exit::INTERNAL,
+        }
+    }
+}
+
+/// Runs one of them to its exit code.
+pub(super) fn run(question: impl Future<Output = ExitCode>) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    match runtime {
+        Ok(runtime) => runtime.block_on(question),
+        Err(source) => {
+            let error = CliError::Machine {
+                what: "cannot start the event loop",
+                source,
+            };
+            fail(&error, error.exit_code())
+        }
+    }
+}
+
+/// `ddp-rendezvous status`
+pub(super) async fn status(args: StatusArgs) -> ExitCode {
+    match show_status(args).await {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read it has seen enough.
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(failure) => fail(&failure, failure.exit_code()),
+    }
+}
+
+async fn show_status(args: StatusArgs) -> Result<(), Failure> {
+    let client = args.daemon.connect().await?;
+    let job = match args.job {
+        Some(job) => job,
+        None => only_job(&client, &args.daemon.endpoint).await?,
+    };
+    let is_screen = args.watch && !args.json && io::stdout().is_terminal();
+    loop {
+        let status = client.status(question(&job)).await?;
+        let mut text = if is_screen {
+            CLEAR.to_owned()
+        } else {
+            String::new()
+        };
+        text.push_str(&rendered(&job, &status, args.json));
+        if args.watch && !args.json && !is_screen {
+            text.push('\n');
+        }
+        let mut out = io::stdout().lock();
+        out.write_all(text.as_bytes())
+            .and_then(|()| out.flush())
+            .map_err(Failure::Output)?;
+        drop(out);
+        if !args.watch || status.phase == "over" {
+            return Ok(());
+        }
+        sleep(WATCH_INTERVAL).await;
+    }
+}
+
+fn question(job: &str) -> StatusRequest {
+    StatusRequest {
+        job_id: job.to_owned(),
+        ..StatusRequest::default()
+    }
+}
+
+fn rendered(job: &str, status: &StatusReply, as_json: bool) -> String {
+    if as_json {
+        format!("{}\n", report::job(job, status, Bounds::NONE))
+    } else {
+        tables::job(job, status)
+    }
+}
+
+async fn only_job(client: &Client, endpoint: &Endpoint) -> Result<String, Failure> {
+    let mut jobs = client.jobs().await?.jobs;
+    match (jobs.pop(), jobs.len()) {
+        (Some(only), 0) => Ok(only.job_id),
+        (last, others) => Err(Failure::WhichJob {
+            endpoint: endpoint.clone(),
+            count: others + usize::from(last.is_some()),
+        }),
+    }
+}
+
+/// `ddp-rendezvous jobs`
+pub(super) async fn jobs(args: JobsArgs) -> ExitCode {
+    let listed = async {
+        let reply = args.daemon.connect().await?.jobs().await?;
+        Ok(if args.json {
+            format!("{}\n", report::jobs(&reply, Bounds::NONE))
+        } else {
+            tables::jobs(&reply)
+        })
+    };
+    answered(listed.await)
+}
+
+/// `ddp-rendezvous close`
+pub(super) async fn close(args: CloseArgs) -> ExitCode {
+    let closed = async {
+        args.daemon
+            .connect()
+            .await?
+            .close(&args.job, &args.reason)
+            .await?;
+        Ok(format!("closed job `{}`\n", args.job))
+    };
+    answered(closed.await)
+}
+
+/// `ddp-rendezvous drain`
+pub(super) async fn drain(args: DrainArgs) -> ExitCode {
+    let drained = async {
+        let jobs = args.daemon.connect().await?.drain().await?;
+        let jobs = ddp_proto::words::counted(jobs, "job");
+        Ok(format!("the daemon takes no new jobs, and ends after {jobs}\n"))
+    };
+    answered(drained.await)
+}
+
+fn answered(answer: Result<String, Failure>) -> ExitCode {
+    match answer {
+        Ok(text) => give(text),
+        Err(failure) => fail(&failure, failure.exit_code()),
+    }
+}
+
+impl Daemon {
+    async fn connect(&self) -> Result<Client, Failure> {
+        let admin_token = read_admin_token()?.and_then(|token| AdminToken::new(token.reveal()));
+        let protection = Protection::find(self.insecure, |name| std::env::var(name).ok());
+        // The daemon runs, so its token is made already.
+        let access = protection.access(Duration::ZERO).await?;
+        let client = Client::connect(&self.endpoint.to_string(), &access, Instant::now() + PATIENCE).await?;
+        Ok(client.with_admin_token(admin_token))
+    }
+}

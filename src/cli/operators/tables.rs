@@ -1,0 +1,326 @@
+//! The daemon's answers as tables. Names come from anyone's launcher: no character of them moves the cursor.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use comfy_table::{CellAlignment, Table, presets};
+use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, StatusReply};
+use ddp_proto::words::{bytes, counted, duration};
+
+use crate::rendezvous::report::is_straggler;
+
+/// The cell of an unknown number.
+const UNKNOWN: &str = "–";
+/// Generations that are shown, the last ones; `--json` has more.
+const MAX_GENERATIONS: usize = 10;
+
+/// All jobs of a daemon.
+pub(super) fn jobs(reply: &JobsReply) -> String {
+    let mut text = String::new();
+    if reply.draining {
+        text.push_str("the daemon is drained: it takes no new jobs\n");
+    }
+    if reply.jobs.is_empty() {
+        text.push_str("no jobs\n");
+        return text;
+    }
+    let title = ["job", "state", "generation", "restarts", "nodes", "ranks", "step"];
+    let rows = reply.jobs.iter().map(|job| {
+        vec![
+            visible(&job.job_id),
+            visible(&job.phase),
+            job.generation.to_string(),
+            format!("{}/{}", job.restart_count, job.max_restarts),
+            job.nodes.to_string(),
+            job.ranks.to_string(),
+            number(job.step),
+        ]
+    });
+    text.push_str(&table(&title, &[2, 3, 4, 5, 6], rows));
+    more(&mut text, reply.more_jobs.into(), "job");
+    text
+}
+
+/// One job.
+pub(super) fn job(name: &str, status: &StatusReply) -> String {
+    let mut text = format!(
+        "job `{}`: {}, generation {}, restarts {}/{}\n",
+        visible(name),
+        visible(&status.phase),
+        status.generation,
+        status.restart_count,
+        status.max_restarts,
+    );
+    let _ = writeln!(text, "{}", visible(&status.reason));
+    if let Some(last) = status.losses.last() {
+        let _ = writeln!(text, "loss {:.4} at step {}", last.loss, last.step);
+    }
+    if status.kv_bytes > 0 {
+        let _ = writeln!(text, "key-value store: {}", bytes(status.kv_bytes));
+    }
+    text.push('\n');
+    text.push_str(&nodes(status));
+    text.push_str(&ranks(status));
+    text.push_str(&generations(status));
+    text
+}
+
+fn nodes(status: &StatusReply) -> String {
+    let title = ["node", "host", "address", "workers", "state", "logs"];
+    let rows = status.nodes.iter().map(|node| {
+        vec![
+            node.node_rank
+                .map_or_else(|| "standby".to_owned(), |rank| rank.to_string()),
+            visible(&node.hostname),
+            visible(&node.addr),
+            node.workers.to_string(),
+            state(node),
+            visible(&node.log_dir),
+        ]
+    });
+    let mut text = table(&title, &[3], rows);
+    more(&mut text, status.more_nodes.into(), "node");
+    text
+}
+
+fn state(node: &NodeStatus) -> String {
+    let silence = ago(node.silent_ms);
+    if node.connected {
+        format!("heard {silence} ago")
+    } else {
+        format!("away for {silence}")
+    }
+}
+
+/// Nothing where no rank says how far it has come.
+fn ranks(status: &StatusReply) -> String {
+    let told = status
+        .nodes
+        .iter()
+        .flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
+    let rows: Vec<_> = told
+        .map(|(node, rank)| {
+            let slow = if is_straggler(rank, status) { "slow" } else { "" };
+            vec![
+                rank.rank.to_string(),
+                visible(&node.hostname),
+                rank.step.to_string(),
+                rank.step_time_s.map_or_else(|| UNKNOWN.to_owned(), step_time),
+                ago(rank.silent_ms),
+                slow.to_owned(),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let title = ["rank", "host", "step", "step time", "quiet for", ""];
+    let mut text = format!("\n{}", table(&title, &[0, 2, 3, 4], rows.into_iter()));
+    if let Some(median) = status.median_step_time_s {
+        let slow = status.stragglers.len() as u64 + u64::from(status.more_stragglers);
+        let median = step_time(median);
+        let _ = writeln!(
+            text,
+            "median step time {median}; {} above 1.5 times that",
+            counted(slow, "rank")
+        );
+    }
+    text
+}
+
+fn generations(status: &StatusReply) -> String {
+    let all = &status.generations;
+    let shown = &all[all.len().saturating_sub(MAX_GENERATIONS)..];
+    let mut text = String::new();
+    if !shown.is_empty() {
+        text.push('\n');
+    }
+    for generation in shown {
+        text.push_str(&period(generation));
+    }
+    let left = (all.len() - shown.len()) as u64 + status.more_generations;
+    more(&mut text, left, "earlier generation");
+    text
+}
+
+fn period(period: &GenerationStatus) -> String {
+    let mut text = format!(
+        "generation {} ({}, {}) began {} ago\n  {}\n",
+        period.generation,
+        counted(period.nodes, "node"),
+        counted(period.ranks, "rank"),
+        ago(period.began_ms),
+        visible(&period.began),
+    );
+    if let Some(ended) = period.ended_ms {
+        let _ = writeln!(text, "  ended {} ago: {}", ago(ended), visible(&period.ended));
+    }
+    text
+}
+
+fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.add_row(title.to_vec());
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in right {
+        if let Some(column) = table.column_mut(*column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let lines = table.lines().map(|line| format!("{}\n", line.trim_end()));
+    lines.collect()
+}
+
+fn more(text: &mut String, left: u64, noun: &str) {
+    if left > 0 {
+        let _ = writeln!(text, "and {}", counted(left, &format!("more {noun}")));
+    }
+}
+
+fn number(number: Option<u64>) -> String {
+    number.map_or_else(|| UNKNOWN.to_owned(), |number| number.to_string())
+}
+
+/// `3.2 s`, `1:23`.
+fn ago(ms: u64) -> String {
+    let time = Duration::from_millis(ms);
+    if time < Duration::from_mins(1) {
+        format!("{:.1} s", time.as_secs_f64())
+    } else {
+        duration(time.as_secs_f64())
+    }
+}
+
+fn step_time(seconds: f64) -> String {
+    if seconds < 1.0 {
+        format!("{:.1} ms", seconds * 1000.0)
+    } else {
+        format!("{seconds:.2} s")
+    }
+}
+
+/// On one line, without what a terminal acts on.
+fn visible(text: &str) -> String {
+    text.replace(|c: char| c.is_control() || is_directional(c), "\u{fffd}")
+}
+
+/// Turns the direction of a text.
+fn is_directional(c: char) -> bool {
+    matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}')
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::rendezvous::{JobSummary, LossPoint, RankProgress};
+
+    use super::*;
+
+    #[test]
+    fn jobs_are_listed_with_what_operators_ask_first() {
+        let job = |name: &str, step| JobSummary {
+            job_id: name.into(),
+            phase: "running".into(),
+            generation: 2,
+            restart_count: 1,
+            max_restarts: 3,
+            nodes: 2,
+            ranks: 16,
+            step,
+            ..JobSummary::default()
+        };
+        let reply = JobsReply {
+            jobs: vec![job("nightly", Some(1200)), job("evil\x1b[2J", None)],
+            more_jobs: 1,
+            draining: true,
+        };
+        insta::assert_snapshot!(jobs(&reply), @r"
+        the daemon is drained: it takes no new jobs
+         job       state    generation  restarts  nodes  ranks  step
+         nightly   running           2       1/3      2     16  1200
+         evil�[2J  running           2       1/3      2     16     –
+        and 1 more job
+        ");
+        insta::assert_snapshot!(jobs(&JobsReply::default()), @"no jobs");
+    }
+
+    fn status() -> StatusReply {
+        let rank = |rank, step_time_s| RankProgress {
+            rank,
+            step: 40,
+            step_time_s,
+            silent_ms: 300,
+            ..RankProgress::default()
+        };
+        StatusReply {
+            generation: 2,
+            phase: "running".into(),
+            restart_count: 1,
+            max_restarts: 3,
+            reason: "generation 2: all 2 nodes rejoined".into(),
+            nodes: vec![NodeStatus {
+                hostname: "node0".into(),
+                addr: "10.0.0.5".into(),
+                node_rank: Some(0),
+                workers: 2,
+                connected: true,
+                silent_ms: 1200,
+                ranks: vec![rank(0, Some(0.5)), rank(1, Some(2.25))],
+                log_dir: "/data/logs/x/attempt_1".into(),
+                ..NodeStatus::default()
+            }],
+            more_nodes: 1,
+            generations: vec![
+                GenerationStatus {
+                    generation: 1,
+                    nodes: 2,
+                    ranks: 4,
+                    began: "all 2 nodes joined".into(),
+                    ended: "rank 1 (node `node0`) died of SIGKILL".into(),
+                    began_ms: 95_000,
+                    ended_ms: Some(30_000),
+                },
+                GenerationStatus {
+                    generation: 2,
+                    nodes: 2,
+                    ranks: 4,
+                    began: "all 2 nodes rejoined".into(),
+                    began_ms: 29_000,
+                    ..GenerationStatus::default()
+                },
+            ],
+            losses: vec![LossPoint { step: 40, loss: 3.25 }],
+            median_step_time_s: Some(0.5),
+            stragglers: vec![1],
+            kv_bytes: 2048,
+            ..StatusReply::default()
+        }
+    }
+
+    #[test]
+    fn a_job_is_shown_with_its_ranks_and_its_past() {
+        insta::assert_snapshot!(job("nightly", &status()), @r"
+        job `nightly`: running, generation 2, restarts 1/3
+        generation 2: all 2 nodes rejoined
+        loss 3.2500 at step 40
+        key-value store: 2.0 KiB
+
+         node  host   address   workers  state            logs
+         0     node0  10.0.0.5        2  heard 1.2 s ago  /data/logs/x/attempt_1
+        and 1 more node
+
+         rank  host   step  step time  quiet for
+            0  node0    40   500.0 ms      0.3 s
+            1  node0    40     2.25 s      0.3 s  slow
+        median step time 500.0 ms; 1 rank above 1.5 times that
+
+        generation 1 (2 nodes, 4 ranks) began 1:35 ago
+          all 2 nodes joined
+          ended 30.0 s ago: rank 1 (node `node0`) died of SIGKILL
+        generation 2 (2 nodes, 4 ranks) began 29.0 s ago
+          all 2 nodes rejoined
+        ");
+    }
+}

@@ -1,0 +1,175 @@
+//! What the daemon tells of its jobs, as JSON: for the status page and for `--json`.
+
+use ddp_proto::rendezvous::{JobsReply, NodeStatus, RankProgress, StatusReply};
+use serde_json::{Value, json};
+
+/// How much a document holds at most; the rest is counted.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Jobs of the list.
+    pub jobs: usize,
+    /// Nodes of a job.
+    pub nodes: usize,
+    /// Ranks of all of its nodes.
+    pub ranks: usize,
+}
+
+impl Bounds {
+    /// All that a daemon tells.
+    pub const NONE: Self = Self {
+        jobs: usize::MAX,
+        nodes: usize::MAX,
+        ranks: usize::MAX,
+    };
+}
+
+/// All jobs.
+pub fn jobs(reply: &JobsReply, bounds: Bounds) -> Value {
+    let listed = reply.jobs.iter().take(bounds.jobs).map(|job| {
+        json!({
+            "job": job.job_id,
+            "state": job.phase,
+            "generation": job.generation,
+            "restarts": job.restart_count,
+            "max_restarts": job.max_restarts,
+            "nodes": job.nodes,
+            "ranks": job.ranks,
+            "step": job.step,
+            "reason": job.reason,
+            "kv_bytes": job.kv_bytes,
+        })
+    });
+    json!({
+        "jobs": listed.collect::<Vec<_>>(),
+        "more_jobs": left_over(reply.jobs.len(), bounds.jobs, reply.more_jobs),
+        "draining": reply.draining,
+    })
+}
+
+/// One job.
+pub fn job(name: &str, status: &StatusReply, bounds: Bounds) -> Value {
+    let mut room = bounds.ranks;
+    let nodes = status.nodes.iter().take(bounds.nodes).map(|node| {
+        let shown = &node.ranks[..node.ranks.len().min(room)];
+        room -= shown.len();
+        as_json(node, shown, status)
+    });
+    let nodes: Vec<Value> = nodes.collect();
+    let generations = status.generations.iter().map(|generation| {
+        json!({
+            "generation": generation.generation,
+            "nodes": generation.nodes,
+            "ranks": generation.ranks,
+            "began": generation.began,
+            "began_ms_ago": generation.began_ms,
+            "ended": generation.ended,
+            "ended_ms_ago": generation.ended_ms,
+        })
+    });
+    json!({
+        "job": name,
+        "state": status.phase,
+        "reason": status.reason,
+        "generation": status.generation,
+        "restarts": status.restart_count,
+        "max_restarts": status.max_restarts,
+        "min_nodes": status.min_nodes,
+        "max_nodes": status.max_nodes,
+        "kv_bytes": status.kv_bytes,
+        "nodes": nodes,
+        "more_nodes": left_over(status.nodes.len(), bounds.nodes, status.more_nodes),
+        "generations": generations.collect::<Vec<_>>(),
+        "more_generations": status.more_generations,
+        "losses": status.losses.iter().map(|point| json!([point.step, point.loss])).collect::<Vec<_>>(),
+        "median_step_time_s": status.median_step_time_s,
+        "stragglers": status.stragglers,
+        "more_stragglers": status.more_stragglers,
+    })
+}
+
+fn as_json(node: &NodeStatus, shown: &[RankProgress], status: &StatusReply) -> Value {
+    let ranks = shown.iter().map(|rank| {
+        json!({
+            "rank": rank.rank,
+            "step": rank.step,
+            "step_time_s": rank.step_time_s,
+            "silent_ms": rank.silent_ms,
+            "straggler": is_straggler(rank, status),
+        })
+    });
+    json!({
+        "host": node.hostname,
+        "address": node.addr,
+        "node_rank": node.node_rank,
+        "first_rank": node.first_rank,
+        "workers": node.workers,
+        "connected": node.connected,
+        "silent_ms": node.silent_ms,
+        "lease_left_ms": node.lease_left_ms,
+        "step": node.step,
+        "log_dir": node.log_dir,
+        "ranks": ranks.collect::<Vec<_>>(),
+        "more_ranks": node.ranks.len() - shown.len(),
+    })
+}
+
+/// The daemon names the rank as one that takes longer than the others.
+pub fn is_straggler(rank: &RankProgress, status: &StatusReply) -> bool {
+    status.stragglers.binary_search(&rank.rank).is_ok()
+}
+
+fn left_over(have: usize, bound: usize, more: u32) -> u64 {
+    have.saturating_sub(bound) as u64 + u64::from(more)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_counted() {
+        let rank = |rank| RankProgress {
+            rank,
+            step_time_s: Some(0.5),
+            ..RankProgress::default()
+        };
+        let node = |first: u32| NodeStatus {
+            hostname: format!("node{first}"),
+            ranks: (first..first + 4).map(rank).collect(),
+            ..NodeStatus::default()
+        };
+        let status = StatusReply {
+            nodes: [0, 4, 8].map(node).to_vec(),
+            more_nodes: 7,
+            stragglers: vec![5],
+            ..StatusReply::default()
+        };
+        let bounds = Bounds {
+            jobs: 1,
+            nodes: 2,
+            ranks: 6,
+        };
+        let value = job("j", &status, bounds);
+        assert_eq!(value["more_nodes"], 8);
+        let nodes = value["nodes"].as_array().unwrap();
+        assert_eq!(nodes.len(), 2);
+        assert_eq!(
+            (nodes[0]["more_ranks"].as_u64(), nodes[1]["more_ranks"].as_u64()),
+            (Some(0), Some(2))
+        );
+        assert_eq!(nodes[1]["ranks"][1]["straggler"], true);
+        assert_eq!(nodes[1]["ranks"][0]["straggler"], false);
+        let listed = jobs(
+            &JobsReply {
+                jobs: vec![ddp_proto::rendezvous::JobSummary::default(); 3],
+                more_jobs: 1,
+                draining: true,
+            },
+            bounds,
+        );
+        assert_eq!(
+            (listed["more_jobs"].as_u64(), listed["draining"].as_bool()),
+            (Some(3), Some(true))
+        );
+    }
+}

@@ -1,0 +1,348 @@
+//! What operators measure, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
+//! the state when they are asked for. No label has more values than are written in this file, but for the names of the
+//! first [`MAX_LABELLED_JOBS`] jobs.
+
+use std::fs;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body;
+use ddp_proto::rendezvous::refused::Code;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
+use crate::rendezvous::state::Census;
+
+/// Jobs whose generation has a sample of its own.
+pub(super) const MAX_LABELLED_JOBS: usize = 64;
+/// From a round on one machine to nodes that are waited for.
+const ROUND_BUCKETS: [f64; 12] = [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
+/// Around a third of a lease of 9 s, which is when heartbeats come.
+const AGE_BUCKETS: [f64; 10] = [0.5, 1.0, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 9.0, 30.0];
+
+type Label = [(&'static str, &'static str); 1];
+type JobLabel = [(&'static str, String); 1];
+type Seconds = Gauge<f64, AtomicU64>;
+
+/// All of them.
+#[derive(Debug)]
+pub(in crate::rendezvous) struct Metrics {
+    registry: Registry,
+    restarts: Family<Label, Counter>,
+    ended: Family<Label, Counter>,
+    refusals: Family<Label, Counter>,
+    rounds: Histogram,
+    heartbeat_age: Histogram,
+    jobs: Family<Label, Gauge>,
+    nodes: Family<Label, Gauge>,
+    generations: Family<JobLabel, Gauge>,
+    ranks: Gauge,
+    kv_bytes: Gauge,
+    silence: Seconds,
+    streams: Gauge,
+    is_ready: Gauge,
+    is_draining: Gauge,
+    descriptors: Gauge,
+    max_descriptors: Gauge,
+}
+
+impl Metrics {
+    pub(in crate::rendezvous) fn new() -> Self {
+        let mut metrics = Self {
+            registry: Registry::with_prefix("ddp"),
+            restarts: Family::default(),
+            ended: Family::default(),
+            refusals: Family::default(),
+            rounds: Histogram::new(ROUND_BUCKETS),
+            heartbeat_age: Histogram::new(AGE_BUCKETS),
+            jobs: Family::default(),
+            nodes: Family::default(),
+            generations: Family::default(),
+            ranks: Gauge::default(),
+            kv_bytes: Gauge::default(),
+            silence: Seconds::default(),
+            streams: Gauge::default(),
+            is_ready: Gauge::default(),
+            is_draining: Gauge::default(),
+            descriptors: Gauge::default(),
+            max_descriptors: Gauge::default(),
+        };
+        metrics.register_counters();
+        metrics.register_gauges();
+        metrics
+    }
+
+    fn register_counters(&mut self) {
+        let Self { registry, .. } = self;
+        registry.register(
+            "restarts",
+            "Generations that ended and were followed by another one",
+            self.restarts.clone(),
+        );
+        registry.register("jobs_ended", "Jobs that ended", self.ended.clone());
+        registry.register(
+            "refusals",
+            "Streams, nodes and calls that were refused",
+            self.refusals.clone(),
+        );
+        registry.register(
+            "rendezvous_round_seconds",
+            "From the first node that waits for a generation to its assignment",
+            self.rounds.clone(),
+        );
+        registry.register(
+            "heartbeat_age_seconds",
+            "Time between two heartbeats of a node",
+            self.heartbeat_age.clone(),
+        );
+        // A counter that is absent until it grows looks as if it had grown by nothing.
+        for reason in RESTART_REASONS {
+            self.restarts
+                .get_or_create(&[("reason", restart_name(reason))])
+                .inc_by(0);
+        }
+        for code in REFUSAL_CODES {
+            self.refusals.get_or_create(&[("code", code)]).inc_by(0);
+        }
+        for result in RESULTS {
+            self.ended.get_or_create(&[("result", result)]).inc_by(0);
+        }
+    }
+
+    fn register_gauges(&mut self) {
+        let Self { registry, .. } = self;
+        registry.register("jobs", "Jobs by state", self.jobs.clone());
+        registry.register("nodes", "Nodes of all jobs by connection", self.nodes.clone());
+        registry.register(
+            "job_generation",
+            "Generation of a job; of the first 64 jobs by name",
+            self.generations.clone(),
+        );
+        registry.register("ranks", "Ranks of running generations", self.ranks.clone());
+        registry.register("kv_bytes", "Bytes in the key-value stores", self.kv_bytes.clone());
+        registry.register(
+            "longest_silence_seconds",
+            "For how long the quietest node has sent nothing",
+            self.silence.clone(),
+        );
+        registry.register("streams", "Streams of agents that are open", self.streams.clone());
+        registry.register("ready", "1 if `/readyz` answers 200", self.is_ready.clone());
+        registry.register(
+            "draining",
+            "1 if the daemon takes no new jobs",
+            self.is_draining.clone(),
+        );
+        registry.register(
+            "open_descriptors",
+            "Open file descriptors",
+            self.descriptors.clone(),
+        );
+        registry.register(
+            "max_descriptors",
+            "Limit of open file descriptors",
+            self.max_descriptors.clone(),
+        );
+        let version = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("build", "The program", version);
+    }
+
+    /// Counts what the state machine has decided.
+    pub(super) fn note(&self, effect: &Effect) {
+        match effect {
+            Effect::Observed(Observation::Assigned(waited)) => self.rounds.observe(waited.as_secs_f64()),
+            Effect::Observed(Observation::Restarted(reason)) => {
+                self.restarts
+                    .get_or_create(&[("reason", restart_name(*reason))])
+                    .inc();
+            }
+            Effect::Observed(Observation::Ended(code)) => {
+                self.ended.get_or_create(&[("result", result_name(*code))]).inc();
+            }
+            Effect::Send { message, .. } => {
+                if let Some(Body::Refused(refused)) = &message.body {
+                    self.refused(refusal_name(refused.code()));
+                }
+            }
+            Effect::Answer {
+                result: Err(error), ..
+            } => {
+                if let Some(code) = kv_name(error) {
+                    self.refused(code);
+                }
+            }
+            Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
+        }
+    }
+
+    /// Something was refused, with one of [`REFUSAL_CODES`].
+    pub(super) fn refused(&self, code: &'static str) {
+        self.refusals.get_or_create(&[("code", code)]).inc();
+    }
+
+    /// A node has sent a heartbeat, so long after the last one.
+    pub(super) fn heartbeat(&self, age: Duration) {
+        self.heartbeat_age.observe(age.as_secs_f64());
+    }
+
+    /// So many streams of agents are open.
+    pub(super) fn set_streams(&self, streams: usize) {
+        self.streams.set(streams as i64);
+    }
+
+    /// All of it as text, with the numbers of now.
+    pub(super) fn text(&self, census: &Census) -> String {
+        for (state, count) in [
+            ("gathering", census.gathering),
+            ("recovering", census.recovering),
+            ("running", census.running),
+            ("over", census.over),
+        ] {
+            self.jobs.get_or_create(&[("state", state)]).set(count as i64);
+        }
+        let away = census.nodes - census.connected;
+        for (state, count) in [("connected", census.connected), ("away", away)] {
+            self.nodes.get_or_create(&[("state", state)]).set(count as i64);
+        }
+        self.generations.clear();
+        for (job, generation) in &census.generations {
+            let of_job = self.generations.get_or_create_owned(&[("job_id", job.clone())]);
+            of_job.set(*generation as i64);
+        }
+        self.ranks.set(census.ranks as i64);
+        self.kv_bytes.set(census.kv_bytes as i64);
+        self.silence.set(census.longest_silence.as_secs_f64());
+        self.is_ready.set(i64::from(census.why_unready().is_none()));
+        self.is_draining.set(i64::from(census.is_draining));
+        self.descriptors.set(open_descriptors().unwrap_or(-1));
+        self.max_descriptors.set(max_descriptors().unwrap_or(-1));
+        let mut text = String::new();
+        // A `String` takes everything.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}
+
+const RESTART_REASONS: [RestartReason; 4] = [
+    RestartReason::WorkerFailed,
+    RestartReason::PortTaken,
+    RestartReason::NodeLost,
+    RestartReason::Membership,
+];
+
+/// Of streams and nodes; of calls on the store; of calls of operators, and of connections to this server.
+const REFUSAL_CODES: [&str; 13] = [
+    "disagree",
+    "timed_out",
+    "unauthenticated",
+    "invalid",
+    "job_over",
+    "draining",
+    "unspecified",
+    "kv_superseded",
+    "kv_conflict",
+    "kv_full",
+    "kv_unknown",
+    "admin",
+    "http",
+];
+
+const RESULTS: [&str; 3] = ["success", "failure", "closed"];
+
+fn restart_name(reason: RestartReason) -> &'static str {
+    match reason {
+        RestartReason::WorkerFailed => "worker_failed",
+        RestartReason::PortTaken => "port_taken",
+        RestartReason::NodeLost => "node_lost",
+        RestartReason::Membership => "membership",
+    }
+}
+
+fn result_name(code: i32) -> &'static str {
+    match u8::try_from(code) {
+        Ok(ddp_proto::exit::SUCCESS) => "success",
+        Ok(ddp_proto::exit::CLOSED) => "closed",
+        _ => "failure",
+    }
+}
+
+fn refusal_name(code: Code) -> &'static str {
+    match code {
+        Code::Disagree => "disagree",
+        Code::TimedOut => "timed_out",
+        Code::Unauthenticated => "unauthenticated",
+        Code::Invalid => "invalid",
+        Code::JobOver => "job_over",
+        Code::Draining => "draining",
+        Code::Unspecified => "unspecified",
+    }
+}
+
+/// None for a key that is not there yet, which is no refusal.
+fn kv_name(error: &KvError) -> Option<&'static str> {
+    match error {
+        KvError::NotWritten(_) => None,
+        KvError::Superseded(_) => Some("kv_superseded"),
+        KvError::Exists(_) => Some("kv_conflict"),
+        KvError::TooMuch(_) => Some("kv_full"),
+        KvError::Unknown(_) => Some("kv_unknown"),
+    }
+}
+
+/// Of this process, without the one that looks.
+fn open_descriptors() -> Option<i64> {
+    let entries = fs::read_dir("/proc/self/fd").ok()?;
+    Some(entries.count() as i64 - 1)
+}
+
+fn max_descriptors() -> Option<i64> {
+    use nix::sys::resource::{Resource, getrlimit};
+    let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    i64::try_from(soft).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_there_from_the_start_and_no_label_is_made_up() {
+        let metrics = Metrics::new();
+        metrics.note(&Effect::Observed(Observation::Restarted(RestartReason::NodeLost)));
+        metrics.note(&Effect::Observed(Observation::Ended(78)));
+        metrics.heartbeat(Duration::from_secs(3));
+        let census = Census {
+            nodes: 3,
+            connected: 2,
+            recovering: 1,
+            generations: vec![("a \"job\"\n".into(), 7)],
+            ..Census::default()
+        };
+        let text = metrics.text(&census);
+        for line in [
+            "ddp_restarts_total{reason=\"node_lost\"} 1",
+            "ddp_restarts_total{reason=\"worker_failed\"} 0",
+            "ddp_jobs_ended_total{result=\"closed\"} 1",
+            "ddp_nodes{state=\"away\"} 1",
+            "ddp_jobs{state=\"recovering\"} 1",
+            "ddp_job_generation{job_id=\"a \\\"job\\\"\\n\"} 7",
+            "ddp_heartbeat_age_seconds_count 1",
+            "ddp_ready 0",
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|l| l == line), "`{line}` is missing in\n{text}");
+        }
+        assert!(text.contains(concat!(
+            "ddp_build_info{version=\"",
+            env!("CARGO_PKG_VERSION"),
+            "\"} 1"
+        )));
+        let text = metrics.text(&Census::default());
+        assert!(!text.contains("job_id="), "a job that is gone has no sample");
+    }
+}

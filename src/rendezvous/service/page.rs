@@ -1,0 +1,200 @@
+//! The status page: one file, and a stream of snapshots for it.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{JobsReply, StatusReply, StatusRequest};
+use http_body_util::{BodyExt as _, StreamBody};
+use hyper::body::{Bytes, Frame};
+use hyper::header::{CONTENT_SECURITY_POLICY, HeaderValue};
+use hyper::{Response, StatusCode};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::actor::Request;
+use super::http::{Body, Http, ask, guard, plain, text};
+use crate::rendezvous::report;
+
+/// Pages that are open at a time.
+const MAX_VIEWERS: usize = 16;
+/// A page gets a snapshot so often.
+const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(1);
+/// A page that does not read its snapshots for so long is given up.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// A page connects again after this.
+pub(super) const LONGEST_STREAM: Duration = Duration::from_hours(1);
+/// What a snapshot holds at most.
+const BOUNDS: report::Bounds = report::Bounds {
+    jobs: 200,
+    nodes: 128,
+    ranks: 1024,
+};
+/// Longest name of a job in a query.
+const MAX_JOB_BYTES: usize = 512;
+
+/// The page. Its script and its style are the only ones that a browser takes.
+const PAGE: &str = include_str!("page.html");
+/// Stands in the page where an answer has random characters of its own.
+const NONCE: &str = "{{nonce}}";
+/// Stands in the page where an answer says whether it asks for a token.
+const WITH_TOKEN: &str = "{{token}}";
+
+/// Room for pages.
+#[derive(Clone, Debug)]
+pub(super) struct Viewers(Arc<Semaphore>);
+
+impl Default for Viewers {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(MAX_VIEWERS)))
+    }
+}
+
+/// The page, which asks for the token if there is one.
+pub(super) fn page(with_token: bool) -> Response<Body> {
+    let nonce = format!("{:032x}", rand::random::<u128>());
+    let html = PAGE
+        .replace(NONCE, &nonce)
+        .replace(WITH_TOKEN, if with_token { "yes" } else { "no" });
+    let mut response = text(StatusCode::OK, "text/html; charset=utf-8", html);
+    let policy = format!(
+        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    );
+    if let Ok(policy) = HeaderValue::from_str(&policy) {
+        response.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
+    }
+    response
+}
+
+/// Snapshots of all jobs, and of the one that the query names.
+pub(super) fn events(http: &Http, query: Option<&str>) -> Response<Body> {
+    let job = query.and_then(job_of);
+    let Ok(permit) = http.viewers.0.clone().try_acquire_owned() else {
+        let full = format!("{MAX_VIEWERS} status pages are open already, the maximum\n");
+        return plain(StatusCode::SERVICE_UNAVAILABLE, full);
+    };
+    let (snapshots, receiver) = mpsc::channel(1);
+    tokio::spawn(send(http.requests.clone(), job, snapshots, permit));
+    let body = StreamBody::new(ReceiverStream::new(receiver)).boxed_unsync();
+    let mut response = Response::new(body);
+    guard(response.headers_mut(), "text/event-stream");
+    response
+}
+
+/// Sends snapshots until the page is gone.
+async fn send(
+    requests: mpsc::Sender<Request>,
+    job: Option<String>,
+    snapshots: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
+    _permit: OwnedSemaphorePermit,
+) {
+    let until = Instant::now() + LONGEST_STREAM;
+    let mut ticks = interval(SNAPSHOT_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    while Instant::now() < until {
+        ticks.tick().await;
+        let Some(jobs) = ask(&requests, Request::Jobs).await else {
+            return;
+        };
+        let status = match chosen(job.as_deref(), &jobs) {
+            Some(job) => status(&requests, &job).await.map(|status| (job, status)),
+            None => None,
+        };
+        let event = snapshot(&jobs, status.as_ref());
+        let sent = timeout(SEND_TIMEOUT, snapshots.send(Ok(Frame::data(event)))).await;
+        if !matches!(sent, Ok(Ok(()))) {
+            return;
+        }
+    }
+}
+
+/// The job as operators see it, if there is one of this name.
+async fn status(requests: &mpsc::Sender<Request>, job: &str) -> Option<StatusReply> {
+    let request = StatusRequest {
+        job_id: job.to_owned(),
+        ..StatusRequest::default()
+    };
+    ask(requests, |answer| Request::Status(request, true, answer))
+        .await
+        .flatten()
+}
+
+/// The job that is shown: the one that was asked for, else the only one.
+fn chosen(asked: Option<&str>, jobs: &JobsReply) -> Option<String> {
+    match (asked, jobs.jobs.as_slice()) {
+        (Some(job), _) => Some(job.to_owned()),
+        (None, [only]) => Some(only.job_id.clone()),
+        (None, _) => None,
+    }
+}
+
+fn snapshot(jobs: &JobsReply, status: Option<&(String, StatusReply)>) -> Bytes {
+    let mut value = report::jobs(jobs, BOUNDS);
+    value["job"] = status.map_or(serde_json::Value::Null, |(job, status)| {
+        report::job(job, status, BOUNDS)
+    });
+    format!("data: {value}\n\n").into()
+}
+
+/// `job=NAME` of a query.
+fn job_of(query: &str) -> Option<String> {
+    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+    let (_, name) = pairs.into_iter().find(|(key, _)| *key == "job")?;
+    decoded(name).filter(|name| !name.is_empty() && name.len() <= MAX_JOB_BYTES)
+}
+
+/// Without the escapes of a URL; none if they are wrong.
+fn decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::new();
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        bytes.push(if byte == b'%' {
+            let digit = |byte: u8| char::from(byte).to_digit(16);
+            (digit(rest.next()?)? * 16 + digit(rest.next()?)?) as u8
+        } else {
+            byte
+        });
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_jobs_are_read_from_urls() {
+        assert_eq!(job_of("job=a%20b%C3%BC&x=1").as_deref(), Some("a bü"));
+        assert_eq!(job_of("x=1&job=nightly").as_deref(), Some("nightly"));
+        for bad in [
+            "", "job=", "job", "job=%", "job=%f", "job=%zz", "job=%ff", "jobs=a",
+        ] {
+            assert_eq!(job_of(bad), None, "`{bad}`");
+        }
+        assert_eq!(job_of(&format!("job={}", "x".repeat(600))), None);
+    }
+
+    #[test]
+    fn every_answer_has_a_nonce_of_its_own_and_no_other_script_runs() {
+        let policy = |response: &Response<Body>| {
+            let policy = &response.headers()[CONTENT_SECURITY_POLICY];
+            policy.to_str().unwrap().to_owned()
+        };
+        let (first, second) = (page(true), page(true));
+        assert!(policy(&first).starts_with("default-src 'none'; script-src 'nonce-"));
+        assert_ne!(policy(&first), policy(&second));
+        for forbidden in [
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "http://",
+            "https://",
+        ] {
+            let allowed = PAGE.replace("http://www.w3.org/2000/svg", "");
+            assert!(!allowed.contains(forbidden), "the page has `{forbidden}`");
+        }
+    }
+}

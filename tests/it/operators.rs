@@ -1,0 +1,755 @@
+//! What operators see of a daemon, and do to it: health, metrics, the status page's stream, `status`, `jobs`, `close`,
+//! `drain`, and JSON logs.
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::{Phase, Progress};
+use ddp_worker::session::Session;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{
+    Finished, Launch, PATIENCE, Program, ReservedPort, Running, eventually, launch, temp_dir,
+};
+
+/// Set for workers that run a test of this binary, whose code is a worker's: when this file exists, they end.
+const DONE: &str = "DDP_TEST_DONE";
+/// A step of most ranks, and of the one that is slow.
+const STEP: Duration = Duration::from_millis(20);
+const SLOW_STEP: Duration = Duration::from_millis(120);
+
+/// A daemon that operators look at. HTTP is on another loopback address, to tell the two apart in its output.
+struct Watched {
+    running: Running,
+    endpoint: String,
+    http: String,
+}
+
+impl Watched {
+    #[track_caller]
+    fn start(flags: &[&str]) -> Self {
+        Self::start_with(flags, |program| program)
+    }
+
+    #[track_caller]
+    fn start_with(flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
+        Self::start_at("127.0.0.1:0", flags, change)
+    }
+
+    #[track_caller]
+    fn start_at(listen: &str, flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
+        let args = ["serve", "--listen", listen, "--metrics-addr", "127.0.0.2:0"];
+        let args = args.iter().chain(flags).map(Into::into);
+        let mut running = change(Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)).start();
+        let endpoint = running.wait_for("127.0.0.1:");
+        let line = running.wait_for("http://127.0.0.2:");
+        let (_, http) = line.split_once("http://").expect("an address");
+        let http = http.chars().take_while(|c| *c != '/').collect();
+        Self {
+            running,
+            endpoint,
+            http,
+        }
+    }
+
+    #[track_caller]
+    fn get(&self, path: &str) -> Answer {
+        get(&self.http, path, "")
+    }
+
+    /// The sample with this name and labels.
+    #[track_caller]
+    fn sample(&self, name: &str) -> Option<f64> {
+        let answer = self.get("/metrics");
+        assert_eq!(answer.status, 200, "{answer:?}");
+        answer.sample(name)
+    }
+
+    #[track_caller]
+    fn expect_sample(&self, name: &str, expected: f64) {
+        let what = format!("`{name}` is {expected}");
+        eventually(&what, || (self.sample(name) == Some(expected)).then_some(()));
+    }
+
+    /// `ddp-rendezvous COMMAND … --endpoint …`.
+    fn operator(&self, words: &[&str]) -> Program {
+        let address = ["--endpoint", self.endpoint.as_str()];
+        let args = words.iter().chain(&address).map(Into::into);
+        Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)
+    }
+
+    /// The same, as JSON.
+    #[track_caller]
+    fn ask(&self, words: &[&str]) -> Value {
+        let finished = self.operator(&[words, &["--json"]].concat()).run();
+        finished.expect_exit(0);
+        serde_json::from_str(&finished.stdout().join("\n")).expect("JSON")
+    }
+
+    #[track_caller]
+    fn stop(self) -> Finished {
+        self.running.signal(Signal::SIGTERM);
+        self.running.finish()
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Answer {
+    status: u16,
+    head: String,
+    pub(crate) body: String,
+}
+
+impl Answer {
+    fn sample(&self, name: &str) -> Option<f64> {
+        let line = self
+            .body
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|value| value.parse().ok())
+    }
+}
+
+fn connect(address: &str) -> TcpStream {
+    let stream = TcpStream::connect(address).expect("a listener");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    stream
+}
+
+/// One request, and its answer to the end.
+#[track_caller]
+pub(crate) fn get(address: &str, path: &str, header: &str) -> Answer {
+    let mut stream = connect(address);
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\n{header}\r\n").expect("a server that reads");
+    answer(stream)
+}
+
+/// All that comes before the connection ends.
+fn answer(mut stream: TcpStream) -> Answer {
+    let mut text = String::new();
+    // A connection that is reset has ended too.
+    let _ = stream.read_to_string(&mut text);
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+    Answer {
+        status: status.unwrap_or(0),
+        head: head.to_owned(),
+        body: body.to_owned(),
+    }
+}
+
+/// The first snapshot of the page's stream.
+#[track_caller]
+fn snapshot(address: &str, query: &str, header: &str) -> Value {
+    let mut stream = connect(address);
+    write!(
+        stream,
+        "GET /events{query} HTTP/1.1\r\nHost: {address}\r\n{header}\r\n"
+    )
+    .expect("a server that reads");
+    let mut bytes = Vec::new();
+    let mut chunk = [0; 4096];
+    loop {
+        let read = stream.read(&mut chunk).expect("a snapshot in time");
+        assert!(read > 0, "no snapshot: {}", String::from_utf8_lossy(&bytes));
+        bytes.extend_from_slice(&chunk[..read]);
+        let text = String::from_utf8_lossy(&bytes);
+        // In the body's chunks, a line of its own.
+        if let Some(data) = text
+            .split_once("data: ")
+            .and_then(|(_, data)| Some(data.split_once("\n\n")?.0))
+        {
+            return serde_json::from_str(data).expect("a snapshot");
+        }
+    }
+}
+
+/// A worker whose steps take as long as its rank says.
+#[test]
+fn role_advances() {
+    let Some(done) = std::env::var_os(DONE).map(PathBuf::from) else {
+        return;
+    };
+    let session = Session::from_env().expect("started by a launcher");
+    let rank = session.env().rank.0;
+    let mut step = 0;
+    while !done.exists() {
+        let pause = if rank == 3 { SLOW_STEP } else { STEP };
+        // Nobody writes this one.
+        let _ = session.store().get("never", Instant::now() + pause);
+        step += 1;
+        let progress = (rank == 0).then(|| Progress {
+            steps: 1000,
+            loss: 4.0 / step as f64,
+            tokens_per_s: 1.0,
+            seconds_left: 1.0,
+            val_loss: None,
+            lr: None,
+        });
+        session.heartbeat(step, Phase::Training, progress);
+    }
+    session.shutdown();
+}
+
+/// Two nodes of two workers that say how far they are.
+fn advancing(daemon: &Watched, done: &Path, logs: &Path) -> [Running; 2] {
+    let binary = std::env::current_exe().expect("this very program");
+    let node = |name: &str| {
+        launch()
+            .target(&binary)
+            .target_args(&["operators::role_advances", "--exact", "--nocapture"])
+            .node_of(2, &daemon.endpoint, "steps")
+            .flag("--rdzv-conf", "is_host=false")
+            .flag("--log-dir", logs.join(name).to_str().expect("unicode"))
+            .nproc(2)
+            .env(DONE, done.to_str().expect("unicode"))
+            .start()
+    };
+    [node("a"), node("b")]
+}
+
+/// Two nodes of one worker each that run this script.
+fn pair(daemon: &Watched, job: &str, change: impl Fn(Launch) -> Launch, script: &str) -> [Running; 2] {
+    let node = || {
+        let node = launch()
+            .node_of(2, &daemon.endpoint, job)
+            .flag("--rdzv-conf", "is_host=false,join_timeout=60");
+        change(node).shell(script).start()
+    };
+    [node(), node()]
+}
+
+const UNTIL_DONE: &str = r#"until [ -e "$DONE" ]; do sleep 0.02; done"#;
+
+#[test]
+fn metrics_follow_a_job_whose_rank_is_killed() {
+    let dir = temp_dir();
+    let done = dir.path().join("done");
+    let daemon = Watched::start(&["--lease", "1"]);
+    for path in ["/livez", "/readyz"] {
+        assert_eq!(daemon.get(path).status, 200, "{path}");
+    }
+    assert_eq!(daemon.sample("ddp_jobs{state=\"running\"}"), Some(0.0));
+    let with = |node: Launch| {
+        node.flag("--max-restarts", "3")
+            .env("DONE", done.to_str().expect("unicode"))
+    };
+    let script = format!("[ $RANK.$TORCHELASTIC_RESTART_COUNT = 1.0 ] && kill -KILL $$; {UNTIL_DONE}");
+    let nodes = pair(&daemon, "killed", with, &script);
+    daemon.expect_sample("ddp_job_generation{job_id=\"killed\"}", 2.0);
+    let answer = daemon.get("/metrics");
+    for (name, expected) in [
+        ("ddp_restarts_total{reason=\"worker_failed\"}", 1.0),
+        ("ddp_restarts_total{reason=\"node_lost\"}", 0.0),
+        ("ddp_jobs{state=\"running\"}", 1.0),
+        ("ddp_nodes{state=\"connected\"}", 2.0),
+        ("ddp_nodes{state=\"away\"}", 0.0),
+        ("ddp_ranks", 2.0),
+        ("ddp_streams", 2.0),
+        ("ddp_ready", 1.0),
+        ("ddp_rendezvous_round_seconds_count", 2.0),
+        ("ddp_refusals_total{code=\"disagree\"}", 0.0),
+    ] {
+        assert_eq!(answer.sample(name), Some(expected), "{name} in\n{}", answer.body);
+    }
+    assert!(
+        answer
+            .head
+            .contains("application/openmetrics-text; version=1.0.0"),
+        "{}",
+        answer.head
+    );
+    assert!(answer.body.ends_with("# EOF\n"), "{}", answer.body);
+    let open = answer.sample("ddp_open_descriptors").expect("a number");
+    assert!((8.0..200.0).contains(&open), "{open} descriptors");
+    // Three in a second of lease.
+    let beats = |answer: &Answer| {
+        answer
+            .sample("ddp_heartbeat_age_seconds_count")
+            .expect("a number")
+    };
+    eventually("heartbeats are counted", || {
+        (beats(&daemon.get("/metrics")) >= 4.0).then_some(())
+    });
+    // A stranger with another number of nodes is refused, and counted by the reason.
+    let stranger = launch()
+        .node_of(3, &daemon.endpoint, "killed")
+        .flag("--rdzv-conf", "is_host=false")
+        .shell("true")
+        .run();
+    stranger.expect_exit(76);
+    daemon.expect_sample("ddp_refusals_total{code=\"disagree\"}", 1.0);
+    std::fs::write(&done, "").expect("writable");
+    for node in nodes {
+        node.finish().expect_exit(0);
+    }
+    daemon.expect_sample("ddp_jobs_ended_total{result=\"success\"}", 1.0);
+    assert_eq!(daemon.sample("ddp_nodes{state=\"connected\"}"), Some(0.0));
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_daemon_that_recovers_is_alive_but_not_ready() {
+    let dir = temp_dir();
+    let (state, done) = (dir.path().join("state"), dir.path().join("done"));
+    let flags = ["--state-dir", state.to_str().expect("unicode")];
+    let mut daemon = Watched::start(&flags);
+    let with = |node: Launch| node.env("DONE", done.to_str().expect("unicode"));
+    let mut nodes = pair(&daemon, "recovers", with, &format!("echo at work; {UNTIL_DONE}"));
+    for node in &mut nodes {
+        node.wait_for("at work");
+    }
+    // One node cannot come back for a while.
+    nodes[1].signal(Signal::SIGSTOP);
+    daemon.running.signal(Signal::SIGKILL);
+    let endpoint = daemon.endpoint.clone();
+    daemon.running.finish().expect_killed_by(Signal::SIGKILL);
+    daemon = Watched::start_at(&endpoint, &flags, |program| program);
+    assert_eq!(daemon.get("/livez").status, 200);
+    let answer = daemon.get("/readyz");
+    assert_eq!(answer.status, 503, "{answer:?}");
+    assert!(
+        answer.body.contains("waiting for the nodes of 1 job"),
+        "{answer:?}"
+    );
+    let metrics = daemon.get("/metrics");
+    assert_eq!(metrics.sample("ddp_ready"), Some(0.0));
+    assert_eq!(metrics.sample("ddp_jobs{state=\"recovering\"}"), Some(1.0));
+    nodes[1].signal(Signal::SIGCONT);
+    eventually("it is ready", || {
+        (daemon.get("/readyz").status == 200).then_some(())
+    });
+    assert_eq!(daemon.sample("ddp_jobs{state=\"running\"}"), Some(1.0));
+    std::fs::write(&done, "").expect("writable");
+    for node in nodes {
+        node.finish().expect_exit(0);
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn strangers_cannot_keep_operators_out() {
+    let daemon = Watched::start(&[]);
+    // A header that never ends, one byte now and then.
+    let began = Instant::now();
+    let mut slow = connect(&daemon.http);
+    slow.write_all(b"GET /livez HTTP/1.1\r\nX: ")
+        .expect("a server that reads");
+    slow.set_read_timeout(Some(Duration::from_millis(100)))
+        .expect("a socket");
+    let is_open = |mut stream: &TcpStream| match stream.read(&mut [0; 64]) {
+        Ok(bytes) => bytes > 0,
+        Err(error) => error.kind() == ErrorKind::WouldBlock,
+    };
+    while slow.write_all(b"x").is_ok() && is_open(&slow) {
+        assert!(began.elapsed() < PATIENCE, "a slow header is read for ever");
+    }
+    assert!(
+        began.elapsed() > Duration::from_secs(4),
+        "an honest client has some time"
+    );
+    // A header that is too long.
+    let mut long = connect(&daemon.http);
+    let _ = write!(long, "GET /livez HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(100_000));
+    let answer = answer(long);
+    assert!(matches!(answer.status, 0 | 431), "{answer:?}");
+    let many = "X: y\r\n".repeat(500);
+    assert_ne!(get(&daemon.http, "/livez", &many).status, 200);
+    for (request, status) in [
+        (
+            "POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n",
+            405,
+        ),
+        ("GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        ("\x16\x03\x01\x02\x00\x01\x00", 400),
+    ] {
+        let mut stream = connect(&daemon.http);
+        stream.write_all(request.as_bytes()).expect("a server that reads");
+        let _ = stream.shutdown(std::net::Shutdown::Write);
+        let answer = self::answer(stream);
+        assert_eq!(answer.status, status, "{request:?} was answered by {answer:?}");
+    }
+    daemon.stop().expect_exit(0);
+}
+
+/// Connections of one address are bounded, and leave the descriptors to nodes; silent ones end by themselves.
+#[test]
+fn a_thousand_silent_connections_keep_out_neither_nodes_nor_operators() {
+    let daemon = Watched::start(&[]);
+    let before = daemon.sample("ddp_open_descriptors").expect("a number");
+    let idle: Vec<TcpStream> = (0..1000).map(|_| connect(&daemon.http)).collect();
+    let descriptors = || {
+        std::fs::read_dir(format!("/proc/{}/fd", daemon.running.pid()))
+            .expect("it runs")
+            .count()
+    };
+    let most = descriptors();
+    assert!(
+        (most as f64) < before + 100.0,
+        "{most} descriptors, {before} before"
+    );
+    let mut node = launch()
+        .node_of(1, &daemon.endpoint, "meanwhile")
+        .flag("--rdzv-conf", "is_host=false")
+        .shell("echo at work")
+        .start();
+    node.wait_for("at work");
+    node.finish().expect_exit(0);
+    eventually("silent connections end", || {
+        let answer = std::panic::catch_unwind(|| get(&daemon.http, "/metrics", "")).ok()?;
+        (answer.status == 200).then_some(answer)
+    });
+    drop(idle);
+    let refused = daemon
+        .sample("ddp_refusals_total{code=\"http\"}")
+        .expect("a number");
+    assert!(refused >= 900.0, "{refused} were refused");
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn status_shows_steps_losses_and_the_slow_rank() {
+    let dir = temp_dir();
+    let (done, logs) = (dir.path().join("done"), dir.path().join("logs"));
+    let daemon = Watched::start(&["--lease", "1.5"]);
+    let nodes = advancing(&daemon, &done, &logs);
+    let status = eventually("rank 3 is slow", || {
+        let finished = daemon.operator(&["status", "steps", "--json"]).run();
+        let status: Value = serde_json::from_str(finished.stdout().first()?).ok()?;
+        (status["stragglers"] == serde_json::json!([3]) && status["losses"].as_array()?.len() >= 2)
+            .then_some(status)
+    });
+    assert_eq!(
+        (status["state"].as_str(), status["generation"].as_u64()),
+        (Some("running"), Some(1))
+    );
+    let told = status["nodes"].as_array().expect("nodes");
+    assert_eq!(told.len(), 2);
+    for (node, first_rank) in told.iter().zip([0, 2]) {
+        assert_eq!(node["first_rank"], first_rank, "{status}");
+        assert_eq!(node["ranks"].as_array().map(Vec::len), Some(2), "{status}");
+        let logs = node["log_dir"].as_str().expect("a path");
+        assert!(Path::new(logs).is_dir(), "`{logs}` is where the logs are");
+    }
+    let time = |rank: usize| {
+        told[rank / 2]["ranks"][rank % 2]["step_time_s"]
+            .as_f64()
+            .expect("a time")
+    };
+    assert!(time(0) > 0.0 && time(3) > time(0), "{status}");
+    for point in status["losses"].as_array().expect("losses") {
+        let (step, loss) = (
+            point[0].as_f64().expect("a step"),
+            point[1].as_f64().expect("a loss"),
+        );
+        assert!((loss - 4.0 / step).abs() < 1e-9, "{status}");
+    }
+    let text = daemon.operator(&["status"]).run();
+    text.expect_exit(0)
+        .expect_stdout("job `steps`: running, generation 1");
+    text.expect_stdout("slow")
+        .expect_stdout("generation 1 (2 nodes, 4 ranks) began");
+    // The page has the same.
+    let page = snapshot(&daemon.http, "?job=steps", "");
+    assert_eq!(page["job"]["stragglers"], serde_json::json!([3]));
+    assert_eq!(page["jobs"][0]["job"], "steps");
+    let watching = daemon.operator(&["status", "steps", "--watch", "--json"]).start();
+    std::fs::write(&done, "").expect("writable");
+    for node in nodes {
+        node.finish().expect_exit(0);
+    }
+    // It was there until the job was over, or was no more.
+    let watched = watching.finish();
+    assert!(!watched.stdout().is_empty(), "{}", watched.transcript());
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_job_is_closed_on_all_of_its_nodes() {
+    let daemon = Watched::start(&[]);
+    let nodes = pair(&daemon, "closed", |node| node, "echo at work; sleep 600");
+    let mut others = pair(&daemon, "other", |node| node, "echo at work; sleep 1");
+    for node in &mut others {
+        node.wait_for("at work");
+    }
+    daemon.expect_sample("ddp_jobs{state=\"running\"}", 2.0);
+    let jobs = daemon.ask(&["jobs"]);
+    let names: Vec<_> = jobs["jobs"]
+        .as_array()
+        .expect("jobs")
+        .iter()
+        .map(|job| job["job"].as_str())
+        .collect();
+    assert_eq!(names, [Some("closed"), Some("other")]);
+    daemon
+        .operator(&["status"])
+        .run()
+        .expect_exit(2)
+        .expect_stderr("has 2 jobs: which one is meant?");
+    let closed = daemon
+        .operator(&["close", "closed", "--reason", "the machine is needed"])
+        .run();
+    closed.expect_exit(0).expect_stdout("closed job `closed`");
+    for node in nodes {
+        let finished = node.finish();
+        finished.expect_exit(78);
+        finished.expect_stderr("an operator closed the job: the machine is needed");
+    }
+    daemon.expect_sample("ddp_jobs_ended_total{result=\"closed\"}", 1.0);
+    for node in others {
+        node.finish().expect_exit(0);
+    }
+    let again = daemon.operator(&["close", "closed"]).run();
+    again.expect_exit(70).expect_stderr("job `closed`");
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_drained_daemon_ends_with_its_last_job() {
+    let dir = temp_dir();
+    let done = dir.path().join("done");
+    let daemon = Watched::start(&[]);
+    let with = |node: Launch| node.env("DONE", done.to_str().expect("unicode"));
+    let mut nodes = pair(&daemon, "last", with, &format!("echo at work; {UNTIL_DONE}"));
+    for node in &mut nodes {
+        node.wait_for("at work");
+    }
+    daemon
+        .operator(&["drain"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout("ends after 1 job");
+    let late = launch()
+        .node_of(1, &daemon.endpoint, "late")
+        .flag("--rdzv-conf", "is_host=false")
+        .shell("true")
+        .run();
+    late.expect_exit(75).expect_stderr("takes no new jobs");
+    daemon.expect_sample("ddp_refusals_total{code=\"draining\"}", 1.0);
+    assert_eq!(daemon.get("/readyz").status, 200, "its nodes still find it");
+    daemon
+        .operator(&["jobs"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout("takes no new jobs");
+    std::fs::write(&done, "").expect("writable");
+    for node in nodes {
+        node.finish().expect_exit(0);
+    }
+    daemon
+        .running
+        .finish()
+        .expect_exit(0)
+        .expect_stderr("no job is left on the drained daemon");
+    // One without jobs ends at once.
+    let idle = Watched::start(&[]);
+    idle.operator(&["drain"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout("ends after 0 jobs");
+    idle.running.finish().expect_exit(0);
+}
+
+#[test]
+fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
+    const TOKEN: &str = "a-token-of-32-characters-or-more";
+    let dir = temp_dir();
+    let file = |name: &str, token: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, format!("{token}\n")).expect("writable");
+        let owner_only = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(&path, owner_only).expect("an own file");
+        path.to_str().expect("unicode").to_owned()
+    };
+    let (right, wrong) = (
+        file("right", TOKEN),
+        file("wrong", "another-token-of-32-characters-.."),
+    );
+    let daemon = Watched::start_with(&[], |program| program.env("DDP_ADMIN_TOKEN_FILE", &right));
+    let mut nodes = pair(&daemon, "guarded", |node| node, "echo at work; sleep 600");
+    for node in &mut nodes {
+        node.wait_for("at work");
+    }
+    for words in [&["jobs"][..], &["close", "guarded"], &["drain"], &["status"]] {
+        daemon
+            .operator(words)
+            .run()
+            .expect_exit(77)
+            .expect_stderr("the admin token is missing or wrong");
+        let mistaken = daemon.operator(words).env("DDP_ADMIN_TOKEN_FILE", &wrong).run();
+        mistaken.expect_exit(77);
+    }
+    // Whether there is a job is for its nodes and for operators.
+    for job in ["guarded", "no-such-job"] {
+        let status = daemon.operator(&["status", job]).run();
+        status
+            .expect_exit(70)
+            .expect_stderr(&format!("has no job `{job}` that you may see"));
+    }
+    let page = daemon.get("/");
+    assert_eq!(page.status, 200);
+    assert!(
+        page.body.contains("data-token=\"yes\"") && !page.body.contains("guarded"),
+        "{}",
+        page.head
+    );
+    for header in [
+        "",
+        "Authorization: Bearer nonsense\r\n",
+        "Authorization: Bearer \r\n",
+    ] {
+        let answer = get(&daemon.http, "/events", header);
+        assert_eq!(answer.status, 401, "{answer:?}");
+        assert!(!answer.body.contains("guarded"));
+    }
+    assert_eq!(
+        daemon.get(&format!("/events?token={TOKEN}")).status,
+        401,
+        "not in a URL"
+    );
+    let shown = snapshot(&daemon.http, "", &format!("Authorization: Bearer {TOKEN}\r\n"));
+    assert_eq!(shown["job"]["job"], "guarded");
+    assert!(
+        daemon
+            .sample("ddp_refusals_total{code=\"admin\"}")
+            .expect("a number")
+            >= 12.0
+    );
+    let close = daemon
+        .operator(&["close", "guarded"])
+        .env("DDP_ADMIN_TOKEN_FILE", &right)
+        .run();
+    close.expect_exit(0);
+    for node in nodes {
+        node.finish().expect_exit(78);
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_file_without_a_token_is_no_protection_and_refused() {
+    let dir = temp_dir();
+    let path = dir.path().join("token");
+    std::fs::write(&path, "short").expect("writable");
+    for (mode, words) in [(0o644, "other users can read"), (0o600, "it has 5 characters")] {
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("an own file");
+        let refused = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
+            .args(["serve", "--listen", "127.0.0.1:0"].map(Into::into))
+            .env("DDP_ADMIN_TOKEN_FILE", path.to_str().expect("unicode"))
+            .run();
+        refused.expect_exit(77).expect_stderr(words);
+    }
+}
+
+#[test]
+fn a_browser_that_was_lured_here_under_another_name_gets_no_page() {
+    let daemon = Watched::start(&[]);
+    for path in ["/", "/events"] {
+        let mut stream = connect(&daemon.http);
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: rebound.example\r\n\r\n").expect("a server that reads");
+        assert_eq!(answer(stream).status, 403, "{path}");
+    }
+    let page = daemon.get("/");
+    assert_eq!(page.status, 200);
+    for header in [
+        "content-security-policy: default-src 'none'; script-src 'nonce-",
+        "x-content-type-options: nosniff",
+        "cache-control: no-store",
+    ] {
+        assert!(
+            page.head.to_lowercase().contains(header),
+            "`{header}` is missing in\n{}",
+            page.head
+        );
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_launcher_serves_the_page_of_its_own_job() {
+    let dir = temp_dir();
+    let done = dir.path().join("done");
+    let reserved = ReservedPort::new();
+    let (_, port) = reserved.endpoint.split_once(':').expect("an address");
+    let binary = std::env::current_exe().expect("this very program");
+    let mut node = launch()
+        .flag("--status-port", port)
+        .flag("--rdzv-id", "own")
+        .nproc(2)
+        .env(DONE, done.to_str().expect("unicode"))
+        .target(&binary)
+        .target_args(&["operators::role_advances", "--exact", "--nocapture"])
+        .start();
+    node.wait_for(&format!("the job is shown at http://{}/", reserved.endpoint));
+    let shown = eventually("the job runs", || {
+        let view = snapshot(&reserved.endpoint, "", "");
+        (view["job"]["state"] == "running").then_some(view)
+    });
+    assert_eq!(
+        (
+            shown["job"]["job"].as_str(),
+            shown["jobs"].as_array().map(Vec::len)
+        ),
+        (Some("own"), Some(1))
+    );
+    assert!(
+        get(&reserved.endpoint, "/", "")
+            .body
+            .contains("data-token=\"no\"")
+    );
+    // A second one cannot have the port.
+    let second = launch().flag("--status-port", port).shell("true").run();
+    second
+        .expect_exit(2)
+        .expect_stderr("choose a different `--status-port`");
+    std::fs::write(&done, "").expect("writable");
+    node.finish().expect_exit(0);
+}
+
+#[test]
+fn json_logs_have_job_generation_and_node() {
+    let daemon = Watched::start(&["--log-format", "json"]);
+    let nodes = pair(
+        &daemon,
+        "logged",
+        |node| node,
+        "[ $RANK = 0 ] || exit 3; sleep 60",
+    );
+    for node in nodes {
+        node.finish().expect_exit(3);
+    }
+    let log = daemon.stop().stderr();
+    let lines: Vec<Value> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in `{line}`")))
+        .collect();
+    let find = |words: &str| {
+        let line = lines
+            .iter()
+            .find(|line| line["message"].as_str().is_some_and(|m| m.contains(words)));
+        line.unwrap_or_else(|| panic!("no line has `{words}`:\n{log}"))
+    };
+    let start = find("all 2 nodes joined");
+    assert_eq!(
+        (start["job"].as_str(), start["generation"].as_u64()),
+        (Some("logged"), Some(1))
+    );
+    let end = find("ended: ");
+    assert_eq!(
+        (end["job"].as_str(), end["generation"].as_u64()),
+        (Some("logged"), Some(1))
+    );
+    let host = nix::unistd::gethostname()
+        .expect("a name")
+        .into_string()
+        .expect("unicode");
+    assert_eq!(end["node"].as_str(), Some(host.as_str()), "{end}");
+    for line in &lines {
+        let time = line["time"].as_str().expect("a time");
+        assert!(time.ends_with('Z') && time.contains('T'), "{line}");
+    }
+}
