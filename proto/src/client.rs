@@ -50,7 +50,7 @@ use crate::rendezvous::{
     AgentMessage, DaemonMessage, Join, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave,
     NodeList, NodesRequest, StatusReply, StatusRequest,
 };
-use crate::token::Token;
+use crate::trust::token::Token;
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
 pub const SEND_QUEUE: usize = 64;

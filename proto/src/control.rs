@@ -25,8 +25,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data_key::DataKey;
 use crate::ids::Generation;
+use crate::trust::data_key::DataKey;
 use crate::words::{duration, rate};
 
 /// Version of the messages in this file.

@@ -11,9 +11,7 @@
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`codec`] | how messages of that service become bytes | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
-//! | [`token`] | the secret of a job, and what is derived from it | everyone with it |
-//! | [`tls`] | mutual TLS from the token or from an operator's files | daemon ⇄ agent |
-//! | [`data_key`] | the secret of a generation's data connections | daemon → agent → worker |
+//! | [`trust`] | the token of a job, TLS from it, the key of data connections | everyone with it |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
 //! | [`printable`] | words of peers without control characters: all of them arrive in this package's messages | – |
@@ -30,7 +28,6 @@ pub mod codec;
 #[path = "compatibility_tests.rs"]
 mod compatibility;
 pub mod control;
-pub mod data_key;
 pub mod env;
 pub mod exit;
 pub mod ids;
@@ -38,8 +35,7 @@ pub mod mounts;
 pub mod ports;
 pub mod printable;
 pub mod resolver;
-pub mod tls;
-pub mod token;
+pub mod trust;
 pub mod utc;
 pub mod words;
 

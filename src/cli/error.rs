@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
-use ddp_proto::tls::TlsError;
+use ddp_proto::trust::tls::TlsError;
 use nix::errno::Errno;
 
 use crate::rendezvous::LedgerError;

@@ -11,7 +11,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use ddp_proto::exit;
 use ddp_proto::resolver::Resolver;
-use ddp_proto::tls::TlsFiles;
+use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
@@ -238,6 +238,35 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
 }
 
+/// Connections are read and written, and messages encoded, beside the one task that decides; on one thread where the
+/// system has no more.
+fn event_loop() -> io::Result<tokio::runtime::Runtime> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = threads.min(MAX_THREADS);
+    // tokio panics where it can start none of them.
+    let mut builder = if can_start(threads) {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    builder.worker_threads(threads).enable_all().build()
+}
+
+/// Whether so many threads can be there at once.
+fn can_start(threads: usize) -> bool {
+    let (hold, held) = std::sync::mpsc::channel::<()>();
+    let held = std::sync::Mutex::new(held);
+    std::thread::scope(|scope| {
+        let wait = || {
+            // Until `hold` is dropped.
+            let _ = held.lock().map(|held| held.recv());
+        };
+        let are_there = (0..threads).all(|_| std::thread::Builder::new().spawn_scoped(scope, wait).is_ok());
+        drop(hold);
+        are_there
+    })
+}
+
 /// Exit code: success, if it was stopped while it served.
 fn serve(
     listen: &Endpoint,
@@ -256,16 +285,10 @@ fn serve(
     };
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
-    // Connections are read and written, and messages encoded, beside the one task that decides.
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(threads.min(MAX_THREADS))
-        .enable_all()
-        .build()
-        .map_err(|source| CliError::Machine {
-            what: "cannot start the event loop",
-            source,
-        })?;
+    let runtime = event_loop().map_err(|source| CliError::Machine {
+        what: "cannot start the event loop",
+        source,
+    })?;
     runtime.block_on(async {
         let mut stops = Stops::handle()?;
         // Cancel safe: a signal ends the process, so no connection is lost with the listeners.

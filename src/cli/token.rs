@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ddp_proto::env::{DDP_ADMIN_TOKEN_FILE, DDP_TOKEN, DDP_TOKEN_FILE};
-use ddp_proto::token::{MAX_CHARS, Token};
+use ddp_proto::trust::token::{MAX_CHARS, Token};
 use tokio::time::{Instant, sleep};
 
 use super::error::CliError;

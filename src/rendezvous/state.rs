@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::{
     AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
     StatusReply, StatusRequest, refused::Code,
 };
-use ddp_proto::token::is_same_secret;
+use ddp_proto::trust::token::is_same_secret;
 use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 

@@ -16,7 +16,7 @@ use ddp_proto::client::{Access, Client, ClientError, open_channel};
 use ddp_proto::exit;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use ddp_proto::rendezvous::{AgentMessage, StatusRequest};
-use ddp_proto::token::Token;
+use ddp_proto::trust::token::Token;
 use nix::unistd::Uid;
 
 use crate::harness::{Daemon, PATIENCE, Program, ReservedPort, Running, eventually, launch, temp_dir};

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::control::{ToAgent, ToWorker};
-use ddp_proto::data_key::DataKey;
 use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::trust::data_key::DataKey;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;

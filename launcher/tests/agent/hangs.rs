@@ -16,6 +16,7 @@ fn heartbeat(step: u64) -> ToAgent {
         progress: None,
         waits: Vec::new(),
         activity: String::new(),
+        loss: None,
     }
 }
 

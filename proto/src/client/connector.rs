@@ -17,8 +17,8 @@ use tonic::codegen::http::Uri;
 use tower_service::Service;
 
 use crate::resolver::Resolver;
-use crate::tls::{self, HandshakeFailure, SERVER_NAME, TlsError, TlsFiles};
-use crate::token::Token;
+use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError, TlsFiles};
+use crate::trust::token::Token;
 
 /// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
 pub const UNIX_PREFIX: &str = "unix:@";

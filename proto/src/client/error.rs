@@ -9,7 +9,7 @@ use super::connector::handshake_failure;
 use crate::exit;
 use crate::printable;
 use crate::resolver::{LookUpError, NoThread};
-use crate::tls::TlsError;
+use crate::trust::tls::TlsError;
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -16,7 +16,7 @@ use ddp_proto::client::{Access, ClientError, UNIX_PREFIX, open_channel};
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use ddp_proto::resolver::{NoThread, Resolver};
-use ddp_proto::tls::TlsFiles;
+use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::{TcpListener, TcpStream};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;

@@ -14,10 +14,10 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use ddp_proto::data_key::DataKey;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
+use ddp_proto::trust::data_key::DataKey;
 
 use super::gathering::Gathering;
 use super::joining::MAX_GENERATION;

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use ddp_proto::token::Token;
+use ddp_proto::trust::token::Token;
 
 /// Before the token in `authorization`.
 const SCHEME: &str = "Bearer ";

@@ -7,8 +7,8 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::tls::{TlsError, TlsFiles, server_of_files, server_of_token};
-use ddp_proto::token::Token;
+use ddp_proto::trust::tls::{TlsError, TlsFiles, server_of_files, server_of_token};
+use ddp_proto::trust::token::Token;
 use nix::errno::Errno;
 use tokio::net::{TcpListener, TcpSocket, UnixListener};
 use tokio::sync::mpsc;

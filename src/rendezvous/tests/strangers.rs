@@ -1,7 +1,7 @@
 //! Who is no member, or has not shown that it may be one.
 
 use ddp_proto::rendezvous::StatusRequest;
-use ddp_proto::token::Token;
+use ddp_proto::trust::token::Token;
 
 use super::super::Callers;
 use super::*;

@@ -9,7 +9,6 @@ use ddp_launcher::Ending;
 use ddp_launcher::decisions::{Event, Machine, Memory, Rules, SpawnEvent};
 use ddp_launcher::fuzzing::{read_foreign_commands, read_foreign_lines};
 use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker};
-use ddp_proto::data_key::DataKey;
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::daemon_message::Body;
@@ -17,6 +16,7 @@ use ddp_proto::rendezvous::{
     Assignment, DaemonMessage, Failure, Failures, GenerationOver, JobOver, NodeAssignment, Refused, Waiting,
     WorkerExit,
 };
+use ddp_proto::trust::data_key::DataKey;
 use prost::Message;
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::Instant;
@@ -211,6 +211,7 @@ pub(crate) fn control_lines() -> Target {
         progress: None,
         waits: Vec::new(),
         activity: "stage 1 of 2".into(),
+        loss: Some(3.5),
     };
     let put = ToAgent::KvPut {
         call: 1,

@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     AgentMessage, Heartbeat, Join, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, LostRank, NodeStopped,
-    NodeSucceeded, NodesRequest, Place, WorkerExit,
+    NodeSucceeded, NodesRequest, Place, RankProgress, WorkerExit,
 };
 use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Ledger, Peer, Secret, State, apply};
 use prost::Message;
@@ -98,6 +98,14 @@ fn life() -> Vec<Vec<u8>> {
         ranks_divide: Some(8),
         ranks_multiple_of: Some(1),
         lost_rank: Some(LostRank { rank: 2, witness: 0 }),
+        ranks: vec![RankProgress {
+            rank: 1,
+            step: 7,
+            step_time_s: Some(0.5),
+            loss: Some(3.5),
+            silent_ms: 3,
+        }],
+        log_dir: "logs".into(),
     };
     let put = KvPutRequest {
         job_id: "job".into(),
@@ -138,7 +146,7 @@ fn life() -> Vec<Vec<u8>> {
         say(0, "node-a", 0, join("node-a", None)),
         say(1, "node-b", 0, join("node-b", None)),
         step(Step::Tick, 0, 20, Vec::new()),
-        say(0, "node-a", 1, Body::Heartbeat(heartbeat)),
+        say(0, "node-a", 1, Body::Heartbeat(heartbeat.clone())),
         step(Step::Put, 0, 1, put.encode_to_vec()),
         step(Step::Get, 1, 1, get.encode_to_vec()),
         step(Step::Gather, 2, 1, gather.encode_to_vec()),

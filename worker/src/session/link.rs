@@ -11,9 +11,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
-use ddp_proto::data_key::DataKey;
 use ddp_proto::env::{EnvError, WorkerEnv};
 use ddp_proto::ids::Generation;
+use ddp_proto::trust::data_key::DataKey;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, setsockopt, socket, sockopt,
 };

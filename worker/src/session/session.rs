@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
-use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
+use ddp_proto::trust::data_key::DataKey;
 use ddp_proto::utc;
 
 use super::link::{Link, SessionError, TIMES, Times};

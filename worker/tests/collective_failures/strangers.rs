@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ddp_proto::data_key::DataKey;
+use ddp_proto::trust::data_key::DataKey;
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, ReduceOp, Transport, connect};
 use ddp_worker::session::{KeyValue, MemoryStore, StoreError};
 

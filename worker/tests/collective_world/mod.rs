@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_proto::data_key::DataKey;
+use ddp_proto::trust::data_key::DataKey;
 use ddp_worker::collective::{
     Communicator, Executor, Failure, Launch, RankInfo, Traffic, Transport, Work, connect,
 };

@@ -290,7 +290,7 @@ mod tests {
             ranks_divide: Some(12),
             ..Heartbeat::default()
         };
-        memory.note(Generation(1), &Body::Heartbeat(heartbeat));
+        memory.note(Generation(1), &Body::Heartbeat(heartbeat.clone()));
         let join = memory.join(Instant::now()).unwrap();
         assert_eq!((join.run_token.as_str(), join.latest_generation), ("run", 1));
         let place = join.place.unwrap();

@@ -24,10 +24,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{PeerWait, Phase, Sizes, ToAgent};
-use ddp_proto::data_key::DataKey;
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat, LostRank, RankProgress};
+use ddp_proto::trust::data_key::DataKey;
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};

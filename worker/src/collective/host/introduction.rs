@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use blake3::{Hash, Hasher};
 use bytemuck::{Pod, Zeroable, bytes_of, pod_read_unaligned};
-use ddp_proto::data_key::DataKey;
+use ddp_proto::trust::data_key::DataKey;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{MsgFlags, recv, send};

@@ -2,8 +2,8 @@
 
 use std::net::IpAddr;
 
-use ddp_proto::data_key::DataKey;
 use ddp_proto::ports::PortRange;
+use ddp_proto::trust::data_key::DataKey;
 
 use crate::collective::error::Failure;
 

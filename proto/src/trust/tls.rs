@@ -18,7 +18,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use crate::token::Token;
+use crate::trust::token::Token;
 
 /// The name in the certificates that are made from a token. Nobody looks it up.
 pub const SERVER_NAME: &str = "rendezvous.ddp-run.internal";

@@ -1,7 +1,7 @@
 //! The secret that all nodes of a job have in common, and what is derived from it.
 //!
 //! It never goes over a network. Both sides of a connection derive the key of a certificate authority from it
-//! ([`crate::tls`]), and a daemon that serves several users is told one hash for each job.
+//! ([`crate::trust::tls`]), and a daemon that serves several users is told one hash for each job.
 
 use std::collections::BTreeSet;
 use std::fmt;
