@@ -77,6 +77,7 @@ impl Assignment {
     }
 
     /// The same without the list, and without what is told of all nodes together.
+    #[must_use]
     pub fn without_totals(&self) -> Self {
         Self {
             nodes: Vec::new(),

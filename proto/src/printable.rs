@@ -148,8 +148,9 @@ impl Clean for Join {
             &mut self.role,
         ];
         names.into_iter().for_each(clean_line);
-        if let Some(assignment) = self.place.as_mut().and_then(|place| place.assignment.as_mut()) {
-            assignment.clean();
+        if let Some(place) = &mut self.place {
+            place.assignment.clean();
+            place.heartbeat.clean();
         }
     }
 }

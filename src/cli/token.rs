@@ -113,7 +113,7 @@ impl TokenSource {
                     "[ddp-run] waiting for the token file `{self:?}`, which the node that hosts the rendezvous makes"
                 );
             }
-            sleep(LOOK.min(patience - waited)).await;
+            sleep(LOOK.min(patience.saturating_sub(waited))).await;
         }
     }
 

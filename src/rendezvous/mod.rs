@@ -8,7 +8,7 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
-//! | `node_index` | indexes of nodes | who is ready, who is away, whose lease ends next, without a look at all |
+//! | `nodes` | indexes and the list of nodes | who is ready, who is away, whose lease ends next, without a look at all |
 //! | `node_list` | the nodes of a generation | what each is told of the others, and the list on request |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
@@ -27,15 +27,13 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
-mod deadlines;
 mod difference;
 mod event;
 mod history;
 mod isolation;
 mod job;
 mod kv;
-mod node_index;
-mod node_list;
+mod nodes;
 mod policy;
 mod ranks;
 pub mod report;

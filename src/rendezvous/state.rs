@@ -14,11 +14,11 @@ use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
-use super::deadlines::Deadlines;
 use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
 use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
 use super::kv::clip;
+use super::nodes::deadlines::Deadlines;
 
 /// Jobs that a list holds.
 const MAX_LISTED_JOBS: usize = 4096;

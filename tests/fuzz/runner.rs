@@ -30,6 +30,9 @@ const COLUMNS: usize = 100;
 /// Tries to cut a failing input down.
 const CUTS: usize = 2000;
 
+/// Takes one input.
+type Run = Box<dyn Fn(&[u8])>;
+
 /// Something that takes bytes from others.
 pub(crate) struct Target {
     pub(crate) name: &'static str,
@@ -37,7 +40,7 @@ pub(crate) struct Target {
     pub(crate) seeds: Vec<Vec<u8>>,
     /// Words that its inputs are made of.
     pub(crate) words: &'static [&'static str],
-    pub(crate) run: Box<dyn Fn(&[u8])>,
+    pub(crate) run: Run,
     /// Most bytes of memory for each byte of an input.
     pub(crate) bytes_per_byte: usize,
 }
@@ -80,7 +83,7 @@ fn processor_time() -> Duration {
 
 /// The input that runs has taken its time.
 pub(crate) fn is_over_time() -> bool {
-    processor_time() - BEGAN.get() > TIME_BOUND
+    processor_time().saturating_sub(BEGAN.get()) > TIME_BOUND
 }
 
 pub(crate) fn folder(name: &str) -> PathBuf {
@@ -156,7 +159,7 @@ pub(crate) fn try_input(target: &Target, bytes: &[u8]) -> Result<(), String> {
     BEGAN.set(processor_time());
     let (outcome, most) = most_held(|| catch_unwind(AssertUnwindSafe(|| (target.run)(bytes))));
     RUNS.set(false);
-    let took = processor_time() - BEGAN.get();
+    let took = processor_time().saturating_sub(BEGAN.get());
     if let Err(panic) = outcome {
         let words = panic.downcast_ref::<String>().cloned();
         let words = words.or_else(|| panic.downcast_ref::<&str>().map(|words| (*words).to_owned()));

@@ -554,21 +554,21 @@ fn a_drained_daemon_ends_with_its_last_job() {
     idle.running.finish().expect_exit(0);
 }
 
+/// A file that only its owner can read.
+fn token_file(dir: &Path, name: &str, token: &str) -> String {
+    let path = dir.join(name);
+    std::fs::write(&path, format!("{token}\n")).expect("writable");
+    let owner_only = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&path, owner_only).expect("an own file");
+    path.to_str().expect("unicode").to_owned()
+}
+
 #[test]
 fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     const TOKEN: &str = "a-token-of-32-characters-or-more";
     let dir = temp_dir();
-    let file = |name: &str, token: &str| {
-        let path = dir.path().join(name);
-        std::fs::write(&path, format!("{token}\n")).expect("writable");
-        let owner_only = std::fs::Permissions::from_mode(0o600);
-        std::fs::set_permissions(&path, owner_only).expect("an own file");
-        path.to_str().expect("unicode").to_owned()
-    };
-    let (right, wrong) = (
-        file("right", TOKEN),
-        file("wrong", "another-token-of-32-characters-.."),
-    );
+    let right = token_file(dir.path(), "right", TOKEN);
+    let wrong = token_file(dir.path(), "wrong", "another-token-of-32-characters-..");
     let daemon = Watched::start_with(&[], |program| program.env("DDP_ADMIN_TOKEN_FILE", &right));
     let mut nodes = pair(&daemon, "guarded", |node| node, "echo at work; sleep 600");
     for node in &mut nodes {

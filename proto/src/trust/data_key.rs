@@ -39,8 +39,7 @@ impl fmt::Debug for DataKey {
 /// As 64 hexadecimal digits.
 impl Serialize for DataKey {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let digits: String = self.0.iter().map(|byte| format!("{byte:02x}")).collect();
-        serializer.serialize_str(&digits)
+        serializer.serialize_str(&blake3::Hash::from(self.0).to_hex())
     }
 }
 

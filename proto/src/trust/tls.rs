@@ -187,17 +187,17 @@ fn own_of(files: &TlsFiles) -> Result<Option<OwnCert>, TlsError> {
         (None, None) => return Ok(None),
         _ => return Err(TlsError::Half),
     };
-    let parsed = PrivateKeyDer::from_pem_file(key).map_err(|error| unusable(key, "a private key", error))?;
+    let parsed = PrivateKeyDer::from_pem_file(key).map_err(|error| unusable(key, "a private key", &error))?;
     Ok(Some((read_certs(cert)?, parsed)))
 }
 
 fn read_certs(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let failed = |error| unusable(path, "certificates", error);
+    let failed = |error| unusable(path, "certificates", &error);
     let certs: Vec<_> = CertificateDer::pem_file_iter(path)
         .and_then(Iterator::collect)
         .map_err(failed)?;
     if certs.is_empty() {
-        return Err(unusable(path, "certificates", "it has none"));
+        return Err(unusable(path, "certificates", &"it has none"));
     }
     Ok(certs)
 }
@@ -207,12 +207,12 @@ fn read_roots(path: &Path) -> Result<RootCertStore, TlsError> {
     for cert in read_certs(path)? {
         roots
             .add(cert)
-            .map_err(|error| unusable(path, "certificates", error))?;
+            .map_err(|error| unusable(path, "certificates", &error))?;
     }
     Ok(roots)
 }
 
-fn unusable(path: &Path, holds: &'static str, cause: impl ToString) -> TlsError {
+fn unusable(path: &Path, holds: &'static str, cause: &impl ToString) -> TlsError {
     let (path, cause) = (path.to_owned(), cause.to_string());
     TlsError::File { path, holds, cause }
 }

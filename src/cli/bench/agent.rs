@@ -157,7 +157,7 @@ impl Agent {
                         _ => {}
                     }
                 }
-                _ = tick(&mut beats) => self.say(&stream, Body::Heartbeat(Heartbeat::default()))?,
+                () = tick(&mut beats) => self.say(&stream, Body::Heartbeat(Heartbeat::default()))?,
                 changed = self.orders.changed() => {
                     if changed.is_err() {
                         return Ok(());

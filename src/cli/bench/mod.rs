@@ -147,12 +147,12 @@ async fn measure(args: Args) -> io::Result<Measured> {
     let of_all_jobs = args.nodes as usize * args.jobs as usize;
     measured.assignment_bytes = assignments(&mut told, 1, of_all_jobs).await?;
     measured.assigned_s = begun.elapsed().as_secs_f64();
-    measured.assigned_cpu_s = (daemon.cpu_time()? - cpu).as_secs_f64();
-    measured.assigned_agents_cpu_s = (own_cpu_time()? - agents_cpu).as_secs_f64();
+    measured.assigned_cpu_s = daemon.cpu_time()?.saturating_sub(cpu).as_secs_f64();
+    measured.assigned_agents_cpu_s = own_cpu_time()?.saturating_sub(agents_cpu).as_secs_f64();
 
     let (begun, cpu) = (Instant::now(), daemon.cpu_time()?);
     tokio::time::sleep(args.heartbeats).await;
-    let cpu = daemon.cpu_time()? - cpu;
+    let cpu = daemon.cpu_time()?.saturating_sub(cpu);
     measured.heartbeat_core = cpu.as_secs_f64() / begun.elapsed().as_secs_f64();
 
     if args.gather {
@@ -277,8 +277,7 @@ impl Measured {
             ("of that, without nodes", words::bytes(self.idle_bytes)),
         ];
         let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        rows.iter()
-            .map(|(name, value)| format!("{name:width$}  {value}\n"))
-            .collect()
+        let lines = rows.iter().map(|(name, value)| format!("{name:width$}  {value}"));
+        lines.collect::<Vec<_>>().join("\n") + "\n"
     }
 }

@@ -342,7 +342,7 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
         Protection::Token { source, .. } => Access::Token(source.read_or_make()?),
     };
     // A connection is given up after as long, with fewer words.
-    let patience = HEALTH_TIMEOUT - Duration::from_millis(100);
+    let patience = HEALTH_TIMEOUT.saturating_sub(Duration::from_millis(100));
     match tokio::time::timeout(patience, ask(address, &access, facts.job_id.clone())).await {
         Ok(Ok(owner)) => Ok(owner),
         Ok(Err(Problem::Distrust(words))) => Err(CliError::Untrusted(words)),

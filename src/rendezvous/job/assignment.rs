@@ -11,7 +11,7 @@ use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::event::{Observation, Turn};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::node_list::NodeList;
+use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::ranks;
 
 /// How much of an assignment's name people are shown.

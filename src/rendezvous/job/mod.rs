@@ -99,6 +99,7 @@ pub(super) struct Job {
 
 /// What a job is doing.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a job has one")]
 enum Phase {
     /// Nodes are to come before the next generation can start.
     Gathering(Gathering),

@@ -10,7 +10,7 @@ use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProg
 use super::joining::Joining;
 use crate::rendezvous::event::{ConnId, Peer, Turn};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::node_index::Facts;
+use crate::rendezvous::nodes::index::Facts;
 use crate::rendezvous::ranks::Candidate;
 
 /// Workers of a node whose progress is kept.

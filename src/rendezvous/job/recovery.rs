@@ -26,7 +26,7 @@ use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Speech, Turn, regrouping, shared};
-use crate::rendezvous::node_list::NodeList;
+use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
 use crate::rendezvous::size::RankLimits;

@@ -10,7 +10,7 @@ use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Turn, shared};
-use crate::rendezvous::node_index::NodeIndex;
+use crate::rendezvous::nodes::index::NodeIndex;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
 use crate::rendezvous::words;
@@ -239,7 +239,7 @@ impl Roster {
         let members = std::mem::take(&mut self.members);
         for member in &members {
             self.change(&member.incarnation, |node| {
-                node.stop_workers(turn, generation, &message)
+                node.stop_workers(turn, generation, &message);
             });
         }
         self.members = members;

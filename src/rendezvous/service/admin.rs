@@ -57,7 +57,7 @@ impl Admin {
             "only operators may: the admin token is missing or wrong\n  \
              hint: name its file in `DDP_ADMIN_TOKEN_FILE`"
         } else {
-            "only operators on the daemon's own machine may, as the daemon has no admin token\n  \
+            "only operators with the job token on the daemon's own machine may, as the daemon has no admin token\n  \
              hint: start it with `DDP_ADMIN_TOKEN_FILE`, and name the same token in that variable here"
         }
     }

@@ -137,9 +137,7 @@ pub async fn serve_with(
         // Late ones are not waited for any longer.
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
-    drop(tasks);
-    drop(accepting);
-    drop(close);
+    drop((tasks, accepting, close));
     match tokio::time::timeout(CLOSE_TIMEOUT, server).await {
         Ok(ended) => Ok(ended?),
         // A peer that keeps its connection open does not keep the daemon.
@@ -210,8 +208,12 @@ impl Service {
     }
 
     fn is_admin<T>(&self, request: &tonic::Request<T>) -> bool {
-        // The other end of an abstract Unix socket is this machine.
-        let address = caller(request).ok().map(|caller| caller.peer.remote);
+        // The other end of an abstract Unix socket is this machine. Where callers may be of several users, being here
+        // proves nothing.
+        let caller = caller(request)
+            .ok()
+            .filter(|_| self.config.callers == Callers::Proven);
+        let address = caller.map(|caller| caller.peer.remote);
         let authorization = request.metadata().get("authorization");
         self.admin.is_admin(Claim {
             address,
@@ -303,7 +305,7 @@ impl Rendezvous for Service {
         let read = self.begin_read(&request.job_id);
         let call = read.call();
         let value = self.ask(Request::KvGet(call, request, answer), result).await;
-        read.is_answered();
+        read.finish();
         let value = value?.map_err(|error| status(&error))?;
         Ok(Response::new(KvGetReply { value: value.into() }))
     }
@@ -318,7 +320,7 @@ impl Rendezvous for Service {
         let read = self.begin_read(&request.job_id);
         let call = read.call();
         let entries = self.ask(Request::KvGather(call, request, answer), result).await;
-        read.is_answered();
+        read.finish();
         let entries = entries?.map_err(|error| status(&error))?;
         Ok(Response::new(KvGatherReply { entries }))
     }
@@ -409,7 +411,7 @@ impl Read {
         self.call
     }
 
-    fn is_answered(mut self) {
+    fn finish(mut self) {
         self.job = None;
     }
 }

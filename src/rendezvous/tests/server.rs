@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use super::super::service::{Actor, Request};
-use super::super::{Ledger, Listener, ServeError, Transport, serve};
+use super::super::{Callers, Ledger, Listener, ServeError, Transport, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
@@ -107,7 +107,6 @@ fn ask(incarnation: &str) -> StatusRequest {
     StatusRequest {
         job_id: JOB.into(),
         incarnation: incarnation.into(),
-        ..StatusRequest::default()
     }
 }
 
@@ -313,7 +312,11 @@ async fn a_stream_on_which_nobody_joins_is_ended() {
 
 #[tokio::test]
 async fn status_and_health_answer() {
-    let daemon = Daemon::start(Config::default()).await;
+    let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
+        ..Config::default()
+    })
+    .await;
     let client = daemon.client().await;
     let error = client
         .status(ask("a"))

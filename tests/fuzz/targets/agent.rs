@@ -122,7 +122,7 @@ fn agent(bytes: &[u8]) {
         hostname: "node-a".into(),
         native: true,
         resume_words: None,
-        join_timeout: Duration::from_secs(60),
+        join_timeout: Duration::from_mins(1),
         shutdown_timeout: Duration::from_secs(30),
         workers: 2,
         elastic: true,

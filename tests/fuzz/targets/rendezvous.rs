@@ -89,11 +89,8 @@ fn exit(rank: u32) -> WorkerExit {
     }
 }
 
-/// A job of two nodes from its beginning to its end.
-fn life() -> Vec<Vec<u8>> {
-    let say =
-        |conn, node: &str, generation, body| step(Step::Message, conn, 1, message(node, generation, body));
-    let heartbeat = Heartbeat {
+fn heartbeat() -> Heartbeat {
+    Heartbeat {
         step: Some(7),
         ranks_divide: Some(8),
         ranks_multiple_of: Some(1),
@@ -106,7 +103,14 @@ fn life() -> Vec<Vec<u8>> {
             silent_ms: 3,
         }],
         log_dir: "logs".into(),
-    };
+    }
+}
+
+/// A job of two nodes from its beginning to its end.
+fn life() -> Vec<Vec<u8>> {
+    let say =
+        |conn, node: &str, generation, body| step(Step::Message, conn, 1, message(node, generation, body));
+    let heartbeat = heartbeat();
     let put = KvPutRequest {
         job_id: "job".into(),
         generation: 1,

@@ -84,7 +84,7 @@ fn assert_works(world: &World, transports: [Box<dyn Transport>; 2]) {
                     .map(|(a, b)| a + b);
                 let bits = |sum: &f32| sum.to_bits();
                 let found: Vec<u32> = read::<f32>(&arena.whole()).iter().map(bits).collect();
-                assert_eq!(found, sums.map(|sum| sum.to_bits()).collect::<Vec<_>>());
+                assert_eq!(found, sums.map(f32::to_bits).collect::<Vec<_>>());
             });
         }
     });

@@ -51,6 +51,7 @@ const MAX_WORDS_CHARS: usize = 4000;
 
 /// One worker.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
 struct Worker {
     rank: GlobalRank,
     pid: Option<i32>,

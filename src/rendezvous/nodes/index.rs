@@ -7,19 +7,20 @@ use super::deadlines::Deadlines;
 
 /// What is counted of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Facts {
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
+pub(in crate::rendezvous) struct Facts {
     /// Free for the next generation, and connected.
-    pub(super) is_ready: bool,
-    pub(super) is_connected: bool,
+    pub(in crate::rendezvous) is_ready: bool,
+    pub(in crate::rendezvous) is_connected: bool,
     /// Workers of an ended generation may still run there.
-    pub(super) is_stopping: bool,
+    pub(in crate::rendezvous) is_stopping: bool,
     /// Not connected, or silent beyond its lease.
-    pub(super) is_away: bool,
+    pub(in crate::rendezvous) is_away: bool,
     /// `--node-rank`.
-    pub(super) asked: Option<u32>,
+    pub(in crate::rendezvous) asked: Option<u32>,
     /// `Join.last_call_ms`.
-    pub(super) last_call_ms: u32,
-    pub(super) lease_until: Duration,
+    pub(in crate::rendezvous) last_call_ms: u32,
+    pub(in crate::rendezvous) lease_until: Duration,
 }
 
 impl Facts {
@@ -32,7 +33,7 @@ impl Facts {
 
 /// The nodes of one job by what is known of them, and the members of its last generation.
 #[derive(Debug, Default)]
-pub(super) struct NodeIndex {
+pub(in crate::rendezvous) struct NodeIndex {
     ready: BTreeSet<String>,
     away: BTreeSet<String>,
     /// Ready, and no members.
@@ -53,7 +54,12 @@ pub(super) struct NodeIndex {
 
 impl NodeIndex {
     /// A node came (`before` is none), went (`after` is none), or changed.
-    pub(super) fn update(&mut self, incarnation: &str, before: Option<Facts>, after: Option<Facts>) {
+    pub(in crate::rendezvous) fn update(
+        &mut self,
+        incarnation: &str,
+        before: Option<Facts>,
+        after: Option<Facts>,
+    ) {
         self.leases
             .note(incarnation, after.map(|facts| facts.lease_until));
         if let (Some(before), Some(after)) = (before, after)
@@ -100,7 +106,7 @@ impl NodeIndex {
     }
 
     /// These are the members from now on, in order of their ranks, and none of them has left.
-    pub(super) fn set_members<'a>(&mut self, members: impl Iterator<Item = &'a str>) {
+    pub(in crate::rendezvous) fn set_members<'a>(&mut self, members: impl Iterator<Item = &'a str>) {
         self.left.clear();
         self.ranks.clear();
         for (member, rank) in members.zip(0..) {
@@ -116,7 +122,7 @@ impl NodeIndex {
     }
 
     /// A member left for good.
-    pub(super) fn mark_left(&mut self, incarnation: &str) {
+    pub(in crate::rendezvous) fn mark_left(&mut self, incarnation: &str) {
         if self.ranks.contains_key(incarnation)
             && self.left.insert(incarnation.to_owned())
             && self.ready.contains(incarnation)
@@ -125,37 +131,37 @@ impl NodeIndex {
         }
     }
 
-    pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
+    pub(in crate::rendezvous) fn rank_of(&self, incarnation: &str) -> Option<u32> {
         self.ranks.get(incarnation).copied()
     }
 
     /// All members are ready but those that left, and there are members.
-    pub(super) fn are_members_ready(&self) -> bool {
+    pub(in crate::rendezvous) fn are_members_ready(&self) -> bool {
         !self.ranks.is_empty() && self.ready_members == self.ranks.len() - self.left.len()
     }
 
-    pub(super) fn ready(&self) -> &BTreeSet<String> {
+    pub(in crate::rendezvous) fn ready(&self) -> &BTreeSet<String> {
         &self.ready
     }
 
-    pub(super) fn away(&self) -> &BTreeSet<String> {
+    pub(in crate::rendezvous) fn away(&self) -> &BTreeSet<String> {
         &self.away
     }
 
-    pub(super) fn spares(&self) -> &BTreeSet<String> {
+    pub(in crate::rendezvous) fn spares(&self) -> &BTreeSet<String> {
         &self.spares
     }
 
-    pub(super) fn connected(&self) -> usize {
+    pub(in crate::rendezvous) fn connected(&self) -> usize {
         self.connected
     }
 
-    pub(super) fn has_stopping(&self) -> bool {
+    pub(in crate::rendezvous) fn has_stopping(&self) -> bool {
         self.stopping > 0
     }
 
     /// The first of the other nodes that asked for this rank.
-    pub(super) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<&str> {
+    pub(in crate::rendezvous) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<&str> {
         let from = self.asked.range((rank, String::new())..);
         let same = from.take_while(|(asked, _)| *asked == rank);
         same.map(|(_, node)| node.as_str())
@@ -163,18 +169,18 @@ impl NodeIndex {
     }
 
     /// The largest `last_call_ms`.
-    pub(super) fn last_call_ms(&self) -> Option<u32> {
+    pub(in crate::rendezvous) fn last_call_ms(&self) -> Option<u32> {
         self.last_calls.keys().next_back().copied()
     }
 
     /// No lease ends before; it may be early.
-    pub(super) fn next_lease(&self) -> Option<Duration> {
+    pub(in crate::rendezvous) fn next_lease(&self) -> Option<Duration> {
         self.leases.next()
     }
 
     /// Nodes whose leases have ended, in order of their names: each of them is to be changed or to go now. `lease_of` is
     /// when that of a node ends.
-    pub(super) fn expired(
+    pub(in crate::rendezvous) fn expired(
         &mut self,
         now: Duration,
         slack: Duration,

@@ -10,7 +10,7 @@ use prost::bytes::Bytes;
 
 /// The nodes of a generation, in order of node rank.
 #[derive(Debug)]
-pub(super) struct NodeList {
+pub(in crate::rendezvous) struct NodeList {
     nodes: Vec<NodeAssignment>,
     totals: Totals,
     /// As [`NodesReply`](ddp_proto::rendezvous::NodesReply) has it.
@@ -19,7 +19,7 @@ pub(super) struct NodeList {
 }
 
 impl NodeList {
-    pub(super) fn new(nodes: Vec<NodeAssignment>) -> Self {
+    pub(in crate::rendezvous) fn new(nodes: Vec<NodeAssignment>) -> Self {
         let message = Message { nodes };
         let encoded = Bytes::from(message.encode_to_vec());
         Self {
@@ -30,13 +30,18 @@ impl NodeList {
         }
     }
 
-    pub(super) fn encoded(&self) -> Bytes {
+    pub(in crate::rendezvous) fn encoded(&self) -> Bytes {
         self.encoded.clone()
     }
 
     /// What the node of this rank is told: what all are told, and its place. The whole list goes to those that do not
     /// `take_totals`, and where it is short.
-    pub(super) fn tell(&self, common: &Assignment, node_rank: u32, takes_totals: bool) -> Assignment {
+    pub(in crate::rendezvous) fn tell(
+        &self,
+        common: &Assignment,
+        node_rank: u32,
+        takes_totals: bool,
+    ) -> Assignment {
         let mut assignment = Assignment {
             node_rank,
             nodes_digest: self.digest.clone(),
@@ -52,7 +57,7 @@ impl NodeList {
     }
 
     /// Node rank of the node that a rank belongs to.
-    pub(super) fn node_of(&self, rank: u32) -> Option<u32> {
+    pub(in crate::rendezvous) fn node_of(&self, rank: u32) -> Option<u32> {
         // The last one that begins at the rank or before it: nodes without ranks do not exist.
         let after = self.nodes.partition_point(|node| node.first_rank <= rank);
         let node_rank = after.checked_sub(1)?;
