@@ -5,15 +5,15 @@
 //!
 //! | where | hidden | shown, though it looks similar |
 //! |---|---|---|
-//! | a name that ends in a word of [`SECRETS`]: `--password X`, `DB_PASSWORD=X`, `api.password: X` | always | `--password-file F` |
-//! | one that ends in `key` behind a word of [`KINDS_OF_KEYS`], or is `apikey`: `--api-key X` | always | `--sort-key loss`, `image_key: jpg` |
-//! | one that ends in a word of [`MAYBE`]: `--token X`, `--auth X` | unless `X` is a number, a switch or a special token | `--token-count 5`, `tokenizer: gpt2`, `pad_token: <pad>` |
+//! | a name that ends in a word of `SECRETS`: `--password X`, `DB_PASSWORD=X`, `api.password: X` | always | `--password-file F` |
+//! | one that ends in `key` behind a word of `KINDS_OF_KEYS`, or is `apikey`: `--api-key X` | always | `--sort-key loss`, `image_key: jpg` |
+//! | one that ends in a word of `MAYBE`: `--token X`, `--auth X` | unless `X` is a number, a switch or a special token | `--token-count 5`, `tokenizer: gpt2`, `pad_token: <pad>` |
 //! | any other `key=X` | if `X` looks random | `data.key=text` |
 //! | `-p X`, as clients of databases have it | unless `X` is a number, a range, a path or a type | `-p 8080`, `-p bf16`, `-p data/` |
 //! | `-u USER:X`, as `curl` has it | `X` | `-u buffered` |
 //! | `scheme://user:X@host`, and `?token=X` in an address | `X` | `http://host:80/a?page=2` |
 //! | behind `Bearer` or `Basic` | always | |
-//! | what begins with a word of [`PREFIXES`], such as `hf_`, wherever it is | always | `hf_hub` |
+//! | what begins with a word of `PREFIXES`, such as `hf_`, wherever it is | always | `hf_hub` |
 //!
 //! A hidden value tells nothing, not even its length. Where a rule is unsure it hides: a hidden hyperparameter is a nuisance,
 //! a secret in another user's log is not. Numbers are never secrets here.
