@@ -92,7 +92,7 @@ pub enum CliError {
     },
     /// The port of the endpoint is taken by something that is not a daemon.
     #[error(
-        "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`)"
+        "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`); if it is a rendezvous, give both the same token, or both `--insecure`"
     )]
     PortTaken {
         /// The endpoint in full.

@@ -519,7 +519,7 @@ mod tests {
             let text = error.to_string().replace(&port.to_string(), "PORT");
             insta::assert_snapshot!(text, @r"
         port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not answer gRPC health checks
-          hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`)
+          hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token, or both `--insecure`
         ");
             closes.abort();
         });

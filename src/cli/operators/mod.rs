@@ -142,8 +142,19 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
         None => only_job(&client, &args.daemon.endpoint).await?,
     };
     let is_screen = args.watch && !args.json && io::stdout().is_terminal();
+    let mut was_there = false;
     loop {
-        let status = client.status(question(&job)).await?;
+        let status = match client.status(question(&job)).await {
+            // The daemon answers, and has forgotten the job with its last node.
+            Err(error) if was_there && !error.is_broken() => {
+                eprintln!(
+                    "job `{job}` is over and its nodes have left: its launchers and the daemon's log tell how it ended"
+                );
+                return Ok(());
+            }
+            answer => answer?,
+        };
+        was_there = true;
         let mut text = if is_screen {
             CLEAR.to_owned()
         } else {
