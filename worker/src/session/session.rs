@@ -72,7 +72,8 @@ impl Session {
         Self::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()))
     }
 
-    /// A place without an agent, with the given store: for programs and tests whose ranks are threads.
+    /// A place without an agent, with the given store: for programs and tests whose ranks are threads. If the ranks are
+    /// on several nodes, it needs [`Session::with_data_key`].
     pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {
         let node_addrs = vec![env.master_addr.clone(); env.node_count as usize];
         Self {
@@ -84,6 +85,13 @@ impl Session {
             stop: StopRequest::default(),
             link: None,
         }
+    }
+
+    /// With a key for the connections between nodes, which an agent would have sent. All ranks must have the same.
+    #[must_use]
+    pub fn with_data_key(mut self, key: DataKey) -> Self {
+        self.data_key = Some(key);
+        self
     }
 
     fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
@@ -114,8 +122,8 @@ impl Session {
         &self.node_addrs
     }
 
-    /// With which the ranks of this generation prove to each other that they are of it; none without an agent, and if the
-    /// daemon is of an older build.
+    /// The secret with which ranks on several nodes prove that they belong to this generation. `None` if the daemon is of
+    /// an older release, and without an agent unless [`Session::with_data_key`] gave one.
     pub fn data_key(&self) -> Option<&DataKey> {
         self.data_key.as_ref()
     }

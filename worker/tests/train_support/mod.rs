@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
+use ddp_proto::trust::data_key::{DATA_KEY_BYTES, DataKey};
 use ddp_worker::checkpoint::{Reader, Storage, TensorKind, Which};
 use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
@@ -112,7 +113,10 @@ impl Job {
     /// As [`Job::run`]; `meddle` sees the configuration of each rank before it starts.
     pub fn run_with(&self, world_size: u32, meddle: impl Fn(u32, &mut TrainConfig)) -> Vec<Outcome> {
         let store = Arc::new(MemoryStore::default());
-        let session = |rank| Session::in_process(self.env(rank, world_size), store.clone());
+        let session = |rank| {
+            let session = Session::in_process(self.env(rank, world_size), store.clone());
+            session.with_data_key(DataKey::new([7; DATA_KEY_BYTES]))
+        };
         let sessions: Vec<Session> = (0..world_size).map(session).collect();
         let cancels: Vec<Cancel> = sessions.iter().map(Session::cancel).collect();
         std::thread::scope(|scope| {
