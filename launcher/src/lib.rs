@@ -35,7 +35,7 @@ pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
-pub use spawn::spawner::SpawnError;
+pub use spawn::program::SpawnError;
 pub use supervise::ending::{Ending, signal_name};
 pub use supervise::guardian::Guardian;
 

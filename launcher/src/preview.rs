@@ -7,7 +7,7 @@ use ddp_proto::ids::WorldSize;
 
 use crate::plan::LaunchPlan;
 use crate::spawn::environment::{Common, is_scrubbed, of_worker, threads_per_worker};
-use crate::spawn::spawner::{SpawnError, check_program};
+use crate::spawn::program::{SpawnError, check_program};
 
 /// Why the workers could not be started; none if their program is there.
 pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {

@@ -47,8 +47,8 @@ use crate::printable::{self, Clean as _};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherRequest, KvGetRequest, KvPutRequest, Leave,
-    NodeList, NodesRequest, StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherReply, KvGatherRequest, KvGetRequest, KvPutRequest,
+    Leave, NodeList, NodesRequest, StatusReply, StatusRequest,
 };
 use crate::trust::token::Token;
 
@@ -274,14 +274,18 @@ impl Client {
         let mut inner = self.inner.clone();
         let gather = async {
             match inner.kv_gather(request).await {
-                Ok(reply) => Ok(reply.map(|reply| Some(reply.entries))),
+                Ok(parts) => joined(parts.into_inner())
+                    .await
+                    .map(|encoded| tonic::Response::new(Some(encoded))),
                 Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
                 Err(status) => Err(status),
             }
         };
         let encoded = self.bounded(&what, timeout + READ_MARGIN, gather).await?;
         encoded
-            .map(|encoded| KvEntries::decode(encoded).map_err(|error| self.malformed(&what, &error)))
+            .map(|encoded| {
+                KvEntries::decode(encoded.as_slice()).map_err(|error| self.malformed(&what, &error))
+            })
             .transpose()
     }
 
@@ -373,6 +377,19 @@ impl Client {
             },
         }
     }
+}
+
+/// The parts of an answer, one after the other.
+async fn joined(mut parts: Streaming<KvGatherReply>) -> Result<Vec<u8>, Status> {
+    let mut whole = Vec::new();
+    while let Some(part) = parts.message().await? {
+        if whole.len() + part.entries.len() > MAX_ANSWER_BYTES {
+            let words = format!("the answer has more than {MAX_ANSWER_BYTES} bytes");
+            return Err(Status::resource_exhausted(words));
+        }
+        whole.extend_from_slice(&part.entries);
+    }
+    Ok(whole)
 }
 
 /// The two directions of an agent's stream.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use prost::Message as _;
+use prost_types::enum_descriptor_proto::EnumReservedRange;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 
@@ -17,7 +18,7 @@ const ACCEPT: &str = "DDP_ACCEPT_DESCRIPTOR";
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Protocol {
     declared: BTreeMap<(String, i64), String>,
-    /// Numbers of messages that no field will have again.
+    /// Numbers of messages and enums that no field and no value will have again.
     reserved: BTreeSet<(String, i64)>,
 }
 
@@ -71,6 +72,11 @@ impl Protocol {
         for value in &declared.value {
             let place = (name.clone(), i64::from(value.number()));
             self.declared.insert(place, value.name().to_owned());
+        }
+        for range in &declared.reserved_range {
+            // Other than that of a message, its end is reserved too.
+            let numbers = i64::from(range.start())..=i64::from(range.end());
+            self.reserved.extend(numbers.map(|number| (name.clone(), number)));
         }
     }
 
@@ -193,4 +199,22 @@ fn what_breaks_earlier_builds_is_found() {
             "A 3 is no longer reserved",
         ]
     );
+}
+
+/// It is what the test above asks for where a value is gone.
+#[test]
+fn a_number_of_an_enum_can_be_reserved() {
+    let declared = EnumDescriptorProto {
+        name: Some("E".into()),
+        reserved_range: vec![EnumReservedRange {
+            start: Some(1),
+            end: Some(2),
+        }],
+        ..EnumDescriptorProto::default()
+    };
+    let mut newer = Protocol::default();
+    newer.add_enum("A.", &declared);
+    assert_eq!(newer.to_text(), "enum A.E 1: reserved\nenum A.E 2: reserved\n");
+    let golden = Protocol::of_text("enum A.E 1: FIRST\nenum A.E 2: LAST\n");
+    assert_eq!(golden.broken_by(&newer), [""; 0]);
 }

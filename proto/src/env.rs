@@ -27,6 +27,8 @@ pub const DDP_TOKEN: &str = "DDP_TOKEN";
 pub const DDP_TOKEN_FILE: &str = "DDP_TOKEN_FILE";
 /// The file with the token of a daemon's operator.
 pub const DDP_ADMIN_TOKEN_FILE: &str = "DDP_ADMIN_TOKEN_FILE";
+/// What no other process is given, whatever it is started for.
+pub const SECRETS: [&str; 3] = [DDP_TOKEN, DDP_TOKEN_FILE, DDP_ADMIN_TOKEN_FILE];
 /// How PyTorch writes `TORCHELASTIC_USE_AGENT_STORE`; it takes no other word for true.
 const PYTHON_TRUE: &str = "True";
 const PYTHON_FALSE: &str = "False";

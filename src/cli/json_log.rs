@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
-use tracing::{Event, Subscriber};
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime as _, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
@@ -43,13 +43,11 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        let mut time = String::new();
-        SystemTime.format_time(&mut Writer::new(&mut time))?;
         let mut fields = Fields::default();
         event.record(&mut fields);
         let metadata = event.metadata();
         let line = Line {
-            time,
+            time: now()?,
             level: metadata.level().as_str(),
             target: metadata.target(),
             job: fields.take_text("job"),
@@ -65,6 +63,28 @@ where
         let line = serde_json::to_string(&line).map_err(|_| fmt::Error)?;
         writeln!(writer, "{line}")
     }
+}
+
+fn now() -> Result<String, fmt::Error> {
+    let mut time = String::new();
+    SystemTime.format_time(&mut Writer::new(&mut time))?;
+    Ok(time)
+}
+
+/// The error with which a program ends, as a line of its own, whatever `RUST_LOG` leaves out.
+pub(super) fn last_line(target: &'static str, error: &dyn fmt::Display) -> String {
+    let line = Line {
+        time: now().unwrap_or_default(),
+        level: Level::ERROR.as_str(),
+        target,
+        job: String::new(),
+        generation: None,
+        node: String::new(),
+        message: error.to_string(),
+        more: Map::new(),
+    };
+    // Texts always become JSON.
+    serde_json::to_string(&line).unwrap_or_default() + "\n"
 }
 
 /// The fields of an event, by name.
@@ -127,6 +147,18 @@ mod tests {
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
         }
+    }
+
+    #[test]
+    fn an_error_is_a_line_too() {
+        let text = last_line("ddp_run::rendezvous", &"no \"port\"\n  hint: another one");
+        let (line, rest) = text.split_once('\n').unwrap();
+        assert_eq!(rest, "");
+        let line: Value = serde_json::from_str(line).unwrap();
+        assert_eq!(line["message"], "no \"port\"\n  hint: another one");
+        assert_eq!(line["level"], "ERROR");
+        assert_eq!(line["target"], "ddp_run::rendezvous");
+        assert!(line["time"].as_str().unwrap().ends_with('Z'), "{text}");
     }
 
     #[test]

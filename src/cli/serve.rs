@@ -24,7 +24,7 @@ use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
 use super::token::{TokenSource, read_admin_token};
 use super::values::{self, Endpoint};
-use super::{init_json_tracing, init_tracing_with_time, operators};
+use super::{init_json_tracing, init_tracing_with_time, json_log, operators};
 use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
@@ -235,6 +235,12 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     limits::raise_open_files_fully();
     match serve(&listen, protection, &settings, &watching) {
         Ok(code) => ExitCode::from(code),
+        Err(error) if watching.log_format == LogFormat::Json => {
+            let line = json_log::last_line(RENDEZVOUS_LOG, &error);
+            // In one write. Nothing is left to do when that fails.
+            let _ = io::stderr().write_all(line.as_bytes());
+            ExitCode::from(error.exit_code())
+        }
         Err(error) => fail(&error, error.exit_code()),
     }
 }
@@ -352,7 +358,7 @@ impl Stops {
     /// nodes.
     async fn stop(mut self) {
         self.next().await;
-        tracing::info!("stopping");
+        tracing::info!(target: RENDEZVOUS_LOG, "stopping");
         tokio::spawn(async move {
             std::process::exit(i32::from(self.next().await));
         });
@@ -457,6 +463,14 @@ mod tests {
             format!("{given:?}")
         );
         assert!(Args::try_parse_from(["ddp-rendezvous", "serve", "--lease", "0"]).is_err());
+    }
+
+    /// It came back, and took new jobs.
+    #[test]
+    fn systemd_leaves_a_daemon_down_that_was_drained() {
+        let unit = include_str!("../../deploy/systemd/ddp-rendezvous.service");
+        let restart = unit.lines().find_map(|line| line.strip_prefix("Restart="));
+        assert_eq!(restart, Some("on-failure"));
     }
 
     #[test]

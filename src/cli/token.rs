@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ddp_proto::env::{DDP_ADMIN_TOKEN_FILE, DDP_TOKEN, DDP_TOKEN_FILE};
-use ddp_proto::trust::token::{MAX_CHARS, Token};
+use ddp_proto::trust::token::{BadToken, MAX_CHARS, Token};
 use tokio::time::{Instant, sleep};
 
 use super::error::CliError;
@@ -74,7 +74,7 @@ impl TokenSource {
                 };
                 Token::parse(text)
                     .map(Some)
-                    .map_err(|error| refused(error.to_string()))
+                    .map_err(|error| refused(words_of(error)))
             }
             Self::File(path) => read_file(path),
         }
@@ -155,8 +155,12 @@ fn read_file(path: &Path) -> Result<Option<Token>, CliError> {
     file.take(longest)
         .read_to_string(&mut text)
         .map_err(|error| refused(error.to_string()))?;
-    let token = Token::parse(&text).map_err(|error| refused(error.to_string()))?;
+    let token = Token::parse(&text).map_err(|error| refused(words_of(error)))?;
     Ok(Some(token))
+}
+
+fn words_of(error: BadToken) -> String {
+    format!("{error}\n  hint: make a token with `openssl rand -hex 32`, and give it to all nodes of the job")
 }
 
 /// Nobody else may read it. Root may give it to a group, as Kubernetes does.

@@ -105,8 +105,12 @@ pub struct KvLimits {
     pub entries_of_all: usize,
     /// Bytes of all jobs.
     pub bytes_of_all: usize,
+    /// Bytes of gathered answers that not all callers have taken, of all jobs.
+    pub answer_bytes_of_all: usize,
     /// Blocked reads.
     pub waiters: usize,
+    /// Blocked reads of all jobs.
+    pub waiters_of_all: usize,
     /// Longest blocked read.
     pub wait: Duration,
 }
@@ -159,7 +163,9 @@ impl Default for KvLimits {
             total_bytes: 64 << 20,
             entries_of_all: 1 << 20,
             bytes_of_all: 512 << 20,
+            answer_bytes_of_all: 1 << 30,
             waiters: 65_536,
+            waiters_of_all: 262_144,
             wait: Duration::from_hours(1),
         }
     }
@@ -214,5 +220,44 @@ mod tests {
         assert_eq!(config.backoff(4, 1.0), Duration::from_millis(400));
         assert_eq!(config.backoff(4, 0.0), Duration::from_millis(200));
         assert_eq!(config.backoff(1000, 1.0), config.backoff_cap);
+    }
+
+    /// `123456` as `123,456`.
+    fn grouped(number: usize) -> String {
+        let digits = number.to_string();
+        let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().collect();
+        String::from_utf8(groups.join(&b',')).unwrap()
+    }
+
+    /// The entries of a store were half of what they are.
+    #[test]
+    fn the_documented_limits_are_those_of_the_settings() {
+        let text = include_str!("../../docs/security.md");
+        let Config {
+            max_streams,
+            max_jobs,
+            max_nodes,
+            kv,
+            ..
+        } = Config::default();
+        let stored = |entries: usize, bytes: usize| format!("{} and {} MiB |", grouped(entries), bytes >> 20);
+        for (what, limit) in [
+            ("calls on one connection at a time", grouped(max_streams as usize)),
+            (
+                "jobs, nodes of one job",
+                format!("{} and {} |", grouped(max_jobs), grouped(max_nodes as usize)),
+            ),
+            (
+                "entries and bytes of a job's store",
+                stored(kv.entries, kv.total_bytes),
+            ),
+            (
+                "entries and bytes of all stores",
+                stored(kv.entries_of_all, kv.bytes_of_all),
+            ),
+        ] {
+            let row = format!("| {what} | {limit}");
+            assert!(text.contains(&row), "docs/security.md has no row `{row}`");
+        }
     }
 }

@@ -15,6 +15,7 @@ use prost::bytes::Bytes;
 
 use super::config::Config;
 use super::job::Record;
+use super::shares::{Answers, Owner};
 
 /// One stream of an agent. Never used again for another stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -267,6 +268,10 @@ pub(super) struct Turn<'a> {
     pub(super) effects: Vec<Effect>,
     /// Of what its notes speak.
     pub(super) about: About,
+    /// Whose store is called.
+    pub(super) owner: Owner,
+    /// What was gathered, in this turn and before.
+    pub(super) answers: Answers,
 }
 
 impl Turn<'_> {

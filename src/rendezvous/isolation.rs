@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use super::config::Config;
 use super::event::{Event, Turn};
 use super::job::Job;
 use super::state::Daemon;
@@ -21,11 +22,6 @@ impl Isolation {
     pub(super) fn silence(&self, now: Duration) -> Duration {
         now.saturating_sub(self.last_contact)
     }
-
-    /// The daemon's own network may be down.
-    pub(super) fn is_suspected(&self) -> bool {
-        self.is_suspected
-    }
 }
 
 impl Event {
@@ -41,10 +37,16 @@ impl Event {
 }
 
 impl Daemon {
+    /// The daemon's own network may be down, and nodes are kept for that. A suspicion ends with the outage, and with
+    /// the last node: no message has to come for it.
+    pub(super) fn suspects_network(&self, now: Duration, config: &Config) -> bool {
+        self.isolation.is_suspected && self.isolation.silence(now) <= config.outage_timeout && !self.is_idle()
+    }
+
     pub(super) fn note_contact(&mut self, turn: &mut Turn<'_>) {
         let silence = self.isolation.silence(turn.at.now);
         self.isolation.last_contact = turn.at.now;
-        if std::mem::take(&mut self.isolation.is_suspected) {
+        if std::mem::take(&mut self.isolation.is_suspected) && !self.is_idle() {
             turn.decided(format!(
                 "the daemon hears from nodes again after {:.1} s; all leases are renewed",
                 silence.as_secs_f64()

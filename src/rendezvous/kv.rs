@@ -1,6 +1,6 @@
 //! The key-value store of one generation: write-once entries, blocking reads with deadlines, everything bounded.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use super::event::{CallId, Effect, KvError, Turn};
+use super::shares::Load;
 
 /// Prefixes of keys that are waited for at once: each write looks at all of them.
 const MAX_PREFIXES: usize = 64;
@@ -19,14 +20,14 @@ pub(super) struct KvStore {
     entries: BTreeMap<String, Bytes>,
     bytes: usize,
     waiters: BTreeMap<CallId, Waiter>,
+    /// The same calls by their deadlines.
+    deadlines: BTreeSet<(Duration, CallId)>,
     /// Calls that wait for a key that no rank wrote yet.
-    by_key: HashMap<String, Vec<CallId>>,
+    by_key: HashMap<String, BTreeSet<CallId>>,
     /// Prefixes that calls wait for.
     by_prefix: HashMap<String, Gather>,
     /// The last answer to a gather, until a key with its prefix is written: all nodes ask for the same.
     gathered: Option<Gathered>,
-    /// No waiter's deadline is before this moment; it may be early, never late.
-    next_deadline: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -48,8 +49,8 @@ enum Wanted {
 struct Gather {
     /// Keys that begin with it.
     have: usize,
-    /// How many of them each call waits for.
-    calls: BTreeMap<CallId, usize>,
+    /// How many of them each call waits for: those that want the fewest are first.
+    calls: BTreeSet<(usize, CallId)>,
 }
 
 #[derive(Debug)]
@@ -102,7 +103,7 @@ impl KvStore {
         self.bytes = bytes;
         let value = Bytes::from(value);
         for call in self.by_key.remove(&key).unwrap_or_default() {
-            if self.waiters.remove(&call).is_some() {
+            if self.forget(call).is_some() {
                 let result = Ok(value.clone());
                 turn.effects.push(Effect::Answer { call, result });
             }
@@ -134,21 +135,19 @@ impl KvStore {
         };
         gather.have += 1;
         let have = gather.have;
-        let done: Vec<CallId> = gather
-            .calls
-            .extract_if(.., |_, count| *count <= have)
-            .map(|(call, _)| call)
-            .collect();
+        let enough = ..=(have, CallId(u64::MAX));
+        let done = gather.calls.extract_if(enough, |_| true);
+        let done: Vec<CallId> = done.map(|(_, call)| call).collect();
         if gather.calls.is_empty() {
             self.by_prefix.remove(prefix);
         }
         if done.is_empty() {
             return;
         }
-        let encoded = self.encoded(prefix);
+        let encoded = self.encoded(turn, prefix);
         for call in done {
-            self.waiters.remove(&call);
-            let result = Ok(encoded.clone());
+            self.forget(call);
+            let result = encoded.clone();
             turn.effects.push(Effect::Answer { call, result });
         }
     }
@@ -160,9 +159,15 @@ impl KvStore {
     }
 
     /// All entries with this prefix, encoded once for all calls that ask one after the other.
-    fn encoded(&mut self, prefix: &str) -> Bytes {
+    fn encoded(&mut self, turn: &mut Turn<'_>, prefix: &str) -> Result<Bytes, KvError> {
         if let Some(last) = self.gathered.as_ref().filter(|last| last.prefix == prefix) {
-            return last.encoded.clone();
+            return Ok(last.encoded.clone());
+        }
+        if !turn.answers.have_room(&turn.config.kv, turn.owner) {
+            return Err(KvError::TooMuch(format!(
+                "cannot gather keys with `{}`: callers of this daemon have not read what they gathered before",
+                clip(prefix, 32)
+            )));
         }
         let entries: Vec<KvEntry> = self
             .with_prefix(prefix)
@@ -178,7 +183,8 @@ impl KvStore {
             have,
             encoded: encoded.clone(),
         });
-        encoded
+        turn.answers.add(turn.owner, encoded.clone());
+        Ok(encoded)
     }
 
     /// Answers a read at once, or lets it wait for at most `timeout`.
@@ -189,37 +195,55 @@ impl KvStore {
             Err(not_written(&key, timeout))
         } else {
             match self.wait(turn, call, Wanted::Key(key.clone()), timeout) {
-                Ok(()) => return self.by_key.entry(key).or_default().push(call),
+                Ok(()) => {
+                    self.by_key.entry(key).or_default().insert(call);
+                    return;
+                }
                 Err(error) => Err(error),
             }
         };
         turn.effects.push(Effect::Answer { call, result });
     }
 
-    /// Entries and bytes.
-    pub(super) fn size(&self) -> (usize, usize) {
-        (self.entries.len(), self.bytes)
+    /// What it takes.
+    pub(super) fn load(&self) -> Load {
+        Load {
+            entries: self.entries.len(),
+            bytes: self.bytes,
+            waiters: self.waiters.len(),
+        }
     }
 
     /// Nobody waits for the answer of this read any more.
     pub(super) fn cancel(&mut self, call: CallId) {
-        let Some(waiter) = self.waiters.remove(&call) else {
-            return;
-        };
-        match waiter.wanted {
+        if let Some(waiter) = self.forget(call) {
+            self.strike_out(call, &waiter.wanted);
+        }
+    }
+
+    /// The read waits no longer. What it wanted may still name it.
+    fn forget(&mut self, call: CallId) -> Option<Waiter> {
+        let waiter = self.waiters.remove(&call)?;
+        self.deadlines.remove(&(waiter.deadline, call));
+        Some(waiter)
+    }
+
+    /// Takes a read from the list of those that want the same.
+    fn strike_out(&mut self, call: CallId, wanted: &Wanted) {
+        match wanted {
             Wanted::Key(key) => {
-                if let Some(calls) = self.by_key.get_mut(&key) {
-                    calls.retain(|&other| other != call);
+                if let Some(calls) = self.by_key.get_mut(key) {
+                    calls.remove(&call);
                     if calls.is_empty() {
-                        self.by_key.remove(&key);
+                        self.by_key.remove(key);
                     }
                 }
             }
-            Wanted::Prefix(prefix, _) => {
-                if let Some(gather) = self.by_prefix.get_mut(&prefix) {
-                    gather.calls.remove(&call);
+            Wanted::Prefix(prefix, count) => {
+                if let Some(gather) = self.by_prefix.get_mut(prefix) {
+                    gather.calls.remove(&(*count, call));
                     if gather.calls.is_empty() {
-                        self.by_prefix.remove(&prefix);
+                        self.by_prefix.remove(prefix);
                     }
                 }
             }
@@ -242,7 +266,7 @@ impl KvStore {
                 prefix.len()
             )))
         } else if have >= count {
-            Ok(self.encoded(&prefix))
+            self.encoded(turn, &prefix)
         } else if timeout.is_zero() {
             Err(too_few(&prefix, have, count, timeout))
         } else {
@@ -279,7 +303,7 @@ impl KvStore {
         self.wait(turn, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
         let gather = self.by_prefix.entry(prefix.to_owned()).or_default();
         gather.have = have;
-        gather.calls.insert(call, count);
+        gather.calls.insert((count, call));
         Ok(())
     }
 
@@ -302,7 +326,7 @@ impl KvStore {
             )));
         }
         let deadline = now + timeout.min(limits.wait);
-        self.next_deadline = Some(self.next_deadline.map_or(deadline, |next| next.min(deadline)));
+        self.deadlines.insert((deadline, call));
         self.waiters.insert(
             call,
             Waiter {
@@ -314,45 +338,35 @@ impl KvStore {
         Ok(())
     }
 
-    /// When the next waiting read may have to be answered.
+    /// When the next waiting read has to be answered.
     pub(super) fn next_deadline(&self) -> Option<Duration> {
-        self.next_deadline
+        self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
     /// Answers the reads whose deadline has passed.
     pub(super) fn expire(&mut self, turn: &mut Turn<'_>) {
         let now = turn.at.now;
-        if self.next_deadline.is_none_or(|next| next > now) {
-            return;
-        }
-        let (by_key, by_prefix) = (&mut self.by_key, &mut self.by_prefix);
-        for (call, waiter) in self.waiters.extract_if(.., |_, waiter| waiter.deadline <= now) {
-            let waited = waiter.deadline.saturating_sub(waiter.asked_at);
-            let error = match waiter.wanted {
-                Wanted::Key(key) => {
-                    if let Some(calls) = by_key.get_mut(&key) {
-                        calls.retain(|&other| other != call);
-                        if calls.is_empty() {
-                            by_key.remove(&key);
-                        }
-                    }
-                    not_written(&key, waited)
-                }
+        while let Some(&(deadline, call)) = self.deadlines.first()
+            && deadline <= now
+        {
+            self.deadlines.pop_first();
+            let Some(waiter) = self.waiters.remove(&call) else {
+                continue;
+            };
+            let waited = deadline.saturating_sub(waiter.asked_at);
+            let error = match &waiter.wanted {
+                Wanted::Key(key) => not_written(key, waited),
                 Wanted::Prefix(prefix, count) => {
-                    let have = by_prefix.get_mut(&prefix).map_or(0, |gather| {
-                        gather.calls.remove(&call);
-                        gather.have
-                    });
-                    by_prefix.retain(|_, gather| !gather.calls.is_empty());
-                    too_few(&prefix, have, count, waited)
+                    let have = self.by_prefix.get(prefix).map_or(0, |gather| gather.have);
+                    too_few(prefix, have, *count, waited)
                 }
             };
+            self.strike_out(call, &waiter.wanted);
             turn.effects.push(Effect::Answer {
                 call,
                 result: Err(error),
             });
         }
-        self.next_deadline = self.waiters.values().map(|waiter| waiter.deadline).min();
     }
 
     /// Ends the store: every waiting read fails with the cause, every entry is gone.
@@ -389,6 +403,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 mod tests {
     use super::*;
     use crate::rendezvous::event::About;
+    use crate::rendezvous::shares::Answers;
     use crate::rendezvous::{At, Config, KvLimits, Secret};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -404,6 +419,8 @@ mod tests {
             config,
             effects: Vec::new(),
             about: About::default(),
+            owner: None,
+            answers: Answers::default(),
         }
     }
 
@@ -477,7 +494,9 @@ mod tests {
                 total_bytes: 10,
                 entries_of_all: 100,
                 bytes_of_all: 100,
+                answer_bytes_of_all: 100,
                 waiters: 1,
+                waiters_of_all: 100,
                 wait: SECOND,
             },
             ..Config::default()
@@ -528,6 +547,68 @@ mod tests {
         assert!(turn.effects.is_empty());
         store.put(&mut turn, "x".into(), vec![1]).unwrap();
         assert_eq!(answers(&turn.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
+    }
+
+    /// Each of them looked at all others: a member could keep the daemon from everything else for minutes.
+    #[test]
+    fn many_reads_of_one_key_or_prefix_end_without_a_look_at_all_of_them() {
+        const READS: u64 = 65_536;
+        let config = Config::default();
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        let step = Duration::from_micros(1);
+        let read = |store: &mut KvStore, turn: &mut Turn<'_>| {
+            for call in 0..READS / 2 {
+                let timeout = SECOND + step * call as u32;
+                store.get(turn, CallId(2 * call), "key".into(), timeout);
+                store.gather(turn, CallId(2 * call + 1), ("of/".into(), 10_000), timeout);
+            }
+        };
+        read(&mut store, &mut turn);
+        assert!(turn.effects.is_empty(), "all of them wait");
+        // None of them is answered by that.
+        for key in 0..5000 {
+            store.put(&mut turn, format!("of/{key}"), Vec::new()).unwrap();
+        }
+        for call in 0..READS {
+            store.cancel(CallId(call));
+        }
+        assert_eq!(store.load().waiters, 0);
+        assert!(store.deadlines.is_empty() && store.by_key.is_empty() && store.by_prefix.is_empty());
+        read(&mut store, &mut turn);
+        for tick in 0..READS / 2 {
+            turn.at.now = SECOND + step * tick as u32;
+            store.expire(&mut turn);
+        }
+        assert_eq!(turn.effects.len() as u64, READS);
+        assert_eq!(store.next_deadline(), None);
+        assert!(store.by_key.is_empty() && store.by_prefix.is_empty());
+    }
+
+    /// Callers that read nothing kept as many copies of the store as they had asked for.
+    #[test]
+    fn answers_that_are_not_taken_are_bounded() {
+        let config = Config {
+            kv: KvLimits {
+                answer_bytes_of_all: 1,
+                ..KvLimits::default()
+            },
+            ..Config::default()
+        };
+        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        store.put(&mut turn, "a".into(), vec![1]).unwrap();
+        store.put(&mut turn, "b".into(), vec![2]).unwrap();
+        for (call, prefix) in [(1, "a"), (2, "a"), (3, "b")] {
+            store.gather(&mut turn, CallId(call), (prefix.into(), 0), SECOND);
+        }
+        let told = answers(&turn.effects);
+        assert!(told[..2].iter().all(|(_, answer)| keys(answer) == ["a"]));
+        let refused = told[2].1.clone().unwrap_err();
+        assert!(refused.starts_with("cannot gather keys with `b`"), "{refused}");
+        // Its callers have taken it, and so has the store.
+        turn.effects.clear();
+        store.put(&mut turn, "a2".into(), vec![1]).unwrap();
+        store.gather(&mut turn, CallId(4), ("b".into(), 0), SECOND);
+        assert_eq!(keys(&answers(&turn.effects)[0].1), ["b"]);
     }
 
     fn keys(answer: &Result<Vec<u8>, String>) -> Vec<String> {

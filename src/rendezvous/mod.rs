@@ -16,6 +16,7 @@
 //! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
+//! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
 //! | `deadlines` | deadlines by time | which is next |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
@@ -38,6 +39,7 @@ mod policy;
 mod ranks;
 pub mod report;
 mod service;
+mod shares;
 mod size;
 mod state;
 mod stragglers;

@@ -1,6 +1,7 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use ddp_proto::printable::{self, Clean as _};
@@ -19,6 +20,7 @@ use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
 use super::kv::clip;
 use super::nodes::deadlines::Deadlines;
+use super::shares::{Answers, Load, Owner, Shares, owner_of, part_of};
 
 /// Jobs that a list holds.
 const MAX_LISTED_JOBS: usize = 4096;
@@ -33,6 +35,7 @@ const PROOF_BYTES: usize = 32;
 pub struct State {
     config: Config,
     daemon: Daemon,
+    answers: Answers,
 }
 
 /// The same without the settings, which a [`Turn`] borrows.
@@ -47,8 +50,8 @@ pub(super) struct Daemon {
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
-    /// No fewer entries and bytes than the stores of all jobs have.
-    stored: (usize, usize),
+    /// No less than the stores of all jobs take.
+    shares: Shares,
     pub(super) isolation: Isolation,
     /// An operator wants no new jobs here.
     is_draining: bool,
@@ -75,11 +78,13 @@ pub struct Census {
     pub kv_bytes: u64,
     /// For how long the quietest node has said nothing.
     pub longest_silence: Duration,
+    /// For how long the nodes of a job have been waited for, of the job that waits longest.
+    pub longest_gathering: Duration,
     /// The daemon's own network may be down.
     pub suspects_network: bool,
     /// The daemon takes no new jobs.
     pub is_draining: bool,
-    /// Generations of the first jobs, as many as were asked for.
+    /// Generations of the first jobs that run one, as many as were asked for.
     pub generations: Vec<(String, u64)>,
 }
 
@@ -92,8 +97,11 @@ struct Speaker {
 impl State {
     /// A daemon that knows no job.
     pub fn new(config: Config) -> Self {
-        let daemon = Daemon::default();
-        Self { config, daemon }
+        Self {
+            config,
+            daemon: Daemon::default(),
+            answers: Answers::default(),
+        }
     }
 
     /// A daemon that starts with what its ledger has of each job, oldest first.
@@ -108,7 +116,12 @@ impl State {
                 daemon.replan(&id);
             }
         }
-        Self { config, daemon }
+        let answers = Answers::default();
+        Self {
+            config,
+            daemon,
+            answers,
+        }
     }
 
     /// When [`Event::Tick`] is due; earlier is harmless.
@@ -144,17 +157,19 @@ impl State {
         }
     }
 
-    /// The same in numbers, with the generations of so many jobs.
+    /// The same in numbers, with the generations of so many jobs that run.
     pub fn census(&self, now: Duration, generations: usize) -> Census {
         let mut census = Census {
-            suspects_network: self.daemon.isolation.is_suspected(),
+            suspects_network: self.daemon.suspects_network(now, &self.config),
             is_draining: self.daemon.is_draining,
             ..Census::default()
         };
         for (id, job) in &self.daemon.jobs {
             job.count(now, &mut census);
-            if census.generations.len() < generations {
-                census.generations.push((id.clone(), job.generation()));
+            if let Some(generation) = job.running_generation()
+                && census.generations.len() < generations
+            {
+                census.generations.push((id.clone(), generation));
             }
         }
         census
@@ -184,7 +199,7 @@ impl State {
 
     /// True if no agent is at this daemon, connected or expected back.
     pub fn is_idle(&self) -> bool {
-        self.daemon.jobs.values().all(Job::is_idle)
+        self.daemon.is_idle()
     }
 
     /// How long nodes are expected back that fell silent: a launcher that was suspended comes for the verdict on its
@@ -198,12 +213,18 @@ impl State {
 
 /// Decides what an event means: a pure function of the time, the dice, the state and the event.
 pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
-    let State { config, daemon } = state;
+    let State {
+        config,
+        daemon,
+        answers,
+    } = state;
     let mut turn = Turn {
         at,
         config,
         effects: Vec::new(),
         about: About::default(),
+        owner: None,
+        answers: std::mem::take(answers),
     };
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
     if event.is_contact(daemon.isolation.silence(at.now), &turn, has_joined) {
@@ -232,10 +253,16 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
             daemon.ended.insert(*conn);
         }
     }
+    *answers = turn.answers;
     turn.effects
 }
 
 impl Daemon {
+    /// No job has nodes.
+    pub(super) fn is_idle(&self) -> bool {
+        self.jobs.values().all(Job::is_idle)
+    }
+
     fn next_wake(&self) -> Option<Duration> {
         self.wakes.next()
     }
@@ -364,21 +391,45 @@ impl Daemon {
 
     fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
         let mut finished = self.finished.iter_mut().rev();
-        let missed = finished.find(|f| f.is_of(job_id) && f.concerns(&joining));
+        let config = turn.config;
+        let missed =
+            finished.find(|f| f.is_of(job_id) && f.is_open_to(config, &joining) && f.concerns(&joining));
         if missed.is_some_and(|missed| missed.tell(turn, &joining)) {
             return;
         }
-        if self.is_draining && !self.jobs.contains_key(job_id) {
-            let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
-                          hint: start the job at a different daemon, or when this one has been replaced";
-            return refuse(turn, joining.conn, Code::Draining, reason.to_owned());
+        if !self.jobs.contains_key(job_id)
+            && let Err((code, reason)) = self.admit_job(config, joining.peer.remote)
+        {
+            return refuse(turn, joining.conn, code, reason);
         }
-        // A run after this one has generations of its own: what is left of the old run stays fenced off.
+        // A run after this one has generations of its own, whoever's it is: what is left of the old run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
         let new = || Job::new(job_id, earlier.unwrap_or(0), turn.at.now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
         job.join(turn, joining);
+    }
+
+    /// Whether a node at this address may begin another job.
+    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), (Code, String)> {
+        if self.is_draining {
+            let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
+                          hint: start the job at a different daemon, or when this one has been replaced";
+            return Err((Code::Draining, reason.to_owned()));
+        }
+        let Some(owner) = owner_of(config, from) else {
+            return Ok(());
+        };
+        let own = self
+            .jobs
+            .values()
+            .filter(|job| job.owner() == Some(owner))
+            .count();
+        if own >= part_of(config.max_jobs) {
+            let reason = format!("this daemon already has {own} jobs from `{from}`, the most of one address");
+            return Err((Code::Invalid, reason));
+        }
+        Ok(())
     }
 
     fn closed(&mut self, turn: &mut Turn<'_>, conn: ConnId, clean: bool) {
@@ -471,53 +522,82 @@ impl Daemon {
     }
 
     fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
-        let added = request.key.len() + request.value.len();
-        self.check_room(turn.config, added)?;
-        let stored = self.stored;
+        let more = Load {
+            entries: 1,
+            bytes: request.key.len() + request.value.len(),
+            waiters: 0,
+        };
+        turn.owner = self.job(&request.job_id, &request.incarnation)?.owner();
+        self.check_room(turn.config, turn.owner, more)?;
         let job = self.job(&request.job_id, &request.incarnation)?;
         job.put(turn, request)?;
         // A key that was there before is counted twice, until the next count.
-        self.stored = (stored.0 + 1, stored.1 + added);
+        self.shares.add(turn.owner, more);
         Ok(())
     }
 
-    /// All jobs together keep no more than so much. Stores that have ended are noticed when it seems to be reached.
-    fn check_room(&mut self, config: &Config, added: usize) -> Result<(), KvError> {
-        let is_full = |(entries, bytes): (usize, usize)| {
-            entries >= config.kv.entries_of_all || bytes + added > config.kv.bytes_of_all
-        };
-        if !is_full(self.stored) {
+    /// All jobs together take no more than so much, and those of one owner no more than their part. Stores that have ended
+    /// and reads that were answered are noticed when it seems to be reached.
+    fn check_room(&mut self, config: &Config, owner: Owner, more: Load) -> Result<(), KvError> {
+        if self.shares.check(&config.kv, owner, more).is_ok() {
             return Ok(());
         }
-        let sizes = self.jobs.values().map(Job::stored);
-        self.stored = sizes.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
-        if is_full(self.stored) {
-            let (entries, bytes) = self.stored;
-            return Err(KvError::TooMuch(format!(
-                "the stores of this daemon are full ({entries} entries, {bytes} bytes)"
-            )));
+        self.shares = Shares::default();
+        for job in self.jobs.values() {
+            self.shares.add(job.owner(), job.load());
         }
-        Ok(())
+        self.shares.check(&config.kv, owner, more)
     }
 
     fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
-        let job_id = request.job_id.clone();
-        let job = self.job(&job_id, &request.incarnation);
-        if let Err(error) = job.and_then(|job| job.get(turn, call, request)) {
-            let result = Err(error);
-            turn.effects.push(Effect::Answer { call, result });
-        }
-        self.replan(&job_id);
+        let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
+        self.read(turn, call, (&job_id, &caller), |job, turn| {
+            job.get(turn, call, request)
+        });
     }
 
     fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
-        let job_id = request.job_id.clone();
-        let job = self.job(&job_id, &request.incarnation);
-        if let Err(error) = job.and_then(|job| job.gather(turn, call, request)) {
+        let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
+        self.read(turn, call, (&job_id, &caller), |job, turn| {
+            job.gather(turn, call, request)
+        });
+    }
+
+    fn read(
+        &mut self,
+        turn: &mut Turn<'_>,
+        call: CallId,
+        of: (&str, &str),
+        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+    ) {
+        if let Err(error) = self.try_read(turn, call, of, begin) {
             let result = Err(error);
             turn.effects.push(Effect::Answer { call, result });
         }
-        self.replan(&job_id);
+        self.replan(of.0);
+    }
+
+    /// Begins a read. One that has to wait is given up again if too many do.
+    fn try_read(
+        &mut self,
+        turn: &mut Turn<'_>,
+        call: CallId,
+        (job_id, caller): (&str, &str),
+        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+    ) -> Result<(), KvError> {
+        turn.owner = self.job(job_id, caller)?.owner();
+        let room = self.check_room(turn.config, turn.owner, Load::READ);
+        let job = self.job(job_id, caller)?;
+        let before = job.load().waiters;
+        begin(job, turn)?;
+        if job.load().waiters > before {
+            if let Err(full) = room {
+                job.cancel(call);
+                return Err(full);
+            }
+            self.shares.add(turn.owner, Load::READ);
+        }
+        Ok(())
     }
 
     /// The job, for one of its nodes. Others learn nothing of it.

@@ -20,7 +20,9 @@ macro_rules! targets {
         $(
             #[test]
             fn $name() {
-                runner::fuzz(&targets::$($part)::+());
+                let target = targets::$($part)::+();
+                assert_eq!(target.name, stringify!($name), "its inputs lie in folders of its name");
+                runner::fuzz(&target);
             }
         )*
 
@@ -42,6 +44,7 @@ targets! {
     manifest: files::manifest;
     safetensors: files::safetensors;
     safetensors_index: files::safetensors_index;
+    pretrained_config: files::pretrained_config;
     token_file: files::token_file;
     configuration: launch::configuration;
     flags: launch::flags;

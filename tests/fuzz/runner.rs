@@ -181,9 +181,10 @@ pub(crate) fn try_input(target: &Target, bytes: &[u8]) -> Result<(), String> {
 pub(crate) fn fuzz(target: &Target) {
     let corpus = committed(CORPUS, target.name);
     let failures = committed(FAILURES, target.name);
-    let mut count = 0_u64;
+    let mut count = 1_u64;
     // Once, so that what is made at the first use counts for nothing.
     let _ = try_input(target, &[]);
+    check(target, &[]);
     for (path, bytes) in corpus.iter().chain(&failures) {
         if let Err(why) = try_input(target, bytes) {
             panic!("`{}` fails: {why}", path.display());

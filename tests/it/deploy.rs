@@ -253,6 +253,12 @@ fn manifest(name: &str) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).expect("YAML")
 }
 
+/// The document of this kind.
+fn of_kind<'a>(documents: &'a [Value], kind: &str) -> &'a Value {
+    let found = documents.iter().find(|document| document["kind"] == kind);
+    found.unwrap_or_else(|| panic!("there is no {kind}"))
+}
+
 /// The command of the first container of a pod's template.
 fn command(document: &Value) -> Vec<String> {
     let words = document
@@ -337,13 +343,9 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
         .expect_stdout("node_rank          3 ");
 }
 
-#[test]
-fn pods_of_the_kubernetes_job_accept_its_own_pods_only() {
-    let documents = manifest("deploy/kubernetes/job.yaml");
-    let of_kind = |kind: &str| documents.iter().find(|document| document["kind"] == kind);
-    let policy = of_kind("NetworkPolicy").expect("a policy");
-    let job = &of_kind("Job").expect("a job")["metadata"]["name"];
-    let pods = json!({ "matchLabels": { "job-name": job } });
+/// Lets only pods with this label connect to pods with it.
+fn check_policy(policy: &Value, label: &str, name: &Value) {
+    let pods = json!({ "matchLabels": { label: name } });
     assert_eq!(policy["spec"]["podSelector"], pods);
     assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress"]));
     assert_eq!(
@@ -352,11 +354,32 @@ fn pods_of_the_kubernetes_job_accept_its_own_pods_only() {
     );
 }
 
+#[test]
+fn pods_of_the_kubernetes_jobs_accept_their_own_pods_only() {
+    let jobset_name = "jobset.sigs.k8s.io/jobset-name";
+    for (file, kind, label) in [("job", "Job", "job-name"), ("jobset", "JobSet", jobset_name)] {
+        let documents = manifest(&format!("deploy/kubernetes/{file}.yaml"));
+        let name = &of_kind(&documents, kind)["metadata"]["name"];
+        check_policy(of_kind(&documents, "NetworkPolicy"), label, name);
+    }
+    // A runtime has none; the guide has one for the job that it shows.
+    let guide = fs::read_to_string(repository("docs/kubernetes.md")).expect("readable");
+    let blocks = guide.split("```yaml\n").skip(1);
+    let documents: Vec<Value> = blocks
+        .filter_map(|block| block.split("```").next())
+        .filter(|block| block.starts_with("apiVersion"))
+        .map(|block| serde_saphyr::from_str(block).expect("YAML"))
+        .collect();
+    let name = &of_kind(&documents, "TrainJob")["metadata"]["name"];
+    check_policy(of_kind(&documents, "NetworkPolicy"), jobset_name, name);
+}
+
 /// A JobSet and a runtime of Kubeflow start the same command with the same parts as the plain job.
 #[test]
 fn a_jobset_and_a_training_runtime_start_the_same_job() {
     let job = &manifest("deploy/kubernetes/job.yaml")[2];
-    let jobset = &manifest("deploy/kubernetes/jobset.yaml")[0];
+    let documents = manifest("deploy/kubernetes/jobset.yaml");
+    let jobset = of_kind(&documents, "JobSet");
     let template = &jobset["spec"]["replicatedJobs"][0]["template"];
     for field in ["completions", "parallelism", "completionMode", "podFailurePolicy"] {
         assert_eq!(template["spec"][field], job["spec"][field], "{field}");
@@ -366,7 +389,19 @@ fn a_jobset_and_a_training_runtime_start_the_same_job() {
     // `<set>-<job>-<number>-<pod>.<set>`
     assert_eq!(others, ["--rdzv-endpoint=gpt-node-0-0.gpt:29400"]);
     let runtime = &manifest("deploy/kubernetes/training-runtime.yaml")[0];
-    let template = &runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"];
+    let set = &runtime["spec"]["template"]["spec"];
+    let of_jobset = &template["spec"];
+    let template = &set["replicatedJobs"][0]["template"];
+    assert_eq!(set["failurePolicy"], jobset["spec"]["failurePolicy"]);
+    assert_eq!(template["spec"]["backoffLimit"], of_jobset["backoffLimit"]);
+    assert_eq!(
+        of_jobset["backoffLimit"], 0,
+        "the set starts its pods again, not the job"
+    );
+    // Its container has another name.
+    let policy = of_jobset["podFailurePolicy"].to_string();
+    let policy = policy.replace(r#""containerName":"train""#, r#""containerName":"node""#);
+    assert_eq!(template["spec"]["podFailurePolicy"].to_string(), policy);
     assert_eq!(
         template["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"],
         "trainer"
@@ -459,6 +494,81 @@ fn the_daemon_of_kubernetes_is_one_and_has_its_probes() {
     }
 }
 
+/// Names of samples, with their labels and the values of these.
+type Samples<'a> = BTreeMap<&'a str, BTreeMap<&'a str, BTreeSet<&'a str>>>;
+
+/// Labels and values in the braces with which a text begins, if it does; operators are passed over.
+fn labels_and_values(text: &str) -> Vec<(&str, &str)> {
+    let inner = text.strip_prefix('{').and_then(|rest| rest.split_once('}'));
+    let parts: Vec<&str> = inner.map_or("", |(inner, _)| inner).split('"').collect();
+    let is_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let pairs = parts.chunks_exact(2);
+    pairs
+        .map(|pair| (pair[0].trim_matches(|c: char| !is_of_name(c)), pair[1]))
+        .collect()
+}
+
+/// The samples of an exposition.
+fn samples(served: &str) -> Samples<'_> {
+    let mut samples = Samples::new();
+    for line in served.lines().filter(|line| !line.starts_with('#')) {
+        let (name, rest) = line.split_at(line.find(['{', ' ']).unwrap_or(line.len()));
+        let labels = samples.entry(name).or_default();
+        for (label, value) in labels_and_values(rest) {
+            labels.entry(label).or_default().insert(value);
+        }
+    }
+    samples
+}
+
+/// Metrics of the source that have no sample yet: those that come with jobs.
+fn metrics_that_come_later(samples: &Samples<'_>) -> BTreeSet<String> {
+    let source = fs::read_to_string(repository("src/rendezvous/service/metrics.rs")).expect("readable");
+    let names = source.split(".register(").skip(1);
+    let names = names.filter_map(|rest| rest.split('"').nth(1));
+    let has_sample = |name: &String| {
+        let suffixes = ["", "_total", "_bucket", "_info"].iter();
+        suffixes
+            .map(|suffix| format!("{name}{suffix}"))
+            .any(|sample| samples.contains_key(sample.as_str()))
+    };
+    let names = names.map(|name| format!("ddp_{name}"));
+    names.filter(|name| !has_sample(name)).collect()
+}
+
+/// What a text with PromQL asks for that no sample answers.
+fn unanswered(text: &str, samples: &Samples<'_>, later: &BTreeSet<String>) -> Vec<String> {
+    // As it is within a string of JSON.
+    let text = text.replace("\\\"", "\"");
+    let mut unanswered = Vec::new();
+    for (at, _) in text.match_indices("ddp_") {
+        let rest = &text[at..];
+        let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let (name, rest) = rest.split_at(end.unwrap_or(rest.len()));
+        let Some(labels) = samples.get(name) else {
+            if !later.contains(name.trim_end_matches("_total")) {
+                unanswered.push(name.to_owned());
+            }
+            continue;
+        };
+        for (label, asked) in labels_and_values(rest) {
+            // Prometheus adds these.
+            if ["instance", "job"].contains(&label) {
+                continue;
+            }
+            let Some(known) = labels.get(label) else {
+                unanswered.push(format!("{name}{{{label}}}"));
+                continue;
+            };
+            let is_word = |value: &&str| value.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+            let words = asked.split('|').filter(is_word);
+            let unknown = words.filter(|value| !known.contains(value));
+            unanswered.extend(unknown.map(|value| format!("{name}{{{label}={value}}}")));
+        }
+    }
+    unanswered
+}
+
 /// Every metric that alerts and the dashboard ask for is one that the daemon serves.
 #[test]
 fn alerts_and_dashboard_ask_for_metrics_that_exist() {
@@ -476,22 +586,29 @@ fn alerts_and_dashboard_ask_for_metrics_that_exist() {
     let line = daemon.wait_for("http://127.0.0.2:");
     let (_, address) = line.split_once("http://").expect("an address");
     let served = crate::operators::get(address.trim_end_matches('/'), "/metrics", "").body;
+    let samples = samples(&served);
+    let later = metrics_that_come_later(&samples);
+    let none: Vec<String> = Vec::new();
     for file in ["alerts.yaml", "dashboard.json"] {
         let text = fs::read_to_string(repository(&format!("deploy/monitoring/{file}"))).expect("readable");
-        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-        let asked: BTreeSet<&str> = words.filter(|word| word.starts_with("ddp_")).collect();
-        assert!(asked.len() > 5, "{asked:?}");
-        for name in asked {
-            let base = ["_total", "_bucket"]
-                .iter()
-                .find_map(|suffix| name.strip_suffix(suffix))
-                .unwrap_or(name);
-            // Families whose samples come with jobs, and one that is named after its samples.
-            let comes_later = ["ddp_job_generation", "ddp_build_info"].contains(&base);
-            let is_served = comes_later || served.contains(&format!("# TYPE {base} "));
-            assert!(is_served, "`{name}` of {file} is not in\n{served}");
-        }
+        assert!(text.matches("ddp_").count() > 5, "{file}");
+        assert_eq!(
+            unanswered(&text, &samples, &later),
+            none,
+            "{file} asks for them, but this is served:\n{served}"
+        );
     }
+    // What is wrong is found, by name and by label.
+    let wrong =
+        r#"ddp_restarts + ddp_restarts_total{reason=~"node_lost|sun",cause="a"} + ddp_nodes{state=\"away\"}"#;
+    assert_eq!(
+        unanswered(wrong, &samples, &later),
+        [
+            "ddp_restarts",
+            "ddp_restarts_total{reason=sun}",
+            "ddp_restarts_total{cause}"
+        ]
+    );
     serde_json::from_str::<Value>(
         &fs::read_to_string(repository("deploy/monitoring/dashboard.json")).expect("readable"),
     )
@@ -502,17 +619,21 @@ fn alerts_and_dashboard_ask_for_metrics_that_exist() {
 
 /// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
 fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
-    let template = document.pointer("/spec/template")?;
+    let template = document.pointer("/spec/template");
+    let template = template.or_else(|| document.pointer("/spec/replicatedJobs/0/template/spec/template"))?;
     let given = template.pointer("/metadata/labels").and_then(Value::as_object);
     let mut labels: BTreeMap<_, _> = given
         .into_iter()
         .flatten()
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
-    if document["kind"] == "Job" {
-        for name in ["job-name", "batch.kubernetes.io/job-name"] {
-            labels.insert(name.to_owned(), document["metadata"]["name"].clone());
-        }
+    let added: &[&str] = match document["kind"].as_str() {
+        Some("Job") => &["job-name", "batch.kubernetes.io/job-name"],
+        Some("JobSet") => &["jobset.sigs.k8s.io/jobset-name"],
+        _ => &[],
+    };
+    for name in added {
+        labels.insert((*name).to_owned(), document["metadata"]["name"].clone());
     }
     Some(labels)
 }
@@ -539,6 +660,7 @@ fn selectors(value: &Value, found: &mut Vec<Value>) {
 fn every_selector_finds_pods() {
     let documents = [
         manifest("deploy/kubernetes/job.yaml"),
+        manifest("deploy/kubernetes/jobset.yaml"),
         manifest("deploy/kubernetes/rendezvous.yaml"),
     ]
     .concat();
@@ -548,8 +670,8 @@ fn every_selector_finds_pods() {
         selectors(document, &mut wanted);
     }
     assert!(
-        wanted.len() >= 7,
-        "two services, a stateful set, two policies from and to: {wanted:?}"
+        wanted.len() >= 9,
+        "two services, a stateful set, three policies from and to: {wanted:?}"
     );
     for selector in wanted {
         let selector = selector.as_object().expect("labels");

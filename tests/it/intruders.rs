@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -122,6 +122,25 @@ fn a_job_of_one_node_has_no_port_and_no_other_user_is_served() {
     job.finish().expect_exit(0);
 }
 
+/// Another user may have taken the name of the daemon's socket, and would be told all that a launcher tells its daemon.
+#[test]
+fn a_launcher_speaks_to_no_socket_of_another_user() {
+    if !Uid::effective().is_root() {
+        eprintln!("SKIPPED: only root can be another user");
+        return;
+    }
+    let name = format!("ddp-run-impostor-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).expect("a name");
+    let _listener = as_nobody(|| UnixListener::bind_addr(&address).expect("a free name"));
+    let endpoint = format!("unix:@{name}");
+    let connected = runtime().block_on(async {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(1);
+        Client::connect(&endpoint, &Access::Open, deadline).await
+    });
+    let words = connected.expect_err("it is not the daemon").to_string();
+    assert!(words.contains("user 65534 listens there"), "{words}");
+}
+
 /// A job of two nodes, of which one is there.
 fn half_a_job(daemon: &mut Daemon, id: &str) -> Running {
     let first = launch()
@@ -182,12 +201,13 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         .expect_exit(77)
         .expect_stderr("the daemon there has a different token")
         .expect_stderr("hint: give all nodes of the job the same token");
-    // The daemon's alert says why, unless its end of the connection comes first.
     let plain = intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=1")
         .words(&["--insecure"])
         .run();
-    plain.expect_exit(69);
+    plain
+        .expect_exit(69)
+        .expect_stderr("the daemon there expects TLS, and this node was started with `--insecure`");
     assert!(plain.stdout().is_empty(), "{}", plain.transcript());
     intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=0.5")
@@ -345,10 +365,23 @@ fn streams_without_a_node_are_few_and_expire() {
     daemon.stop().expect_exit(0);
 }
 
+/// Many connections on which nothing is said.
+fn idle_connections(endpoint: &str) -> Vec<TcpStream> {
+    let idle: Vec<TcpStream> = (0..400)
+        .filter_map(|_| TcpStream::connect(endpoint).ok())
+        .collect();
+    // The last one is turned away, so all before it have been looked at.
+    let mut last = idle.last().expect("connected");
+    last.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    assert!(last.read(&mut [0]).is_ok_and(|read| read == 0), "it is closed");
+    idle
+}
+
 /// The launcher could not restart its workers: "cannot make pipes", exit code 70.
 #[test]
 fn idle_connections_leave_a_launcher_its_files() {
-    let port = ReservedPort::new();
+    let (port, page) = (ReservedPort::new(), ReservedPort::new());
+    let (_, page_port) = page.endpoint.split_once(':').expect("an address");
     let dir = temp_dir();
     let go = dir.path().join("go");
     let script = format!(
@@ -364,6 +397,8 @@ fn idle_connections_leave_a_launcher_its_files() {
         "16",
         "--max-restarts",
         "1",
+        "--status-port",
+        page_port,
     ];
     let words = words
         .into_iter()
@@ -372,14 +407,8 @@ fn idle_connections_leave_a_launcher_its_files() {
     for _ in 0..16 {
         job.wait_for("up");
     }
-    let idle: Vec<TcpStream> = (0..400)
-        .filter_map(|_| TcpStream::connect(&port.endpoint).ok())
-        .collect();
+    let idle = [&port, &page].map(|port| idle_connections(&port.endpoint));
     let open = || std::fs::read_dir(format!("/proc/{}/fd", job.pid())).map_or(0, Iterator::count);
-    // The last one is turned away, so all before it have been looked at.
-    let mut last = idle.last().expect("connected");
-    last.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    assert!(last.read(&mut [0]).is_ok_and(|read| read == 0), "it is closed");
     assert!(open() < 256 - 64, "{} descriptors are open", open());
     std::fs::write(&go, "").expect("writable");
     job.finish().expect_exit(0);

@@ -75,6 +75,12 @@ impl Watched {
         eventually(&what, || (self.sample(name) == Some(expected)).then_some(()));
     }
 
+    /// Waits until a counter has grown to this.
+    #[track_caller]
+    fn expect_at_least(&self, name: &str, least: f64) {
+        eventually(name, || self.sample(name).filter(|count| *count >= least));
+    }
+
     /// `ddp-rendezvous COMMAND … --endpoint …`.
     fn operator(&self, words: &[&str]) -> Program {
         let address = ["--endpoint", self.endpoint.as_str()];
@@ -404,10 +410,7 @@ fn a_thousand_silent_connections_keep_out_neither_nodes_nor_operators() {
         (answer.status == 200).then_some(answer)
     });
     drop(idle);
-    let refused = daemon
-        .sample("ddp_refusals_total{code=\"http\"}")
-        .expect("a number");
-    assert!(refused >= 900.0, "{refused} were refused");
+    daemon.expect_at_least("ddp_refusals_total{code=\"http\"}", 900.0);
     daemon.stop().expect_exit(0);
 }
 
@@ -586,9 +589,8 @@ fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     // Whether there is a job is for its nodes and for operators.
     for job in ["guarded", "no-such-job"] {
         let status = daemon.operator(&["status", job]).run();
-        status
-            .expect_exit(70)
-            .expect_stderr(&format!("has no job `{job}` that you may see"));
+        let words = format!("has no job `{job}` that you may see");
+        status.expect_exit(70).expect_stderr(&words);
     }
     let page = daemon.get("/");
     assert_eq!(page.status, 200);
@@ -606,27 +608,26 @@ fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
         assert_eq!(answer.status, 401, "{answer:?}");
         assert!(!answer.body.contains("guarded"));
     }
-    assert_eq!(
-        daemon.get(&format!("/events?token={TOKEN}")).status,
-        401,
-        "not in a URL"
-    );
-    let shown = snapshot(&daemon.http, "", &format!("Authorization: Bearer {TOKEN}\r\n"));
+    let in_url = daemon.get(&format!("/events?token={TOKEN}"));
+    assert_eq!(in_url.status, 401, "not in a URL");
+    let metrics = daemon.get("/metrics");
+    assert_eq!(metrics.sample("ddp_ranks"), Some(2.0));
+    assert!(!metrics.body.contains("guarded"), "{}", metrics.body);
+    let header = format!("Authorization: Bearer {TOKEN}\r\n");
+    let generation = get(&daemon.http, "/metrics", &header).sample("ddp_job_generation{job_id=\"guarded\"}");
+    assert_eq!(generation, Some(1.0));
+    let shown = snapshot(&daemon.http, "", &header);
     assert_eq!(shown["job"]["job"], "guarded");
-    assert!(
-        daemon
-            .sample("ddp_refusals_total{code=\"admin\"}")
-            .expect("a number")
-            >= 12.0
-    );
-    let close = daemon
-        .operator(&["close", "guarded"])
-        .env("DDP_ADMIN_TOKEN_FILE", &right)
-        .run();
-    close.expect_exit(0);
+    daemon.expect_at_least("ddp_refusals_total{code=\"admin\"}", 12.0);
+    let close = daemon.operator(&["close", "guarded"]);
+    close.env("DDP_ADMIN_TOKEN_FILE", &right).run().expect_exit(0);
     for node in nodes {
         node.finish().expect_exit(78);
     }
+    // Another token of the nodes is seen in the handshake.
+    let stranger = daemon.operator(&["jobs"]).env("DDP_TOKEN_FILE", &wrong);
+    stranger.run().expect_exit(77);
+    daemon.expect_at_least("ddp_refusals_total{code=\"connection\"}", 1.0);
     daemon.stop().expect_exit(0);
 }
 
@@ -722,7 +723,10 @@ fn json_logs_have_job_generation_and_node() {
     for node in nodes {
         node.finish().expect_exit(3);
     }
-    let log = daemon.stop().stderr();
+    let args = ["serve", "--log-format=json", "--listen", &daemon.endpoint].map(Into::into);
+    let second = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args);
+    let second = second.run().expect_exit(2).stderr();
+    let log = [daemon.stop().stderr(), second].join("\n");
     let lines: Vec<Value> = log
         .lines()
         .map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in `{line}`")))
@@ -748,6 +752,8 @@ fn json_logs_have_job_generation_and_node() {
         .into_string()
         .expect("unicode");
     assert_eq!(end["node"].as_str(), Some(host.as_str()), "{end}");
+    find("stopping");
+    assert_eq!(find("cannot listen on")["level"], "ERROR");
     for line in &lines {
         let time = line["time"].as_str().expect("a time");
         assert!(time.ends_with('Z') && time.contains('T'), "{line}");

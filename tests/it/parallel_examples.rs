@@ -30,7 +30,7 @@ fn the_three_d_example_has_the_losses_of_one_rank() {
     few(example("three-d", 8, dir.path()), "eight")
         .run()
         .expect_exit(0)
-        .expect_stdout("1F1B: 2 stages of 2, 2 layers on 2 ranks, 4 micro-batches")
+        .expect_stdout("1F1B: 2 stages with 2 + 2 layers on 2 ranks, 4 micro-batches")
         .expect_stdout("zero1: optimizer state sharded over 2 ranks");
     let alone = few(example("three-d", 1, dir.path()), "one");
     let alone = ONE_RANK.iter().fold(alone, |launch, word| launch.set(word));

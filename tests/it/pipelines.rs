@@ -28,9 +28,9 @@ fn two_stages_give_the_losses_of_one_rank() {
         .set("run.timeline=3")
         .target("tiny.yaml")
         .run();
-    piped
-        .expect_exit(0)
-        .expect_stdout("1F1B: 2 stages of 3, 1 layers on 2 ranks, 4 micro-batches; idle 20.0 % of the time");
+    piped.expect_exit(0).expect_stdout(
+        "1F1B: 2 stages with 3 + 1 layers on 2 ranks, 4 micro-batches; idle 20.0 % of the time",
+    );
     assert_eq!(losses(&one.out()), losses(&two.out()));
     let trace = std::fs::read_to_string(two.out().join("timeline/timeline.json")).expect("a trace");
     for span in [
@@ -79,7 +79,7 @@ fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_
     with(3, &[three, "train.grad_accumulation=2"]).expect_exit(0);
     with(2, &["parallel.pipeline.stages=2", "train.grad_accumulation=1"])
         .expect_exit(0)
-        .expect_stdout("2 stages of 2, 1 layers on 2 ranks");
+        .expect_stdout("2 stages with 2 + 1 layers on 2 ranks");
     let refusals: [(u32, &[&str], &str); 6] = [
         (3, &["parallel.pipeline.stages=2"], "3 ranks"),
         (
@@ -228,6 +228,9 @@ fn a_schedule_is_shown_as_text_table_and_picture() {
 fn schedules_that_cannot_be_shown_are_refused_by_flag() {
     let job = untied();
     train(&job, &["schedule", "--schedule", "1f1b", "--stages", "0"]).expect_exit(2);
+    train(&job, &["schedule", "1f1b"])
+        .expect_exit(2)
+        .expect_stderr("there is no file `1f1b`\n  hint: did you mean `--schedule 1f1b`?");
     let alone = train(
         &job,
         &"schedule --schedule gpipe --stages 1 --micro-batches 1"

@@ -43,7 +43,7 @@ pub struct Outcome {
 pub enum LaunchError {
     /// The program cannot be started.
     #[error(transparent)]
-    Program(#[from] crate::spawn::spawner::SpawnError),
+    Program(#[from] crate::spawn::program::SpawnError),
     /// The log directory, or the event log, cannot be used.
     #[error(transparent)]
     Log(#[from] LogError),

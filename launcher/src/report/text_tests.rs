@@ -1,7 +1,7 @@
 use ddp_proto::rendezvous::Failure;
 
 use super::*;
-use crate::spawn::spawner::SpawnError;
+use crate::spawn::program::SpawnError;
 
 const KILLED: Ending = Ending::Signal {
     signal: 9,

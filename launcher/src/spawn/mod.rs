@@ -3,4 +3,5 @@
 pub(crate) mod environment;
 pub(crate) mod master_port;
 pub(crate) mod process;
+pub(crate) mod program;
 pub(crate) mod spawner;

@@ -397,7 +397,9 @@ impl Rendezvous for Service {
         }
     }
 
-    async fn kv_gather(&self, _: Request<KvGatherRequest>) -> Result<Response<KvGatherReply>, Status> {
+    type KvGatherStream = ReceiverStream<Result<KvGatherReply, Status>>;
+
+    async fn kv_gather(&self, _: Request<KvGatherRequest>) -> Result<Response<Self::KvGatherStream>, Status> {
         Err(Status::unimplemented("not needed here"))
     }
 

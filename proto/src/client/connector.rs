@@ -123,7 +123,22 @@ fn open_unix(name: &str) -> io::Result<UnixStream> {
     // The kernel connects it at once, or not at all.
     let stream = std::os::unix::net::UnixStream::connect_addr(&address)?;
     stream.set_nonblocking(true)?;
-    UnixStream::from_std(stream)
+    let stream = UnixStream::from_std(stream)?;
+    // Both ends of a pair are ours.
+    let own = UnixStream::pair()?.0.peer_cred()?.uid();
+    check_user(stream.peer_cred()?.uid(), own)?;
+    Ok(stream)
+}
+
+/// The name of an abstract socket is anybody's who takes it first: only the own user and root are spoken to.
+fn check_user(user: u32, own: u32) -> io::Result<()> {
+    if user == own || user == 0 {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        format!("user {user} listens there, who is not the user of this launcher ({own})"),
+    ))
 }
 
 impl Service<Uri> for Connector {
@@ -152,6 +167,10 @@ pub(super) fn handshake_failure<'a>(
         .find_map(|error| error.downcast_ref::<HandshakeFailure>())
 }
 
+fn expects_tls() -> io::Error {
+    io::Error::other("the daemon there expects TLS, and this node was started with `--insecure`")
+}
+
 /// Bytes to and from the daemon.
 pub(super) enum Connection {
     Tcp { stream: TcpStream, is_first: bool },
@@ -172,8 +191,7 @@ impl AsyncRead for Connection {
                 if let (true, Some(&first)) = (*is_first, buf.filled().get(before)) {
                     *is_first = false;
                     if first == TLS_ALERT {
-                        let words = "the daemon there expects TLS, and this node was told `--insecure`";
-                        return Poll::Ready(Err(io::Error::other(words)));
+                        return Poll::Ready(Err(expects_tls()));
                     }
                 }
                 read
@@ -187,7 +205,16 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Self::Tcp { stream, .. } => Pin::new(stream).poll_write(context, buf),
+            Self::Tcp { stream, is_first } => {
+                let written = Pin::new(&mut *stream).poll_write(context, buf);
+                // The connection was reset, and the reason may lie unread.
+                let mut first = [0];
+                let is_reset = *is_first && matches!(written, Poll::Ready(Err(_)));
+                if is_reset && matches!(stream.try_read(&mut first), Ok(1)) && first[0] == TLS_ALERT {
+                    return Poll::Ready(Err(expects_tls()));
+                }
+                written
+            }
             Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
             Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
         }
@@ -207,5 +234,24 @@ impl AsyncWrite for Connection {
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
             Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_of_the_own_user_is_spoken_to_and_one_of_another_user_is_not() {
+        let name = format!("ddp-connector-test-{}", std::process::id());
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(&name).unwrap();
+        let _listener = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
+        open_unix(&name).unwrap();
+        check_user(0, 1000).unwrap();
+        let refused = check_user(1001, 1000).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "user 1001 listens there, who is not the user of this launcher (1000)"
+        );
     }
 }

@@ -231,20 +231,30 @@ pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
             let cause = format!("the daemon's certificate is not accepted: {why:?}");
             (Some(RIGHT_AUTHORITY), cause)
         }
-        Some(rustls::Error::InvalidMessage(_)) => (None, "the server there speaks no TLS".to_owned()),
+        Some(rustls::Error::InvalidMessage(_)) => {
+            (None, format!("the server there speaks no TLS{WITHOUT_TLS}"))
+        }
         Some(rustls::Error::AlertReceived(alert)) => (
             None,
             format!("the server there refused the TLS connection: {alert:?}"),
         ),
-        _ if error.kind() == io::ErrorKind::UnexpectedEof => (
-            None,
-            "the server there closed the connection in the TLS handshake".to_owned(),
-        ),
+        _ if HUNG_UP.contains(&error.kind()) => {
+            let cause = format!("the server there closed the connection in the TLS handshake{WITHOUT_TLS}");
+            (None, cause)
+        }
         _ => (None, format!("the TLS handshake failed: {error}")),
     };
     HandshakeFailure { distrust, cause }
 }
 
+/// Why a server may not want TLS.
+const WITHOUT_TLS: &str = " (a rendezvous with `--insecure`, or a different program)";
+/// How a server ends a connection that it does not understand. Bytes that it has not read make it a reset.
+const HUNG_UP: [io::ErrorKind; 3] = [
+    io::ErrorKind::UnexpectedEof,
+    io::ErrorKind::ConnectionReset,
+    io::ErrorKind::BrokenPipe,
+];
 /// What to do where the daemon has another token.
 const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN";
 /// What to do where its certificate is another authority's, or for another name.

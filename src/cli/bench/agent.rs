@@ -80,7 +80,7 @@ pub(super) struct Agent {
 impl Agent {
     /// Connects when there is a place, and plays its part until the measurement is over.
     pub(super) async fn run(
-        endpoint: &str,
+        (endpoint, access): (&str, &Access),
         places: Arc<Semaphore>,
         part: Part,
         orders: watch::Receiver<Order>,
@@ -89,7 +89,7 @@ impl Agent {
         let told = news.clone();
         let played = async {
             let place = places.acquire().await;
-            let client = Client::connect(endpoint, &Access::Open, Instant::now() + PATIENCE).await?;
+            let client = Client::connect(endpoint, access, Instant::now() + PATIENCE).await?;
             drop(place);
             let _ = news.send(News::Connected);
             let agent = Self {

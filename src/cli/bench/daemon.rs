@@ -4,6 +4,8 @@ use std::io::{self, BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use ddp_proto::client::Access;
+use ddp_proto::env::DDP_TOKEN;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, SysconfVar, sysconf};
 
@@ -15,10 +17,16 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it at a free port of the loopback. What it reports is formatted and thrown away.
-    pub(super) fn start() -> io::Result<Self> {
-        let mut process = Command::new(std::env::current_exe()?)
-            .args(["serve", "--insecure", "--listen", "127.0.0.1:0"])
+    /// Starts it at a free port of the loopback, with the token that the agents have or with `--insecure`. What it
+    /// reports is formatted and thrown away.
+    pub(super) fn start(access: &Access) -> io::Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["serve", "--listen", "127.0.0.1:0"]);
+        match access.token() {
+            Some(token) => command.env(DDP_TOKEN, token.reveal()),
+            None => command.arg("--insecure"),
+        };
+        let mut process = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())

@@ -17,6 +17,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::client::Access;
+use ddp_proto::trust::token::Token;
 use ddp_proto::words;
 use nix::sys::resource::{Resource, getrlimit};
 use serde::Serialize;
@@ -37,8 +39,8 @@ const OTHER_FILES: u64 = 64;
 /// How large the cluster is.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(super) struct Args {
-    /// Nodes of each job
-    #[arg(long, value_name = "N", default_value = "1000", value_parser = clap::value_parser!(u32).range(1..=16_000))]
+    /// Nodes of each job, 2 or more: one is replaced
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = clap::value_parser!(u32).range(2..=16_000))]
     nodes: u32,
     /// Workers of each node
     #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -52,6 +54,9 @@ pub(super) struct Args {
     /// Also measure how long it takes until each node has gathered one entry of each node of its job
     #[arg(long)]
     gather: bool,
+    /// Without TLS
+    #[arg(long)]
+    insecure: bool,
     /// Print the result as one line of JSON
     #[arg(long)]
     json: bool,
@@ -63,6 +68,8 @@ struct Measured {
     nodes: u32,
     workers: u32,
     jobs: u32,
+    /// With mutual TLS.
+    tls: bool,
     /// From the first connection to the last.
     connected_s: f64,
     /// From the first `Join` to the last `Assignment`.
@@ -115,13 +122,15 @@ pub(super) fn run(args: Args) -> Result<String, CliError> {
 }
 
 async fn measure(args: Args) -> io::Result<Measured> {
-    let daemon = Daemon::start()?;
+    let access = access(args);
+    let daemon = Daemon::start(&access)?;
     let (order, orders) = watch::channel(Order::Connect);
     let (news, mut told) = mpsc::unbounded_channel();
     let mut measured = Measured {
         nodes: args.nodes,
         workers: args.workers,
         jobs: args.jobs,
+        tls: !args.insecure,
         idle_bytes: daemon.peak_bytes()?,
         ..Measured::default()
     };
@@ -132,7 +141,8 @@ async fn measure(args: Args) -> io::Result<Measured> {
     for part in parts {
         let (orders, news) = (orders.clone(), news.clone());
         let (endpoint, places) = (daemon.endpoint().to_owned(), places.clone());
-        tokio::spawn(async move { Agent::run(&endpoint, places, part, orders, news).await });
+        let access = access.clone();
+        tokio::spawn(async move { Agent::run((&endpoint, &access), places, part, orders, news).await });
     }
     for _ in 0..agents {
         match next(&mut told).await? {
@@ -178,6 +188,14 @@ async fn measure(args: Args) -> io::Result<Measured> {
     measured.replaced_s = begun.elapsed().as_secs_f64();
     measured.peak_bytes = daemon.peak_bytes()?;
     Ok(measured)
+}
+
+fn access(args: Args) -> Access {
+    if args.insecure {
+        Access::Open
+    } else {
+        Access::Token(Token::random())
+    }
 }
 
 /// All agents: those of all jobs, and the one that comes later.
@@ -250,6 +268,10 @@ impl Measured {
         let rows = [
             ("nodes", format!("{} of {} workers", self.nodes, self.workers)),
             ("jobs", self.jobs.to_string()),
+            (
+                "connections",
+                (if self.tls { "mutual TLS" } else { "without TLS" }).to_owned(),
+            ),
             ("all connected", format!("{:.2} s", self.connected_s)),
             (
                 "first join to last assignment",

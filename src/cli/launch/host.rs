@@ -13,6 +13,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use ddp_proto::client::{Access, ClientError, UNIX_PREFIX, open_channel};
+use ddp_proto::printable;
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use ddp_proto::resolver::{NoThread, Resolver};
@@ -396,7 +397,7 @@ async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Own
         .await
     {
         Err(status) if status.code() == tonic::Code::FailedPrecondition => {
-            Ok(Owner::OtherJob(status.message().to_owned()))
+            Ok(Owner::OtherJob(printable::text(status.message()).into_owned()))
         }
         // A daemon that does not know the job yet serves it all the same.
         Ok(_) | Err(_) => Ok(Owner::Anybody),

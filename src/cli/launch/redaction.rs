@@ -5,25 +5,25 @@
 //!
 //! | where | hidden | shown, though it looks similar |
 //! |---|---|---|
-//! | a name that ends in a word of `SECRETS`: `--password X`, `DB_PASSWORD=X`, `api.password: X` | always | `--password-file F` |
+//! | a name with a word that ends as one of `SECRETS` does: `--password X`, `PGPASSWORD=X`, `api.password: X` | always | `--password-file F` |
 //! | one that ends in `key` behind a word of `KINDS_OF_KEYS`, or is `apikey`: `--api-key X` | always | `--sort-key loss`, `image_key: jpg` |
 //! | one that ends in a word of `MAYBE`: `--token X`, `--auth X` | unless `X` is a number, a switch or a special token | `--token-count 5`, `tokenizer: gpt2`, `pad_token: <pad>` |
 //! | any other `key=X` | if `X` looks random | `data.key=text` |
 //! | `-p X`, as clients of databases have it | unless `X` is a number, a range, a path or a type | `-p 8080`, `-p bf16`, `-p data/` |
-//! | `-u USER:X`, as `curl` has it | `X` | `-u buffered` |
+//! | `-u USER:X` and `--user USER:X`, as `curl` has it | `X` | `-u buffered` |
 //! | `scheme://user:X@host`, and `?token=X` in an address | `X` | `http://host:80/a?page=2` |
 //! | behind `Bearer` or `Basic` | always | |
 //! | what begins with a word of `PREFIXES`, such as `hf_`, wherever it is | always | `hf_hub` |
 //!
 //! A hidden value tells nothing, not even its length. Where a rule is unsure it hides: a hidden hyperparameter is a nuisance,
-//! a secret in another user's log is not. Numbers are never secrets here.
+//! a secret in another user's log is not. Only a password may be a number.
 
 use std::borrow::Cow;
 
 /// Stands for a value.
 pub const HIDDEN: &str = "…";
 
-/// Last word of a name whose value is a secret.
+/// End of a word in a name whose value is a secret.
 const SECRETS: &[&str] = &[
     "credential",
     "credentials",
@@ -33,6 +33,10 @@ const SECRETS: &[&str] = &[
     "pwd",
     "secret",
     "secrets",
+];
+/// Last word of a name whose value says where a secret is, or how it is to be handled.
+const ABOUT_SECRETS: &[&str] = &[
+    "dir", "file", "folder", "length", "name", "path", "policy", "prompt", "type", "url",
 ];
 /// Word in front of `key` that says that the key opens something.
 const KINDS_OF_KEYS: &[&str] = &[
@@ -94,10 +98,11 @@ pub fn value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
     if is_secret(name, value) {
         return HIDDEN.into();
     }
-    if !value.contains('=') || value.contains([' ', '/']) {
+    // `--set=key=value`, and lists of such pairs; but no sentence, and no path or address in front of a `=`.
+    let name = value.split_once('=').map(|(name, _)| name);
+    if name.is_none_or(|name| name.contains([' ', '/'])) {
         return words(value);
     }
-    // `--set=key=value`, and lists of such pairs.
     let parts: Vec<Cow<'_, str>> = value.split(',').map(pair).collect();
     let shown = parts.join(",");
     if shown == value {
@@ -131,7 +136,7 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
             && (!word.starts_with('-') || is_random(word))
         {
             return match name {
-                "-u" => user(word),
+                "-u" | "--user" | "--proxy-user" => user(word),
                 _ if is_secret(name, word) => HIDDEN.into(),
                 // `--set key=value`
                 _ => pair(word),
@@ -149,19 +154,22 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
 
 /// Value of an option: of `-p` by what it looks like, of others by their name.
 fn is_secret(name: &str, value: &str) -> bool {
-    if value.is_empty() || is_number(value) {
+    let words = words_of_name(name);
+    let Some((last, others)) = words.split_last().filter(|_| !value.is_empty()) else {
+        return false;
+    };
+    let is_about = ABOUT_SECRETS.contains(&last.as_str());
+    if !is_about && !is_switch(value) && words.iter().any(|word| is_word_of_secrets(word)) {
+        return true;
+    }
+    if is_number(value) {
         return false;
     }
     if name == "-p" {
         return !is_plain(value);
     }
-    let words = words_of_name(name);
-    let Some((last, others)) = words.split_last() else {
-        return false;
-    };
     let before = others.last().map_or("", String::as_str);
     match last.as_str() {
-        last if SECRETS.contains(&last) => true,
         "apikey" | "accesskey" | "secretkey" | "privatekey" => true,
         "key" | "keys" if KINDS_OF_KEYS.contains(&before) => true,
         "key" | "keys" => is_random(value),
@@ -170,6 +178,12 @@ fn is_secret(name: &str, value: &str) -> bool {
         }
         _ => false,
     }
+}
+
+/// `password`, `PGPASSWORD` and `password2`.
+fn is_word_of_secrets(word: &str) -> bool {
+    let word = word.trim_end_matches(|c: char| c.is_ascii_digit());
+    SECRETS.iter().any(|secret| word.ends_with(secret))
 }
 
 /// `--hf-token`, `trainer.apiKey` and `WANDB_API_KEY` as words in small letters.
@@ -207,18 +221,33 @@ fn words(value: &str) -> Cow<'_, str> {
     }
 }
 
-fn word(word: &str) -> Cow<'_, str> {
+fn word(text: &str) -> Cow<'_, str> {
     let is_known = PREFIXES.iter().any(|(prefix, rest)| {
-        let body = word.strip_prefix(prefix);
+        let body = text.strip_prefix(prefix);
         body.is_some_and(|body| body.len() >= *rest && body.chars().any(|c| c.is_ascii_digit()))
     });
-    if is_known || word.contains("PRIVATE KEY") {
+    if is_known || text.contains("PRIVATE KEY") {
         return HIDDEN.into();
     }
-    match word.find("://") {
-        Some(at) => address(word, at + 3),
-        None => word.into(),
+    // A list of addresses is shown one by one.
+    let (mut shown, mut rest) = (String::new(), text);
+    while let Some(start) = rest.find("://").map(|at| at + 3) {
+        let (first, others) = rest.split_at(next_address(rest, start).unwrap_or(rest.len()));
+        shown.push_str(&address(first, start));
+        rest = others;
     }
+    if shown.is_empty() || shown == text {
+        return text.into();
+    }
+    (shown + rest).into()
+}
+
+/// Where the scheme of the next address begins, in a list of addresses. One in a query is that query's.
+fn next_address(word: &str, from: usize) -> Option<usize> {
+    let at = from + word[from..].find("://")?;
+    let is_of_scheme = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
+    let scheme = word[from..at].trim_end_matches(is_of_scheme);
+    (!scheme.contains('?')).then_some(from + scheme.len())
 }
 
 /// An address whose authority begins at `start`: without the password and the secrets of its query.
@@ -258,7 +287,7 @@ fn parameter(pair: &str) -> Cow<'_, str> {
     if is_secret(name, value) || is_key && !value.is_empty() {
         return format!("{name}={HIDDEN}").into();
     }
-    pair.into()
+    format!("{name}={}", word(value)).into()
 }
 
 /// `name:password`

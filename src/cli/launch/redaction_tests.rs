@@ -28,6 +28,18 @@ const LINES: &[(&str, &str)] = &[
         "--password-file /etc/p --secret-name prod",
     ),
     ("--use-password --lr 3", "--use-password --lr 3"),
+    (
+        "--password 20240117 --seed 20240117",
+        "--password … --seed 20240117",
+    ),
+    ("env PGPASSWORD=hunter2 psql", "env PGPASSWORD=… psql"),
+    (
+        "PASSWORD1=x DB_PASSWORD_PROD=x SECRET_KEY_BASE=x",
+        "PASSWORD1=… DB_PASSWORD_PROD=… SECRET_KEY_BASE=…",
+    ),
+    ("--set=db.password=ab/cd --lr 3", "--set=db.password=… --lr 3"),
+    ("--env=HF_TOKEN=ab/cd", "--env=HF_TOKEN=…"),
+    ("--require-password=true", "--require-password=true"),
     // Names that may say it.
     ("--hf-token hunter2 --lr 3", "--hf-token … --lr 3"),
     ("HF_TOKEN=hunter2", "HF_TOKEN=…"),
@@ -68,6 +80,8 @@ const LINES: &[(&str, &str)] = &[
     ),
     ("mkdir -pv x", "mkdir -pv x"),
     ("curl -u me:hunter2 x", "curl -u me:… x"),
+    ("curl --user me:hunter2 x", "curl --user me:… x"),
+    ("pip install --user torch", "pip install --user torch"),
     ("python -u train.py", "python -u train.py"),
     // Addresses.
     (
@@ -88,6 +102,11 @@ const LINES: &[(&str, &str)] = &[
     ),
     ("https://ghp3f9a8b7c6d5e4f@github.com/a", "https://…@github.com/a"),
     ("http://me@host/", "http://me@host/"),
+    (
+        "https://h/a?to=http://u:p@h&token=hunter2",
+        "https://h/a?to=http://u:…@h&token=…",
+    ),
+    ("amqp://u:p@h1,amqp://u:q@h2/v", "amqp://u:…@h1,amqp://u:…@h2/v"),
     // Headers.
     ("-H Authorization: Bearer abc", "-H Authorization: Bearer …"),
     // Well-known tokens.

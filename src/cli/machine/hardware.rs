@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ddp_proto::env::SECRETS;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -201,6 +202,9 @@ fn own_invocation(subcommand: &str) -> Command {
 }
 
 fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String> {
+    for name in SECRETS {
+        command.env_remove(name);
+    }
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

@@ -67,10 +67,16 @@ pub(super) fn job(name: &str, status: &StatusReply) -> String {
 
 fn nodes(status: &StatusReply) -> String {
     let title = ["node", "host", "address", "workers", "state", "logs"];
+    // Ranks are given when all have gathered.
+    let without_rank = if status.phase == "running" {
+        "standby"
+    } else {
+        UNKNOWN
+    };
     let rows = status.nodes.iter().map(|node| {
         vec![
             node.node_rank
-                .map_or_else(|| "standby".to_owned(), |rank| rank.to_string()),
+                .map_or_else(|| without_rank.to_owned(), |rank| rank.to_string()),
             visible(&node.hostname),
             visible(&node.addr),
             node.workers.to_string(),

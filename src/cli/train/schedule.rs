@@ -112,10 +112,24 @@ fn with_flags(words: &str) -> String {
     .fold(words.to_owned(), |words, (key, flag)| words.replace(key, flag))
 }
 
+/// A schedule's name is not a file, unless there is one.
+fn refuse_name(config: &Path) -> Result<(), CliError> {
+    let name = config.to_string_lossy();
+    if config.exists() || PipelinePlan::named(&name, (2, None), 8).is_err() {
+        return Ok(());
+    }
+    Err(CliError::Config(format!(
+        "there is no file `{name}`\n  hint: did you mean `--schedule {name}`?"
+    )))
+}
+
 /// Shows a schedule from a configuration, a name or a table, with unit times.
 fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let plan = match (&args.config, &args.file, &args.schedule) {
-        (Some(config), ..) => Draft::read(config, &args.overrides)?.pipeline()?,
+        (Some(config), ..) => {
+            refuse_name(config)?;
+            Draft::read(config, &args.overrides)?.pipeline()?
+        }
         (None, Some(file), _) => {
             let text = read(file, csv::MAX_BYTES)?;
             PipelinePlan::of_csv(&String::from_utf8_lossy(&text)).map_err(refused)?

@@ -56,6 +56,7 @@ use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
+use super::shares::{Load, Owner};
 use super::size::RankLimits;
 use super::state::Census;
 use super::stragglers;
@@ -92,6 +93,8 @@ pub(super) struct Job {
     kv: KvStore,
     /// Of its first node; empty where nodes prove nothing of the kind.
     token_proof: Vec<u8>,
+    /// None until its first node has come to this daemon, too.
+    owner: Owner,
     history: History,
     /// No deadline of this job is before this moment; it may be early, never late.
     next_wake: Option<Duration>,
@@ -151,6 +154,7 @@ impl Job {
             earlier: None,
             kv: KvStore::default(),
             token_proof: Vec::new(),
+            owner: None,
             history: History::default(),
             next_wake: None,
         }
@@ -184,9 +188,14 @@ impl Job {
         &self.token_proof
     }
 
-    /// Entries and bytes of its store.
-    pub(super) fn stored(&self) -> (usize, usize) {
-        self.kv.size()
+    /// Whose part of the daemon it takes.
+    pub(super) fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// What its store takes.
+    pub(super) fn load(&self) -> Load {
+        self.kv.load()
     }
 
     /// Nobody waits for the answer of this read any more.
@@ -500,8 +509,9 @@ impl Job {
         }
     }
 
-    pub(super) fn generation(&self) -> u64 {
-        self.numbering.generation()
+    /// Number of the generation that runs; none if none does.
+    pub(super) fn running_generation(&self) -> Option<u64> {
+        self.phase.running().map(|_| self.numbering.generation())
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -529,8 +539,11 @@ impl Job {
             Phase::Over(_) => &mut census.over,
         };
         *phase += 1;
+        if let Phase::Gathering(gathering) = &self.phase {
+            census.longest_gathering = census.longest_gathering.max(gathering.waited(now));
+        }
         census.ranks += u64::from(self.ranks());
-        census.kv_bytes += self.kv.size().1 as u64;
+        census.kv_bytes += self.kv.load().bytes as u64;
         for node in self.roster.nodes().values() {
             census.nodes += 1;
             census.connected += u64::from(node.is_connected());
@@ -561,7 +574,7 @@ impl Job {
             ranks: self.ranks(),
             step: self.roster.step(),
             reason: self.waiting_words(now),
-            kv_bytes: self.kv.size().1 as u64,
+            kv_bytes: self.kv.load().bytes as u64,
         }
     }
 
@@ -578,7 +591,7 @@ impl Job {
             reason: self.waiting_words(now),
             min_nodes,
             max_nodes,
-            kv_bytes: self.kv.size().1 as u64,
+            kv_bytes: self.kv.load().bytes as u64,
             ..StatusReply::default()
         };
         reply.more_nodes = (self.roster.nodes().len() - reply.nodes.len()) as u32;

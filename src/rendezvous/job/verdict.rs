@@ -7,10 +7,12 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::trust::token::is_same_secret;
 
 use super::joining::Joining;
 use super::record::{Record, Stage};
 use super::{Job, Phase};
+use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{Observation, Turn, refusal};
 
 /// A job that has ended, while some of its nodes are there.
@@ -33,6 +35,8 @@ pub(in crate::rendezvous) struct Finished {
     /// Nodes that fell silent, and how long each is expected back.
     silent: BTreeMap<String, Duration>,
     run_token: String,
+    /// Shows who has the job's token; empty where jobs have none.
+    token_proof: Vec<u8>,
     generation: u64,
     /// None if none was reached: only the number of the generation is of interest then.
     verdict: Option<Reply>,
@@ -64,6 +68,7 @@ impl Finished {
             silent: BTreeMap::new(),
             verdict: record.verdict(),
             run_token: record.run_token,
+            token_proof: record.token_proof,
             generation: record.generation,
             job: record.job,
         }
@@ -84,6 +89,11 @@ impl Finished {
 
     pub(in crate::rendezvous) fn silent(&self) -> &BTreeMap<String, Duration> {
         &self.silent
+    }
+
+    /// Where jobs have tokens of their own, the verdict is for those with the same one.
+    pub(in crate::rendezvous) fn is_open_to(&self, config: &Config, joining: &Joining) -> bool {
+        config.callers != Callers::OfJobs || is_same_secret(&self.token_proof, &joining.join.token_proof)
     }
 
     /// A node of this run comes, one that was in it or one that was on standby.
@@ -185,6 +195,7 @@ impl Job {
             told,
             silent: self.roster.silent().clone(),
             run_token: self.numbering.run_token().to_owned(),
+            token_proof: self.token_proof,
             generation,
             verdict,
             job: self.id,

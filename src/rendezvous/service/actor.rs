@@ -27,6 +27,8 @@ pub(in crate::rendezvous) enum Request {
     Opened(ConnId, mpsc::Sender<Arc<DaemonMessage>>),
     /// A message or the end of a stream.
     Event(Event),
+    /// A message on this stream that says `Join`; answers whether the node was taken.
+    Join(ConnId, Event, oneshot::Sender<bool>),
     KvPut(KvPutRequest, Answer),
     KvGet(CallId, KvGetRequest, Answer),
     KvGather(CallId, KvGatherRequest, Answer),
@@ -171,6 +173,11 @@ impl Actor {
                     _ => {}
                 }
                 self.apply(event)?;
+            }
+            Request::Join(conn, event, answer) => {
+                self.apply(event)?;
+                // A stream that is refused is ended in the same turn.
+                let _ = answer.send(self.agents.contains_key(&conn));
             }
             Request::KvPut(request, answer) => {
                 // It is answered in the same turn.

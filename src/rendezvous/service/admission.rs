@@ -1,6 +1,7 @@
 //! Who gets a connection: how many there may be, how long each may take to show what it is for, and who was refused.
 //!
-//! A caller that nobody knows costs a descriptor and a few kilobytes, for [`Config::join_wait`] at most. What a launcher
+//! A connection on which no node has joined costs a descriptor, and few calls at a time, whose bytes [`super::arrivals`]
+//! bounds. It ends [`Config::join_wait`] after it was made, or after its last call that was accepted. What a launcher
 //! needs for its workers is never given to callers.
 
 use std::collections::HashMap;
@@ -11,8 +12,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 
+use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Peer;
+use crate::rendezvous::shares::network_of;
 
 /// Descriptors of a daemon that are not for connections: ledger, log, sockets.
 const OWN_FILES: usize = 64;
@@ -20,6 +23,10 @@ const OWN_FILES: usize = 64;
 const MOST_UNPROVEN: usize = 1024;
 /// Fewest, however few descriptors there are.
 const FEWEST: usize = 8;
+/// Most connections to the status page.
+const MOST_PAGES: usize = 256;
+/// Calls at a time on a connection on which no node has joined yet.
+const UNPROVEN_CALLS: usize = 8;
 /// Streams of agents on one connection: an agent has one, and for a moment the broken one before it.
 const AGENT_STREAMS: usize = 64;
 /// Shortest time between two lines about refusals.
@@ -31,23 +38,31 @@ struct Limits {
     all: usize,
     of_address: usize,
     unproven_of_address: usize,
+    /// To the status page.
+    pages: usize,
 }
 
 impl Limits {
-    /// With `files` descriptors: half of them if they are a launcher's.
-    fn of(config: &Config, files: usize) -> Self {
+    /// With `files` descriptors: half of them if they are a launcher's. The status page has its part of them.
+    fn of(config: &Config, files: usize, has_page: bool) -> Self {
         let is_embedded = config.host.is_some();
         let own = if is_embedded {
             files / 2
         } else {
             files.saturating_sub(OWN_FILES).max(files / 2)
         };
-        let all = own.min(config.max_connections).max(FEWEST);
+        let pages = if has_page {
+            (files / 16).clamp(FEWEST, MOST_PAGES)
+        } else {
+            0
+        };
+        let all = own.saturating_sub(pages).min(config.max_connections).max(FEWEST);
         Self {
             all,
             // One machine must not keep all others out.
             of_address: (all / 4 * 3).max(FEWEST),
             unproven_of_address: (all / 2).clamp(FEWEST, MOST_UNPROVEN),
+            pages,
         }
     }
 }
@@ -58,11 +73,13 @@ pub(super) struct Admission {
     limits: Limits,
     places: Mutex<Places>,
     refusals: Mutex<Refusals>,
+    metrics: Arc<Metrics>,
 }
 
 #[derive(Debug, Default)]
 struct Places {
     all: usize,
+    /// By [`network_of`] their addresses.
     by_address: HashMap<IpAddr, Taken>,
 }
 
@@ -80,22 +97,31 @@ struct Refusals {
 }
 
 impl Admission {
-    pub(super) fn new(config: &Config) -> Arc<Self> {
+    /// Refusals are counted there too. The status page has its part if there is one.
+    pub(super) fn new(config: &Config, metrics: Arc<Metrics>, has_page: bool) -> Arc<Self> {
         // A limit that cannot be read is none.
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
         Arc::new(Self {
-            limits: Limits::of(config, usize::try_from(files).unwrap_or(usize::MAX)),
+            limits: Limits::of(config, usize::try_from(files).unwrap_or(usize::MAX), has_page),
             places: Mutex::default(),
             refusals: Mutex::default(),
+            metrics,
         })
+    }
+
+    /// How many connections the status page may have.
+    pub(super) fn pages(&self) -> usize {
+        self.limits.pages
     }
 
     /// A place for a connection, or why there is none.
     pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Result<Place, &'static str> {
+        let address = network_of(address);
         let Limits {
             all,
             of_address,
             unproven_of_address,
+            ..
         } = self.limits;
         let mut places = self.places();
         let taken = places.by_address.get(&address).copied().unwrap_or_default();
@@ -119,6 +145,7 @@ impl Admission {
 
     /// Counts a caller that was sent away, and says so now and then.
     pub(super) fn refused(&self, who: impl std::fmt::Display, why: impl std::fmt::Display) {
+        self.metrics.refused("connection");
         let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
         refusals.all += 1;
         refusals.untold += 1;
@@ -147,6 +174,10 @@ pub(super) struct Place {
 }
 
 impl Place {
+    fn is_proven(&self) -> bool {
+        self.is_proven.load(Ordering::Relaxed)
+    }
+
     /// The caller is one of those that the daemon is for.
     fn prove(&self) {
         if !self.is_proven.swap(true, Ordering::Relaxed)
@@ -181,8 +212,10 @@ pub(super) struct Caller {
     place: Place,
     /// Streams with a node, and calls that have no answer yet.
     busy: AtomicUsize,
+    /// Requests that have no answer yet, those that are still arriving too.
+    calls: AtomicUsize,
     agents: AtomicUsize,
-    /// When the last of those ended, or the connection was made.
+    /// When the connection was made, or was last of use.
     idle_since: Mutex<Instant>,
 }
 
@@ -192,15 +225,22 @@ impl Caller {
             peer,
             place,
             busy: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
             agents: AtomicUsize::new(0),
             idle_since: Mutex::new(Instant::now()),
         })
     }
 
-    /// Since when nothing goes on; none while something does.
+    /// Since when nothing goes on; none while something does. Before a node has joined, a call keeps no connection: it
+    /// may be one that is refused.
     pub(super) fn idle_since(&self) -> Option<Instant> {
         let since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
-        (self.busy.load(Ordering::Relaxed) == 0).then_some(since)
+        let is_busy = self.is_proven() && self.busy.load(Ordering::Relaxed) > 0;
+        (!is_busy).then_some(since)
+    }
+
+    fn renew(&self) {
+        *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
     pub(super) fn refused(&self, why: impl std::fmt::Display) {
@@ -217,6 +257,13 @@ impl Caller {
         None
     }
 
+    /// A request begins to arrive; none if there are too many for a connection on which no node has joined.
+    pub(super) fn begins_call(self: &Arc<Self>) -> Option<CallPlace> {
+        let place = CallPlace(Arc::clone(self));
+        let before = self.calls.fetch_add(1, Ordering::Relaxed);
+        (self.is_proven() || before < UNPROVEN_CALLS).then_some(place)
+    }
+
     /// A node has joined, or a call has begun: the connection is in use until the result is dropped.
     pub(super) fn is_used(self: &Arc<Self>) -> Busy {
         self.busy.fetch_add(1, Ordering::Relaxed);
@@ -226,6 +273,21 @@ impl Caller {
     /// A node has joined.
     pub(super) fn prove(&self) {
         self.place.prove();
+    }
+
+    /// True once a node has joined.
+    pub(super) fn is_proven(&self) -> bool {
+        self.place.is_proven()
+    }
+}
+
+/// Counts for a request, until it is dropped.
+#[derive(Debug)]
+pub(super) struct CallPlace(Arc<Caller>);
+
+impl Drop for CallPlace {
+    fn drop(&mut self) {
+        self.0.calls.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -239,13 +301,22 @@ impl Drop for AgentStreamPlace {
     }
 }
 
-/// Keeps a connection from being idle, until it is dropped.
+/// Keeps a connection with a node from being idle, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Busy(Arc<Caller>);
 
+impl Busy {
+    /// The call was not refused: the connection is of use.
+    pub(super) fn accepted(self) {
+        self.0.renew();
+    }
+}
+
 impl Drop for Busy {
     fn drop(&mut self) {
-        *self.0.idle_since.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        if self.0.is_proven() {
+            self.0.renew();
+        }
         self.0.busy.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -253,30 +324,76 @@ impl Drop for Busy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::state::Census;
 
     const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+    /// With room for 16 connections, of which 8 are on trial.
+    fn embedded() -> Config {
+        Config {
+            host: Some("a".into()),
+            max_connections: 16,
+            ..Config::default()
+        }
+    }
+
+    fn caller(metrics: Arc<Metrics>) -> Arc<Caller> {
+        let peer = Peer {
+            remote: HERE,
+            local: HERE,
+        };
+        let admission = Admission::new(&Config::default(), metrics, false);
+        Caller::new(peer, admission.enter(HERE).unwrap())
+    }
 
     #[test]
     fn an_embedded_daemon_takes_half_of_the_descriptors() {
         let mut config = Config::default();
-        assert_eq!(Limits::of(&config, 1024).all, 960);
+        assert_eq!(Limits::of(&config, 1024, false).all, 960);
         config.host = Some("a".into());
         let expected = Limits {
             all: 128,
             of_address: 96,
             unproven_of_address: 64,
+            pages: 0,
         };
-        assert_eq!(Limits::of(&config, 256), expected);
+        assert_eq!(Limits::of(&config, 256, false), expected);
+    }
+
+    /// The page took 256 descriptors more, and with them those of the workers.
+    #[test]
+    fn the_status_page_has_its_part_of_the_same_descriptors() {
+        let mut config = Config::default();
+        for host in [None, Some("a".to_owned())] {
+            config.host = host;
+            for files in [256, 1024, 4096, 65_536] {
+                let (with, without) = (
+                    Limits::of(&config, files, true),
+                    Limits::of(&config, files, false),
+                );
+                assert_eq!(with.all + with.pages, without.all, "{files} descriptors");
+                assert_eq!(with.pages, (files / 16).min(256), "{files} descriptors");
+            }
+        }
+    }
+
+    /// A host could take all places by one address after the other.
+    #[test]
+    fn the_addresses_of_one_host_count_as_one() {
+        let network = |address: &str| network_of(address.parse().unwrap());
+        assert_eq!(network("2001:db8:0:1::1"), network("2001:db8:0:1:ffff::2"));
+        assert_ne!(network("2001:db8:0:1::1"), network("2001:db8:0:2::1"));
+        assert_eq!(network("::ffff:192.0.2.1"), network("192.0.2.1"));
+        assert_ne!(network("192.0.2.1"), network("192.0.2.2"));
+        let admission = Admission::new(&embedded(), Arc::new(Metrics::new()), false);
+        let enter = |host: u16| admission.enter([0x2001, 0xdb8, 0, 1, 0, 0, 0, host].into());
+        let places: Vec<_> = (0..100).map_while(|host| enter(host).ok()).collect();
+        assert_eq!(places.len(), 8, "a half");
     }
 
     #[test]
     fn places_come_back_and_who_has_joined_no_longer_counts_as_unknown() {
-        let config = Config {
-            host: Some("a".into()),
-            max_connections: 32,
-            ..Config::default()
-        };
-        let admission = Admission::new(&config);
+        let admission = Admission::new(&embedded(), Arc::new(Metrics::new()), false);
         let mut callers = Vec::new();
         let peer = Peer {
             remote: HERE,
@@ -285,7 +402,7 @@ mod tests {
         while let Ok(place) = admission.enter(HERE) {
             callers.push(Caller::new(peer, place));
         }
-        assert_eq!(callers.len(), 16, "a half");
+        assert_eq!(callers.len(), 8, "a half");
         callers[0].prove();
         callers[0].prove();
         callers.push(Caller::new(peer, admission.enter(HERE).unwrap()));
@@ -298,20 +415,48 @@ mod tests {
 
     #[test]
     fn a_connection_is_idle_when_nothing_goes_on() {
-        let admission = Admission::new(&Config::default());
-        let peer = Peer {
-            remote: HERE,
-            local: HERE,
-        };
-        let caller = Caller::new(peer, admission.enter(HERE).unwrap());
+        let metrics = Arc::new(Metrics::new());
+        let caller = caller(metrics.clone());
+        caller.prove();
         let made = caller.idle_since().unwrap();
         let busy = caller.is_used();
         assert_eq!(caller.idle_since(), None);
         drop(busy);
-        assert!(caller.idle_since().unwrap() >= made);
+        assert!(caller.idle_since().unwrap() > made);
         let streams: Vec<_> = std::iter::from_fn(|| caller.opens_stream()).collect();
         assert_eq!(streams.len(), AGENT_STREAMS);
+        let [told, _] = metrics.text(&Census::default());
+        assert!(
+            told.contains("ddp_refusals_total{code=\"connection\"} 1\n"),
+            "{told}"
+        );
         drop(streams);
         assert!(caller.opens_stream().is_some());
+    }
+
+    /// A call that was refused every 4 s kept a connection for ever.
+    #[test]
+    fn before_a_node_joins_only_calls_that_are_accepted_keep_a_connection() {
+        let caller = caller(Arc::new(Metrics::new()));
+        let made = caller.idle_since().unwrap();
+        let refused = caller.is_used();
+        assert_eq!(caller.idle_since(), Some(made), "it is not known yet");
+        drop(refused);
+        assert_eq!(caller.idle_since(), Some(made));
+        caller.is_used().accepted();
+        assert!(caller.idle_since().unwrap() > made);
+    }
+
+    #[test]
+    fn before_a_node_joins_there_are_few_calls_at_a_time() {
+        let caller = caller(Arc::new(Metrics::new()));
+        let mut calls: Vec<_> = std::iter::from_fn(|| caller.begins_call()).collect();
+        assert_eq!(calls.len(), UNPROVEN_CALLS);
+        calls.pop();
+        calls.push(caller.begins_call().unwrap());
+        assert!(caller.begins_call().is_none());
+        caller.prove();
+        calls.extend((0..100).filter_map(|_| caller.begins_call()));
+        assert_eq!(calls.len(), UNPROVEN_CALLS + 100);
     }
 }

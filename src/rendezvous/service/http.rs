@@ -8,7 +8,7 @@ use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt as _, Full};
@@ -20,7 +20,7 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -28,11 +28,10 @@ use super::actor;
 use super::admin::{Admin, Claim};
 use super::metrics::{MAX_LABELLED_JOBS, Metrics};
 use super::page;
+use crate::rendezvous::shares::network_of;
 use crate::rendezvous::state::Census;
 
-/// Connections in all.
-const MAX_CONNECTIONS: usize = 256;
-/// Connections of one address: what is left is for others.
+/// Connections of one address, or half of all: what is left is for others.
 const MAX_CONNECTIONS_OF_ADDRESS: usize = 64;
 /// Time from a connection to the end of its request's header.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -43,6 +42,8 @@ const MAX_HEADER_FIELDS: usize = 64;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for the actor.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// What was seen of the daemon is told for so long: however many ask, a look at all nodes is taken once.
+const FRESH: Duration = Duration::from_secs(1);
 /// After a connection that the system has no room for.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -56,10 +57,22 @@ pub(super) struct Http {
     pub(super) metrics: Arc<Metrics>,
     pub(super) admin: Admin,
     pub(super) viewers: page::Viewers,
+    /// Held during a look: others wait for it.
+    pub(super) seen: Mutex<Option<Seen>>,
 }
 
-/// Serves for ever.
-pub(super) async fn serve(listener: TcpListener, http: Arc<Http>) {
+/// What the daemon looked like.
+#[derive(Clone, Debug)]
+pub(super) struct Seen {
+    at: Instant,
+    why_unready: Option<String>,
+    /// For everyone, and for operators.
+    metrics: [Bytes; 2],
+}
+
+/// Serves for ever, so many connections at a time.
+pub(super) async fn serve(listener: TcpListener, http: Arc<Http>, most: usize) {
+    let most_of_address = MAX_CONNECTIONS_OF_ADDRESS.min(most / 2);
     let mut connections = JoinSet::new();
     let mut of_address: HashMap<IpAddr, usize> = HashMap::new();
     loop {
@@ -76,9 +89,9 @@ pub(super) async fn serve(listener: TcpListener, http: Arc<Http>) {
             }
             accepted = listener.accept() => match accepted {
                 Ok((stream, peer)) => {
-                    let address = peer.ip().to_canonical();
+                    let address = network_of(peer.ip());
                     let of_peer = of_address.get(&address).copied().unwrap_or(0);
-                    if connections.len() >= MAX_CONNECTIONS || of_peer >= MAX_CONNECTIONS_OF_ADDRESS {
+                    if connections.len() >= most || of_peer >= most_of_address {
                         http.metrics.refused("http");
                         continue;
                     }
@@ -94,7 +107,7 @@ pub(super) async fn serve(listener: TcpListener, http: Arc<Http>) {
     }
 }
 
-/// Serves one request; returns whose it was. None panics, so that every address is counted down again.
+/// Serves one request; returns as whose it counts. None panics, so that every address is counted down again.
 async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpAddr {
     let address = peer.ip().to_canonical();
     let is_stream = Arc::new(AtomicBool::new(false));
@@ -121,7 +134,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpA
     if is_late && is_stream.load(Ordering::Relaxed) {
         let _ = timeout(page::LONGEST_STREAM, &mut serving).await;
     }
-    address
+    network_of(address)
 }
 
 impl Http {
@@ -131,19 +144,12 @@ impl Http {
         }
         match request.uri.path() {
             "/livez" => plain(StatusCode::OK, "ok\n"),
-            "/readyz" => match self.census(0).await.map(|census| census.why_unready()) {
+            "/readyz" => match self.look().await.map(|seen| seen.why_unready) {
                 Some(None) => plain(StatusCode::OK, "ok\n"),
                 Some(Some(why)) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
                 None => busy(),
             },
-            "/metrics" => match self.census(MAX_LABELLED_JOBS).await {
-                Some(census) => text(
-                    StatusCode::OK,
-                    "application/openmetrics-text; version=1.0.0; charset=utf-8",
-                    self.metrics.text(&census),
-                ),
-                None => busy(),
-            },
+            "/metrics" => self.measurements(address, &request.headers).await,
             // The page itself has no secret, and asks for the token.
             "/" if self.admin.has_token() => page::page(true),
             "/" => match self.refuse_stranger(address, &request.headers) {
@@ -164,8 +170,47 @@ impl Http {
         }
     }
 
+    /// With the names of jobs for operators only. A wrong token is refused: they would be missed.
+    async fn measurements(&self, address: IpAddr, headers: &HeaderMap) -> Response<Body> {
+        let is_operator = self.is_operator(address, headers);
+        if !is_operator && self.admin.has_token() && headers.contains_key(header::AUTHORIZATION) {
+            return self.refusal();
+        }
+        let Some(seen) = self.look().await else {
+            return busy();
+        };
+        let [for_all, for_operators] = seen.metrics;
+        text(
+            StatusCode::OK,
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            if is_operator { for_operators } else { for_all },
+        )
+    }
+
+    /// What the daemon looks like, a little ago at most; none if it has no time.
+    async fn look(&self) -> Option<Seen> {
+        let looking = async {
+            let mut seen = self.seen.lock().await;
+            if seen.as_ref().is_none_or(|seen| seen.at.elapsed() >= FRESH) {
+                let ask = |answer| actor::Request::Census(MAX_LABELLED_JOBS, answer);
+                let census = self.ask(ask).await?;
+                *seen = Some(Seen {
+                    at: Instant::now(),
+                    why_unready: census.why_unready(),
+                    metrics: self.metrics.text(&census).map(Bytes::from),
+                });
+            }
+            seen.clone()
+        };
+        timeout(ASK_TIMEOUT, looking).await.ok().flatten()
+    }
+
     /// What who is no operator gets; none for an operator.
     fn refuse_stranger(&self, address: IpAddr, headers: &HeaderMap) -> Option<Response<Body>> {
+        (!self.is_operator(address, headers)).then(|| self.refusal())
+    }
+
+    fn is_operator(&self, address: IpAddr, headers: &HeaderMap) -> bool {
         let authorization = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
         let claim = Claim {
             address: Some(address),
@@ -173,21 +218,17 @@ impl Http {
         };
         // Without a token, a page of somebody else's in a browser of this machine must not read it under its own name.
         let is_own = self.admin.has_token() || is_loopback_host(headers);
-        if self.admin.is_admin(claim) && is_own {
-            return None;
-        }
+        self.admin.is_admin(claim) && is_own
+    }
+
+    fn refusal(&self) -> Response<Body> {
         self.metrics.refused("admin");
         let status = if self.admin.has_token() {
             StatusCode::UNAUTHORIZED
         } else {
             StatusCode::FORBIDDEN
         };
-        Some(plain(status, format!("{}\n", self.admin.refusal())))
-    }
-
-    async fn census(&self, generations: usize) -> Option<Census> {
-        self.ask(|answer| actor::Request::Census(generations, answer))
-            .await
+        plain(status, format!("{}\n", self.admin.refusal()))
     }
 
     /// Asks the actor; none if it has no time, or is gone.
@@ -214,7 +255,7 @@ pub(super) async fn ask<T>(
 
 impl Census {
     /// Why nobody should be sent here now; none if they may.
-    pub(super) fn why_unready(&self) -> Option<String> {
+    pub(in crate::rendezvous) fn why_unready(&self) -> Option<String> {
         if self.suspects_network {
             return Some("no node is heard: this machine's network may be down".to_owned());
         }
@@ -278,7 +319,83 @@ pub struct Operators {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use ddp_proto::trust::token::Token;
+
     use super::*;
+
+    const TOKEN: &str = "a-token-of-32-characters-or-more";
+
+    /// What operators see of a daemon with one job, and how often it was asked.
+    fn watched() -> (Http, Arc<AtomicUsize>) {
+        let (requests, mut asked) = mpsc::channel(8);
+        let looks = Arc::new(AtomicUsize::new(0));
+        let counted = looks.clone();
+        tokio::spawn(async move {
+            while let Some(actor::Request::Census(_, answer)) = asked.recv().await {
+                counted.fetch_add(1, Ordering::Relaxed);
+                let census = Census {
+                    generations: vec![("guarded".into(), 7)],
+                    ..Census::default()
+                };
+                answer.send(census).unwrap();
+            }
+        });
+        let http = Http {
+            requests,
+            metrics: Arc::new(Metrics::new()),
+            admin: Admin::with_token(&Token::parse(TOKEN).unwrap()),
+            viewers: page::Viewers::default(),
+            seen: Mutex::default(),
+        };
+        (http, looks)
+    }
+
+    /// What a caller with this `authorization` gets at `/metrics`.
+    async fn scrape(http: &Http, authorization: Option<String>) -> (StatusCode, String) {
+        let mut request = Request::get("/metrics");
+        if let Some(shown) = authorization {
+            request = request.header(header::AUTHORIZATION, shown);
+        }
+        let (request, ()) = request.body(()).unwrap().into_parts();
+        let address = IpAddr::from([192, 0, 2, 1]);
+        let answer = http.answer(address, &request, &AtomicBool::new(false)).await;
+        let (head, body) = answer.into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        (head.status, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn names_of_jobs_are_measured_for_operators_only() {
+        let (http, _) = watched();
+        let (status, body) = scrape(&http, None).await;
+        assert_eq!(status, StatusCode::OK);
+        assert!(
+            body.contains("ddp_ready 1") && !body.contains("guarded"),
+            "{body}"
+        );
+        let (status, body) = scrape(&http, Some(format!("Bearer {TOKEN}"))).await;
+        assert_eq!(status, StatusCode::OK);
+        assert!(
+            body.contains("ddp_job_generation{job_id=\"guarded\"} 7"),
+            "{body}"
+        );
+        let (status, body) = scrape(&http, Some("Bearer nonsense".into())).await;
+        assert_eq!(status, StatusCode::UNAUTHORIZED);
+        assert!(!body.contains("guarded"), "{body}");
+    }
+
+    #[tokio::test]
+    async fn however_many_ask_the_daemon_is_looked_at_once_in_a_while() {
+        let (http, looks) = watched();
+        let all = tokio::join!(http.look(), scrape(&http, None), http.look(), scrape(&http, None));
+        assert!(all.0.is_some() && all.2.is_some() && all.1 == all.3);
+        assert_eq!(looks.load(Ordering::Relaxed), 1);
+        http.seen.lock().await.as_mut().unwrap().at -= FRESH;
+        assert!(http.look().await.is_some());
+        assert_eq!(looks.load(Ordering::Relaxed), 2);
+    }
 
     #[test]
     fn only_names_of_this_machine_are_taken_from_a_browser() {

@@ -1,6 +1,6 @@
 //! What operators measure, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
 //! the state when they are asked for. No label has more values than are written in this file, but for the names of the
-//! first [`MAX_LABELLED_JOBS`] jobs.
+//! first [`MAX_LABELLED_JOBS`] jobs that run, which operators alone are told.
 
 use std::fs;
 use std::sync::atomic::AtomicU64;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::refused::Code;
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -41,10 +41,10 @@ pub(in crate::rendezvous) struct Metrics {
     heartbeat_age: Histogram,
     jobs: Family<Label, Gauge>,
     nodes: Family<Label, Gauge>,
-    generations: Family<JobLabel, Gauge>,
     ranks: Gauge,
     kv_bytes: Gauge,
     silence: Seconds,
+    gathering: Seconds,
     streams: Gauge,
     is_ready: Gauge,
     is_draining: Gauge,
@@ -63,10 +63,10 @@ impl Metrics {
             heartbeat_age: Histogram::new(AGE_BUCKETS),
             jobs: Family::default(),
             nodes: Family::default(),
-            generations: Family::default(),
             ranks: Gauge::default(),
             kv_bytes: Gauge::default(),
             silence: Seconds::default(),
+            gathering: Seconds::default(),
             streams: Gauge::default(),
             is_ready: Gauge::default(),
             is_draining: Gauge::default(),
@@ -88,7 +88,7 @@ impl Metrics {
         registry.register("jobs_ended", "Jobs that ended", self.ended.clone());
         registry.register(
             "refusals",
-            "Streams, nodes and calls that were refused",
+            "Connections, streams, nodes and calls that were refused",
             self.refusals.clone(),
         );
         registry.register(
@@ -119,17 +119,17 @@ impl Metrics {
         let Self { registry, .. } = self;
         registry.register("jobs", "Jobs by state", self.jobs.clone());
         registry.register("nodes", "Nodes of all jobs by connection", self.nodes.clone());
-        registry.register(
-            "job_generation",
-            "Generation of a job; of the first 64 jobs by name",
-            self.generations.clone(),
-        );
         registry.register("ranks", "Ranks of running generations", self.ranks.clone());
         registry.register("kv_bytes", "Bytes in the key-value stores", self.kv_bytes.clone());
         registry.register(
             "longest_silence_seconds",
             "For how long the quietest node has sent nothing",
             self.silence.clone(),
+        );
+        registry.register(
+            "longest_gathering_seconds",
+            "For how long nodes have been waited for, of the job that waits longest",
+            self.gathering.clone(),
         );
         registry.register("streams", "Streams of agents that are open", self.streams.clone());
         registry.register("ready", "1 if `/readyz` answers 200", self.is_ready.clone());
@@ -195,8 +195,9 @@ impl Metrics {
         self.streams.set(streams as i64);
     }
 
-    /// All of it as text, with the numbers of now.
-    pub(super) fn text(&self, census: &Census) -> String {
+    /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs. One
+    /// call at a time: the numbers are set, then read.
+    pub(super) fn text(&self, census: &Census) -> [String; 2] {
         for (state, count) in [
             ("gathering", census.gathering),
             ("recovering", census.recovering),
@@ -209,23 +210,40 @@ impl Metrics {
         for (state, count) in [("connected", census.connected), ("away", away)] {
             self.nodes.get_or_create(&[("state", state)]).set(count as i64);
         }
-        self.generations.clear();
-        for (job, generation) in &census.generations {
-            let of_job = self.generations.get_or_create_owned(&[("job_id", job.clone())]);
-            of_job.set(*generation as i64);
-        }
         self.ranks.set(census.ranks as i64);
         self.kv_bytes.set(census.kv_bytes as i64);
         self.silence.set(census.longest_silence.as_secs_f64());
+        self.gathering.set(census.longest_gathering.as_secs_f64());
         self.is_ready.set(i64::from(census.why_unready().is_none()));
         self.is_draining.set(i64::from(census.is_draining));
         self.descriptors.set(open_descriptors().unwrap_or(-1));
         self.max_descriptors.set(max_descriptors().unwrap_or(-1));
         let mut text = String::new();
         // A `String` takes everything.
-        let _ = encode(&mut text, &self.registry);
-        text
+        let _ = encode_registry(&mut text, &self.registry);
+        let mut with_names = text.clone();
+        let _ = encode_registry(&mut with_names, &generations(census));
+        [text, with_names].map(|mut text| {
+            let _ = encode_eof(&mut text);
+            text
+        })
     }
+}
+
+/// What has the names of jobs, made anew each time: a job that is gone leaves nothing.
+fn generations(census: &Census) -> Registry {
+    let family = Family::<JobLabel, Gauge>::default();
+    for (job, generation) in &census.generations {
+        let of_job = family.get_or_create_owned(&[("job_id", job.clone())]);
+        of_job.set(*generation as i64);
+    }
+    let mut registry = Registry::with_prefix("ddp");
+    registry.register(
+        "job_generation",
+        "Generation of a job; of the first 64 jobs that run, by name",
+        family,
+    );
+    registry
 }
 
 const RESTART_REASONS: [RestartReason; 4] = [
@@ -235,8 +253,8 @@ const RESTART_REASONS: [RestartReason; 4] = [
     RestartReason::Membership,
 ];
 
-/// Of streams and nodes; of calls on the store; of calls of operators, and of connections to this server.
-const REFUSAL_CODES: [&str; 13] = [
+/// Of streams and nodes; of calls on the store; of calls of operators; of connections for operators, and for nodes.
+const REFUSAL_CODES: [&str; 14] = [
     "disagree",
     "timed_out",
     "unauthenticated",
@@ -250,6 +268,7 @@ const REFUSAL_CODES: [&str; 13] = [
     "kv_unknown",
     "admin",
     "http",
+    "connection",
 ];
 
 const RESULTS: [&str; 3] = ["success", "failure", "closed"];
@@ -308,7 +327,44 @@ fn max_descriptors() -> Option<i64> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
+
+    fn manifest(text: &str) -> Vec<Value> {
+        serde_saphyr::from_multiple(text).unwrap()
+    }
+
+    /// On Kubernetes the job had another name, and no alert told that the daemon was down.
+    #[test]
+    fn the_daemon_is_asked_under_the_name_that_alerts_know() {
+        let alerts = include_str!("../../../deploy/monitoring/alerts.yaml");
+        let name = "ddp-rendezvous";
+        let up = format!("up{{job=\"{name}\"}}");
+        assert!(alerts.contains(&format!("{up} == 0 or absent({up})")), "{alerts}");
+        let prometheus = &manifest(include_str!("../../../deploy/monitoring/prometheus.yaml"))[0];
+        assert_eq!(prometheus["scrape_configs"][0]["job_name"], name);
+        let monitor = &manifest(include_str!("../../../deploy/monitoring/servicemonitor.yaml"))[0]["spec"];
+        let service = &manifest(include_str!("../../../deploy/kubernetes/rendezvous.yaml"))[0];
+        let labels = &service["metadata"]["labels"];
+        assert_eq!(labels[monitor["jobLabel"].as_str().unwrap()], name);
+        assert_eq!(labels["app"], monitor["selector"]["matchLabels"]["app"]);
+        let ports = service["spec"]["ports"].as_array().unwrap();
+        let asked = &monitor["endpoints"][0]["port"];
+        assert!(ports.iter().any(|port| port["name"] == *asked), "{service}");
+    }
+
+    #[test]
+    fn every_alert_of_refusals_names_codes_that_exist() {
+        let alerts = include_str!("../../../deploy/monitoring/alerts.yaml");
+        let (_, rest) = alerts.split_once("ddp_refusals_total{code=~\"").unwrap();
+        let (codes, _) = rest.split_once('"').unwrap();
+        let codes: Vec<_> = codes.split('|').collect();
+        assert!(codes.contains(&"connection"), "a wrong token shows there");
+        for code in codes {
+            assert!(REFUSAL_CODES.contains(&code), "`{code}`");
+        }
+    }
 
     #[test]
     fn everything_is_there_from_the_start_and_no_label_is_made_up() {
@@ -320,16 +376,23 @@ mod tests {
             nodes: 3,
             connected: 2,
             recovering: 1,
+            longest_gathering: Duration::from_millis(42_500),
             generations: vec![("a \"job\"\n".into(), 7)],
             ..Census::default()
         };
-        let text = metrics.text(&census);
+        let [for_all, text] = metrics.text(&census);
+        assert!(
+            for_all.contains("ddp_restarts_total{reason=\"node_lost\"} 1") && for_all.ends_with("# EOF\n"),
+            "{for_all}"
+        );
+        assert!(!for_all.contains("job_id"), "names are for operators: {for_all}");
         for line in [
             "ddp_restarts_total{reason=\"node_lost\"} 1",
             "ddp_restarts_total{reason=\"worker_failed\"} 0",
             "ddp_jobs_ended_total{result=\"closed\"} 1",
             "ddp_nodes{state=\"away\"} 1",
             "ddp_jobs{state=\"recovering\"} 1",
+            "ddp_longest_gathering_seconds 42.5",
             "ddp_job_generation{job_id=\"a \\\"job\\\"\\n\"} 7",
             "ddp_heartbeat_age_seconds_count 1",
             "ddp_ready 0",
@@ -342,7 +405,7 @@ mod tests {
             env!("CARGO_PKG_VERSION"),
             "\"} 1"
         )));
-        let text = metrics.text(&Census::default());
+        let [_, text] = metrics.text(&Census::default());
         assert!(!text.contains("job_id="), "a job that is gone has no sample");
     }
 }

@@ -4,6 +4,7 @@
 mod actor;
 mod admin;
 mod admission;
+mod arrivals;
 mod connection;
 mod http;
 mod incoming;

@@ -23,6 +23,7 @@ use tonic::{Response, Status, Streaming};
 use super::actor::{Actor, Request};
 use super::admin::{Admin, Claim};
 use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
+use super::arrivals::{Bounded, Room};
 use super::http::{self, Http, Operators};
 use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
@@ -34,6 +35,8 @@ use crate::rendezvous::kv::clip;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
+/// Longest part of what was gathered.
+const PART_BYTES: usize = 16 << 10;
 /// Longest reason of an operator.
 const MAX_REASON_BYTES: usize = 1024;
 /// Connections that have shaken hands and wait for the server.
@@ -89,18 +92,20 @@ pub async fn serve_with(
     let mut tasks = JoinSet::new();
     let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
     tasks.spawn(actor.run());
+    let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
     if let Some(listener) = operators.http {
-        let http = Arc::new(service.http());
+        let (http, most) = (Arc::new(service.http()), admission.pages());
         tasks.spawn(async move {
-            http::serve(listener, http).await;
+            http::serve(listener, http, most).await;
             Ok(())
         });
     }
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
+    let rendezvous = RendezvousServer::new(service).max_decoding_message_size(limit);
+    let room = Arc::<Room>::default();
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
     let (admitted, incoming) = mpsc::channel(READY_CONNECTIONS);
-    let admission = Admission::new(&config);
     let mut accepting = JoinSet::new();
     accepting.spawn(accept_all(listener, config.clone(), admission, admitted));
     let (close, closing) = oneshot::channel::<()>();
@@ -108,8 +113,8 @@ pub async fn serve_with(
         .http2_keepalive_interval(Some(config.http2_keepalive_interval))
         .http2_keepalive_timeout(Some(config.http2_keepalive_timeout))
         .max_concurrent_streams(config.max_streams)
-        .add_service(health_service)
-        .add_service(RendezvousServer::new(service).max_decoding_message_size(limit))
+        .add_service(Bounded::new(health_service, &room))
+        .add_service(Bounded::new(rendezvous, &room))
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), async {
             // An error means that the sender is gone: time to stop as well.
             let _ = closing.await;
@@ -138,11 +143,9 @@ pub async fn serve_with(
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
     drop((tasks, accepting, close));
-    match tokio::time::timeout(CLOSE_TIMEOUT, server).await {
-        Ok(ended) => Ok(ended?),
-        // A peer that keeps its connection open does not keep the daemon.
-        Err(_) => Ok(()),
-    }
+    // A peer that keeps its connection open does not keep the daemon.
+    let ended = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
+    Ok(ended.unwrap_or(Ok(()))?)
 }
 
 /// An actor that ends by itself could not write its ledger.
@@ -204,6 +207,7 @@ impl Service {
             metrics: self.metrics.clone(),
             admin: self.admin.clone(),
             viewers: Viewers::default(),
+            seen: tokio::sync::Mutex::default(),
         }
     }
 
@@ -221,7 +225,7 @@ impl Service {
         })
     }
 
-    /// Refuses all others. The connection is in use until the result is dropped.
+    /// Refuses all others. A connection with a node is in use until the result is dropped.
     fn only_for_admin<T>(&self, request: &tonic::Request<T>) -> Result<Busy, Status> {
         let busy = caller(request)?.is_used();
         if self.is_admin(request) {
@@ -290,16 +294,17 @@ impl Rendezvous for Service {
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
-        let _busy = caller(&request)?.is_used();
+        let busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
         self.ask(Request::KvPut(request.into_inner(), answer), result)
             .await?
             .map_err(|error| status(&error))?;
+        busy.accepted();
         Ok(Response::new(KvPutReply {}))
     }
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
-        let _busy = caller(&request)?.is_used();
+        let busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
         let request = request.into_inner();
         let read = self.begin_read(&request.job_id);
@@ -307,36 +312,50 @@ impl Rendezvous for Service {
         let value = self.ask(Request::KvGet(call, request, answer), result).await;
         read.finish();
         let value = value?.map_err(|error| status(&error))?;
+        busy.accepted();
         Ok(Response::new(KvGetReply { value: value.into() }))
     }
+
+    type KvGatherStream = Pin<Box<dyn Stream<Item = Result<KvGatherReply, Status>> + Send>>;
 
     async fn kv_gather(
         &self,
         request: tonic::Request<KvGatherRequest>,
-    ) -> Result<Response<KvGatherReply>, Status> {
-        let _busy = caller(&request)?.is_used();
+    ) -> Result<Response<Self::KvGatherStream>, Status> {
+        let caller = caller(&request)?;
+        let busy = caller.is_used();
         let (answer, result) = oneshot::channel();
         let request = request.into_inner();
         let read = self.begin_read(&request.job_id);
         let call = read.call();
         let entries = self.ask(Request::KvGather(call, request, answer), result).await;
         read.finish();
-        let entries = entries?.map_err(|error| status(&error))?;
-        Ok(Response::new(KvGatherReply { entries }))
+        let mut rest = entries?.map_err(|error| status(&error))?;
+        let sending = caller.is_used();
+        busy.accepted();
+        // A part is copied when the connection takes it: a caller that does not read has no copy of the whole.
+        let parts = std::iter::from_fn(move || {
+            // Dropped with the stream.
+            let _ = &sending;
+            let entries = rest.split_to(rest.len().min(PART_BYTES));
+            (!entries.is_empty()).then_some(Ok(KvGatherReply { entries }))
+        });
+        Ok(Response::new(Box::pin(tokio_stream::iter(parts))))
     }
 
     async fn nodes(&self, request: tonic::Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
-        let _busy = caller(&request)?.is_used();
+        let busy = caller(&request)?.is_used();
         let (answer, result) = oneshot::channel();
         let list = self
             .ask(Request::Nodes(request.into_inner(), answer), result)
             .await?
             .map_err(|error| status(&error))?;
+        busy.accepted();
         Ok(Response::new(NodesReply { list }))
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let _busy = caller(&request)?.is_used();
+        let busy = caller(&request)?.is_used();
         let is_admin = self.is_admin(&request);
         let request = request.into_inner();
         // Who has the token may know whose port this is.
@@ -349,24 +368,28 @@ impl Rendezvous for Service {
             clip(&request.job_id, 128)
         );
         let (answer, reply) = oneshot::channel();
-        match self
+        let reply = self
             .ask(Request::Status(request, is_admin, answer), reply)
             .await?
-        {
-            Some(reply) if is_admin => Ok(Response::new(reply)),
-            Some(reply) => Ok(Response::new(without_details(reply))),
-            None => Err(Status::not_found(unknown)),
-        }
+            .ok_or_else(|| Status::not_found(unknown))?;
+        busy.accepted();
+        Ok(Response::new(if is_admin {
+            reply
+        } else {
+            without_details(reply)
+        }))
     }
 
     async fn jobs(&self, request: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
-        let _busy = self.only_for_admin(&request)?;
+        let busy = self.only_for_admin(&request)?;
         let (answer, reply) = oneshot::channel();
-        self.ask(Request::Jobs(answer), reply).await.map(Response::new)
+        let jobs = self.ask(Request::Jobs(answer), reply).await?;
+        busy.accepted();
+        Ok(Response::new(jobs))
     }
 
     async fn close(&self, request: tonic::Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
-        let _busy = self.only_for_admin(&request)?;
+        let busy = self.only_for_admin(&request)?;
         let CloseRequest { job_id, reason } = request.into_inner();
         if reason.len() > MAX_REASON_BYTES {
             let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
@@ -375,6 +398,7 @@ impl Rendezvous for Service {
         let (answer, reply) = oneshot::channel();
         let close = Request::Close(job_id.clone(), reason, answer);
         if self.ask(close, reply).await? {
+            busy.accepted();
             Ok(Response::new(CloseReply {}))
         } else {
             let job = clip(&job_id, 128);
@@ -384,7 +408,7 @@ impl Rendezvous for Service {
     }
 
     async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
-        let _busy = self.only_for_admin(&request)?;
+        let busy = self.only_for_admin(&request)?;
         if let Some(owner) = &self.config.only_job {
             let words = format!(
                 "this daemon belongs to job `{}` and ends with it",
@@ -394,6 +418,7 @@ impl Rendezvous for Service {
         }
         let (answer, reply) = oneshot::channel();
         let jobs = self.ask(Request::TakeNoJobs(answer), reply).await?;
+        busy.accepted();
         Ok(Response::new(DrainReply { jobs }))
     }
 }
@@ -445,8 +470,8 @@ struct AgentSide {
 }
 
 impl AgentSide {
-    /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream without a `Join`
-    /// ends in time, and so does one that the daemon has ended.
+    /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream on which no node
+    /// has joined ends in time, and so does one that the daemon has ended, whatever is said on it.
     async fn pump(mut self, mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin) {
         let conn = self.conn;
         let peer = self.caller.peer;
@@ -454,10 +479,10 @@ impl AgentSide {
         let mut has_ended = false;
         let mut joined: Option<Busy> = None;
         let clean = loop {
-            // Cancel safe: a stream loses nothing that it has not returned, and the others only come once.
+            // Cancel safe: a stream loses nothing that it has not returned, and the others only come once. Messages last:
+            // there may always be one more.
             let next = tokio::select! {
                 biased;
-                next = messages.next() => next,
                 _ = &mut self.ended, if !has_ended => {
                     has_ended = true;
                     deadline = Some(Instant::now() + self.patience);
@@ -470,18 +495,20 @@ impl AgentSide {
                     }
                     break false;
                 }
+                next = messages.next() => next,
             };
             match next {
                 Some(Ok(message)) => {
-                    if joined.is_none() && matches!(message.body, Some(Body::Join(_))) {
-                        joined = Some(self.caller.is_used());
-                        self.caller.prove();
-                        deadline = None;
-                    }
+                    let is_greeting = joined.is_none() && matches!(message.body, Some(Body::Join(_)));
                     let message = Box::new(message);
                     let event = Event::Message { conn, peer, message };
-                    if self.requests.send(Request::Event(event)).await.is_err() {
+                    let Some(is_taken) = self.carry(event, is_greeting).await else {
                         return;
+                    };
+                    if is_taken {
+                        self.caller.prove();
+                        joined = Some(self.caller.is_used());
+                        deadline = deadline.filter(|_| has_ended);
                     }
                 }
                 None => break true,
@@ -493,6 +520,18 @@ impl AgentSide {
             .requests
             .send(Request::Event(Event::Closed { conn, clean }))
             .await;
+    }
+
+    /// Carries one message. Returns whether a node has joined by it; none if the daemon is stopping.
+    async fn carry(&self, event: Event, is_greeting: bool) -> Option<bool> {
+        if !is_greeting {
+            self.requests.send(Request::Event(event)).await.ok()?;
+            return Some(false);
+        }
+        let (answer, is_taken) = oneshot::channel();
+        let join = Request::Join(self.conn, event, answer);
+        self.requests.send(join).await.ok()?;
+        is_taken.await.ok()
     }
 }
 
@@ -519,5 +558,51 @@ fn status(error: &KvError) -> Status {
         KvError::Exists(_) => Status::already_exists(words),
         KvError::TooMuch(_) => Status::resource_exhausted(words),
         KvError::Unknown(_) => Status::failed_precondition(words),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::rendezvous::Join;
+
+    use super::*;
+    use crate::rendezvous::event::Peer;
+
+    /// One that always had a message ready was never cut, and a `Join` with a wrong token kept its connection.
+    #[tokio::test]
+    async fn who_is_refused_and_never_stops_talking_is_cut_in_time() {
+        let here = std::net::Ipv4Addr::LOCALHOST.into();
+        let peer = Peer {
+            remote: here,
+            local: here,
+        };
+        let admission = Admission::new(&Config::default(), Arc::new(Metrics::new()), false);
+        let caller = Caller::new(peer, admission.enter(here).unwrap());
+        let (requests, mut inbox) = mpsc::channel(1);
+        let (_sending, ended) = oneshot::channel();
+        let side = AgentSide {
+            conn: ConnId(1),
+            caller: caller.clone(),
+            _place: caller.opens_stream().unwrap(),
+            ended,
+            requests,
+            patience: Duration::from_millis(50),
+        };
+        tokio::spawn(async move {
+            while let Some(request) = inbox.recv().await {
+                if let Request::Join(_, _, answer) = request {
+                    answer.send(false).unwrap();
+                }
+            }
+        });
+        let joins = tokio_stream::iter(std::iter::repeat_with(|| {
+            Ok::<_, Status>(AgentMessage {
+                body: Some(Body::Join(Join::default())),
+                ..AgentMessage::default()
+            })
+        }));
+        let talked = tokio::time::timeout(Duration::from_mins(1), side.pump(joins));
+        talked.await.expect("it is cut");
+        assert!(!caller.is_proven() && caller.idle_since().is_some());
     }
 }

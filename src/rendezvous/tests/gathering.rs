@@ -41,6 +41,23 @@ fn a_fixed_number_of_nodes_starts_when_all_are_there() {
     }
 }
 
+/// Healthy jobs one after the other look like one that waits, if they are only counted.
+#[test]
+fn the_longest_wait_is_of_one_job() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).pass(100 * SECOND, &["a"]);
+    s.job = "job2";
+    s.join("c", 2, 2);
+    let census = s.state.census(s.now, 64);
+    assert_eq!((census.gathering, census.longest_gathering), (2, 100 * SECOND));
+    assert!(census.generations.is_empty(), "no generation runs");
+    s.job = JOB;
+    s.join("b", 2, 2);
+    let census = s.state.census(s.now, 64);
+    assert_eq!((census.gathering, census.longest_gathering), (1, Duration::ZERO));
+    assert_eq!(census.generations, [(JOB.to_owned(), 1_u64)]);
+}
+
 #[test]
 fn an_elastic_job_starts_at_max_at_once() {
     let mut s = Scene::new();

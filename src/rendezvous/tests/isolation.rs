@@ -38,6 +38,30 @@ fn the_daemon_does_not_suspect_itself_for_ever() {
     assert!(s.words("a").contains("was lost"));
 }
 
+/// Its job was forgotten, and `/readyz` stayed 503 for ever.
+#[test]
+fn a_suspicion_ends_with_the_outage() {
+    let mut s = two_nodes();
+    s.pass(30 * SECOND, &[]);
+    assert!(s.state.census(s.now, 0).why_unready().is_some(), "suspected");
+    s.pass(600 * SECOND, &[]);
+    assert_eq!(s.state.census(s.now, 0).why_unready(), None);
+}
+
+#[test]
+fn a_suspicion_ends_with_the_last_node() {
+    let mut s = two_nodes();
+    s.pass(30 * SECOND, &[]);
+    s.apply(Event::Close {
+        job: JOB.into(),
+        reason: String::new(),
+    });
+    s.pass(2 * Config::default().linger, &[]);
+    assert!(s.now < Config::default().outage_timeout);
+    assert_eq!(s.state.job_count(), 0);
+    assert_eq!(s.state.census(s.now, 0).why_unready(), None);
+}
+
 #[test]
 fn nodes_that_end_together_are_lost_as_soon_as_their_connections_tell() {
     let mut s = two_nodes();

@@ -1,11 +1,14 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope, open_channel};
 use ddp_proto::ids::{Generation, NodeId};
+use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
+use tokio_stream::StreamExt as _;
+use tonic::transport::Channel;
 
 use super::super::service::{Actor, Request};
 use super::super::{Callers, Ledger, Listener, ServeError, Transport, serve};
@@ -310,6 +313,126 @@ async fn a_stream_on_which_nobody_joins_is_ended() {
     daemon.end().await;
 }
 
+/// Ends with a connection on which these calls are made one after the other.
+async fn ends_during(channel: Channel, mut call: impl AsyncFnMut()) {
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel);
+    let everything = tonic_health::pb::HealthCheckRequest::default();
+    // It lasts as long as the connection.
+    let mut watched = health.watch(everything).await.unwrap().into_inner();
+    let ended = async {
+        loop {
+            tokio::select! {
+                biased;
+                change = watched.message() => if !matches!(change, Ok(Some(_))) {
+                    return;
+                },
+                () = call() => {}
+            }
+        }
+    };
+    timeout(Duration::from_secs(30), ended)
+        .await
+        .expect("the connection ends");
+}
+
+/// A call every 4 s kept a connection for ever.
+#[tokio::test]
+async fn calls_that_are_refused_keep_no_connection() {
+    let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
+        join_wait: Duration::from_secs(2),
+        ..Config::default()
+    })
+    .await;
+    let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
+    let mut client = RendezvousClient::new(channel.clone());
+    ends_during(channel, async || {
+        client.status(ask("stranger")).await.unwrap_err();
+    })
+    .await;
+    daemon.end().await;
+}
+
+/// The name of the message was enough.
+#[tokio::test]
+async fn joins_that_are_refused_keep_no_connection() {
+    let daemon = Daemon::start(Config {
+        callers: Callers::OfJobs,
+        join_wait: Duration::from_secs(2),
+        ..Config::default()
+    })
+    .await;
+    let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
+    let mut client = RendezvousClient::new(channel.clone());
+    let without_token = AgentMessage {
+        job_id: JOB.into(),
+        incarnation: "a".into(),
+        body: Some(Body::Join(join("a", 1, 1))),
+        ..AgentMessage::default()
+    };
+    ends_during(channel, async || {
+        let messages = tokio_stream::once(without_token.clone()).chain(tokio_stream::pending());
+        // An error means that the connection has ended.
+        if let Ok(stream) = client.agent(messages).await
+            && let Ok(Some(answer)) = stream.into_inner().message().await
+        {
+            assert!(matches!(answer.body, Some(Reply::Refused(_))), "{answer:?}");
+        }
+    })
+    .await;
+    daemon.end().await;
+}
+
+/// 4,160 requests of 768 KiB could be on their way on each connection of a stranger.
+#[tokio::test]
+async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
+    const CALLS: usize = 9;
+    let daemon = Daemon::start(Config {
+        join_wait: PATIENCE,
+        ..Config::default()
+    })
+    .await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let (generation, _) = next_assignment(&mut a).await;
+    let client = daemon.client().await;
+    let mut reads = tokio::task::JoinSet::new();
+    let read = |reads: &mut tokio::task::JoinSet<_>| {
+        for _ in 0..CALLS {
+            let client = client.clone();
+            reads.spawn(async move { client.kv_get(&scope(generation), "late", PATIENCE).await });
+        }
+    };
+    read(&mut reads);
+    let refused = timeout(PATIENCE, reads.join_next()).await.unwrap();
+    let refused = refused.unwrap().unwrap().unwrap_err();
+    assert!(refused.is_broken(), "it is to be tried again: {refused:?}");
+    // The others wait, and the node opens its stream on the same connection.
+    drop(a);
+    let identity = AgentIdentity {
+        job_id: JOB.into(),
+        incarnation: NodeId("a".into()),
+    };
+    let mut attempts = client.attempts(PATIENCE);
+    let mut a = client.agent_stream(identity, &mut attempts).await.unwrap();
+    send(&a, 1, Body::Join(join("a", 1, 1)));
+    send(&a, 1, Body::Heartbeat(Heartbeat::default()));
+    next(&mut a, |reply| {
+        matches!(reply, Reply::HeartbeatAck(_)).then_some(())
+    })
+    .await;
+    read(&mut reads);
+    client
+        .kv_put(&scope(generation), "late", b"written".to_vec())
+        .await
+        .unwrap();
+    while let Some(read) = timeout(PATIENCE, reads.join_next()).await.unwrap() {
+        assert_eq!(read.unwrap().unwrap().as_deref(), Some(&b"written"[..]));
+    }
+    leave(a).await;
+    daemon.end().await;
+}
+
 #[tokio::test]
 async fn status_and_health_answer() {
     let daemon = Daemon::start(Config {
@@ -395,6 +518,49 @@ async fn errors_of_the_store_keep_their_meaning() {
     cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
     cannot read `k` at the rendezvous daemon `HOST:PORT`: this daemon has no job `no-job` with this node
     ");
+    leave(a).await;
+    daemon.end().await;
+}
+
+/// The whole answer was copied for each caller, read or not.
+#[tokio::test]
+async fn a_large_gather_comes_in_parts_and_arrives_whole() {
+    let daemon = Daemon::start(Config::default()).await;
+    let client = daemon.client().await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let (generation, _) = next_assignment(&mut a).await;
+    let scope = scope(generation);
+    let value = |n: u8| (0..100_003_u32).map(|at| at as u8 ^ n).collect::<Vec<u8>>();
+    for n in 0..5 {
+        let put = client.kv_put(&scope, &format!("big/{n}"), value(n)).await;
+        put.unwrap();
+    }
+    let gathered = client.kv_gather(&scope, "big/", 5, PATIENCE).await.unwrap();
+    let entries = gathered.expect("all are there").entries;
+    assert_eq!(entries.len(), 5);
+    for (n, entry) in (0..).zip(&entries) {
+        assert_eq!(entry.key, format!("big/{n}"));
+        assert!(entry.value == value(n), "entry {n}");
+    }
+    let none = client.kv_gather(&scope, "no/", 0, PATIENCE).await.unwrap();
+    assert_eq!(none.expect("at once").entries, []);
+
+    let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
+    let request = ddp_proto::rendezvous::KvGatherRequest {
+        job_id: JOB.into(),
+        generation: generation.0,
+        prefix: "big/".into(),
+        incarnation: "a".into(),
+        ..Default::default()
+    };
+    let parts = RendezvousClient::new(channel).kv_gather(request).await.unwrap();
+    let (mut parts, mut sizes) = (parts.into_inner(), Vec::new());
+    while let Some(part) = parts.message().await.unwrap() {
+        sizes.push(part.entries.len());
+    }
+    let longest = sizes.iter().max().copied().unwrap_or(0);
+    assert!(sizes.len() > 30 && longest <= 16 << 10, "{sizes:?}");
     leave(a).await;
     daemon.end().await;
 }

@@ -132,6 +132,132 @@ fn the_first_node_of_a_job_registers_its_token() {
     );
 }
 
+/// Anybody was told it who guessed a number, with the hosts and the last words of workers.
+#[test]
+fn the_verdict_on_a_job_is_for_those_with_its_token() {
+    let (own, other) = (Token::random(), Token::random());
+    let address = [10, 0, 0, 1];
+    let mut s = among(Callers::OfJobs);
+    s.join_with("a", address, 0, with_proof("a", &own, JOB));
+    let (generation, _) = s.assignment("a");
+    s.leave("a", Some(15), "");
+    let on_standby = |node: &str, token: &Token| Join {
+        latest_generation: generation,
+        ..with_proof(node, token, JOB)
+    };
+    let records: Vec<Record> = s.records.values().cloned().collect();
+    let mut restarted = among(Callers::OfJobs);
+    let config = Config {
+        callers: Callers::OfJobs,
+        ..Config::default()
+    };
+    restarted.state = State::recall(config, records, Duration::ZERO);
+    for mut s in [s, restarted] {
+        s.join_with("b", address, 0, on_standby("b", &own));
+        let told = s.words("b");
+        assert!(
+            told.starts_with("job over 143: node `a` (node rank 0) was stopped"),
+            "{told}"
+        );
+        s.join_with("c", address, 0, on_standby("c", &other));
+        let told = s.words("c");
+        assert!(!told.contains("node `a`"), "{told}");
+        assert!(s.state.status(s.now, JOB).is_some(), "it is a job of its own");
+    }
+}
+
+fn with_proof(node: &str, token: &Token, job: &str) -> Join {
+    Join {
+        token_proof: token.proof(job).to_vec(),
+        ..join(node, 1, 1)
+    }
+}
+
+/// One user could keep all others from a daemon that they share.
+#[test]
+fn an_address_has_a_quarter_of_the_jobs_of_a_daemon_of_several_users() {
+    for callers in [Callers::OfJobs, Callers::Proven] {
+        let mut s = Scene::with(Config {
+            callers,
+            max_jobs: 8,
+            ..Config::default()
+        });
+        let token = Token::random();
+        let mut begin = |job: &'static str, last: u8| {
+            s.job = job;
+            s.join_with(job, [10, 0, 0, last], 0, with_proof(job, &token, job));
+            s.words(job)
+        };
+        for (job, address) in [("j1", 1), ("j2", 1), ("j3", 2)] {
+            let words = begin(job, address);
+            assert!(words.starts_with("assignment 1"), "{words}");
+        }
+        let words = begin("j4", 1);
+        if callers == Callers::OfJobs {
+            let refused =
+                "refused Invalid: this daemon already has 2 jobs from `10.0.0.1`, the most of one address";
+            assert!(words.starts_with(refused), "{words}");
+        } else {
+            assert!(words.starts_with("assignment 1"), "{words}");
+        }
+    }
+}
+
+#[test]
+fn an_address_has_a_quarter_of_the_stores_of_a_daemon_of_several_users() {
+    for callers in [Callers::OfJobs, Callers::Proven] {
+        let mut s = Scene::with(Config {
+            callers,
+            kv: super::super::KvLimits {
+                bytes_of_all: 64,
+                ..super::super::KvLimits::default()
+            },
+            ..Config::default()
+        });
+        let token = Token::random();
+        s.join_with("a", [10, 0, 0, 1], 0, with_proof("a", &token, JOB));
+        let fits = s.put(1, "k", &[0; 15]);
+        assert_eq!(s.answer(fits), Some(Ok(vec![])));
+        let more = s.put(1, "l", &[0; 15]);
+        match s.answer(more).unwrap() {
+            Ok(_) => assert_eq!(callers, Callers::Proven),
+            Err(words) => {
+                assert_eq!(callers, Callers::OfJobs);
+                assert!(words.contains("from this address"), "{words}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_reads_that_wait_at_all_jobs_are_bounded_together() {
+    let mut s = Scene::with(Config {
+        kv: super::super::KvLimits {
+            waiters_of_all: 2,
+            ..super::super::KvLimits::default()
+        },
+        ..Config::default()
+    });
+    s.join("a", 1, 1);
+    let waiting = [s.get(1, "x", 1000), s.get(1, "x", 1000)];
+    let refused = s.get(1, "x", 1000);
+    assert!(s.answer(refused).unwrap().is_err());
+    let job = JOB.to_owned();
+    s.apply(Event::KvCancel {
+        call: CallId(waiting[0]),
+        job,
+    });
+    let another = s.get(1, "x", 1000);
+    assert_eq!(s.answer(another), None, "there is room again");
+    let written = s.put(1, "x", b"v");
+    assert_eq!(s.answer(written), Some(Ok(vec![])));
+    for read in [waiting[1], another] {
+        assert_eq!(s.answer(read), Some(Ok(b"v".to_vec())));
+    }
+    let at_once = s.get(1, "x", 1000);
+    assert_eq!(s.answer(at_once), Some(Ok(b"v".to_vec())));
+}
+
 #[test]
 fn the_stores_of_all_jobs_are_bounded_together() {
     let mut s = Scene::with(Config {

@@ -25,7 +25,7 @@ use super::{joined, parts};
 use crate::runner::Target;
 
 fn assignment() -> Assignment {
-    Assignment {
+    let mut assignment = Assignment {
         node_rank: 0,
         max_restarts: 3,
         nodes: vec![
@@ -46,7 +46,10 @@ fn assignment() -> Assignment {
         assignment_id: "0123".into(),
         data_key: vec![7; 32],
         ..Assignment::default()
-    }
+    };
+    // As the daemon tells it: its own place, and the totals.
+    assignment.count_nodes();
+    assignment
 }
 
 /// All that a daemon says in the life of a job.
@@ -116,8 +119,42 @@ fn daemon_messages() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Takes messages as an agent does whose workers run and end in between.
-fn agent(bytes: &[u8]) {
+/// What the workers do between two messages. In odd generations one has failed when the next message comes; in even
+/// ones they have all ended by then, and the daemon is to decide.
+fn live(machine: &mut Machine) {
+    let generation = machine.generation();
+    let exited = |rank, code| Event::Exited {
+        local_rank: LocalRank(rank),
+        ending: Ending::Code(code),
+    };
+    if machine.is_running() {
+        for local_rank in [0, 1].map(LocalRank) {
+            machine.on(Event::Spawn(SpawnEvent::Spawned {
+                generation,
+                local_rank,
+                pid: 77,
+            }));
+        }
+        machine.on(Event::Spawn(SpawnEvent::Ended {
+            generation,
+            failure: None,
+        }));
+        machine.on(exited(1, 1));
+        if !generation.0.is_multiple_of(2) {
+            return;
+        }
+        machine.on(Event::ControlDrained {
+            generation,
+            local_rank: LocalRank(1),
+            consequence: false,
+        });
+    }
+    machine.on(exited(0, 0));
+    machine.on(Event::Swept { stuck: Vec::new() });
+}
+
+/// Takes messages as an agent does whose workers run and end in between. Returns the last generation.
+fn agent(bytes: &[u8]) -> Generation {
     let (mut machine, _) = Machine::start(Rules {
         hostname: "node-a".into(),
         native: true,
@@ -133,38 +170,35 @@ fn agent(bytes: &[u8]) {
             continue;
         };
         message.clean();
+        if let Some(Body::Assignment(assignment)) = &mut message.body {
+            assignment.count_nodes();
+        }
         memory.receive(Instant::now(), &message);
         machine.on(Event::Daemon(message));
-        let generation = machine.generation();
-        for local_rank in [0, 1].map(LocalRank) {
-            machine.on(Event::Spawn(SpawnEvent::Spawned {
-                generation,
-                local_rank,
-                pid: 77,
-            }));
-        }
-        machine.on(Event::Exited {
-            local_rank: LocalRank(1),
-            ending: Ending::Code(1),
-        });
+        live(&mut machine);
         memory.greeting(Instant::now());
     }
     machine.on(Event::Alarm);
     machine.on(Event::Signal(15));
+    machine.generation()
 }
 
 pub(crate) fn agent_messages() -> Target {
     let messages = daemon_messages();
+    let life = joined(&messages);
+    assert_eq!(agent(&life), Generation(2), "the seed is no life of an agent");
     let mut seeds: Vec<Vec<u8>> = messages
         .iter()
         .map(|message| joined(std::slice::from_ref(message)))
         .collect();
-    seeds.push(joined(&messages));
+    seeds.push(life);
     Target {
         words: &["node-a", "default"],
         // As for the daemon.
         bytes_per_byte: 1024,
-        ..Target::new("agent_messages", seeds, agent)
+        ..Target::new("agent_messages", seeds, |bytes| {
+            agent(bytes);
+        })
     }
 }
 
@@ -186,6 +220,24 @@ impl AsyncRead for Pieces<'_> {
         buf.put_slice(now);
         self.bytes = later;
         Poll::Ready(Ok(()))
+    }
+}
+
+/// Reads lines that come in small pieces; how many are messages, and how many a newer build's.
+fn read_lines(bytes: &[u8]) -> [usize; 2] {
+    let sizes: &[u8] = if bytes.is_empty() {
+        &[1]
+    } else {
+        &bytes[..bytes.len().min(16)]
+    };
+    let pieces = Pieces {
+        bytes,
+        sizes: sizes.iter().cycle(),
+    };
+    let mut reading = std::pin::pin!(read_foreign_lines(pieces));
+    match reading.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(counts) => counts,
+        Poll::Pending => panic!("it waits for bytes that are there"),
     }
 }
 
@@ -232,24 +284,22 @@ pub(crate) fn control_lines() -> Target {
         lines(&[hello, heartbeat, put, get, failure]),
         b"{\"type\":\"new\",\"a\":[1]}\n".to_vec(),
     ];
+    assert_eq!(read_lines(&seeds[0]), [5, 0], "each line is a message");
+    assert_eq!(read_lines(&seeds[1]), [0, 1], "it is a message of a newer build");
     Target {
         words: &["\"type\":\"heartbeat\"", "\n"],
         // The reader's buffer and the runtime's are part of the base.
         ..Target::new("control_lines", seeds, |bytes| {
-            let sizes: &[u8] = if bytes.is_empty() {
-                &[1]
-            } else {
-                &bytes[..bytes.len().min(16)]
-            };
-            let pieces = Pieces {
-                bytes,
-                sizes: sizes.iter().cycle(),
-            };
-            let mut reading = std::pin::pin!(read_foreign_lines(pieces));
-            let outcome = reading.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            assert!(outcome.is_ready(), "it waits for bytes that are there");
+            read_lines(bytes);
         })
     }
+}
+
+/// A line as a worker would show it; none for a line of another build, which it skips.
+fn worker_line(bytes: &[u8]) -> Option<String> {
+    let value = serde_json::from_slice::<serde_json::Value>(bytes).ok()?;
+    let message = serde_json::from_value::<ToWorker>(value).ok()?;
+    Some(format!("{message:?}"))
 }
 
 pub(crate) fn worker_lines() -> Target {
@@ -258,7 +308,7 @@ pub(crate) fn worker_lines() -> Target {
         generation: Generation(1),
         env: [("RANK".to_owned(), "0".to_owned())].into(),
         node_addrs: vec!["10.0.0.1".into()],
-        data_key: Some(DataKey::new([7; 32])),
+        data_key: Some(DataKey::new(std::array::from_fn(|byte| 0xa0 + byte as u8))),
     };
     let reply = ToWorker::KvReply {
         call: 1,
@@ -267,13 +317,18 @@ pub(crate) fn worker_lines() -> Target {
         refusal: None,
     };
     let seeds = [assignment, reply].map(|message| serde_json::to_vec(&message).expect("JSON"));
-    Target::new("worker_lines", seeds.to_vec(), |bytes| {
-        // As the worker does: a line of another build is skipped.
-        if let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes)
-            && let Ok(message) = serde_json::from_value::<ToWorker>(value)
-        {
-            assert!(!format!("{message:?}").contains("07, 7, 7"), "the key is shown");
+    assert!(
+        String::from_utf8_lossy(&seeds[0]).contains("a1a2"),
+        "it has a key"
+    );
+    for seed in &seeds {
+        let shown = worker_line(seed).expect("it is a message");
+        for part in ["161, 162", "a1a2"] {
+            assert!(!shown.to_lowercase().contains(part), "the key is shown: {shown}");
         }
+    }
+    Target::new("worker_lines", seeds.to_vec(), |bytes| {
+        worker_line(bytes);
     })
 }
 
@@ -283,9 +338,14 @@ pub(crate) fn tcp_store_commands() -> Target {
     let list = [&[5][..], &2_u64.to_le_bytes(), &string("a"), &string("b")].concat();
     let set = [&[1][..], &string("key"), &string("value")].concat();
     let add = [&[4][..], &string("counter"), &1_u64.to_le_bytes()].concat();
-    let seeds = vec![[hello, set, add, list, vec![7, 17]].concat()];
-    Target::new("tcp_store_commands", seeds, |bytes| {
-        read_foreign_commands([bytes]);
-        read_foreign_commands(bytes.chunks(3));
+    let seed = [hello, set, add, list, vec![7, 17]].concat();
+    assert_eq!(read_foreign_commands([&seed[..]]), 5, "each is a command");
+    Target::new("tcp_store_commands", vec![seed], |bytes| {
+        let whole = read_foreign_commands([bytes]);
+        assert_eq!(
+            whole,
+            read_foreign_commands(bytes.chunks(3)),
+            "in pieces it is another number"
+        );
     })
 }

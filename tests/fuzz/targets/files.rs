@@ -8,8 +8,8 @@ use ddp_worker::checkpoint::{Disk, Extent, Reader, Rng, State, TensorKind, Write
 use ddp_worker::config::{self, Paths, Tokenizer};
 use ddp_worker::data::{Tokens, Vocabulary};
 use ddp_worker::device::DType;
-use ddp_worker::model::Region;
-use ddp_worker::pretrained::PretrainedWeights;
+use ddp_worker::model::{self, Decoder, ParamId, ParamSpec, Published, PublishedTensor, Region};
+use ddp_worker::pretrained::{PretrainedError, PretrainedWeights};
 use tempfile::TempDir;
 
 use crate::runner::Target;
@@ -89,22 +89,65 @@ pub(crate) fn manifest() -> Target {
     }
 }
 
-/// A small GPT-2, as `model.init_from` would take it.
-fn model() -> config::Model {
-    let model = serde_json::json!({
-        "kind": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 4, "block_size": 8, "vocab_size": 16
-    });
-    config::section("model", model).expect("a model")
+/// A small model, as `model.init_from` would take it.
+struct Weights {
+    model: config::Model,
+    params: Vec<ParamSpec>,
+    /// What the files have to hold.
+    tensors: Vec<PublishedTensor>,
+}
+
+impl Weights {
+    /// Of a model of this kind.
+    fn of(kind: &str) -> Self {
+        let section = serde_json::json!({
+            "kind": kind, "n_layer": 1, "n_head": 2, "n_embd": 4, "block_size": 8, "vocab_size": 16
+        });
+        let model: config::Model = config::section("model", section).expect("a model");
+        let params = model::build(&model, 1).expect("a model").params;
+        let (published, decoder) = (Published::of(model.kind), Decoder::of(&model));
+        let tensors = params
+            .iter()
+            .flat_map(|spec| published.tensors(&decoder, &spec.key, &spec.global_shape))
+            .collect();
+        Self {
+            model,
+            params,
+            tensors,
+        }
+    }
+
+    /// Its `config.json`.
+    fn settings(&self) -> Vec<u8> {
+        let settings = Published::of(self.model.kind).settings(&self.model, 16);
+        settings.to_string().into_bytes()
+    }
+
+    /// Elements of all parameters.
+    fn elements(&self) -> usize {
+        self.params.iter().map(ParamSpec::len).sum()
+    }
+
+    /// Opens a folder and reads all that it has; how many elements that is.
+    fn read(&self, folder: &Path) -> Result<usize, PretrainedError> {
+        let weights = PretrainedWeights::open(folder, &self.model, &self.params)?;
+        let mut outcome = weights.fingerprint().map(drop);
+        for id in (0..self.params.len()).map(ParamId) {
+            let mut out = vec![0.0; weights.elements(id)];
+            outcome = outcome.and(weights.read(id, 0..out.len(), &mut out));
+        }
+        outcome.map(|()| weights.parameters())
+    }
 }
 
 /// A file of tensors of f32, in order.
-fn safetensors_file(tensors: &[(&str, &[usize])]) -> Vec<u8> {
+fn safetensors_file(tensors: &[PublishedTensor]) -> Vec<u8> {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
-    for (name, shape) in tensors {
+    for PublishedTensor { name, shape, .. } in tensors {
         let start = end;
         end += shape.iter().product::<usize>() * 4;
         let info = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]});
-        header.insert((*name).to_owned(), info);
+        header.insert(name.clone(), info);
     }
     let header = serde_json::Value::Object(header).to_string();
     [
@@ -114,15 +157,6 @@ fn safetensors_file(tensors: &[(&str, &[usize])]) -> Vec<u8> {
     ]
     .concat()
 }
-
-const TENSORS: &[(&str, &[usize])] = &[
-    ("wte.weight", &[16, 4]),
-    ("wpe.weight", &[8, 4]),
-    ("h.0.ln_1.weight", &[4]),
-    ("h.0.ln_1.bias", &[4]),
-    ("h.0.attn.c_attn.weight", &[4, 12]),
-    ("h.0.attn.c_attn.bias", &[12]),
-];
 
 /// With the length in front that the JSON has, most of the time.
 fn with_right_length(bytes: &[u8]) -> Vec<u8> {
@@ -137,16 +171,18 @@ fn with_right_length(bytes: &[u8]) -> Vec<u8> {
 }
 
 pub(crate) fn safetensors() -> Target {
-    let weights = folder();
-    let file = weights.path().join("model.safetensors");
-    let (model, params) = (
-        model(),
-        ddp_worker::model::build(&model(), 1).expect("a model").params,
-    );
-    let config =
-        br#"{"model_type":"gpt2","n_layer":1,"n_head":2,"n_embd":4,"n_positions":8,"vocab_size":16}"#;
-    fs::write(weights.path().join("config.json"), config).expect("memory");
-    let seeds = vec![safetensors_file(TENSORS), safetensors_file(&TENSORS[..1])];
+    let (folder, weights) = (folder(), Weights::of("gpt2"));
+    let file = folder.path().join("model.safetensors");
+    fs::write(folder.path().join("config.json"), weights.settings()).expect("memory");
+    let seeds = vec![
+        safetensors_file(&weights.tensors),
+        safetensors_file(&weights.tensors[..1]),
+    ];
+    let read = |weights: &Weights, content: &[u8]| {
+        fs::write(&file, content).expect("memory");
+        weights.read(folder.path())
+    };
+    assert_eq!(read(&weights, &seeds[0]), Ok(weights.elements()));
     Target {
         words: &[
             "\"dtype\":\"F32\"",
@@ -157,44 +193,60 @@ pub(crate) fn safetensors() -> Target {
         ..Target::new("safetensors", seeds, move |bytes| {
             for content in [bytes.to_vec(), with_right_length(bytes)] {
                 fs::write(&file, content).expect("memory");
-                if let Ok(weights) = PretrainedWeights::open(weights.path(), &model, &params) {
-                    let _ = weights.fingerprint();
-                }
+                let _ = weights.read(folder.path());
             }
         })
     }
 }
 
 pub(crate) fn safetensors_index() -> Target {
-    let weights = folder();
-    let index = weights.path().join("model.safetensors.index.json");
-    let (model, params) = (
-        model(),
-        ddp_worker::model::build(&model(), 1).expect("a model").params,
-    );
-    fs::write(
-        weights.path().join("a.safetensors"),
-        safetensors_file(&TENSORS[..3]),
-    )
-    .expect("memory");
-    fs::write(
-        weights.path().join("b.safetensors"),
-        safetensors_file(&TENSORS[3..]),
-    )
-    .expect("memory");
-    let map: serde_json::Map<_, _> = (0..)
-        .zip(TENSORS)
-        .map(|(i, (name, _))| {
-            let file = if i < 3 { "a.safetensors" } else { "b.safetensors" };
-            ((*name).to_owned(), file.into())
-        })
-        .collect();
+    let (folder, weights) = (folder(), Weights::of("gpt2"));
+    let index = folder.path().join("model.safetensors.index.json");
+    let (first, second) = weights.tensors.split_at(3);
+    let mut map = serde_json::Map::new();
+    for (file, tensors) in [("a.safetensors", first), ("b.safetensors", second)] {
+        fs::write(folder.path().join(file), safetensors_file(tensors)).expect("memory");
+        map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), file.into())));
+    }
     let seed = serde_json::json!({"metadata": {"total_size": 1000}, "weight_map": map}).to_string();
+    fs::write(&index, &seed).expect("memory");
+    assert_eq!(weights.read(folder.path()), Ok(weights.elements()));
     Target {
         words: &["../a.safetensors", "/etc/passwd", "a.safetensors", "weight_map"],
         ..Target::new("safetensors_index", vec![seed.into_bytes()], move |bytes| {
             fs::write(&index, bytes).expect("memory");
-            let _ = PretrainedWeights::open(weights.path(), &model, &params);
+            let _ = weights.read(folder.path());
+        })
+    }
+}
+
+/// `config.json` beside weights of each kind.
+pub(crate) fn pretrained_config() -> Target {
+    let models = ["gpt2", "llama"].map(|kind| {
+        let (folder, weights) = (folder(), Weights::of(kind));
+        let file = folder.path().join("model.safetensors");
+        fs::write(file, safetensors_file(&weights.tensors)).expect("memory");
+        (folder, weights)
+    });
+    let seeds: Vec<Vec<u8>> = models.iter().map(|(_, weights)| weights.settings()).collect();
+    let fits = move |config: &[u8]| {
+        models.each_ref().map(|(folder, weights)| {
+            fs::write(folder.path().join("config.json"), config).expect("memory");
+            weights.read(folder.path()) == Ok(weights.elements())
+        })
+    };
+    assert_eq!(fits(&seeds[0]), [true, false], "it is GPT-2's");
+    assert_eq!(fits(&seeds[1]), [false, true], "it is Llama's");
+    Target {
+        words: &[
+            "\"model_type\":\"llama\"",
+            "\"n_layer\":",
+            "\"tie_word_embeddings\":",
+            "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0}",
+            "\"rope_parameters\":{\"rope_theta\":1e400}",
+        ],
+        ..Target::new("pretrained_config", seeds, move |bytes| {
+            fits(bytes);
         })
     }
 }
@@ -220,18 +272,27 @@ pub(crate) fn token_file() -> Target {
     llm_c[4..8].copy_from_slice(&1_u32.to_le_bytes());
     llm_c[8..12].copy_from_slice(&40_u32.to_le_bytes());
     llm_c.extend([1; 80]);
+    let count = move |content: &[u8]| {
+        let _ = &texts;
+        fs::write(&file, content).expect("memory");
+        let Ok(tokens) = Tokens::open(&paths, &Tokenizer::Gpt2, &vocabulary) else {
+            return 0;
+        };
+        let _ = tokens.fingerprint();
+        let mut out = vec![0; tokens.len().min(64)];
+        let _ = tokens.read(tokens.len() - out.len(), &mut out);
+        tokens.len()
+    };
+    assert_eq!(
+        [&named, &llm_c].map(|seed| count(seed)),
+        [40, 40],
+        "both are token files"
+    );
     Target {
         words: &["\"dtype\":\"U32\"", "\"shape\":[40]", "tokenizer_hash"],
         ..Target::new("token_file", vec![named, llm_c, vec![7; 300]], move |bytes| {
-            let _ = &texts;
             for content in [bytes.to_vec(), with_right_length(bytes)] {
-                fs::write(&file, content).expect("memory");
-                let Ok(tokens) = Tokens::open(&paths, &Tokenizer::Gpt2, &vocabulary) else {
-                    continue;
-                };
-                let _ = tokens.fingerprint();
-                let mut out = vec![0; tokens.len().min(64)];
-                let _ = tokens.read(tokens.len() - out.len(), &mut out);
+                count(&content);
             }
         })
     }

@@ -1,6 +1,7 @@
 //! What nodes and callers tell the daemon, and what its ledger may hold.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
@@ -31,7 +32,13 @@ enum Step {
     Tick = 4,
     Gather = 5,
     Nodes = 6,
+    Close = 7,
+    Drain = 8,
+    Cancel = 9,
 }
+
+/// How many kinds there are.
+const KINDS: u8 = 10;
 
 /// A step: its kind, a stream or call, time in 100 ms, and bytes.
 fn step(kind: Step, number: u8, time: u8, bytes: Vec<u8>) -> Vec<u8> {
@@ -223,6 +230,20 @@ fn recovery() -> Vec<Vec<u8>> {
     ]
 }
 
+/// A caller gives up a read; then an operator drains the daemon, and closes the job.
+fn operators() -> Vec<Vec<u8>> {
+    // The read is the last one of these, and calls are numbered as steps.
+    let mut steps = life()[..6].to_vec();
+    let read = steps.len() as u8;
+    steps.extend([
+        step(Step::Cancel, read, 0, b"job".to_vec()),
+        step(Step::Drain, 0, 1, Vec::new()),
+        step(Step::Close, 0, 1, b"job\nmaintenance".to_vec()),
+        step(Step::Tick, 0, 100, Vec::new()),
+    ]);
+    steps
+}
+
 /// A daemon with small bounds, so that inputs reach them.
 fn config() -> Config {
     Config {
@@ -237,7 +258,8 @@ fn event_of(step: &[u8], call: CallId) -> Option<Event> {
         return None;
     };
     let conn = ConnId(u64::from(*number));
-    match kind % 7 {
+    let text = || String::from_utf8_lossy(message);
+    match kind % KINDS {
         0 => AgentMessage::decode(message).ok().map(|message| Event::Message {
             conn,
             peer: Peer {
@@ -262,14 +284,40 @@ fn event_of(step: &[u8], call: CallId) -> Option<Event> {
             let request = KvGatherRequest::decode(message).ok()?;
             Some(Event::KvGather { call, request })
         }
+        7 => {
+            let text = text();
+            let mut parts = text.splitn(2, '\n').map(str::to_owned);
+            Some(Event::Close {
+                job: parts.next().unwrap_or_default(),
+                reason: parts.next().unwrap_or_default(),
+            })
+        }
+        8 => Some(Event::Drain),
+        9 => Some(Event::KvCancel {
+            call: CallId(u64::from(*number)),
+            job: text().into_owned(),
+        }),
         _ => Some(Event::Tick),
     }
 }
 
-/// Plays the steps to a daemon, as its streams would: who was sent away says nothing more. Returns the last generation.
-fn play(bytes: &[u8]) -> u64 {
-    let mut state = State::new(config());
-    let (mut now, mut generation, mut calls) = (Duration::ZERO, 0, 0_u64);
+/// What came of steps.
+#[derive(Debug, Default, PartialEq)]
+struct Played {
+    /// The last generation.
+    generation: u64,
+    /// Code of the verdict that nodes were told last.
+    exit_code: Option<i32>,
+    /// Calls that were answered.
+    answers: usize,
+    /// The daemon takes no new jobs.
+    is_draining: bool,
+}
+
+/// Plays the steps to a daemon, as its streams would: who was sent away says nothing more.
+fn play(bytes: &[u8]) -> Played {
+    let (mut state, mut played) = (State::new(config()), Played::default());
+    let (mut now, mut calls) = (Duration::ZERO, 0_u64);
     let mut closed = Vec::new();
     for step in parts(bytes) {
         let [kind, number, time, message @ ..] = step else {
@@ -278,14 +326,14 @@ fn play(bytes: &[u8]) -> u64 {
         now += Duration::from_millis(100) * u32::from(*time);
         calls += 1;
         let conn = ConnId(u64::from(*number));
-        let is_of_stream = kind % 7 < 2;
+        let is_of_stream = kind % KINDS < 2;
         if is_of_stream && closed.contains(&conn) {
             continue;
         }
-        if kind % 7 == Step::Closed as u8 {
+        if kind % KINDS == Step::Closed as u8 {
             closed.push(conn);
         }
-        if kind % 7 == Step::Nodes as u8 {
+        if kind % KINDS == Step::Nodes as u8 {
             let _ = NodesRequest::decode(message).map(|request| state.nodes(&request).is_ok());
             continue;
         }
@@ -298,32 +346,39 @@ fn play(bytes: &[u8]) -> u64 {
             now,
             dice: 0.5,
             // See `assignment_id`.
-            id: u128::from(generation) + 1,
+            id: u128::from(played.generation) + 1,
             secret: Secret::new([1; 32]),
         };
         for effect in apply(at, &mut state, event) {
             match effect {
                 Effect::Note { words, .. } => assert!(!words.contains(['\u{1b}', '\u{202e}']), "{words:?}"),
                 Effect::Close { conn } => closed.push(conn),
-                Effect::Send { message, .. } if matches!(message.body, Some(Reply::Assignment(_))) => {
-                    generation = message.generation;
-                }
+                Effect::Answer { .. } => played.answers += 1,
+                Effect::Send { message, .. } => match &message.body {
+                    Some(Reply::Assignment(_)) => played.generation = message.generation,
+                    Some(Reply::JobOver(over)) => played.exit_code = Some(over.exit_code),
+                    _ => {}
+                },
                 _ => {}
             }
         }
         state.status(now, "job");
     }
-    generation
-}
-
-/// How far the steps bring a daemon.
-fn generations(steps: &[Vec<u8>]) -> u64 {
-    play(&joined(steps))
+    played.is_draining = state.census(now, 0).is_draining;
+    played
 }
 
 pub(crate) fn events() -> Target {
-    assert_eq!(generations(&life()), 2, "the seed is no life of a job");
-    let seeds = vec![joined(&life()), joined(&recovery())];
+    let seeds = vec![joined(&life()), joined(&recovery()), joined(&operators())];
+    assert_eq!(play(&seeds[0]).generation, 2, "the seed is no life of a job");
+    let operated = Played {
+        generation: 1,
+        exit_code: Some(i32::from(ddp_proto::exit::CLOSED)),
+        // The write, and not the read.
+        answers: 1,
+        is_draining: true,
+    };
+    assert_eq!(play(&seeds[2]), operated);
     Target {
         words: WORDS,
         bytes_per_byte: BYTES_PER_BYTE,
@@ -357,14 +412,38 @@ pub(crate) fn messages() -> Target {
     }
 }
 
-/// Lines of a ledger that another build, or another user, has written: with the checksum that each has.
+/// Lets a daemon go on from lines of a ledger, each with the checksum that it has; how many jobs it knows then.
+fn recall(folder: &Path, header: &str, bytes: &[u8]) -> usize {
+    let text = String::from_utf8_lossy(bytes);
+    let summed = text.split('\n').map(|json| {
+        let sum = blake3::hash(json.as_bytes()).to_hex();
+        format!("{} {json}\n", &sum[..16])
+    });
+    let content = header.to_owned() + &summed.collect::<String>();
+    std::fs::write(folder.join("ledger"), content).expect("memory");
+    let Ok(ledger) = Ledger::open(folder) else {
+        return 0;
+    };
+    let mut state = State::recall(config(), ledger.records(), Duration::ZERO);
+    let count = state.job_count();
+    let at = At {
+        now: state.next_wake().unwrap_or_default(),
+        dice: 0.5,
+        id: 1,
+        secret: Secret::new([1; 32]),
+    };
+    apply(at, &mut state, Event::Tick);
+    count
+}
+
+/// Lines of a ledger that another build, or another user, has written.
 pub(crate) fn ledger() -> Target {
     let folder = tempfile::tempdir_in("/dev/shm").expect("memory");
-    let file = folder.path().join("ledger");
     drop(Ledger::open(folder.path()).expect("writable"));
-    let header = std::fs::read_to_string(&file).expect("it was written");
+    let header = std::fs::read_to_string(folder.path().join("ledger")).expect("it was written");
     let lines = records().join("\n");
     assert!(lines.contains("running"), "{lines}");
+    assert_eq!(recall(folder.path(), &header, lines.as_bytes()), 1, "{lines}");
     Target {
         words: &[
             "\n",
@@ -372,23 +451,7 @@ pub(crate) fn ledger() -> Target {
             "\"stage\":{\"job_over\":{\"exit_code\":1,\"reason\":\"a\"}}",
         ],
         ..Target::new("ledger", vec![lines.into_bytes()], move |bytes| {
-            let text = String::from_utf8_lossy(bytes);
-            let summed = text.split('\n').map(|json| {
-                let sum = blake3::hash(json.as_bytes()).to_hex();
-                format!("{} {json}\n", &sum[..16])
-            });
-            std::fs::write(&file, header.clone() + &summed.collect::<String>()).expect("memory");
-            if let Ok(ledger) = Ledger::open(folder.path()) {
-                let mut state = State::recall(config(), ledger.records(), Duration::ZERO);
-                let wake = state.next_wake().unwrap_or_default();
-                let at = At {
-                    now: wake,
-                    dice: 0.5,
-                    id: 1,
-                    secret: Secret::new([1; 32]),
-                };
-                apply(at, &mut state, Event::Tick);
-            }
+            recall(folder.path(), &header, bytes);
         })
     }
 }

@@ -162,11 +162,7 @@ impl Reader {
             files,
             verified: Mutex::default(),
         };
-        for tensor in &reader.manifest.tensors {
-            tensor
-                .ranges()
-                .try_for_each(|range| reader.check_range(tensor, range))?;
-        }
+        reader.check_ranges()?;
         Ok(reader)
     }
 
@@ -325,6 +321,22 @@ impl Reader {
                     }
                 })
             })
+    }
+
+    /// Each range has an entry of its own: else a tensor could be many times larger than its file.
+    fn check_ranges(&self) -> Result<(), CheckpointError> {
+        let mut entries = HashSet::new();
+        for tensor in &self.manifest.tensors {
+            for range in tensor.ranges() {
+                self.check_range(tensor, range)?;
+                let RangeRecord { file, entry, .. } = range;
+                if !entries.insert((file, entry)) {
+                    let what = format!("entry `{entry}` of `{file}` is listed twice");
+                    return Err(CheckpointError::damaged(&self.path.join(MANIFEST), what));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The manifest and the file must agree on where a range is and how large.

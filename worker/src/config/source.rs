@@ -30,10 +30,19 @@ pub struct Source {
 impl Source {
     /// Reads the text of the file at `path`, and applies the overrides in order.
     pub(super) fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
-        let root = Node::parse(text).map_err(|(line, words, hint)| ConfigError {
+        let not_valid = |(line, words, hint): (u64, String, Option<String>)| ConfigError {
             place: place_in(path, line),
             problem: format!("not valid YAML: {words}"),
             hint,
+        };
+        // The parser takes a tab in front of the first key for a part of a value.
+        let tab = tab_of_indentation(text);
+        if let Some((line, true)) = tab {
+            return Err(not_valid(tab_error(line)));
+        }
+        let root = Node::parse(text).map_err(|error| match tab {
+            Some((line, _)) if line <= error.0 => not_valid(tab_error(line)),
+            _ => not_valid(error),
         })?;
         let mut source = Self {
             path: path.to_owned(),
@@ -93,6 +102,28 @@ fn place_in(path: &Path, line: u64) -> String {
         0 => path.display().to_string(),
         line => format!("{}:{line}", path.display()),
     }
+}
+
+/// The first line that is indented with a tab, from 1, and whether it is the first that is not empty or a comment. Lists
+/// and maps in brackets may be.
+fn tab_of_indentation(text: &str) -> Option<(u64, bool)> {
+    let content = |line: &str| line.trim_start().chars().next().filter(|&c| c != '#');
+    let mut lines = (1..)
+        .zip(text.lines())
+        .filter(|(_, line)| content(line).is_some());
+    let has_tab = |line: &str| line[..line.len() - line.trim_start().len()].contains('\t');
+    let (first, line) = lines.next()?;
+    if has_tab(line) {
+        return Some((first, !matches!(content(line), Some('{' | '['))));
+    }
+    lines
+        .find(|(_, line)| has_tab(line))
+        .map(|(number, _)| (number, false))
+}
+
+fn tab_error(line: u64) -> (u64, String, Option<String>) {
+    let hint = "use spaces: YAML allows no tabs there";
+    (line, "a tab in the indentation".into(), Some(hint.into()))
 }
 
 /// Where a value came from.

@@ -278,9 +278,16 @@ fn broken_yaml() {
     ");
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given more than once");
     insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @r"
-    train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)
-      hint: check indentation, brackets and the space after each colon, here and on the line before
+    train.yaml:2: not valid YAML: a tab in the indentation
+      hint: use spaces: YAML allows no tabs there
     ");
+    let first = |text: &str| Case::new().error(text, &[]);
+    insta::assert_snapshot!(first("# a run\n\tmodel:\n  kind: gpt2\n"), @r"
+    train.yaml:2: not valid YAML: a tab in the indentation
+      hint: use spaces: YAML allows no tabs there
+    ");
+    let in_brackets = first("{\n\tmodel: {},\n\tdata: {}\n}\n");
+    assert!(!in_brackets.contains("tab"), "{in_brackets}");
     insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` starts a second document, but a configuration is a single one");
 }
 

@@ -333,16 +333,20 @@ fn open(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
     setsockopt(&fd, sockopt::SendTimeout, &timeout).map_err(failed)?;
     connect(fd.as_raw_fd(), &to).map_err(failed)?;
 
-    let peer = getsockopt(&fd.as_fd(), sockopt::PeerCredentials)
-        .map_err(failed)?
-        .uid();
-    let ours = nix::unistd::geteuid().as_raw();
-    if peer != ours && peer != 0 {
+    if let Some(peer) = other_user(&fd).map_err(failed)? {
+        let ours = nix::unistd::geteuid();
         return Err(SessionError::Refused(format!(
             "the agent at `{address}` runs as user id {peer}, this worker as {ours}: refused"
         )));
     }
     Ok(UnixStream::from(fd))
+}
+
+/// The user at the other end of a Unix socket, if that is neither ours nor root.
+pub(crate) fn other_user(socket: &impl AsFd) -> Result<Option<u32>, nix::Error> {
+    let peer = getsockopt(&socket.as_fd(), sockopt::PeerCredentials)?.uid();
+    let is_trusted = peer == 0 || peer == nix::unistd::geteuid().as_raw();
+    Ok((!is_trusted).then_some(peer))
 }
 
 /// The next line without its newline; `None` at the end, where a line that was cut off is no line. Waits for ever: only

@@ -24,5 +24,6 @@ mod tests;
 pub use cancel::{Cancel, StopRequest, Waiting, Wanted};
 pub use ddp_proto::control::{Phase, Progress};
 pub use link::SessionError;
+pub(crate) use link::other_user;
 pub use session::Session;
 pub use store::{Entries, KeyValue, MemoryStore, StoreError};

@@ -325,10 +325,10 @@ fn pipeline(plan: &PipelinePlan) -> Option<String> {
         .collect();
     (placement.stages() > 1).then(|| {
         format!(
-            "{}: {} of {} layers on {}, {}; idle {:.1} % of the time if all stages take equally long",
+            "{}: {} with {} layers on {}, {}; idle {:.1} % of the time if all stages take equally long",
             plan.name(),
             counted(placement.stages() as u64, "stage"),
-            layers.join(", "),
+            layers.join(" + "),
             counted(placement.ranks() as u64, "rank"),
             counted(plan.micro_batches() as u64, "micro-batch"),
             100.0 * plan.bubble(),

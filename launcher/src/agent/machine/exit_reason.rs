@@ -4,7 +4,7 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, Leave, Refused, WorkerExit};
 
-use crate::spawn::spawner::SpawnError;
+use crate::spawn::program::SpawnError;
 
 /// Why the launcher exits.
 #[derive(Clone, Debug, PartialEq)]

@@ -37,7 +37,8 @@ use ddp_proto::rendezvous::{
     Assignment, DaemonMessage, GenerationOver, NodeLeaving, NodeSucceeded, WorkerExit,
 };
 
-use crate::spawn::spawner::{SpawnError, SpawnEvent};
+use crate::spawn::program::SpawnError;
+use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::ending::{Ending, signal_name};
 use blame::{CULPRIT_WAIT, Judgement, Suspect, Suspects};
 use members::Members;

@@ -44,7 +44,7 @@ impl Planned {
         let of_sheet = sheet.map(|sheet| sheet.flops(config.train.precision));
         let driver_says = found.as_ref().map(|gpu| gpu.memory_bytes as u64);
         Self {
-            source: source(args.gpu, found.as_ref(), is_described),
+            source: source(args.gpu, found.as_ref(), is_described, is_gpu),
             memory: args.memory.or(driver_says).or(sheet.map(|sheet| sheet.memory)),
             reserve: args.reserve.unwrap_or(if is_gpu { RESERVE_OF_A_GPU } else { 0 }),
             precision: word(config.train.precision),
@@ -79,11 +79,12 @@ pub(super) fn word(precision: Precision) -> &'static str {
     }
 }
 
-fn source(named: Option<Accelerator>, found: Option<&GpuFacts>, is_described: bool) -> String {
+fn source(named: Option<Accelerator>, found: Option<&GpuFacts>, is_described: bool, is_gpu: bool) -> String {
     match (named, found) {
         (Some(named), _) => format!("{}, by its data sheet", named.name),
         (None, Some(found)) => format!("{}, found on this machine", found.name),
         (None, None) if is_described => "as described".to_owned(),
+        (None, None) if !is_gpu => "a CPU: give `--memory`, `--flops` and `--link` for its limits".to_owned(),
         (None, None) => {
             "not known: name one, as `--gpu h100`, or give `--memory`, `--flops` and `--link`".to_owned()
         }

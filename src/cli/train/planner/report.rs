@@ -244,8 +244,12 @@ pub(super) fn name(candidate: &Candidate) -> &'static str {
 
 fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String {
     let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
-        return "The best strategy depends on the memory of a device: set `--gpu` or `--memory`.\n"
-            .to_owned();
+        let flags = if machines.has_own_memory {
+            "`--gpu` or `--memory`"
+        } else {
+            "`--memory`"
+        };
+        return format!("The best strategy depends on the memory of a device: set {flags}.\n");
     };
     let [take, none] = if is_best {
         ["Use", "No strategy"]

@@ -307,6 +307,25 @@ fn hashes_of_blocks_that_are_not_those_of_the_piece_are_refused() {
     }
 }
 
+/// A short manifest and a short file made a tensor of any size.
+#[test]
+fn an_entry_that_is_listed_twice_is_refused() {
+    let (folder, path) = saved(20);
+    let manifest = path.join("manifest.json");
+    let mut contents = Manifest::read(&manifest).unwrap();
+    let tensor = contents.tensors.iter_mut().find(|tensor| tensor.name.key == "w");
+    let tensor = tensor.unwrap();
+    tensor.shape = vec![6, 4];
+    let mut again = tensor.regions[0].clone();
+    again.region = Region::new(vec![[3, 6], [0, 4]]);
+    tensor.regions.push(again);
+    fs::write(&manifest, contents.to_bytes().unwrap()).unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/manifest.json` is damaged: entry `w` of `part-0.safetensors` is listed twice
+      hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`
+    ");
+}
+
 #[test]
 fn another_model_is_refused_by_the_first_difference() {
     let (folder, _) = saved(20);

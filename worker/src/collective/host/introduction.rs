@@ -454,6 +454,7 @@ impl<'a> Introductions<'a> {
             for _ in 0..ACCEPTED_AT_ONCE {
                 match next_socket(listener, is_local)? {
                     Accepted::None => break,
+                    Accepted::Stranger => {}
                     Accepted::One(socket) => {
                         let callers = self.pending.iter().filter(|p| p.is_of_caller()).count();
                         if callers >= MAX_STRANGERS + self.awaited.len() {

@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use super::topology::RankInfo;
 use crate::collective::error::Failure;
 use crate::collective::wait::{Wait, system_failure};
+use crate::session::other_user;
 
 /// Room in a TCP backlog for connections that are not of this job.
 const FOREIGN_CONNECTIONS: usize = 128;
@@ -139,30 +140,34 @@ fn backlog_for(peers: usize) -> Backlog {
 }
 
 /// What a listener has.
+#[derive(Debug)]
 pub(super) enum Accepted {
     /// A connection.
     One(OwnedFd),
+    /// One that is closed by now: another user has called, or the caller is gone.
+    Stranger,
     /// No more for now.
     None,
     /// No descriptor is left for one that waits.
     NoRoom,
 }
 
-/// The next connection. Unix connections from other users are closed.
+/// The next connection. Unix connections from other users are closed. It accepts one at most: a caller that comes again
+/// and again keeps nothing else waiting.
 pub(super) fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Accepted, Failure> {
-    loop {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let socket = match accept4(listener.as_raw_fd(), flags) {
-            // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
-            Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
-            Err(Errno::EAGAIN) => return Ok(Accepted::None),
-            Err(Errno::EMFILE | Errno::ENFILE) => return Ok(Accepted::NoRoom),
-            Err(error) if is_of_one_peer(error) => continue,
-            Err(error) => return Err(system_failure("accepting a peer", error)),
-        };
-        if !is_local || is_same_user(&socket) {
-            return Ok(Accepted::One(socket));
-        }
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = match accept4(listener.as_raw_fd(), flags) {
+        // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
+        Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
+        Err(Errno::EAGAIN) => return Ok(Accepted::None),
+        Err(Errno::EMFILE | Errno::ENFILE) => return Ok(Accepted::NoRoom),
+        Err(error) if is_of_one_peer(error) => return Ok(Accepted::Stranger),
+        Err(error) => return Err(system_failure("accepting a peer", error)),
+    };
+    if !is_local || other_user(&socket) == Ok(None) {
+        Ok(Accepted::One(socket))
+    } else {
+        Ok(Accepted::Stranger)
     }
 }
 
@@ -184,11 +189,6 @@ fn is_of_one_peer(error: Errno) -> bool {
     )
 }
 
-fn is_same_user(socket: &OwnedFd) -> bool {
-    getsockopt(socket, sockopt::PeerCredentials)
-        .is_ok_and(|peer| peer.uid() == nix::unistd::geteuid().as_raw())
-}
-
 impl Address {
     /// Connects to the global rank that listens here.
     pub(super) fn connect(&self, rank: usize, is_local: bool, wait: &Wait) -> Result<OwnedFd, Failure> {
@@ -208,18 +208,16 @@ impl Address {
     }
 }
 
-/// Connects to the abstract Unix address of a global rank of this node.
+/// Connects to the abstract Unix address of a global rank of this node. If that has ended, another user may listen there.
 fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure> {
-    let refused = |errno: Errno| {
-        let what = format!("connecting to rank {rank} at the abstract Unix address `{name}`");
-        system_failure(what, errno)
-    };
+    let what = || format!("connecting to rank {rank} at the abstract Unix address `{name}`");
+    let refused = |errno: Errno| system_failure(what(), errno);
     let address = AbstractAddr::new_abstract(name.as_bytes()).map_err(refused)?;
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(refused)?;
     loop {
         match connect(socket.as_raw_fd(), &address) {
-            Ok(()) => return Ok(socket),
+            Ok(()) => break,
             // The backlog is full: the listener is slow.
             Err(Errno::EAGAIN) => {
                 wait.check(|| vec![rank])?;
@@ -228,6 +226,13 @@ fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure
             Err(Errno::EINTR) => {}
             Err(error) => return Err(refused(error)),
         }
+    }
+    match other_user(&socket).map_err(refused)? {
+        None => Ok(socket),
+        Some(user) => Err(Failure::System {
+            what: what(),
+            cause: format!("user {user} listens there, who is not the user of this job"),
+        }),
     }
 }
 
@@ -499,6 +504,58 @@ mod tests {
             drop(accepted);
             drop(peer);
         }
+    }
+
+    /// Runs `what` as another user: in a thread, because the kernel keeps users by thread. None if it cannot.
+    fn as_another_user<T: Send>(what: impl FnOnce() -> T + Send) -> Option<T> {
+        const OTHER: u32 = 65_534;
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                // SAFETY: it changes the user of this thread, which ends below.
+                let changed = unsafe { libc::syscall(libc::SYS_setresuid, OTHER, OTHER, OTHER) };
+                (changed == 0).then(what)
+            });
+            let done = thread.join().expect("no panic");
+            if done.is_none() {
+                eprintln!("SKIPPED: only root can be another user");
+            }
+            done
+        })
+    }
+
+    /// Another user that kept calling kept a rank in one call, which no deadline ended.
+    #[test]
+    fn callers_of_another_user_are_sent_away_one_at_a_time() {
+        let name = format!("ddp-sockets-strangers-{}", std::process::id());
+        let listener = listen_unix(&name, 8).unwrap();
+        let address = UnixAddr::from_abstract_name(&name).unwrap();
+        let call = || UnixStream::connect_addr(&address).unwrap();
+        let Some(_strangers) = as_another_user(|| [call(), call()]) else {
+            return;
+        };
+        let _own = call();
+        let next = || next_socket(&listener, true).unwrap();
+        assert!(matches!(next(), Accepted::Stranger));
+        assert!(matches!(next(), Accepted::Stranger));
+        assert!(matches!(next(), Accepted::One(_)));
+        assert!(matches!(next(), Accepted::None));
+    }
+
+    #[test]
+    fn another_user_that_listens_in_the_place_of_a_rank_is_not_spoken_to() {
+        let name = format!("ddp-sockets-impostor-{}", std::process::id());
+        let Some(_listener) = as_another_user(|| listen_unix(&name, 1).unwrap()) else {
+            return;
+        };
+        let wait = Wait::new(Duration::from_secs(10), &Cancel::new());
+        let error = connect_unix(&name, 3, &wait).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "connecting to rank 3 at the abstract Unix address `{name}`: user 65534 listens there, who is not the \
+                 user of this job"
+            )
+        );
     }
 
     #[test]

@@ -20,6 +20,8 @@ use crate::train::TrainError;
 
 /// So many numbers of ranks are looked at to name one that would fit.
 const MAX_CANDIDATES: u64 = 1 << 12;
+/// How many of those that fit are named, on either side of the number at hand.
+const MAX_NAMED: usize = 4;
 
 /// The batches of the run so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,20 +129,26 @@ fn kept(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> Result<us
     })
 }
 
-/// What would make steps of so many samples: the nearest numbers of ranks, the next smaller micro-batch.
+/// What would make steps of so many samples: other numbers of ranks, the nearest if there are many, or the next smaller
+/// micro-batch.
 fn fits(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> String {
     let is_kept = |ranks: &u64| samples.is_multiple_of(ranks * micro_batch);
-    let fewer = (1..ranks).rev().take(MAX_CANDIDATES as usize).find(is_kept);
-    let more = (ranks + 1..=ranks + MAX_CANDIDATES).find(is_kept);
-    let numbers: Vec<String> = [fewer, more].iter().flatten().map(u64::to_string).collect();
+    let fewer = (1..ranks).rev().take(MAX_CANDIDATES as usize).filter(is_kept);
+    let more = (ranks + 1..=ranks + MAX_CANDIDATES).filter(is_kept);
+    let mut numbers: Vec<u64> = fewer.take(MAX_NAMED).chain(more.take(MAX_NAMED)).collect();
+    numbers.sort_unstable();
+    let others = match numbers.split_last() {
+        None => String::new(),
+        Some((1, _)) => format!("1 {noun} can; "),
+        Some((last, [])) => format!("{last} {noun}s can; "),
+        Some((last, others)) => {
+            let others: Vec<String> = others.iter().map(u64::to_string).collect();
+            format!("{} or {last} {noun}s can; ", others.join(", "))
+        }
+    };
     let smaller = (1..micro_batch)
         .rev()
         .find(|micro_batch| samples.is_multiple_of(ranks * micro_batch));
-    let others = match numbers.last().map(String::as_str) {
-        None => String::new(),
-        Some("1") => format!("1 {noun} can; "),
-        Some(_) => format!("{} {noun}s can; ", numbers.join(" or ")),
-    };
     let these = smaller.map(|smaller| format!("{ranks} can with `train.micro_batch: {smaller}`; "));
     others + &these.unwrap_or_default()
 }
@@ -377,7 +385,7 @@ mod tests {
         let refused = rescale(&mut config, 4, &before).unwrap_err().to_string();
         assert!(refused.contains(" but 4 data-parallel ranks with "), "{refused}");
         assert!(
-            refused.contains("hint: 3 or 6 data-parallel ranks can; "),
+            refused.contains("hint: 1, 2, 3 or 6 data-parallel ranks can; "),
             "{refused}"
         );
     }
@@ -434,7 +442,7 @@ mod tests {
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
-          hint: 3 or 6 ranks can; 4 can with `train.micro_batch: 1`; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: 1, 2, 3 or 6 ranks can; 4 can with `train.micro_batch: 1`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 12), @"
         the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 12` cannot form it: 12 is not a multiple of 5 × 12
