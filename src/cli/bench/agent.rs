@@ -8,7 +8,7 @@ use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, GenerationOver, Heartbeat, Join, Leave, NodeStopped};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
 /// Longest wait of a node for the others, and for the daemon.
@@ -24,9 +24,7 @@ const DESCRIPTION: &str = "nnodes: 1024\nnproc per node: 8\nmax restarts: 3\ncom
 /// How far the agents are to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Order {
-    /// Connect to the daemon.
-    Connect,
-    /// Join the job, and stay.
+    /// Connect to the daemon, join the job, and stay.
     Join,
     /// Write one entry, and gather those of all nodes of the job.
     Gather,
@@ -39,7 +37,6 @@ pub(super) enum Order {
 /// What an agent tells the measurement.
 #[derive(Debug)]
 pub(super) enum News {
-    Connected,
     /// The node that is one too many waits.
     OnStandby,
     Assigned {
@@ -68,8 +65,6 @@ pub(super) struct Part {
 /// An agent, while it is connected.
 pub(super) struct Agent {
     part: Part,
-    /// For agents that are busy at the same time.
-    places: Arc<Semaphore>,
     client: Client,
     orders: watch::Receiver<Order>,
     news: mpsc::UnboundedSender<News>,
@@ -78,47 +73,42 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    /// Connects when there is a place, and plays its part until the measurement is over.
+    /// Plays its part until the measurement is over.
     pub(super) async fn run(
         (endpoint, access): (&str, &Access),
         places: Arc<Semaphore>,
         part: Part,
-        orders: watch::Receiver<Order>,
+        mut orders: watch::Receiver<Order>,
         news: mpsc::UnboundedSender<News>,
     ) {
         let told = news.clone();
+        let begin = if part.stands_by {
+            Order::StandBy
+        } else {
+            Order::Join
+        };
         let played = async {
-            let place = places.acquire().await;
-            let client = Client::connect(endpoint, access, Instant::now() + PATIENCE).await?;
-            drop(place);
-            let _ = news.send(News::Connected);
+            // An error means that the measurement is over.
+            if orders.wait_for(|order| *order >= begin).await.is_err() {
+                return Ok(());
+            }
+            let busy = places.acquire().await;
             let agent = Self {
                 part,
-                places,
-                client,
+                client: Client::connect(endpoint, access, Instant::now() + PATIENCE).await?,
                 orders,
                 news,
                 place: None,
             };
-            agent.play().await
+            agent.play(busy.ok()).await
         };
         if let Err(error) = played.await {
             let _ = told.send(News::Failed(error.to_string()));
         }
     }
 
-    async fn play(mut self) -> Result<(), ClientError> {
-        let begin = if self.part.stands_by {
-            Order::StandBy
-        } else {
-            Order::Join
-        };
-        // An error means that the measurement is over.
-        if self.orders.wait_for(|order| *order >= begin).await.is_err() {
-            return Ok(());
-        }
-        let places = self.places.clone();
-        let mut place = Some(places.acquire().await);
+    /// It is `busy` until the daemon has answered.
+    async fn play(mut self, mut busy: Option<SemaphorePermit<'_>>) -> Result<(), ClientError> {
         let identity = AgentIdentity {
             job_id: self.job_id(),
             incarnation: NodeId(self.incarnation()),
@@ -132,7 +122,7 @@ impl Agent {
             tokio::select! {
                 message = stream.next() => {
                     let message = message?;
-                    drop(place.take());
+                    drop(busy.take());
                     let generation = Generation(message.generation);
                     match message.body {
                         Some(Reply::Assignment(assignment)) => {

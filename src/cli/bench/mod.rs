@@ -70,9 +70,7 @@ struct Measured {
     jobs: u32,
     /// With mutual TLS.
     tls: bool,
-    /// From the first connection to the last.
-    connected_s: f64,
-    /// From the first `Join` to the last `Assignment`.
+    /// From the first connection to the last `Assignment`.
     assigned_s: f64,
     /// Processor time of the daemon meanwhile.
     assigned_cpu_s: f64,
@@ -124,7 +122,7 @@ pub(super) fn run(args: Args) -> Result<String, CliError> {
 async fn measure(args: Args) -> io::Result<Measured> {
     let access = access(args);
     let daemon = Daemon::start(&access)?;
-    let (order, orders) = watch::channel(Order::Connect);
+    let (order, orders) = watch::channel(Order::Join);
     let (news, mut told) = mpsc::unbounded_channel();
     let mut measured = Measured {
         nodes: args.nodes,
@@ -134,26 +132,14 @@ async fn measure(args: Args) -> io::Result<Measured> {
         idle_bytes: daemon.peak_bytes()?,
         ..Measured::default()
     };
-    let begun = Instant::now();
-    let parts = parts(args);
-    let agents = parts.len();
+    let (begun, cpu, agents_cpu) = (Instant::now(), daemon.cpu_time()?, own_cpu_time()?);
     let places = Arc::new(Semaphore::new(AT_ONCE));
-    for part in parts {
+    for part in parts(args) {
         let (orders, news) = (orders.clone(), news.clone());
         let (endpoint, places) = (daemon.endpoint().to_owned(), places.clone());
         let access = access.clone();
         tokio::spawn(async move { Agent::run((&endpoint, &access), places, part, orders, news).await });
     }
-    for _ in 0..agents {
-        match next(&mut told).await? {
-            News::Connected => {}
-            other => return Err(unexpected(&other)),
-        }
-    }
-    measured.connected_s = begun.elapsed().as_secs_f64();
-
-    let (begun, cpu, agents_cpu) = (Instant::now(), daemon.cpu_time()?, own_cpu_time()?);
-    order.send_replace(Order::Join);
     let of_all_jobs = args.nodes as usize * args.jobs as usize;
     measured.assignment_bytes = assignments(&mut told, 1, of_all_jobs).await?;
     measured.assigned_s = begun.elapsed().as_secs_f64();
@@ -272,9 +258,8 @@ impl Measured {
                 "connections",
                 (if self.tls { "mutual TLS" } else { "without TLS" }).to_owned(),
             ),
-            ("all connected", format!("{:.2} s", self.connected_s)),
             (
-                "first join to last assignment",
+                "first connection to last assignment",
                 format!("{:.2} s", self.assigned_s),
             ),
             (
