@@ -369,6 +369,11 @@ impl Client {
                 endpoint,
                 cause,
             },
+            Code::NotFound => ClientError::UnknownJob {
+                what,
+                endpoint,
+                cause,
+            },
             code => ClientError::Refused {
                 what,
                 endpoint,

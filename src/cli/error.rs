@@ -1,5 +1,6 @@
 //! Everything that can go wrong before the agent takes over, with its exit code.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -92,7 +93,7 @@ pub enum CliError {
     },
     /// The port of the endpoint is taken by something that is not a daemon.
     #[error(
-        "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`); if it is a rendezvous, give both the same token, or both `--insecure`"
+        "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`); if it is a rendezvous, give both the same token; or both `--insecure`, in a network that you trust entirely"
     )]
     PortTaken {
         /// The endpoint in full.
@@ -106,7 +107,7 @@ pub enum CliError {
     },
     /// The port of the endpoint is taken by the daemon of another job.
     #[error(
-        "cannot use the rendezvous at `{endpoint}`: {why}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or start `ddp-rendezvous serve`, which serves any number of jobs"
+        "cannot use the rendezvous at `{endpoint}`: {why}\n  hint: if this node belongs to that job, give all nodes of a job the same `--rdzv-id`; if it does not, choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or start `ddp-rendezvous serve`, which serves any number of jobs"
     )]
     OtherJobsPort {
         /// The endpoint in full.
@@ -169,7 +170,7 @@ pub enum CliError {
         problem: String,
     },
     /// The token's file cannot be made.
-    #[error("cannot make the token file `{}`: {source}\n  hint: set DDP_TOKEN_FILE to a different place, the same on all nodes, or DDP_TOKEN", path.display())]
+    #[error("cannot make the token file `{}`: {source}\n  hint: set DDP_TOKEN_FILE to a file in a directory that is there, the same on all nodes, or DDP_TOKEN", path.display())]
     MakeToken {
         /// The file.
         path: PathBuf,
@@ -239,14 +240,14 @@ impl CliError {
             | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
             | Self::Tls(_)
-            | Self::Ledger(LedgerError::Damaged { .. } | LedgerError::InUse(_))
-            | Self::Listen { .. } => exit::USAGE,
+            | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,
+            Self::Listen { source, .. } if source.kind() != ErrorKind::AddrInUse => exit::USAGE,
             Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } | Self::Untrusted(_) => {
                 exit::REFUSED
             }
-            Self::FolderInUse(_) => exit::FOLDER_IN_USE,
+            Self::FolderInUse(_) | Self::Ledger(LedgerError::InUse(_)) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,
-            Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
+            Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } | Self::Listen { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
             Self::SlowLookUp { .. }
@@ -290,7 +291,22 @@ mod tests {
         assert_eq!(CliError::from(error).exit_code(), exit::INTERNAL);
         assert_eq!(
             CliError::from(LedgerError::InUse("state".into())).exit_code(),
-            exit::USAGE
+            exit::FOLDER_IN_USE
         );
+    }
+
+    #[test]
+    fn a_taken_port_is_no_mistake_of_the_command_line_and_a_foreign_address_is() {
+        let code = |kind: ErrorKind| {
+            let error = CliError::Listen {
+                address: "10.0.0.5:29400".into(),
+                source: kind.into(),
+                hint: "",
+            };
+            error.exit_code()
+        };
+        assert_eq!(code(ErrorKind::AddrInUse), exit::DAEMON_UNREACHABLE);
+        assert_eq!(code(ErrorKind::AddrNotAvailable), exit::USAGE);
+        assert_eq!(code(ErrorKind::PermissionDenied), exit::USAGE);
     }
 }

@@ -36,9 +36,15 @@ const MAX_THREADS: usize = 4;
 /// A shorter one would be lost to the scheduling of any loaded machine.
 const SHORTEST_LEASE: Duration = Duration::from_millis(300);
 
+/// Ends `--help`.
+const EXIT_CODES: &str = "\
+Exit codes: 0 success; 2 usage, no such job, or a damaged ledger; 69 the port is taken, or the daemon cannot be \
+reached; 70 the machine or the daemon refused something; 73 another daemon uses the state directory; 77 no token, a \
+different one, or not an operator; 130, 143 stopped by SIGINT, SIGTERM before it served.";
+
 /// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-rendezvous", version, max_term_width = 100)]
+#[command(name = "ddp-rendezvous", version, max_term_width = 100, after_help = EXIT_CODES)]
 struct Args {
     #[command(subcommand)]
     command: Command,
@@ -108,7 +114,8 @@ impl Protection {
             };
             return Ok((Transport::of_files(files)?, Callers::OfJobs));
         }
-        let token = TokenSource::find(|name| std::env::var(name).ok()).read_or_make()?;
+        let source = TokenSource::find(|name| std::env::var(name).ok());
+        let token = source.read_or_make_telling(|made| tracing::info!(target: RENDEZVOUS_LOG, "{made}"))?;
         Ok((Transport::of_token(&token)?, Callers::Proven))
     }
 }

@@ -2,7 +2,7 @@
 //! which the node that hosts the rendezvous makes if it is missing. It is never on a command line, which every user of
 //! a machine can read.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use ddp_proto::env::{DDP_ADMIN_TOKEN_FILE, DDP_TOKEN, DDP_TOKEN_FILE};
 use ddp_proto::trust::token::{BadToken, MAX_CHARS, Token};
 use tokio::time::{Instant, sleep};
 
+use super::answer::print_own;
 use super::error::CliError;
 
 /// Pause between two looks for a file that another node is to make.
@@ -24,8 +25,10 @@ const SILENCE: Duration = Duration::from_secs(3);
 pub enum TokenSource {
     /// DDP_TOKEN has it.
     Variable(String),
-    /// A file.
+    /// The file that DDP_TOKEN_FILE names. Its folder is there, or the path is mistyped.
     File(PathBuf),
+    /// The file in the user's own folder, which may have to be made too.
+    Home(PathBuf),
     /// There is no such variable, and no home either.
     Nowhere,
 }
@@ -35,7 +38,7 @@ impl std::fmt::Debug for TokenSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Variable(_) => f.write_str(DDP_TOKEN),
-            Self::File(path) => write!(f, "{}", path.display()),
+            Self::File(path) | Self::Home(path) => write!(f, "{}", path.display()),
             Self::Nowhere => f.write_str("nowhere"),
         }
     }
@@ -55,7 +58,7 @@ impl TokenSource {
         let config = given("XDG_CONFIG_HOME").and_then(absolute);
         let home = || given("HOME").and_then(absolute).map(|home| home.join(".config"));
         match config.or_else(home) {
-            Some(config) => Self::File(config.join("ddp-run").join("token")),
+            Some(config) => Self::Home(config.join("ddp-run").join("token")),
             None => Self::Nowhere,
         }
     }
@@ -76,22 +79,31 @@ impl TokenSource {
                     .map(Some)
                     .map_err(|error| refused(words_of(error)))
             }
-            Self::File(path) => read_file(path),
+            Self::File(path) | Self::Home(path) => read_file(path),
         }
     }
 
-    /// The token, which is made where its file is missing. Of several nodes that do so, one makes it.
+    /// The token, which is made where its file is missing. Of several nodes that do so, one makes it, and says so.
     pub fn read_or_make(&self) -> Result<Token, CliError> {
+        self.read_or_make_telling(print_own)
+    }
+
+    /// The same; what is said goes to `tell`.
+    pub fn read_or_make_telling(&self, tell: impl FnOnce(&str)) -> Result<Token, CliError> {
         if let Some(token) = self.read()? {
             return Ok(token);
         }
-        let Self::File(path) = self else {
+        let (Self::File(path) | Self::Home(path)) = self else {
             return Err(self.missing(Duration::ZERO));
         };
-        make_file(path).map_err(|source| CliError::MakeToken {
+        let made = make_file(path, matches!(self, Self::Home(_)));
+        let is_ours = made.map_err(|source| CliError::MakeToken {
             path: path.clone(),
             source,
         })?;
+        if is_ours {
+            tell(&format!("made a new token: {}", path.display()));
+        }
         self.read()?.ok_or_else(|| self.missing(Duration::ZERO))
     }
 
@@ -166,13 +178,18 @@ fn words_of(error: BadToken) -> String {
 /// Nobody else may read it. Root may give it to a group, as Kubernetes does.
 fn check_file(file: &File) -> Result<(), String> {
     let data = file.metadata().map_err(|error| error.to_string())?;
-    let (mode, owner, own) = (data.mode() & 0o777, data.uid(), nix::unistd::geteuid().as_raw());
+    check_owner(&data, nix::unistd::geteuid().as_raw())
+}
+
+/// The same for a process of the user `own`.
+fn check_owner(data: &Metadata, own: u32) -> Result<(), String> {
+    let (mode, owner) = (data.mode() & 0o777, data.uid());
     let open_to = if owner == 0 { 0o027 } else { 0o077 };
     if !data.is_file() {
         Err("it is not a file".into())
     } else if owner != own && owner != 0 {
         Err(format!(
-            "it belongs to user {owner}, and this process to user {own}"
+            "it belongs to user {owner}, and this process to user {own}\n  hint: make a copy of your own with `install -m 600 FILE COPY`"
         ))
     } else if mode & open_to != 0 {
         Err(format!(
@@ -183,13 +200,15 @@ fn check_file(file: &File) -> Result<(), String> {
     }
 }
 
-/// Makes the file, unless another process is faster. It is never seen without its content.
-fn make_file(path: &Path) -> io::Result<()> {
+/// Makes the file, and on request its folder: false if another process is faster. It is never seen without its content.
+fn make_file(path: &Path, with_folder: bool) -> io::Result<bool> {
     let folder = path
         .parent()
         .filter(|folder| !folder.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    if with_folder {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
     let draft = folder.join(format!(".token.{:016x}", rand::random::<u64>()));
     let mut file = OpenOptions::new()
         .write(true)
@@ -203,14 +222,15 @@ fn make_file(path: &Path) -> io::Result<()> {
     // What is left behind where this fails is no token.
     let _ = std::fs::remove_file(&draft);
     match written {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-        done => done,
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        done => done.map(|()| true),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
+    use std::sync::Mutex;
 
     use super::*;
 
@@ -248,11 +268,13 @@ mod tests {
     fn it_is_made_once_and_only_for_its_owner() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/folder/token");
-        let source = TokenSource::File(path.clone());
+        let source = TokenSource::Home(path.clone());
         assert!(source.read().unwrap().is_none());
+        let told = Mutex::new(Vec::new());
+        let tell = |words: &str| told.lock().unwrap().push(words.to_owned());
         let made: Vec<String> = std::thread::scope(|scope| {
             let makers: Vec<_> = (0..8)
-                .map(|_| scope.spawn(|| source.read_or_make().unwrap()))
+                .map(|_| scope.spawn(|| source.read_or_make_telling(tell).unwrap()))
                 .collect();
             makers
                 .into_iter()
@@ -263,6 +285,33 @@ mod tests {
         let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        let told = told.into_inner().unwrap();
+        assert_eq!(told, [format!("made a new token: {}", path.display())]);
+    }
+
+    /// A mistyped path became a folder with a token that no other node had.
+    #[test]
+    fn the_folder_of_a_file_that_was_named_is_not_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let named = TokenSource::File(dir.path().join("typo/token"));
+        let error = named.read_or_make().unwrap_err();
+        assert!(matches!(error, CliError::MakeToken { .. }), "{error}");
+        assert!(!dir.path().join("typo").exists());
+    }
+
+    #[test]
+    fn a_file_of_another_user_is_refused_with_how_to_copy_it() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
+        // Where root runs the tests: a file of root is everybody's.
+        let is_given = std::os::unix::fs::chown(file.path(), Some(1234), None).is_ok();
+        let data = file.path().metadata().unwrap();
+        check_owner(&data, data.uid()).unwrap();
+        if is_given || data.uid() != 0 {
+            let words = check_owner(&data, data.uid() + 1).unwrap_err();
+            let hint = "\n  hint: make a copy of your own with `install -m 600 FILE COPY`";
+            assert!(words.contains(hint), "{words}");
+        }
     }
 
     #[test]

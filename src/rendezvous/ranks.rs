@@ -114,17 +114,19 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Can
         .into_iter()
         .filter_map(|slot| slot.or_else(|| rest.next()))
         .collect();
-    let reason = [
+    let mut ways = vec![
         (asked, "as requested"),
         (kept, "kept from before"),
         (filled, "by host name"),
-    ]
-    .iter()
-    .filter(|(n, _)| *n > 0)
-    .map(|(n, words)| format!("{n} {words}"))
-    .collect::<Vec<_>>()
-    .join(", ");
-    (ordered, format!("node ranks: {reason}"))
+    ];
+    ways.retain(|(n, _)| *n > 0);
+    let reason = if let [(_, all)] = ways[..] {
+        format!("node ranks {all}")
+    } else {
+        let each: Vec<_> = ways.iter().map(|(n, words)| format!("{n} {words}")).collect();
+        format!("node ranks: {}", each.join(", "))
+    };
+    (ordered, reason)
 }
 
 /// By what a candidate is found again.

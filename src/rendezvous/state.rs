@@ -397,6 +397,11 @@ impl Daemon {
         if missed.is_some_and(|missed| missed.tell(turn, &joining)) {
             return;
         }
+        let job = self.jobs.get_mut(job_id);
+        if job.is_some_and(|job| job.is_cleared_for(turn, &joining)) {
+            // Its verdict is kept for those that were away when it was told.
+            self.forget(turn, job_id);
+        }
         if !self.jobs.contains_key(job_id)
             && let Err((code, reason)) = self.admit_job(config, joining.peer.remote)
         {

@@ -15,7 +15,6 @@ import os
 import pathlib
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -64,15 +63,14 @@ class Node:
 class Job:
     def __init__(self, programs, folder):
         self.programs, self.folder, self.out = programs, folder, folder / "run"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
         self.config = folder / "train.yaml"
         # Four ranks accumulate 3, three 4, two 6.
         self.config.write_text(CONFIG.format(text=TEXT, steps=10_000_000, accumulation=3))
         log = (folder / "daemon").open("w")
-        serve = [programs / "ddp-rendezvous", "serve", "--listen", self.endpoint]
-        self.daemon = subprocess.Popen(serve, stdout=log, stderr=log)
+        serve = [programs / "ddp-rendezvous", "serve", "--listen", "127.0.0.1:0"]
+        self.daemon = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True)
+        # It prints where it listens. A node that comes before would host the rendezvous itself.
+        self.endpoint = self.daemon.stdout.readline().strip()
         self.nodes, self.started = [], 0
 
     def start_node(self):

@@ -129,7 +129,7 @@ fn a_port_in_use_by_a_stranger() {
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
         [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not speak TLS as a rendezvous does
-        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token, or both `--insecure`
+        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token; or both `--insecure`, in a network that you trust entirely
         ");
 }
 
@@ -141,7 +141,7 @@ fn a_port_in_use_by_a_silent_stranger() {
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
         [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it did not answer within 5 s
-        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token, or both `--insecure`
+        [ddp-run]   hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token; or both `--insecure`, in a network that you trust entirely
         ");
 }
 

@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-use crate::harness::{Daemon, Program, eventually, launch, temp_dir};
+use crate::harness::{Daemon, Program, ReservedPort, eventually, launch, temp_dir};
 
 fn daemon(listen: &str) -> Program {
     Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(["serve", "--listen", listen].map(Into::into))
@@ -54,11 +54,60 @@ fn a_port_in_use_is_one_clear_message() {
     let holder = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = holder.local_addr().expect("bound").to_string();
     let finished = daemon(&address).run();
-    finished.expect_exit(2);
+    finished.expect_exit(69);
     insta::assert_snapshot!(finished.stderr().replace(&address, "ADDRESS"), @r"
         error: cannot listen on `ADDRESS`: Address already in use (os error 98)
           hint: another program uses the port: choose a different one, or 0 for a free port
         ");
+}
+
+#[test]
+fn a_state_directory_serves_one_daemon() {
+    let dir = temp_dir();
+    let flags = ["--state-dir", dir.path().to_str().expect("unicode")];
+    let first = Daemon::start_with("127.0.0.1:0", &flags);
+    daemon("127.0.0.1:0")
+        .args(flags.map(Into::into))
+        .run()
+        .expect_exit(73)
+        .expect_stderr("another daemon uses the state in `");
+    first.stop().expect_exit(0);
+}
+
+#[test]
+fn a_token_file_that_is_made_is_named() {
+    let dir = temp_dir();
+    let at = |path: &str| dir.path().join(path).to_str().expect("unicode").to_owned();
+    let (token, typo) = (at("token"), at("typo/token"));
+    let mut running = daemon("127.0.0.1:0").env("DDP_TOKEN_FILE", &token).start();
+    running.wait_for(&format!("made a new token: {token}"));
+    running.wait_for("127.0.0.1:");
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_exit(0);
+    // In a folder that is not there.
+    daemon("127.0.0.1:0")
+        .env("DDP_TOKEN_FILE", &typo)
+        .run()
+        .expect_exit(77)
+        .expect_stderr(&format!("cannot make the token file `{typo}`: No such file"))
+        .expect_stderr("hint: set DDP_TOKEN_FILE to a file in a directory that is there");
+    assert!(!dir.path().join("typo").exists());
+    // A launcher that hosts says so too.
+    let port = ReservedPort::new();
+    let other = at("other");
+    launch()
+        .node_of(1, &port.endpoint, "first")
+        .env("DDP_TOKEN_FILE", &other)
+        .shell("true")
+        .run()
+        .expect_exit(0)
+        .expect_stderr(&format!("[ddp-run] made a new token: {other}"));
+}
+
+#[test]
+fn its_help_lists_the_exit_codes() {
+    let help = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(["--help".into()]);
+    help.run().expect_exit(0).expect_stdout("Exit codes: 0 ");
 }
 
 /// A look-up that takes as long as the test likes: the C library's resolver reads a file of aliases before it asks

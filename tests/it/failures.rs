@@ -51,8 +51,18 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     b.wait_for("at work 2.1");
     end(dir.path(), "0.1", 7);
     let (a, b) = (a.finish(), b.finish());
-    a.expect_exit(7).expect_stderr("first failure: rank 0");
-    b.expect_exit(7).expect_stderr("first failure: rank 0");
+    for node in [&a, &b] {
+        node.expect_exit(7).expect_stderr("first failure: rank 0");
+        let words = node.stderr();
+        let earlier = words
+            .lines()
+            .find(|line| line.contains("]   earlier, in generation 1: rank 1 (node `"));
+        let earlier = earlier.unwrap_or_else(|| panic!("{words}"));
+        assert!(
+            earlier.contains("exited with code 42") && earlier.ends_with("attempt_0/1/stderr.log"),
+            "{earlier}"
+        );
+    }
 
     let (a, b) = (error_file(&logs_a), error_file(&logs_b));
     // What the daemon listed; each node's own workers that ended after the verdict follow.

@@ -211,6 +211,28 @@ fn a_port_that_was_taken_costs_no_restart() {
 }
 
 #[test]
+fn a_master_port_that_is_taken_is_not_tried_again() {
+    let taken = std::net::TcpListener::bind("0.0.0.0:0").expect("a free port");
+    let port = taken.local_addr().expect("an address").port().to_string();
+    let hint = format!("leave it out (`ss -ltnp 'sport = :{port}'` shows who has it)");
+    let launch = || launch().flag("--master-port", &port).flag("--max-restarts", "0");
+    // The launcher hosts the store of what `--no-python` runs.
+    let hosted = launch().words(&["--no-python"]).shell("echo started").run();
+    hosted
+        .expect_exit(70)
+        .expect_stderr(&format!(
+            "cannot host PyTorch's store at MASTER_PORT {port}: Address already in use"
+        ))
+        .expect_stderr(&hint);
+    assert!(hosted.stdout().is_empty(), "{:?}", hosted.stdout());
+    let by_rank_0 = launch()
+        .shell("echo started; echo 'Address already in use' >&2; exit 4")
+        .run();
+    by_rank_0.expect_exit(4).expect_stderr(&hint);
+    assert_eq!(by_rank_0.stdout().len(), 1, "{:?}", by_rank_0.stdout());
+}
+
+#[test]
 fn the_failure_is_told_to_programs_and_to_the_launcher_above() {
     let dir = temp_dir();
     let above = dir.path().join("above.json");

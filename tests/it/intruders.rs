@@ -199,7 +199,7 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         .env("DDP_TOKEN_FILE", other.to_str().expect("unicode"))
         .run()
         .expect_exit(77)
-        .expect_stderr("the daemon there has a different token")
+        .expect_stderr("it has a different token, or is no rendezvous")
         .expect_stderr("hint: give all nodes of the job the same token");
     let plain = intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=1")

@@ -507,7 +507,10 @@ fn a_job_is_closed_on_all_of_its_nodes() {
         node.finish().expect_exit(0);
     }
     let again = daemon.operator(&["close", "closed"]).run();
-    again.expect_exit(70).expect_stderr("job `closed`");
+    again
+        .expect_exit(2)
+        .expect_stderr("job `closed` is not at this daemon, or is over already")
+        .expect_stderr("hint: `ddp-rendezvous jobs` lists them");
     daemon.stop().expect_exit(0);
 }
 
@@ -553,7 +556,7 @@ fn a_drained_daemon_ends_with_its_last_job() {
     idle.operator(&["drain"])
         .run()
         .expect_exit(0)
-        .expect_stdout("ends after 0 jobs");
+        .expect_stdout("takes no new jobs, and ends now");
     idle.running.finish().expect_exit(0);
 }
 
@@ -590,7 +593,7 @@ fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     for job in ["guarded", "no-such-job"] {
         let status = daemon.operator(&["status", job]).run();
         let words = format!("has no job `{job}` that you may see");
-        status.expect_exit(70).expect_stderr(&words);
+        status.expect_exit(2).expect_stderr(&words);
     }
     let page = daemon.get("/");
     assert_eq!(page.status, 200);
@@ -705,7 +708,7 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     // A second one cannot have the port.
     let second = launch().flag("--status-port", port).shell("true").run();
     second
-        .expect_exit(2)
+        .expect_exit(69)
         .expect_stderr("choose a different `--status-port`");
     std::fs::write(&done, "").expect("writable");
     node.finish().expect_exit(0);
@@ -725,7 +728,7 @@ fn json_logs_have_job_generation_and_node() {
     }
     let args = ["serve", "--log-format=json", "--listen", &daemon.endpoint].map(Into::into);
     let second = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args);
-    let second = second.run().expect_exit(2).stderr();
+    let second = second.run().expect_exit(69).stderr();
     let log = [daemon.stop().stderr(), second].join("\n");
     let lines: Vec<Value> = log
         .lines()

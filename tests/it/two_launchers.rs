@@ -178,7 +178,10 @@ fn a_job_does_not_end_with_another_one_that_has_the_port() {
         .run()
         .expect_exit(69)
         .expect_stderr(owner)
-        .expect_stderr("hint: choose a different port");
+        .expect_stderr(
+            "hint: if this node belongs to that job, give all nodes of a job the same `--rdzv-id`; ",
+        )
+        .expect_stderr("choose a different port with `--rdzv-endpoint ");
     other()
         .flag("--rdzv-conf", "is_host=false")
         .run()

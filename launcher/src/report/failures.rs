@@ -148,6 +148,32 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
     }
 }
 
+/// Adds the first failure of the job, if that was in an earlier generation than the one that ended it: often the cause
+/// of what failed in later ones.
+pub(crate) fn earlier(text: &mut String, facts: &Facts<'_>) {
+    let is_cause = |failure: &&Failure| {
+        let is_effect = |exit: &WorkerExit| exit.consequence || exit.stopped_with.is_some();
+        failure.generation < facts.generation.0 && !failure.exit.as_ref().is_some_and(is_effect)
+    };
+    let causes = facts.failures.failures.iter().filter(is_cause);
+    let Some(first) = causes.min_by_key(|failure| failure.generation) else {
+        return;
+    };
+    let _ = write!(text, "\n  earlier, in generation {}: ", first.generation);
+    let Some(exit) = &first.exit else {
+        text.push_str(&first.node_gone);
+        return;
+    };
+    let (host, ending) = (&first.hostname, Ending::of_message(exit));
+    let _ = write!(text, "rank {} (node `{host}`) {ending}", exit.rank);
+    if let Some(words) = exit.message.lines().next() {
+        let _ = write!(text, ": {words}");
+    }
+    if !exit.log_file.is_empty() {
+        let _ = write!(text, "; log file: {}", exit.log_file);
+    }
+}
+
 /// What the report begins with.
 fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
     let ExitReason::JobOver {

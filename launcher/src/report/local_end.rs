@@ -74,7 +74,7 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
     let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
     let mut lines: Vec<Alike<'_>> = Vec::new();
     for end in facts.local_ends.iter().filter(is_other) {
-        let fate = Fate::of(end, facts.exit_reason, cause_is_told);
+        let fate = Fate::of(end, facts.exit_reason, cause_is_told, told);
         if let Some(line) = lines.iter_mut().find(|line| line.fate == fate) {
             line.ranks.push(end.rank.0);
             line.soonest = line.soonest.min(end.after);
@@ -94,9 +94,14 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
 }
 
 impl<'a> Fate<'a> {
-    fn of(end: &'a LocalEnd, exit_reason: &ExitReason, cause_is_told: bool) -> Self {
-        let why = match end.sent {
-            Some(sent) => Why::Stopped(deadly(sent, end.ending, exit_reason)),
+    fn of(end: &'a LocalEnd, exit_reason: &ExitReason, cause_is_told: bool, told: Option<&str>) -> Self {
+        let failed_alike = told.is_some() && end.message.as_deref() == told;
+        let has_exited = matches!(end.ending, Ending::Code(_));
+        let sent = end.sent.map(|sent| deadly(sent, end.ending, exit_reason));
+        // A worker that exited in spite of SIGKILL, or with the first one's error, did so before the signal came.
+        let was_late = |signal: i32| has_exited && (signal == libc::SIGKILL || failed_alike);
+        let why = match sent.filter(|signal| !was_late(*signal)) {
+            Some(signal) => Why::Stopped(signal),
             None if end.consequence && cause_is_told => Why::Followed,
             None => Why::OnItsOwn,
         };

@@ -10,7 +10,7 @@ use ddp_proto::ids::{Generation, GlobalRank};
 use ddp_proto::rendezvous::{Failures, WorkerExit};
 
 use crate::agent::ExitReason;
-use crate::report::failures::elsewhere;
+use crate::report::failures::{earlier, elsewhere};
 use crate::report::local_end::{LocalEnd, others};
 use crate::supervise::ending::{Ending, signal_name};
 use crate::supervise::hang::HUNG;
@@ -61,6 +61,7 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
                 text
             };
             elsewhere(&mut text, facts);
+            earlier(&mut text, facts);
             text
         }
         ExitReason::Refused { reason, .. } => format!("error: {reason}"),

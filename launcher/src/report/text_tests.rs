@@ -120,6 +120,30 @@ fn ranks_that_fail_alike_are_told_without_their_words() {
 }
 
 #[test]
+fn a_worker_that_exits_by_itself_is_not_said_to_be_killed_too() {
+    let mut exit = failure(1, Ending::Code(2));
+    exit.message = "unknown key".into();
+    let mut alike = end(0, Ending::Code(2), Some(9), 0);
+    alike.message = Some("unknown key".into());
+    let mut asked = end(2, Ending::Code(2), Some(15), 0);
+    asked.message = Some("unknown key".into());
+    let ends = [
+        alike,
+        end(1, Ending::Code(2), None, 0),
+        asked,
+        end(3, Ending::Code(7), Some(9), 40),
+    ];
+    let text = text(&job_over("", exit, "a"), &ends, None);
+    assert!(
+        text.ends_with(
+            "\n  ranks 0, 2: also exited with code 2 with the same error (0.0 s later)\
+             \n  rank 3: exited with code 7 (0.0 s later)"
+        ),
+        "{text}"
+    );
+}
+
+#[test]
 fn a_module_that_is_missing_is_told_with_the_interpreter_of_this_node() {
     let mut exit = failure(0, Ending::Code(1));
     exit.stderr_tail = vec!["ModuleNotFoundError: No module named 'torch'".into()];
@@ -392,6 +416,36 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
       rank 6 (node `c`): died of SIGKILL (0.1 s earlier)
       rank 4 (node `b`): exited with code 1 as a consequence (0.3 s later)
       node `d` (node rank 3) was lost: no heartbeat for 9.0 s (8.0 s later)
+      earlier, in generation 1: rank 3 (node `b`) exited with code 9
+    ");
+}
+
+#[test]
+fn the_first_failure_of_the_job_is_told_in_a_line_if_another_one_ended_it() {
+    let cause = WorkerExit {
+        message: "CUDA out of memory\nhint: less".into(),
+        log_file: "logs/attempt_0/1/stderr.log".into(),
+        ..failure(1, Ending::Code(42))
+    };
+    let effect = WorkerExit {
+        consequence: true,
+        ..failure(0, Ending::Code(1))
+    };
+    let last = failure(0, Ending::Code(3));
+    let failures = Failures {
+        failures: vec![
+            listed(0, "a", effect, 0),
+            listed(0, "b", cause, 10),
+            listed(1, "a", last.clone(), 1_000),
+            listed(2, "a", last.clone(), 2_000),
+        ],
+        ..Failures::default()
+    };
+    insta::assert_snapshot!(text_of_many(&job_over("", last, "a"), &[], None, &failures), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
+        no output on stderr
+      earlier, in generation 0: rank 1 (node `b`) exited with code 42: CUDA out of memory; log file: logs/attempt_0/1/stderr.log
     ");
 }
 

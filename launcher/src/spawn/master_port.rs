@@ -134,6 +134,20 @@ fn parse_range(text: &str) -> Option<RangeInclusive<u16>> {
     Some(ends.next()?.parse().ok()?..=ends.next()?.parse().ok()?)
 }
 
+/// What may help where no port, or not the `given` one, can be had; begins with a line break.
+pub(crate) fn hint_for(cause: &io::Error, given: Option<u16>) -> String {
+    match (cause.raw_os_error().map(Errno::from_raw), given) {
+        (Some(Errno::EMFILE | Errno::ENFILE), _) => "\n  hint: check `ulimit -n`".to_owned(),
+        (Some(Errno::EADDRINUSE), Some(port)) => format!(
+            "\n  hint: choose a different `--master-port`, or leave it out \
+             (`ss -ltnp 'sport = :{port}'` shows who has it)"
+        ),
+        (Some(_), _) => "\n  hint: choose a free port with `--master-port`".to_owned(),
+        // It has a hint of its own, or was said before.
+        (None, _) => String::new(),
+    }
+}
+
 /// True if a program's words say that an address is in use, in the system's words or by the error's name.
 pub(crate) fn is_taken(words: &str) -> bool {
     let words = words.to_ascii_lowercase();
@@ -202,6 +216,20 @@ mod tests {
             let reserved = MasterPort::reserve_within(range).unwrap();
             assert!(range.contains(reserved.get()) && reserved.get() != port);
         }
+    }
+
+    #[test]
+    fn the_hint_fits_the_cause() {
+        let hint = |errno: Errno, given| hint_for(&errno.into(), given);
+        let taken = "\n  hint: choose a different `--master-port`, or leave it out \
+                     (`ss -ltnp 'sport = :29500'` shows who has it)";
+        assert_eq!(hint(Errno::EADDRINUSE, Some(29500)), taken);
+        assert_eq!(hint(Errno::EMFILE, Some(29500)), "\n  hint: check `ulimit -n`");
+        assert_eq!(
+            hint(Errno::EADDRINUSE, None),
+            "\n  hint: choose a free port with `--master-port`"
+        );
+        assert_eq!(hint_for(&io::Error::other("none is free"), None), "");
     }
 
     #[test]

@@ -417,6 +417,8 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     assert!(end.stdout.contains("[0] stopped"), "{}", end.stdout);
     let gone = format!("error: cannot reach the rendezvous at `{endpoint}`");
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
+    let hint = "; if a node hosted the rendezvous, that node may be gone: resume from the last checkpoint";
+    assert!(end.stderr.contains(hint), "{}", end.stderr);
 }
 
 #[test]

@@ -116,6 +116,18 @@ pub enum ClientError {
         /// The daemon's words.
         cause: String,
     },
+    /// The daemon has no such job, or does not tell of it.
+    #[error(
+        "cannot {what} at the rendezvous daemon `{endpoint}`: {cause}\n  hint: `ddp-rendezvous jobs` lists them"
+    )]
+    UnknownJob {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// The daemon's words.
+        cause: String,
+    },
     /// The daemon answered with an error.
     #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     Refused {
@@ -140,7 +152,7 @@ impl ClientError {
     /// Exit code of a launcher that ends because of this error.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::BadEndpoint { .. } | Self::Tls(_) => exit::USAGE,
+            Self::BadEndpoint { .. } | Self::Tls(_) | Self::UnknownJob { .. } => exit::USAGE,
             Self::Unreachable { .. }
             | Self::Stranger { .. }
             | Self::Broken { .. }
@@ -191,6 +203,9 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
 const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there, that its port is open, and that no other program uses the port";
 /// What to do where the endpoint's name leads nowhere.
 const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP address";
+
+/// The library's words where the other side is gone without the end that TLS has. An address of documentation follows.
+const TLS_EOF: &str = "without sending TLS close_notify";
 
 /// Why one attempt to reach the daemon failed.
 #[derive(Debug)]
@@ -243,8 +258,31 @@ pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     while let Some(source) = error.source() {
         error = source;
     }
-    match error.downcast_ref::<Status>() {
+    let words = match error.downcast_ref::<Status>() {
         Some(status) => printable::text(status.message()).into_owned(),
         None => error.to_string(),
+    };
+    if words.contains(TLS_EOF) {
+        return "the rendezvous ended without a goodbye".to_owned();
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_is_killed_has_plain_words() {
+        let words = "peer closed connection without sending TLS close_notify: https://docs.rs/rustls";
+        let cut = io::Error::new(io::ErrorKind::UnexpectedEof, words);
+        let error = broken("node0:29400", &Status::from_error(Box::new(cut)));
+        assert_eq!(
+            error.to_string(),
+            "connection to the rendezvous daemon at `node0:29400` broke: the rendezvous ended without a goodbye"
+        );
+        assert_eq!(root_cause(&io::Error::other("broken pipe")), "broken pipe");
     }
 }

@@ -225,7 +225,8 @@ pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
     let (distrust, cause) = match inner {
         Some(rustls::Error::InvalidCertificate(_)) if by_token => (
             Some(SAME_TOKEN),
-            "the daemon there has a different token".to_owned(),
+            "its certificate was not made with this token: it has a different token, or is no rendezvous"
+                .to_owned(),
         ),
         Some(rustls::Error::InvalidCertificate(why)) => {
             let cause = format!("the daemon's certificate is not accepted: {why:?}");
@@ -255,8 +256,8 @@ const HUNG_UP: [io::ErrorKind; 3] = [
     io::ErrorKind::ConnectionReset,
     io::ErrorKind::BrokenPipe,
 ];
-/// What to do where the daemon has another token.
-const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN";
+/// What to do where the daemon has another token, or the server is none.
+const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN, or check the host and port of `--rdzv-endpoint`";
 /// What to do where its certificate is another authority's, or for another name.
 const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the rendezvous's certificate, that the certificate names the host of `--rdzv-endpoint`, and that it is valid today";
 
@@ -294,8 +295,20 @@ mod tests {
         far.unwrap();
         let (near, far) = meet(client_of_token(&other).unwrap(), server()).await;
         let failure = words_of(&near.unwrap_err(), true);
-        assert!(failure.distrust.is_some(), "{failure}");
-        assert_eq!(failure.to_string(), "the daemon there has a different token");
+        let words = failure.to_string();
+        assert!(
+            words.ends_with("it has a different token, or is no rendezvous"),
+            "{words}"
+        );
+        let hint = failure.distrust.unwrap_or_default();
+        assert!(
+            hint.starts_with("give all nodes of the job the same token"),
+            "{hint}"
+        );
+        assert!(
+            hint.ends_with(", or check the host and port of `--rdzv-endpoint`"),
+            "{hint}"
+        );
         far.unwrap_err();
         // It trusts the daemon, and shows nothing itself.
         let roots = Authority::of(&own).unwrap().roots().unwrap();

@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use clap_complete::Shell;
 
-use super::settings::{NAMES, Settings};
+use super::settings::{NAMES, Settings, nearest};
 use super::target::TargetKind;
 use crate::cli::values;
 
@@ -66,8 +66,8 @@ const EXIT_CODES: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
 SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
 73 the run's directory is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
-the job; 77 refused; 93 a worker failed and asked not to be restarted; 126, 127 the program cannot be \
-executed, or does not exist.";
+the job; 77 refused; 78 an operator closed the job; 93 a worker failed and asked not to be restarted; \
+126, 127 the program cannot be executed, or does not exist.";
 
 /// Flags of other launchers, with the one that does the same here.
 const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
@@ -135,7 +135,8 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
     }
     let mut flags = argv;
     flags.remove(place);
-    let reread = read(command().mut_arg("command", |arg| arg.required(false)), &flags)?;
+    let reread = read(command().mut_arg("command", |arg| arg.required(false)), &flags);
+    let reread = reread.map_err(with_set)?;
     let strays = std::iter::once(reread.target).chain(reread.target_args);
     Ok(ParsedArgs {
         target: parsed.target,
@@ -207,10 +208,12 @@ fn with_our_flag(mut error: clap::Error) -> clap::Error {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag.replace('_', "-"),
         _ => return error,
     };
-    let similar = match error.get(ContextKind::SuggestedArg) {
+    let mut similar = match error.remove(ContextKind::SuggestedArg) {
         Some(ContextValue::String(flag)) => vec![flag.replace('_', "-")],
         _ => Vec::new(),
     };
+    // The parser takes `--lr` for `--local-ranks-filter`.
+    similar.retain(|flag| nearest(&unknown, std::iter::once(&**flag)).is_some());
     // "To pass it as a value, use `-- FLAG`": the flag would be the target.
     error.remove(ContextKind::Suggested);
     let of_others = FLAGS_OF_OTHERS.iter().find(|(flag, _)| *flag == unknown);
@@ -221,6 +224,15 @@ fn with_our_flag(mut error: clap::Error) -> clap::Error {
     let meant = if meant.is_empty() { similar } else { meant };
     if !meant.is_empty() {
         error.insert(ContextKind::SuggestedArg, ContextValue::Strings(meant));
+    }
+    error
+}
+
+/// After a configuration, a flag that resembles none of ours may be meant for one of its values.
+fn with_set(mut error: clap::Error) -> clap::Error {
+    if error.kind() == ErrorKind::UnknownArgument && error.get(ContextKind::SuggestedArg).is_none() {
+        let tip = "`--set` changes values of the configuration: `--set train.optimizer.lr=1e-3`";
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
     error
 }
@@ -435,6 +447,23 @@ mod tests {
     }
 
     #[test]
+    fn a_flag_that_resembles_none_leads_to_the_values_of_a_configuration() {
+        let error = parse_words(&["train.yaml", "--lr", "3"]).expect_err("must be refused");
+        assert!(!error.contains("similar"), "{error}");
+        assert!(
+            error.contains("tip: `--set` changes values of the configuration: "),
+            "{error}"
+        );
+        let error = parse_words(&["train.yaml", "--nnods", "2"]).expect_err("must be refused");
+        assert!(
+            error.contains("'--nnodes'") && !error.contains("--set"),
+            "{error}"
+        );
+        let error = parse_words(&["--lr", "3", "train.py"]).expect_err("must be refused");
+        assert!(!error.contains("tip: "), "{error}");
+    }
+
+    #[test]
     fn bad_values_name_the_flag_and_what_it_takes() {
         let error = parse_words(&["--nnodes", "4:2", "x"]).expect_err("must be refused");
         let first_line = error.lines().next().unwrap_or_default();
@@ -489,6 +518,16 @@ mod tests {
             );
         }
         assert!(whole.iter().any(|line| line.starts_with("Exit codes: ")));
+        let mut sections = include_str!("../../../docs/reference.md").split("## ");
+        let table = sections.find(|section| section.starts_with("Exit codes"));
+        let table = table.expect("a section");
+        let codes = table
+            .lines()
+            .filter_map(|line| line.strip_prefix("| ")?.split(' ').next());
+        for code in codes.filter(|code| code.parse::<u8>().is_ok()) {
+            let has_it = EXIT_CODES.split([' ', ',', '/']).any(|word| word == code);
+            assert!(has_it, "{code}");
+        }
     }
 
     #[test]

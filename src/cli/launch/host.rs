@@ -173,7 +173,12 @@ async fn join(facts: &HostFacts, endpoint: &Endpoint) -> Result<Hosting, CliErro
 /// In this process.
 fn host(facts: &HostFacts, endpoint: &Endpoint, listener: TcpListener) -> Result<Hosting, CliError> {
     let (access, transport, callers) = match &facts.protection {
-        Protection::Insecure => (Access::Open, Transport::Plain, Callers::Anybody),
+        Protection::Insecure => {
+            if let Some(words) = listener.local_addr().ok().and_then(reach) {
+                tracing::warn!("{words}");
+            }
+            (Access::Open, Transport::Plain, Callers::Anybody)
+        }
         Protection::Token { source, .. } => {
             let token = source.read_or_make()?;
             let transport = Transport::of_token(&token)?;
@@ -187,6 +192,13 @@ fn host(facts: &HostFacts, endpoint: &Endpoint, listener: TcpListener) -> Result
             listener: Listener::Tcp(listener, transport),
             callers,
         }),
+    })
+}
+
+/// What other machines can do at this address without a token, if they can reach it.
+fn reach(address: SocketAddr) -> Option<String> {
+    (!address.ip().to_canonical().is_loopback()).then(|| {
+        format!("every host that reaches {address} can join this job, read its data and stop it: `--insecure` is on")
     })
 }
 
@@ -465,6 +477,13 @@ mod tests {
     }
 
     #[test]
+    fn an_open_rendezvous_warns_of_addresses_that_others_reach() {
+        let of = |address: &str| reach(address.parse().expect("an address"));
+        assert_eq!(["127.0.0.1:29400", "[::1]:29400"].map(of), [None, None]);
+        insta::assert_snapshot!(of("[::]:29400").expect("words"), @"every host that reaches [::]:29400 can join this job, read its data and stop it: `--insecure` is on");
+    }
+
+    #[test]
     fn a_port_that_nobody_serves_is_tried_again() {
         use std::os::fd::AsRawFd as _;
         use std::task::{Context, Waker};
@@ -520,7 +539,7 @@ mod tests {
             let text = error.to_string().replace(&port.to_string(), "PORT");
             insta::assert_snapshot!(text, @r"
         port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by a program that is not a ddp-run rendezvous: it does not answer gRPC health checks
-          hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token, or both `--insecure`
+          hint: choose a different port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :PORT'`); if it is a rendezvous, give both the same token; or both `--insecure`, in a network that you trust entirely
         ");
             closes.abort();
         });

@@ -359,7 +359,7 @@ fn unknown_key(name: &str) -> String {
 }
 
 /// The one of `known` that `name` is most likely a misspelling of.
-pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(in crate::cli) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let distances = known.map(|known| (strsim::damerau_levenshtein(known, name), known));
     let (distance, near) = distances.min()?;
     (distance <= (name.chars().count() / 3).max(1)).then_some(near)

@@ -155,6 +155,10 @@ impl Target {
             path: PathBuf::from(&name),
             source,
         };
+        let is_program = || in_path(&[display.as_str()], |name| std::env::var(name).ok()).is_some();
+        if kind == TargetKind::Program && Path::new(&name).is_dir() && !is_program() {
+            return Err(unreadable(io::ErrorKind::IsADirectory.into()));
+        }
         let yaml = match kind {
             TargetKind::Native => Some(std::fs::read_to_string(&name).map_err(unreadable)?),
             TargetKind::Python => {
@@ -219,6 +223,10 @@ impl Target {
 
 /// What to write instead of a target that cannot be read.
 fn hint_for(path: &Path, why: &io::Error) -> String {
+    if path.is_dir() {
+        return "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
+            .to_owned();
+    }
     let is_missing = why.kind() == io::ErrorKind::NotFound;
     match similar_file(path).filter(|_| is_missing) {
         Some(file) => format!("did you mean `{}`?", file.display()),
@@ -342,5 +350,22 @@ mod tests {
         let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
         assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
         assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
+    }
+
+    #[test]
+    fn a_folder_without_a_main_is_no_script() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let read = |path: &Path| Target::read(TargetKind::Program, path.into(), vec![], vec![]);
+        let error = read(dir.path()).expect_err("a folder");
+        assert_eq!(error.exit_code(), ddp_proto::exit::USAGE);
+        let words = error
+            .to_string()
+            .replace(dir.path().to_str().expect("unicode"), "DIR");
+        insta::assert_snapshot!(words, @r"
+        cannot read target `DIR`: is a directory
+          hint: a directory counts as a script only with a `__main__.py`; give the path of a file in it
+        ");
+        read(Path::new(".")).expect_err("a folder");
+        read(Path::new("sh")).expect("a program");
     }
 }

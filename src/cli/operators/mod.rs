@@ -232,8 +232,11 @@ pub(super) async fn close(args: CloseArgs) -> ExitCode {
 pub(super) async fn drain(args: DrainArgs) -> ExitCode {
     let drained = async {
         let jobs = args.daemon.connect().await?.drain().await?;
-        let jobs = ddp_proto::words::counted(jobs, "job");
-        Ok(format!("the daemon takes no new jobs, and ends after {jobs}\n"))
+        let end = match jobs {
+            0 => "now".to_owned(),
+            jobs => format!("after {}", ddp_proto::words::counted(jobs, "job")),
+        };
+        Ok(format!("the daemon takes no new jobs, and ends {end}\n"))
     };
     answered(drained.await)
 }

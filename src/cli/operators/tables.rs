@@ -51,7 +51,14 @@ pub(super) fn job(name: &str, status: &StatusReply) -> String {
         status.restart_count,
         status.max_restarts,
     );
-    let _ = writeln!(text, "{}", visible(&status.reason));
+    // What a generation began with stands below, with the generation.
+    if status
+        .generations
+        .last()
+        .is_none_or(|last| last.began != status.reason)
+    {
+        let _ = writeln!(text, "{}", visible(&status.reason));
+    }
     if let Some(last) = status.losses.last() {
         let _ = writeln!(text, "loss {:.4} at step {}", last.loss, last.step);
     }
@@ -150,13 +157,16 @@ fn generations(status: &StatusReply) -> String {
 }
 
 fn period(period: &GenerationStatus) -> String {
+    // Its number is on the line above.
+    let number = format!("generation {}: ", period.generation);
+    let began = period.began.strip_prefix(&number).unwrap_or(&period.began);
     let mut text = format!(
         "generation {} ({}, {}) began {} ago\n  {}\n",
         period.generation,
         counted(period.nodes, "node"),
         counted(period.ranks, "rank"),
         ago(period.began_ms),
-        visible(&period.began),
+        visible(began),
     );
     if let Some(ended) = period.ended_ms {
         let _ = writeln!(text, "  ended {} ago: {}", ago(ended), visible(&period.ended));
@@ -283,7 +293,7 @@ mod tests {
                     generation: 1,
                     nodes: 2,
                     ranks: 4,
-                    began: "all 2 nodes joined".into(),
+                    began: "generation 1: all 2 nodes joined".into(),
                     ended: "rank 1 (node `node0`) died of SIGKILL".into(),
                     began_ms: 95_000,
                     ended_ms: Some(30_000),
@@ -292,7 +302,7 @@ mod tests {
                     generation: 2,
                     nodes: 2,
                     ranks: 4,
-                    began: "all 2 nodes rejoined".into(),
+                    began: "generation 2: all 2 nodes rejoined".into(),
                     began_ms: 29_000,
                     ..GenerationStatus::default()
                 },
@@ -309,7 +319,6 @@ mod tests {
     fn a_job_is_shown_with_its_ranks_and_its_past() {
         insta::assert_snapshot!(job("nightly", &status()), @r"
         job `nightly`: running, generation 2, restarts 1/3
-        generation 2: all 2 nodes rejoined
         loss 3.2500 at step 40
         key-value store: 2.0 KiB
 
@@ -328,5 +337,11 @@ mod tests {
         generation 2 (2 nodes, 4 ranks) began 29.0 s ago
           all 2 nodes rejoined
         ");
+        let waiting = StatusReply {
+            reason: "1 of 2 nodes joined".into(),
+            ..status()
+        };
+        let text = job("nightly", &waiting);
+        assert_eq!(text.lines().nth(1), Some("1 of 2 nodes joined"), "{text}");
     }
 }

@@ -14,9 +14,11 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
+use crate::cli::launch::settings::nearest;
 use crate::cli::{answer, native, values};
 use doctor::gpus;
 
@@ -73,9 +75,10 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     {
         return gpus::describe_main();
     }
+    let first = argv.get(1).cloned();
     let args = match Args::try_parse_from(argv) {
         Ok(args) => args,
-        Err(words) => return answer::instead_of_arguments(&words, ""),
+        Err(words) => return answer::instead_of_arguments(&with_nearest(words, first.as_ref()), ""),
     };
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
@@ -88,5 +91,36 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Eval(args) => inference::evaluate(&args),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
         Command::Completions { shell } => answer::completions(shell, command()),
+    }
+}
+
+/// Suggests the subcommand of which the `first` word is a misspelling, where the parser has no idea.
+fn with_nearest(mut error: clap::Error, first: Option<&OsString>) -> clap::Error {
+    let typed = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(typed)) if first.is_some_and(|word| word == typed.as_str()) => typed,
+        _ => return error,
+    };
+    let command = command();
+    let meant = nearest(typed, command.get_subcommands().map(clap::Command::get_name));
+    if let (Some(name), None) = (meant, error.get(ContextKind::SuggestedSubcommand)) {
+        let name = ContextValue::Strings(vec![name.to_owned()]);
+        error.insert(ContextKind::SuggestedSubcommand, name);
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_subcommand_leads_to_the_one_that_is_meant() {
+        let words = |typed: &str| {
+            let error = Args::try_parse_from(["ddp-train", typed]).expect_err("no such subcommand");
+            with_nearest(error, Some(&OsString::from(typed))).to_string()
+        };
+        assert!(words("rnu").contains("'run'"), "{}", words("rnu"));
+        assert!(words("doctr").contains("'doctor'"), "{}", words("doctr"));
+        assert!(!words("xyzzy").contains("similar"), "{}", words("xyzzy"));
     }
 }

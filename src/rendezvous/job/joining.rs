@@ -39,16 +39,21 @@ impl Joining {
 }
 
 impl Job {
-    /// Takes a node in, takes it back after a reconnect, or refuses it by name.
-    pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
-        let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
+    /// Lets all nodes go if they have died without a word: the one that comes is no part of their run. True if so.
+    pub(in crate::rendezvous) fn is_cleared_for(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
         let is_known = self.roster.nodes().contains_key(&joining.from.incarnation);
         let is_new = !is_known && joining.from.generation == 0 && joining.join.latest_generation == 0;
-        if is_new && self.roster.is_deserted(turn) {
-            // All of them have died without a word: what comes is no part of their run.
+        let is_left = is_new && self.roster.is_deserted(turn);
+        if is_left {
             turn.decided(format!("job `{}`: no node of the last run is left", self.id));
             self.roster.dismiss_all(turn);
         }
+        is_left
+    }
+
+    /// Takes a node in, takes it back after a reconnect, or refuses it by name.
+    pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
         if self.roster.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.

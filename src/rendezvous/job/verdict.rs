@@ -96,11 +96,13 @@ impl Finished {
         config.callers != Callers::OfJobs || is_same_secret(&self.token_proof, &joining.join.token_proof)
     }
 
-    /// A node of this run comes, one that was in it or one that was on standby.
+    /// There is a verdict, and a node of this run comes: one that was in it or one that was on standby.
     pub(in crate::rendezvous) fn concerns(&self, joining: &Joining) -> bool {
         let latest = joining.join.latest_generation;
         let stood_by = joining.from.generation == 0 && latest > 0 && latest == self.generation;
-        stood_by || self.told.contains(&joining.from.incarnation) || joining.is_of_run(&self.run_token)
+        let is_of_it =
+            stood_by || self.told.contains(&joining.from.incarnation) || joining.is_of_run(&self.run_token);
+        is_of_it && self.verdict.is_some()
     }
 
     /// Tells a node the verdict, and sends it away; false if there is none.

@@ -7,7 +7,7 @@ use super::*;
 fn one_node_starts_at_once() {
     let mut s = Scene::new();
     s.join("a", 1, 1);
-    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node joined; node ranks: 1 by host name");
+    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node joined; node ranks by host name");
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn an_elastic_job_starts_at_min_after_the_last_call() {
     s.join("c", 2, 4).pass(SECOND, &["a", "b", "c"]);
     insta::assert_snapshot!(s.words("c"), @r"
     waiting: 3 nodes joined (`a`, `b`, `c`), enough to start; waiting up to 1 s for more
-    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 nodes joined (of 2 to 4) within `last_call_timeout`; node ranks: 3 by host name
+    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 nodes joined (of 2 to 4) within `last_call_timeout`; node ranks by host name
     ");
 }
 

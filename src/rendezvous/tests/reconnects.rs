@@ -123,6 +123,40 @@ fn an_agent_that_missed_the_end_of_the_job_receives_it_even_later() {
 }
 
 #[test]
+fn an_agent_that_missed_the_end_of_the_job_receives_it_although_a_new_run_has_begun() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2).break_stream("b");
+    s.leave("a", Some(2), "");
+    // The daemon is stalled: it notices that no node is left when the next run begins.
+    s.now += 60 * SECOND;
+    s.join("c", 2, 2);
+    assert!(s.words("c").starts_with("waiting: 1 of 2 nodes joined"));
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    assert!(s.words("b").starts_with("job over 130: node `a`"));
+}
+
+#[test]
+fn a_node_on_standby_receives_the_end_of_the_job_although_a_node_was_refused_since() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2)
+        .join("b", 2, 2)
+        .join("c", 2, 2)
+        .break_stream("c");
+    s.leave("a", Some(2), "")
+        .leave("b", None, "")
+        .pass(60 * SECOND, &[]);
+    assert!(s.state.is_idle());
+    s.join_with("x", [10, 0, 0, 9], 1 << 40, join("x", 2, 2));
+    assert!(s.words("x").contains("reports generation"));
+    let on_standby = Join {
+        latest_generation: 1,
+        ..join("c", 2, 2)
+    };
+    s.join_with("c", [10, 0, 0, 3], 0, on_standby);
+    assert!(s.words("c").starts_with("job over 130: node `a`"));
+}
+
+#[test]
 fn stale_messages_are_ignored() {
     let mut s = Scene::new();
     s.join("a", 1, 1)

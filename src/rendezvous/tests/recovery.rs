@@ -209,7 +209,7 @@ fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
     o.back("a").scene.join("c", 1, 3);
     o.back("b");
     insta::assert_snapshot!(o.received("b"), @r"
-    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes joined (of 1 to 3) within `last_call_timeout`; node ranks: 2 by host name
+    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes joined (of 1 to 3) within `last_call_timeout`; node ranks by host name
     generation 1 over at a step boundary: `c` joined; continuing with 3 nodes (no restart spent)
     ");
 }

@@ -447,7 +447,10 @@ async fn status_and_health_answer() {
         .unwrap_err()
         .to_string()
         .replace(&daemon.endpoint, "HOST:PORT");
-    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see");
+    insta::assert_snapshot!(error, @r"
+    cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see
+      hint: `ddp-rendezvous jobs` lists them
+    ");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;

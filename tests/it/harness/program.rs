@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader, Read};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -10,6 +12,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{LazyLock, Once};
 use std::time::{Duration, Instant};
 
+use ddp_proto::trust::token::Token;
 use nix::sys::signal::{SigHandler, Signal, kill, signal};
 use nix::unistd::Pid;
 
@@ -34,10 +37,21 @@ fn catch_interrupts() {
     });
 }
 
-/// A file that no other run of the tests knows; whoever hosts a rendezvous first makes it.
+/// A file that no other run of the tests knows. It is there already, so no host of a rendezvous says that it made it.
 pub(crate) fn token_file() -> &'static Path {
     static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(super::temp_dir);
-    static FILE: LazyLock<PathBuf> = LazyLock::new(|| FOLDER.path().join("token"));
+    static FILE: LazyLock<PathBuf> = LazyLock::new(|| {
+        let path = FOLDER.path().join("token");
+        let made = File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path);
+        made.expect("a new file")
+            .write_all(Token::random().reveal().as_bytes())
+            .expect("written");
+        path
+    });
     &FILE
 }
 
@@ -77,7 +91,7 @@ impl Program {
 
     /// What it reads from its standard input.
     pub(crate) fn input(mut self, text: &str) -> Self {
-        use std::io::{Seek, Write};
+        use std::io::Seek;
         let mut file = tempfile::tempfile().expect("a temporary file");
         file.write_all(text.as_bytes()).expect("written");
         file.rewind().expect("rewound");
@@ -91,7 +105,7 @@ impl Program {
     }
 
     /// Where its standard output goes, instead of to the test.
-    pub(crate) fn stdout_to(mut self, file: std::fs::File) -> Self {
+    pub(crate) fn stdout_to(mut self, file: File) -> Self {
         self.command.stdout(file);
         self
     }

@@ -25,11 +25,19 @@ pub(super) fn introduction(prepared: &Prepared<'_>) -> String {
     let news = prepared.run_dir.exchange_startup(&rows);
     match news.filter(|_| is_restarted) {
         None => rows.join("\n"),
-        Some(news) if news.is_empty() => format!("restarted after step {step}; all else is as before"),
-        Some(news) => format!(
-            "restarted after step {step}; what has changed:\n{}",
-            news.join("\n")
-        ),
+        Some(news) => restarted(step, &news),
+    }
+}
+
+/// What a restart after so many steps says.
+fn restarted(steps: u64, news: &[String]) -> String {
+    let from = match steps {
+        0 => "restarted; no checkpoint yet: training starts again at step 1".to_owned(),
+        _ => format!("restarted after step {steps}"),
+    };
+    match news {
+        [] => format!("{from}; all else is as before"),
+        news => format!("{from}; what has changed:\n{}", news.join("\n")),
     }
 }
 
@@ -441,6 +449,17 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::config::LearningRate;
+
+    #[test]
+    fn a_restart_says_where_training_begins() {
+        insta::assert_snapshot!(restarted(100, &[]), @"restarted after step 100; all else is as before");
+        insta::assert_snapshot!(restarted(0, &[]), @"restarted; no checkpoint yet: training starts again at step 1; all else is as before");
+        let news = ["steps             20".to_owned()];
+        insta::assert_snapshot!(restarted(0, &news), @r"
+        restarted; no checkpoint yet: training starts again at step 1; what has changed:
+        steps             20
+        ");
+    }
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {

@@ -18,6 +18,10 @@ use super::link::{Link, LinkEvent};
 use crate::output::console::Console;
 use crate::plan::LaunchPlan;
 
+/// Which of both the daemon was, a program of its own or a thread of a node, the other nodes do not know.
+const HOST_MAY_BE_GONE: &str =
+    "if a node hosted the rendezvous, that node may be gone: resume from the last checkpoint";
+
 /// How the agent and the daemon stand.
 pub(in crate::agent) struct DaemonConnection {
     link: Link,
@@ -169,6 +173,9 @@ impl DaemonConnection {
                             self.plan.endpoint
                         );
                         (exit::RENDEZVOUS_TIMED_OUT, words)
+                    }
+                    (exit::DAEMON_UNREACHABLE, None) if self.outage.is_some() && !machine.has_succeeded() => {
+                        (exit::DAEMON_UNREACHABLE, format!("{error}; {HOST_MAY_BE_GONE}"))
                     }
                     (exit_code, _) => (exit_code, error.to_string()),
                 };

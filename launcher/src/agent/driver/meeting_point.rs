@@ -6,13 +6,15 @@ use ddp_proto::rendezvous::Assignment;
 
 use super::super::launch::Launch;
 use super::super::workers::PrepareError;
-use crate::spawn::master_port::MasterPort;
+use crate::spawn::master_port::{MasterPort, hint_for};
 use crate::tcp_store::TcpStoreServer;
 
 /// What this node has to offer for it; new in each generation.
 #[derive(Default)]
 pub(super) struct MeetingPoint {
     reserved: Option<MasterPort>,
+    /// Why there is none.
+    refusal: Option<io::Error>,
     /// On node 0, if the workers' PyTorch uses one; it stays open until the next generation begins.
     store: Option<TcpStoreServer>,
 }
@@ -45,14 +47,20 @@ impl MeetingPoint {
                 "cannot reserve a port for MASTER_PORT".to_owned(),
             ),
         };
-        self.reserved = reserved
-            .inspect_err(|error| launch.console.say(&format!("{what}: {error}")))
-            .ok();
+        match reserved {
+            Ok(port) => (self.reserved, self.refusal) = (Some(port), None),
+            Err(error) => {
+                let hint = hint_for(&error, plan.master_port);
+                launch.console.say(&format!("{what}: {error}{hint}"));
+                self.refusal = Some(error);
+            }
+        }
         self.reserved.as_ref().map(MasterPort::get).or(plan.master_port)
     }
 
     /// Hosts the store of the workers' PyTorch, if this is node 0. True if no worker of this node needs to do that. Alone,
-    /// rank 0 can do it instead; with several nodes, the others' workers would look for what they share elsewhere.
+    /// rank 0 can do it instead, unless the port that was asked for is taken; with several nodes, the others' workers
+    /// would look for what they share elsewhere.
     pub(super) fn host(
         &mut self,
         launch: &Launch<'_>,
@@ -64,17 +72,24 @@ impl MeetingPoint {
         }
         let listening = match &self.reserved {
             Some(port) => port.listen(),
-            None => Err(io::Error::other("it could not be reserved")),
+            None => Err(self
+                .refusal
+                .take()
+                .unwrap_or_else(|| io::Error::other("it could not be reserved"))),
         };
         let console = &launch.console;
         match listening.and_then(|listener| TcpStoreServer::start(listener, console.clone())) {
             Ok(store) => self.store = Some(store),
             Err(cause) => {
+                let given = launch.plan.master_port;
+                // The next generation would have the same port.
+                let is_final = given.is_some() && cause.kind() == io::ErrorKind::AddrInUse;
                 let error = PrepareError::Store {
                     port: assignment.master_port,
+                    given,
                     cause,
                 };
-                if assignment.node_count > 1 {
+                if is_final || assignment.node_count > 1 {
                     return Err(error);
                 }
                 console.say(&format!("rank 0 hosts the store: {error}"));

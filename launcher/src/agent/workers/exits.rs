@@ -22,7 +22,7 @@ impl WorkerGroup {
         Some(WorkerExit {
             stderr_tail: worker.stderr.lines(),
             message: worker.words().unwrap_or_default(),
-            port_taken: !self.agent_store
+            port_taken: self.port_changes
                 && worker.rank == GlobalRank(0)
                 && self.step().is_none_or(|step| step == 0)
                 && end.at.saturating_duration_since(self.began) < BIND_BOUND

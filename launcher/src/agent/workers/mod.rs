@@ -112,8 +112,8 @@ pub(super) struct WorkerGroup {
     oom: OomCounter,
     told_waits: ToldWaits,
     signal_scope: SignalScope,
-    /// Rank 0 has no port to bind.
-    agent_store: bool,
+    /// Rank 0 has a port to bind, and the next generation has a different one.
+    port_changes: bool,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -152,7 +152,7 @@ impl WorkerGroup {
             oom: OomCounter::of_workers(group),
             told_waits: ToldWaits::default(),
             signal_scope,
-            agent_store: false,
+            port_changes: false,
             cancelled: Arc::default(),
         }
     }
@@ -166,7 +166,7 @@ impl WorkerGroup {
     ) -> Result<Prepared, PrepareError> {
         let plan = &*site.plan;
         let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
-        worker_group.agent_store = site.agent_store;
+        worker_group.port_changes = !site.agent_store && plan.master_port.is_none();
         let attempt = site.attempt(generation, assignment);
         let duplicates = site.duplicates(attempt)?;
         let repeated = plan.command.native.then(RepeatedErrors::default);

@@ -17,6 +17,7 @@ use crate::output::plan::LineSource;
 use crate::output::pump::Duplicate;
 use crate::plan::{CoreSet, LaunchPlan};
 use crate::spawn::environment::{self, Common, threads_per_worker};
+use crate::spawn::master_port::hint_for;
 
 /// Role of a node whose agent is too old to tell one.
 const DEFAULT_ROLE: &str = "default";
@@ -28,10 +29,13 @@ pub(in crate::agent) enum PrepareError {
     Log(#[from] LogError),
     #[error("cannot create pipes for the workers: {0}\n  hint: check `ulimit -n`")]
     Pipe(#[from] io::Error),
-    #[error(
-        "cannot host PyTorch's store at MASTER_PORT {port}: {cause}\n  hint: check `ulimit -n`, or choose a free port with `--master-port`"
-    )]
-    Store { port: u32, cause: io::Error },
+    #[error("cannot host PyTorch's store at MASTER_PORT {port}: {cause}{}", hint_for(cause, *given))]
+    Store {
+        port: u32,
+        /// `--master-port`
+        given: Option<u16>,
+        cause: io::Error,
+    },
     #[error("invalid assignment from the rendezvous daemon: {0}")]
     Assignment(String),
     #[error(
