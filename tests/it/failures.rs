@@ -22,6 +22,19 @@ fn error_file(logs: &Path) -> Value {
     serde_json::from_slice(&bytes).expect("JSON")
 }
 
+/// The report ends with what failed in the generation before.
+fn expect_earlier(report: &str) {
+    let is_earlier = |line: &&str| line.contains("]   earlier, in generation 1: rank 1 (node `");
+    let earlier = report
+        .lines()
+        .find(is_earlier)
+        .unwrap_or_else(|| panic!("{report}"));
+    assert!(
+        earlier.contains("exited with code 42") && earlier.ends_with("attempt_0/1/stderr.log"),
+        "{earlier}"
+    );
+}
+
 #[test]
 fn both_nodes_tell_the_same_failures_in_the_same_order() {
     let (dir, port) = (temp_dir(), ReservedPort::new());
@@ -53,15 +66,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     let (a, b) = (a.finish(), b.finish());
     for node in [&a, &b] {
         node.expect_exit(7).expect_stderr("first failure: rank 0");
-        let words = node.stderr();
-        let earlier = words
-            .lines()
-            .find(|line| line.contains("]   earlier, in generation 1: rank 1 (node `"));
-        let earlier = earlier.unwrap_or_else(|| panic!("{words}"));
-        assert!(
-            earlier.contains("exited with code 42") && earlier.ends_with("attempt_0/1/stderr.log"),
-            "{earlier}"
-        );
+        expect_earlier(&node.stderr());
     }
 
     let (a, b) = (error_file(&logs_a), error_file(&logs_b));

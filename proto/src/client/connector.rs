@@ -207,13 +207,17 @@ impl AsyncWrite for Connection {
         match self.get_mut() {
             Self::Tcp { stream, is_first } => {
                 let written = Pin::new(&mut *stream).poll_write(context, buf);
-                // The connection was reset, and the reason may lie unread.
-                let mut first = [0];
-                let is_reset = *is_first && matches!(written, Poll::Ready(Err(_)));
-                if is_reset && matches!(stream.try_read(&mut first), Ok(1)) && first[0] == TLS_ALERT {
-                    return Poll::Ready(Err(expects_tls()));
+                if !*is_first || !matches!(written, Poll::Ready(Err(_))) {
+                    return written;
                 }
-                written
+                // The connection was reset, and the reason may lie unread: the socket is readable now, or will be.
+                let mut first = [0];
+                let mut unread = ReadBuf::new(&mut first);
+                match Pin::new(stream).poll_read(context, &mut unread) {
+                    Poll::Pending => Poll::Pending,
+                    Poll::Ready(Ok(())) if *unread.filled() == [TLS_ALERT] => Poll::Ready(Err(expects_tls())),
+                    Poll::Ready(_) => written,
+                }
             }
             Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
             Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
