@@ -498,10 +498,11 @@ impl Daemon {
 
     fn drain(&mut self, turn: &mut Turn<'_>) {
         if !std::mem::replace(&mut self.is_draining, true) {
-            let jobs = counted(self.jobs.len() as u32, "job");
-            turn.decided(format!(
-                "the daemon is drained: it takes no new jobs, and ends after {jobs}"
-            ));
+            let end = match self.jobs.len() {
+                0 => "now".to_owned(),
+                jobs => format!("after {}", counted(jobs as u32, "job")),
+            };
+            turn.decided(format!("the daemon is drained: it takes no new jobs, and ends {end}"));
         }
     }
 

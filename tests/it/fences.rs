@@ -163,7 +163,7 @@ fn two_daemons_of_one_state_directory_and_a_damaged_ledger_are_one_clear_message
             .run()
     };
     second()
-        .expect_exit(2)
+        .expect_exit(73)
         .expect_stderr("another daemon uses the state in");
     daemon.stop().expect_exit(0);
     std::fs::write(state.path().join("ledger"), "not a ledger\n").expect("writable");
