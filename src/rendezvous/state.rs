@@ -502,7 +502,9 @@ impl Daemon {
                 0 => "now".to_owned(),
                 jobs => format!("after {}", counted(jobs as u32, "job")),
             };
-            turn.decided(format!("the daemon is drained: it takes no new jobs, and ends {end}"));
+            turn.decided(format!(
+                "the daemon is drained: it takes no new jobs, and ends {end}"
+            ));
         }
     }
 
