@@ -407,7 +407,8 @@ impl Daemon {
         {
             return refuse(turn, joining.conn, code, reason);
         }
-        // A run after this one has generations of its own, whoever's it is: what is left of the old run stays fenced off.
+        // Another run of this name continues to count generations, also if it is another user's: what is left of the old
+        // run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
         let new = || Job::new(job_id, earlier.unwrap_or(0), turn.at.now);

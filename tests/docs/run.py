@@ -181,7 +181,7 @@ def prepare(scratch, directory):
         port = free.getsockname()[1]
     path = f"{scratch}/bin:{directory}:{os.environ['PATH']}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "DDP_", "VIRTUAL_ENV"))}
-    # Not into the home of whoever runs this.
+    # Not into the home of the user who runs this.
     kept["DDP_TOKEN_FILE"] = str(scratch / "token")
     return kept | {"PATH": path, "DDP_PORT": str(port), "PYTHON_EXEC": f"{scratch}/bin/python3"}
 
