@@ -127,6 +127,8 @@ async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpA
         .max_buf_size(MAX_HEADER_BYTES)
         .max_headers(MAX_HEADER_FIELDS)
         .keep_alive(false)
+        // A client that has sent all it had to say, and said so, still waits for its answer.
+        .half_close(true)
         .serve_connection(TokioIo::new(stream), service);
     tokio::pin!(serving);
     // What goes wrong here goes wrong at the other end.
