@@ -3,9 +3,10 @@
 //! | module | what it is | who has it |
 //! |---|---|---|
 //! | [`token`] | the secret of a job | its launchers and their daemon |
-//! | [`tls`] | mutual TLS from the token or from an operator's files | daemon ⇄ agent |
+//! | [`tls`] | mutual TLS, by the keys that follow from a token or by an operator's files | daemon ⇄ agent |
 //! | [`data_key`] | the secret of a generation's data connections | daemon → agent → worker |
 
 pub mod data_key;
+mod raw_key;
 pub mod tls;
 pub mod token;

@@ -1,35 +1,25 @@
-//! Mutual TLS between agents and their daemon: from the token that both have, or from an operator's files.
-//!
-//! Both sides derive one key from the token, take it for that of a certificate authority, and make a certificate of
-//! their own with it for each process. Who has the token is trusted, and nobody else.
+//! Mutual TLS between agents and their daemon: by the token that both have ([`super::raw_key`]), or by an operator's
+//! files. Who has the token is trusted, and nobody else.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PKCS_ED25519,
-};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{AlertDescription, ClientConfig, PeerIncompatible, RootCertStore, ServerConfig};
 
+use super::raw_key;
 use crate::trust::token::Token;
 
-/// The name in the certificates that are made from a token. Nobody looks it up.
+/// What a daemon with a token is called in a handshake. Nobody looks it up.
 pub const SERVER_NAME: &str = "rendezvous.ddp-run.internal";
 
 /// What is spoken inside.
 const ALPN: &[u8] = b"h2";
-
-/// An Ed25519 private key of RFC 8410 is its seed of 32 bytes behind these.
-const PKCS8_PREFIX: [u8; 16] = [
-    0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
-];
 
 /// Files of an operator, in PEM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,51 +53,7 @@ pub enum TlsError {
     Unfit(String),
 }
 
-/// Makes certificates that the token's owners trust.
-struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    cert: CertificateDer<'static>,
-}
-
 type OwnCert = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
-
-impl Authority {
-    fn of(token: &Token) -> Result<Self, rcgen::Error> {
-        let key = [&PKCS8_PREFIX[..], &token.authority_seed()].concat();
-        let key = KeyPair::from_pkcs8_der_and_sign_algo(&PrivatePkcs8KeyDer::from(key), &PKCS_ED25519)?;
-        let mut params = params("ddp-run token");
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        let cert = params.self_signed(&key)?.der().clone();
-        let issuer = Issuer::new(params, key);
-        Ok(Self { issuer, cert })
-    }
-
-    fn certify(&self, purpose: ExtendedKeyUsagePurpose) -> Result<OwnCert, rcgen::Error> {
-        let key = KeyPair::generate_for(&PKCS_ED25519)?;
-        let mut params = params("ddp-run process");
-        params.subject_alt_names = vec![rcgen::SanType::DnsName(SERVER_NAME.try_into()?)];
-        params.extended_key_usages = vec![purpose];
-        let cert = params.signed_by(&key, &self.issuer)?;
-        Ok((
-            vec![cert.der().clone()],
-            PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
-        ))
-    }
-
-    fn roots(&self) -> Result<RootCertStore, rustls::Error> {
-        let mut roots = RootCertStore::empty();
-        roots.add(self.cert.clone())?;
-        Ok(roots)
-    }
-}
-
-/// Valid at any time: clocks of nodes differ, and a certificate ends with its process.
-fn params(name: &str) -> CertificateParams {
-    let mut params = CertificateParams::default();
-    params.distinguished_name.push(DnType::CommonName, name);
-    params
-}
 
 fn unfit(error: impl std::fmt::Display) -> TlsError {
     TlsError::Unfit(error.to_string())
@@ -119,20 +65,12 @@ fn provider() -> Arc<CryptoProvider> {
 
 /// The side of an agent that has the token.
 pub fn client_of_token(token: &Token) -> Result<ClientConfig, TlsError> {
-    let authority = Authority::of(token).map_err(unfit)?;
-    let own = authority
-        .certify(ExtendedKeyUsagePurpose::ClientAuth)
-        .map_err(unfit)?;
-    client(authority.roots().map_err(unfit)?, Some(own))
+    raw_key::client(token, provider()).map(for_agents).map_err(unfit)
 }
 
 /// The side of a daemon that has the token: callers must have it too.
 pub fn server_of_token(token: &Token) -> Result<ServerConfig, TlsError> {
-    let authority = Authority::of(token).map_err(unfit)?;
-    let own = authority
-        .certify(ExtendedKeyUsagePurpose::ServerAuth)
-        .map_err(unfit)?;
-    server(Some(authority.roots().map_err(unfit)?), own)
+    raw_key::server(token, provider()).map(for_daemons).map_err(unfit)
 }
 
 /// The side of an agent whose daemon has an operator's certificate.
@@ -155,12 +93,11 @@ fn client(roots: RootCertStore, own: Option<OwnCert>) -> Result<ClientConfig, Tl
         .with_protocol_versions(&[&TLS13])
         .map_err(unfit)?
         .with_root_certificates(roots);
-    let mut config = match own {
+    let config = match own {
         Some((certs, key)) => config.with_client_auth_cert(certs, key).map_err(unfit)?,
         None => config.with_no_client_auth(),
     };
-    config.alpn_protocols = vec![ALPN.to_vec()];
-    Ok(config)
+    Ok(for_agents(config))
 }
 
 fn server(callers: Option<RootCertStore>, (certs, key): OwnCert) -> Result<ServerConfig, TlsError> {
@@ -174,11 +111,20 @@ fn server(callers: Option<RootCertStore>, (certs, key): OwnCert) -> Result<Serve
         }
         None => config.with_no_client_auth(),
     };
-    let mut config = config.with_single_cert(certs, key).map_err(unfit)?;
+    let config = config.with_single_cert(certs, key).map_err(unfit)?;
+    Ok(for_daemons(config))
+}
+
+fn for_agents(mut config: ClientConfig) -> ClientConfig {
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config
+}
+
+fn for_daemons(mut config: ServerConfig) -> ServerConfig {
     config.alpn_protocols = vec![ALPN.to_vec()];
     // Connections are few and long: nothing is resumed, and so nothing of an earlier one can be sent again.
     config.send_tls13_tickets = 0;
-    Ok(config)
+    config
 }
 
 fn own_of(files: &TlsFiles) -> Result<Option<OwnCert>, TlsError> {
@@ -225,9 +171,16 @@ pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
     let (distrust, cause) = match inner {
         Some(rustls::Error::InvalidCertificate(_)) if by_token => (
             Some(SAME_TOKEN),
-            "its certificate was not made with this token: it has a different token, or is no rendezvous"
+            "it does not have the key of this token: it has a different token, or is no rendezvous"
                 .to_owned(),
         ),
+        Some(
+            rustls::Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension)
+            | rustls::Error::AlertReceived(AlertDescription::HandshakeFailure),
+        ) => {
+            let (hint, cause) = if by_token { HAS_CERTIFICATE } else { HAS_TOKEN };
+            (Some(hint), cause.to_owned())
+        }
         Some(rustls::Error::InvalidCertificate(why)) => {
             let cause = format!("the daemon's certificate is not accepted: {why:?}");
             (Some(RIGHT_AUTHORITY), cause)
@@ -258,6 +211,16 @@ const HUNG_UP: [io::ErrorKind; 3] = [
 ];
 /// What to do where the daemon has another token, or the server is none.
 const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN, or check the host and port of `--rdzv-endpoint`";
+/// What to do where the daemon has a certificate and this side a token, and what that is called.
+const HAS_CERTIFICATE: (&str, &str) = (
+    "set DDP_TLS_CA to the authority of the rendezvous's certificate, or check the host and port of `--rdzv-endpoint`",
+    "it proves itself by a certificate, not by a token: it is a rendezvous for several users, or a different server",
+);
+/// The other way round.
+const HAS_TOKEN: (&str, &str) = (
+    "unset DDP_TLS_CA where the rendezvous has a token, or check the host and port of `--rdzv-endpoint`",
+    "it does not prove itself by a certificate: it is a rendezvous with a token, or a different server",
+);
 /// What to do where its certificate is another authority's, or for another name.
 const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the rendezvous's certificate, that the certificate names the host of `--rdzv-endpoint`, and that it is valid today";
 
@@ -310,17 +273,20 @@ mod tests {
             "{hint}"
         );
         far.unwrap_err();
-        // It trusts the daemon, and shows nothing itself.
-        let roots = Authority::of(&own).unwrap().roots().unwrap();
-        let (_, far) = meet(super::client(roots, None).unwrap(), server()).await;
+        // Without any key.
+        let roots = Arc::new(RootCertStore::empty());
+        let strange = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let (near, far) = meet(for_agents(strange), server()).await;
         far.unwrap_err();
-    }
-
-    #[test]
-    fn one_token_makes_one_authority() {
-        let token = Token::random();
-        let cert = || Authority::of(&token).unwrap().cert;
-        assert_eq!(cert(), cert());
+        let failure = words_of(&near.unwrap_err(), false);
+        assert_eq!(
+            (failure.distrust, &*failure.cause),
+            (Some(HAS_TOKEN.0), HAS_TOKEN.1)
+        );
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The secret that all nodes of a job have in common, and what is derived from it.
 //!
-//! It never goes over a network. Both sides of a connection derive the key of a certificate authority from it
-//! ([`crate::trust::tls`]), and a daemon that serves several users is told one hash for each job.
+//! It never goes over a network. Both sides of a connection derive their keys from it ([`crate::trust::tls`]), and a daemon that serves several users is told one hash for each job.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -14,12 +13,20 @@ pub const MAX_CHARS: usize = 512;
 const MIN_DIFFERENT: usize = 8;
 
 /// What each derived key is for: a key of one purpose says nothing about that of another.
-const AUTHORITY: &str = "ddp-run 2026-11 certificate authority of a token";
+const DAEMON_KEY: &str = "ddp-run 2026-11 TLS key of a daemon";
+const AGENT_KEY: &str = "ddp-run 2026-11 TLS key of an agent";
 const PROOF: &str = "ddp-run 2026-11 proof of the token of a job";
 
 /// The secret. It has no `Display`, and its `Debug` does not show it.
 #[derive(Clone)]
 pub struct Token(String);
+
+/// One side of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    Daemon,
+    Agent,
+}
 
 /// Why a text is no token. The text itself is not shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,9 +75,13 @@ impl Token {
         blake3::keyed_hash(&key, job.as_bytes()).into()
     }
 
-    /// Seed of the Ed25519 key of the certificate authority.
-    pub(crate) fn authority_seed(&self) -> [u8; 32] {
-        blake3::derive_key(AUTHORITY, self.0.as_bytes())
+    /// Seed of the Ed25519 key that this side of a connection proves to have.
+    pub(super) fn tls_seed(&self, side: Side) -> [u8; 32] {
+        let purpose = match side {
+            Side::Daemon => DAEMON_KEY,
+            Side::Agent => AGENT_KEY,
+        };
+        blake3::derive_key(purpose, self.0.as_bytes())
     }
 }
 
@@ -113,7 +124,8 @@ mod tests {
         Token::parse(one.reveal()).unwrap();
         assert_ne!(one.proof("a"), one.proof("b"));
         assert_ne!(one.proof("a"), other.proof("a"));
-        assert_ne!(one.authority_seed(), one.proof(""));
+        assert_ne!(one.tls_seed(Side::Agent), one.tls_seed(Side::Daemon));
+        assert_ne!(one.tls_seed(Side::Agent), one.proof(""));
         assert!(is_same_secret(&one.proof("a"), &one.proof("a")));
         assert!(!is_same_secret(&one.proof("a"), b""));
     }

@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::Error as Tls;
+use tokio_rustls::rustls::{Error as Tls, PeerIncompatible};
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
@@ -162,7 +162,10 @@ fn set_up(tcp: &TcpStream, config: &Config) -> io::Result<()> {
 fn words_of(error: &io::Error) -> String {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Tls>());
     match inner {
-        Some(Tls::NoCertificatesPresented) => "it has no token and no certificate".into(),
+        Some(Tls::NoCertificatesPresented) => "it has no certificate".into(),
+        Some(Tls::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension)) => {
+            "it has no token where one is needed, or a token instead of a certificate".into()
+        }
         Some(Tls::InvalidCertificate(_) | Tls::AlertReceived(_)) => {
             "it has a different token or certificate".into()
         }

@@ -38,7 +38,7 @@ pub enum Listener {
 pub enum Transport {
     /// Nothing.
     Plain,
-    /// TLS with certificates that follow from a token.
+    /// TLS with the keys that follow from a token.
     Token(Arc<ServerConfig>),
     /// TLS with an operator's files, which are read again when they change.
     Files(Arc<OperatorTls>),

@@ -6,6 +6,7 @@ mod admin;
 mod admission;
 mod arrivals;
 mod connection;
+mod heartbeats;
 mod http;
 mod incoming;
 mod ledger;

@@ -24,6 +24,7 @@ use super::actor::{Actor, Request};
 use super::admin::{Admin, Claim};
 use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
 use super::arrivals::{Bounded, Room};
+use super::heartbeats::Heartbeats;
 use super::http::{self, Http, Operators};
 use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
@@ -87,7 +88,12 @@ pub async fn serve_with(
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
-    let service = Service::new(requests.clone(), config.clone(), operators.admin);
+    let service = Service::new(
+        requests.clone(),
+        actor.heartbeats(),
+        config.clone(),
+        operators.admin,
+    );
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
     let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
@@ -167,6 +173,7 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 #[derive(Debug)]
 struct Service {
     requests: mpsc::Sender<Request>,
+    heartbeats: Arc<Heartbeats>,
     last_conn: Arc<AtomicU64>,
     last_call: Arc<AtomicU64>,
     config: Config,
@@ -175,9 +182,15 @@ struct Service {
 }
 
 impl Service {
-    fn new(requests: mpsc::Sender<Request>, config: Config, admin: Admin) -> Self {
+    fn new(
+        requests: mpsc::Sender<Request>,
+        heartbeats: Arc<Heartbeats>,
+        config: Config,
+        admin: Admin,
+    ) -> Self {
         Self {
             requests,
+            heartbeats,
             last_conn: Arc::new(AtomicU64::new(0)),
             last_call: Arc::new(AtomicU64::new(0)),
             config,
@@ -281,6 +294,7 @@ impl Rendezvous for Service {
             _place: place,
             ended,
             requests: self.requests.clone(),
+            heartbeats: Arc::clone(&self.heartbeats),
             patience: self.config.join_wait,
         };
         tokio::spawn(stream.pump(request.into_inner()));
@@ -465,6 +479,7 @@ struct AgentSide {
     /// Over when nothing is sent to the agent any more.
     ended: oneshot::Receiver<()>,
     requests: mpsc::Sender<Request>,
+    heartbeats: Arc<Heartbeats>,
     /// How long it may take to join, and to leave when the daemon has ended the stream.
     patience: Duration,
 }
@@ -525,7 +540,9 @@ impl AgentSide {
     /// Carries one message. Returns whether a node has joined by it; none if the daemon is stopping.
     async fn carry(&self, event: Event, is_greeting: bool) -> Option<bool> {
         if !is_greeting {
-            self.requests.send(Request::Event(event)).await.ok()?;
+            if let Err(event) = self.heartbeats.take(event) {
+                self.requests.send(Request::Event(event)).await.ok()?;
+            }
             return Some(false);
         }
         let (answer, is_taken) = oneshot::channel();
@@ -586,6 +603,7 @@ mod tests {
             _place: caller.opens_stream().unwrap(),
             ended,
             requests,
+            heartbeats: Arc::default(),
             patience: Duration::from_millis(50),
         };
         tokio::spawn(async move {
