@@ -7,15 +7,17 @@
 //     EMULATOR_CUDA=12080       version of CUDA that it is for
 //     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
-//     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle
+//     EMULATOR_WAITS=0          seed of whether an allocation or a module's load waits for all streams first; 0: none does
+//     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle;
+//                               modules and allocations that come after the first collective are named
 //     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
 //     EMULATOR_CAPABILITY=90    compute capability of each, as NVRTC numbers it
 //     EMULATOR_SHARED_KIB=227   shared memory that a block can ask for
 //
 // As the real one it refuses launches beyond the limits of a card and of a kernel's __launch_bounds__, shared memory
 // that was not asked for, and times of events that have none. Stricter, where that shows an error of the host: a copy or
-// a fill outside of an allocation is refused, memory ends at a page that nobody may touch and holds NaN at first, freed
-// memory is gone at once, handles are checked, those of what was destroyed too, and a call of the driver from a host
+// a fill outside of an allocation is refused, memory ends at a page that nobody may touch and holds NaN at first, as
+// does page-locked memory until a copy to it has come, freed memory is gone at once, handles are checked, those of what was destroyed too, and a call of the driver from a host
 // function of a stream is refused, as CUDA's documentation has it. After a kernel's failure every call fails, as on a
 // GPU; what the emulator has to say of it goes to stderr. refusals.cpp has a case of each.
 
@@ -111,6 +113,12 @@ Result copy(Handle handle, Address to, Address from, size_t bytes, bool to_devic
     };
     if (!is_fine(to, to_device) || !is_fine(from, from_device)) {
         return refuse(INVALID_VALUE, "a copy outside of an allocation, or from the wrong side");
+    }
+    Address start;
+    if (!to_device && allocation_of(of, to, start) && is_inside(of, to, bytes)) {
+        // Page-locked memory holds nothing until the copy has come. It is the copy's as soon as the stream comes to it.
+        const auto spoil = [=] { memset((void *)to, FRESH, bytes); };
+        stream->is_empty() ? spoil() : enqueue(stream, spoil);
     }
     enqueue(stream, [=] { memmove((void *)to, (const void *)from, bytes); });
     return SUCCESS;
@@ -281,28 +289,34 @@ API Result cuCtxGetDevice(int *device) {
 }
 
 API Result cuCtxSynchronize() {
-    std::vector<std::shared_ptr<Stream>> streams;
     {
         READY(of);
-        for (const auto &[handle, stream] : of.streams.alive) {
-            streams.push_back(stream);
-        }
-        streams.push_back(stream_of(of, nullptr));
     }
-    for (const auto &stream : streams) {
-        stream->drain();
-    }
+    drain_streams();
     std::lock_guard lock(driver().mutex);
     return driver().failed;
+}
+
+// For the emulated NCCL: a collective begins.
+API void emulatorCollective() {
+    Driver &of = driver();
+    std::lock_guard lock(of.mutex);
+    if (!of.collectives && setting("EMULATOR_STATISTICS", 0) != 0) {
+        say("the first collective comes after %llu modules and %llu allocations", (unsigned long long)of.modules_loaded,
+            (unsigned long long)of.allocated);
+    }
+    of.collectives = true;
 }
 
 // Memory.
 
 API Result cuMemAlloc_v2(Address *address, size_t bytes) {
+    may_wait();
     READY(of);
     if (bytes == 0 || bytes > free_bytes(of)) {
         return bytes == 0 ? INVALID_VALUE : OUT_OF_MEMORY;
     }
+    count(of, of.allocated, "memory is allocated");
     *address = allocate(of, bytes, current_device);
     return *address ? SUCCESS : OUT_OF_MEMORY;
 }

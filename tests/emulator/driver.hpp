@@ -71,6 +71,9 @@ struct Driver {
     std::vector<int> visible;
     Result failed = SUCCESS;
     uint64_t launches = 0;
+    // Modules that were loaded and memory that was allocated: the device may be waited for. `collectives`: NCCL is in use.
+    uint64_t modules_loaded = 0, allocated = 0;
+    bool collectives = false;
     size_t used[MAX_DEVICES] = {};
     std::map<Address, Allocation> allocations; // by their start
     Registry<Stream> streams;
@@ -103,6 +106,14 @@ inline Result refuse(Result result, const char *words) {
     return result;
 }
 
+// Of a module or an allocation: with EMULATOR_STATISTICS, a word if a rank that waits for it may wait for others for ever.
+inline void count(Driver &of, uint64_t &counter, const char *what) {
+    counter++;
+    if (of.collectives && setting("EMULATOR_STATISTICS", 0) != 0) {
+        say("%s after the first collective", what);
+    }
+}
+
 // What every call asks first.
 inline Result ready(Driver &of, bool needs_context = true) {
     if (in_host_function) {
@@ -132,6 +143,40 @@ inline std::shared_ptr<Stream> stream_of(Driver &of, Handle handle) {
         of.default_stream = Stream::start();
     }
     return of.default_stream;
+}
+
+// Waits for all that is in the streams. Not with the driver's mutex: their work takes it.
+inline void drain_streams() {
+    std::vector<std::shared_ptr<Stream>> streams;
+    {
+        std::lock_guard lock(driver().mutex);
+        for (const auto &[handle, stream] : driver().streams.alive) {
+            streams.push_back(stream);
+        }
+        if (driver().default_stream) {
+            streams.push_back(driver().default_stream);
+        }
+    }
+    for (const auto &stream : streams) {
+        stream->drain();
+    }
+}
+
+// What CUDA lets wait for the device, and often does not: at every second call, by the seed and the device.
+inline void may_wait() {
+    static const uint64_t seed = setting("EMULATOR_WAITS", 0);
+    if (seed == 0 || in_host_function || current_device < 0) {
+        return;
+    }
+    static std::mt19937_64 random(1000 * seed + (uint64_t)current_device);
+    bool waits;
+    {
+        std::lock_guard lock(driver().mutex);
+        waits = random() % 2 == 0;
+    }
+    if (waits) {
+        drain_streams();
+    }
 }
 
 inline void fail(Result result) {

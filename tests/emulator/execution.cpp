@@ -101,11 +101,13 @@ std::shared_ptr<Module> load(const void *image) {
 // Modules and kernels.
 
 API Result cuModuleLoadData(Handle *module, const void *image) {
+    may_wait();
     READY(of);
     auto loaded = load(image);
     if (!loaded) {
         return INVALID_IMAGE;
     }
+    count(of, of.modules_loaded, "a module is loaded");
     *module = of.modules.add(std::move(loaded));
     return SUCCESS;
 }

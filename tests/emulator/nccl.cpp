@@ -8,6 +8,7 @@
 // and the end of a communicator in a thread that is not on its GPU.
 // A communicator that does not block does everything in a thread of its own (nccl_comm.hpp).
 //
+//     EMULATOR_NCCL=23007        its version. Before 23000 ranks on one GPU are refused unless each has an NCCL_HOSTID
 //     EMULATOR_NCCL_DEATH=hang   the end of a rank's process is not noticed, as by NCCL within a node: operations never
 //                                end until they are aborted; only while a communicator is made it is an error
 //     EMULATOR_NCCL_DEATH=error  it is reported to the others as ncclRemoteError, as by NCCL between nodes
@@ -165,6 +166,7 @@ Result issue(Call call, Handle handle, Handle stream) {
     if (result != SUCCESS || call.count == 0) {
         return result;
     }
+    Driver::get().note_collective();
     const size_t slice = call.count * width_of(call.type);
     request.bytes = call.gives * slice;
     return comm->issue(call.name, {nullptr, request, (const char *)call.source, (char *)call.target, call.gets * slice},
@@ -176,7 +178,7 @@ Result issue(Call call, Handle handle, Handle stream) {
 // The library.
 
 API Result ncclGetVersion(int *version) {
-    *version = 23007;
+    *version = library_version();
     return SUCCESS;
 }
 

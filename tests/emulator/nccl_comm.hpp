@@ -184,11 +184,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
         return state;
     }
 
-    static uint64_t setting(const char *name, uint64_t otherwise) {
-        const char *text = getenv(name);
-        return text && *text ? strtoull(text, nullptr, 10) : otherwise;
-    }
-
     void work() {
         Driver::get().bind(gpu);
         const uint64_t longest = setting("EMULATOR_DELAY_US", 0);

@@ -11,6 +11,17 @@
 
 namespace nccl {
 
+inline uint64_t setting(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text && *text ? strtoull(text, nullptr, 10) : otherwise;
+}
+
+// As `ncclGetVersion` gives it: 22809 is 2.28.9.
+inline int library_version() { return (int)setting("EMULATOR_NCCL", 23007); }
+
+// The first version that lets ranks share a GPU if NCCL_MULTI_RANK_GPU_ENABLE says so.
+constexpr int SHARES_GPUS = 23000;
+
 // The GPU of a communicator: that of the thread that makes it.
 struct Gpu {
     Handle context = nullptr;
@@ -25,6 +36,8 @@ struct Gpu {
 class Driver {
   public:
     int (*launch_host_function)(Handle, HostFunction, void *);
+    // Not CUDA's: the emulated driver counts what comes after.
+    void (*note_collective)();
 
     static const Driver &get() {
         static const Driver *const only = new Driver;
@@ -40,8 +53,8 @@ class Driver {
             return Gpu();
         }
         gpu.bus = bus;
-        const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *host = getenv("NCCL_HOSTID");
-        if (!shares || strcmp(shares, "1") != 0) {
+        const char *host = getenv("NCCL_HOSTID");
+        if (library_version() < SHARES_GPUS || setting("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 1) {
             gpu.identity = "CUDA device " + gpu.bus + (host ? " of host " + std::string(host) : "");
         }
         return gpu;
@@ -65,6 +78,7 @@ class Driver {
     Driver() {
         void *const library = dlopen("libcuda.so.1", RTLD_NOW);
         find(library, "cuLaunchHostFunc", launch_host_function);
+        find(library, "emulatorCollective", note_collective);
         find(library, "cuCtxGetCurrent", get_current);
         find(library, "cuCtxSetCurrent", set_current);
         find(library, "cuCtxGetDevice", get_device);

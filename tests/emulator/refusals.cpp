@@ -170,7 +170,13 @@ void copies() {
     expect("a copy from the device's memory as the host's", up(x, (void *)x, 8), INVALID_VALUE);
     expect("a copy to the host's memory as the device's", up((Address)pinned, pinned, 8), INVALID_VALUE);
     expect("a fill past the end", call("cuMemsetD8Async", x, (unsigned char)0, BYTES + 1, stream), INVALID_VALUE);
+    must("cuMemsetD8_v2", x, (unsigned char)0, BYTES);
     must("cuCtxSynchronize");
+    *(char *)pinned = 1;
+    must("cuMemcpyDtoHAsync_v2", pinned, x, BYTES, stream);
+    expect("page-locked memory before a copy to it has come", *(volatile char *)pinned == 1, 0);
+    must("cuCtxSynchronize");
+    expect("and then", *(char *)pinned, 0);
     must("cuMemFree_v2", x);
     expect("memory that was freed", up(x, pinned, 8), INVALID_VALUE);
     expect("freed twice", call("cuMemFree_v2", x), INVALID_VALUE);

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds what tests/gpu/run.sh needs, into one folder that can be carried to a machine with a GPU: stripped programs,
-# tests, configurations, and a text to train on, also as GPT-2's tokens. Needs no GPU.
+# tests, configurations, and a text to train on, also as GPT-2's tokens. FOLDER.tgz is the same in one file, which must
+# not be larger than 50 MiB. Needs no GPU.
 #
 #     tests/gpu/pack.sh FOLDER [CARGO-PROFILE]
 set -euo pipefail
@@ -27,4 +28,4 @@ cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wante
 "$folder/ddp-train" tokenize --overwrite --tokenizer gpt2 --output "$folder/python-reference.safetensors" \
     examples/data/python-reference.txt
 cp tests/gpu/*.{sh,py,yaml} tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
-du -sh "$folder"
+"$folder/archive.sh" "$folder"

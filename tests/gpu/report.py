@@ -4,6 +4,7 @@
     report.py agree PRECISION CPU.jsonl GPU.jsonl   losses of two runs, step by step; the second may be shorter
     report.py table LOGS                            ceilings, kernels, tokens/s and memory, operations, overlap:
                                                     as far as there are logs
+    report.py digest LOGS                           failures and ratios, in at most 25 lines
 """
 import collections
 import json
@@ -18,9 +19,13 @@ TOLERANCES = {"f32": 1e-4, "tf32": 5e-3, "bf16": 2e-2}
 # Dense bf16 products of an H100 or H200, as published.
 PEAK_FLOPS = 989e12
 SIZES = {"124m": (12, 768), "350m": (24, 1024)}
-# Rows of the table: a run of `speed`, and the size that it trains.
-SPEEDS = {"124m": "124m", "124m-fused": "124m", "350m": "350m"}
+# What tests/peers/gpt2_gpu.py measures PyTorch with: compiled or not, and the back end of its attention.
+PEERS = [f"{kind}-{backend}" for kind in ("compiled", "eager") for backend in ("flash", "cudnn")]
 SEQUENCE, VOCABULARY = 1024, 50304
+# Runs of `overlap`.
+OVERLAPS = {"alone": "one rank alone", "true": "as it trains", "false": "all after backward"}
+# Lines of the digest, how many of them are ratios at most, and what is shown of each.
+DIGEST_LINES, MOST_RATIOS, MOST_COLUMNS = 25, 12, 160
 # Steps that compile, allocate and measure.
 WARM_UP = 10
 # Last steps, which have a timeline: nothing is in flight at its ends.
@@ -67,33 +72,61 @@ def kernels(logs):
     return text, float(found.group(1)) * 1e12 if found else None
 
 
-def speed(logs, ceiling):
-    peers = json.loads((logs / "peers.json").read_text()) if (logs / "peers.json").exists() else {}
-    print(f"MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP, of {PEAK_FLOPS / 1e12:.0f} TFLOP/s as published; "
-          + (f"beside it, of the {ceiling / 1e12:.0f} measured" if ceiling else "the ceiling was not measured"))
-    print(f"{'GPT-2':10} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
-          f"{'eager':>10} {'compiled':>10} {'to faster':>9}")
-    shown = lambda value: f"{value:10.0f}" if value else f"{'-':>10}"
-    for run, size in SPEEDS.items():
-        layers, width = SIZES[size]
+def runs(logs):
+    """What `speed` trained, by the size that it starts with: each size, and what had one switch set beside it."""
+    logged = {path.stem.removeprefix("speed-") for path in logs.glob("speed-*.log")}
+    return {name: name.split("-")[0] for name in sorted({*SIZES, *logged})}
+
+
+class Speed:
+    """A run of `speed`, as far as it has metrics, beside PyTorch's rates of the same size."""
+
+    def __init__(self, logs, run, size):
         path = logs / f"speed-{run}" / "metrics.jsonl"
         lines = steps(path)[WARM_UP:-TIMED] if path.exists() else []
-        eager, compiled = (peers.get(size, {}).get(kind) for kind in ("eager", "compiled"))
-        best = max(filter(None, (eager, compiled)), default=None)
-        if not lines:
-            print(f"{run:10} {'-':>10} {'-':>8} {'-':>6} {'-':>10} {'-':>8} {shown(eager)} {shown(compiled)} {'-':>9}")
-            continue
-        rate = statistics.median(line["tokens_per_s"] for line in lines)
-        flops = rate * flops_a_token(layers, width)
-        print(f"{run:10} {rate:10.0f} {statistics.median(l['step_ms'] for l in lines):8.1f} {flops / PEAK_FLOPS:6.1%} "
-              + (f"{flops / ceiling:10.1%}" if ceiling else f"{'-':>10}")
-              + f" {lines[-1]['memory']['device_peak'] / 2**30:8.1f} {shown(eager)} {shown(compiled)} "
-              + (f"{rate / best:9.2f}" if best else f"{'-':>9}"))
+        self.run, self.size = run, size
+        self.rate = statistics.median(line["tokens_per_s"] for line in lines) if lines else None
+        self.step_ms = statistics.median(line["step_ms"] for line in lines) if lines else None
+        self.memory = lines[-1]["memory"]["device_peak"] if lines else None
+        self.flops = self.rate * flops_a_token(*SIZES[size]) if lines else None
+        self.peers = peers(logs).get(size, {})
+
+    def best_peer(self):
+        """The name of the fastest, `compiled-cudnn` for example."""
+        return max(self.peers, key=self.peers.get, default=None)
+
+    def to_best(self):
+        best = self.best_peer()
+        return self.rate / self.peers[best] if best and self.rate else None
+
+
+def peers(logs):
+    path = logs / "peers.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def cell(value, form, width):
+    return f"{'-' if value is None else format(value, form):>{width}}"
+
+
+def speed(logs, ceiling):
+    print(f"MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP, of {PEAK_FLOPS / 1e12:.0f} TFLOP/s as published; "
+          + (f"beside it, of the {ceiling / 1e12:.0f} measured" if ceiling else "the ceiling was not measured"))
+    print(f"{'GPT-2':14} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
+          + " ".join(f"{peer:>14}" for peer in PEERS) + f" {'to best':>8}")
+    share = lambda of, flops: flops / of if of and flops else None
+    for run, size in runs(logs).items():
+        row = Speed(logs, run, size)
+        print(" ".join((
+            f"{run:14}", cell(row.rate, ".0f", 10), cell(row.step_ms, ".1f", 8),
+            cell(share(PEAK_FLOPS, row.flops), ".1%", 6), cell(share(ceiling, row.flops), ".1%", 10),
+            cell(row.memory / 2**30 if row.memory else None, ".1f", 8),
+            *(cell(row.peers.get(peer), ".0f", 14) for peer in PEERS), cell(row.to_best(), ".3f", 8))))
 
 
 def operations(logs):
     """What each operation took on the device within the last step of a run, by its timeline."""
-    for run in SPEEDS:
+    for run in runs(logs):
         path = logs / f"speed-{run}" / "timeline" / "timeline.json"
         if not path.exists():
             continue
@@ -111,25 +144,85 @@ def operations(logs):
             print(f"  {name:28} {times:5} {ms:9.2f} {ms / (step['dur'] / 1e3):7.1%}")
 
 
-def overlap(logs):
-    """Of two runs with the same ranks: communication by the events of its stream, and how long the computing one
-    stood still for it."""
-    rows = []
-    for name, words in (("overlap-true", "as it trains"), ("overlap-false", "all after backward")):
-        path = logs / name / "metrics.jsonl"
+def overlaps(logs):
+    """Medians of the runs of `overlap`, by name: the same work on one GPU, and with several ranks."""
+    found = {}
+    for name, words in OVERLAPS.items():
+        path = logs / f"overlap-{name}" / "metrics.jsonl"
         lines = steps(path)[4:-TIMED] if path.exists() else []
         if lines:
-            step, comm, exposed = (statistics.median(line[key] for line in lines)
-                                   for key in ("step_ms", "comm_ms", "comm_exposed_ms"))
-            rows.append(f"{words:20} {step:8.1f} {comm:10.1f} {exposed:10.1f} {max(0, 1 - exposed / comm) if comm else 0:8.0%}")
-    if rows:
-        print(f"{'2 ranks on one card':20} {'ms/step':>8} {'comm. ms':>10} {'exposed ms':>10} {'hidden':>8}")
-        print("\n".join(rows))
+            keys = ("step_ms", "comm_ms", "comm_exposed_ms")
+            medians = {key: statistics.median(line[key] for line in lines) for key in keys}
+            found[name] = {"words": words, "ranks": lines[0]["world_size"], **medians}
+    return found
+
+
+def where(logs, ranks):
+    """The ranks and their cards in words."""
+    doctor = logs / "doctor.log"
+    cards = len(re.findall(r"^  device \d", doctor.read_text(), re.M)) if doctor.exists() else 1
+    return f"{ranks} ranks on {'one card' if cards < 2 else f'{ranks} cards'}"
+
+
+def overlap(logs):
+    """Of runs with the same samples a rank: the step against that of one rank alone, since what communicates takes
+    multiprocessors from what computes, which no time of waiting shows; communication by the events of its stream; and
+    how long the computing one stood still for it."""
+    found = overlaps(logs)
+    alone = found.get("alone", {}).get("step_ms")
+    if found:
+        ranks = max(row["ranks"] for row in found.values())
+        print(f"{where(logs, ranks):20} {'ms/step':>8} {'to one GPU':>10} {'comm. ms':>10} {'exposed ms':>10} {'hidden':>8}")
+    for row in found.values():
+        step, comm, exposed = row["step_ms"], row["comm_ms"], row["comm_exposed_ms"]
+        hidden = max(0, 1 - exposed / comm) if comm and row["ranks"] > 1 else None
+        print(f"{row['words']:20} {step:8.1f} {cell(step / alone if alone else None, '.3f', 10)} {comm:10.1f} "
+              f"{exposed:10.1f} {cell(hidden, '.0%', 8)}")
     log = logs / "gpu_nccl-overlap.log"
     trace = re.findall(r"^overlap \| (.*)$", log.read_text(), re.M) if log.exists() else []
     if trace:
         print("\nbuckets of rank 0 on the two streams (gpu_nccl-overlap), ms since the first kernel")
         print("\n".join(trace))
+
+
+def ratios(logs):
+    """A line each: what was measured, against what it is measured by."""
+    logs = pathlib.Path(logs)
+    ceiling = kernels(logs)[1]
+    rows = {run: Speed(logs, run, size) for run, size in runs(logs).items()}
+    for run, row in rows.items():
+        if row.rate is None:
+            continue
+        words = [f"{row.rate:.0f} tokens/s"]
+        if ceiling:
+            words.append(f"{row.flops / ceiling:.1%} of the measured product ceiling")
+        if row.to_best():
+            words.append(f"{row.to_best():.3f} x PyTorch {row.best_peer()}")
+        plain = rows[row.size].rate
+        if run != row.size and plain:
+            words.append(f"{row.rate / plain:.3f} x {row.size} without the switch")
+        yield f"GPT-2 {run}: {', '.join(words)}"
+    found = overlaps(logs)
+    if "alone" in found and "true" in found:
+        alone, several = found["alone"]["step_ms"], found["true"]
+        yield (f"{where(logs, several['ranks'])}: {several['step_ms'] / alone:.3f} x the step of one GPU, "
+               f"{several['comm_exposed_ms']:.1f} ms of it exposed communication")
+
+
+def digest(logs):
+    """What a reader must know who sees the end of the output only: failures first, then ratios."""
+    path = pathlib.Path(logs) / "results.txt"
+    results = path.read_text().splitlines() if path.exists() else []
+    failed = [line for line in results if "FAILED" in line or "NOT RUN" in line]
+    measured = list(ratios(logs))
+    if len(measured) > MOST_RATIOS:
+        measured[MOST_RATIOS - 1:] = [f"and {len(measured) - MOST_RATIOS + 1} more, in {logs}/table.txt"]
+    print(f"DIGEST: {len(results) - len(failed)} checks ok, {len(failed)} not")
+    room = DIGEST_LINES - 1 - len(measured)
+    if len(failed) > room:
+        failed[room - 1:] = [f"and {len(failed) - room + 1} more, in {path}"]
+    for line in failed + measured:
+        print(line[:MOST_COLUMNS])
 
 
 def table(logs):
@@ -144,7 +237,7 @@ def table(logs):
 
 
 if __name__ == "__main__":
-    commands = {"agree": agree, "table": table}
+    commands = {"agree": agree, "table": table, "digest": digest}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     commands[sys.argv[1]](*sys.argv[2:])

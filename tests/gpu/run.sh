@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Every check that needs a GPU, in under 8 minutes. Takes a folder that tests/gpu/pack.sh made, needs no network and no
-# compiler, uses the CUDA libraries of the machine, and ends with a short table, also when it is stopped; full logs go
-# to a folder of their own.
+# Every check that needs a GPU, in under 10 minutes. Takes a folder that tests/gpu/pack.sh made, needs no network and no
+# compiler, uses the CUDA libraries of the machine, and ends with a digest of at most 25 lines, also when it is stopped;
+# full logs go to a folder of their own.
 #
-#     tests/gpu/run.sh PACKED-FOLDER LOG-FOLDER [SECTION...]
+#     tests/gpu/run.sh PACKED-FOLDER LOG-FOLDER [SECTION... | call-1 | call-2]
 #
-# Sections that check function run in two lanes beside each other, those of one process and those of several ranks;
-# then those that measure, each alone. Each has a limit, and what it leaves over goes to those after it; all together have
-# GPU_BUDGET_S seconds (450; more stretch all limits): what hangs is killed, and what is left over is said to have not run.
-# What cannot be killed, and packing the logs, may take 25 seconds more.
-# Without sections all are run; those that are named run in the same order. GPU_PRECISION, GPU_STEPS and GPU_BATCHES
-# ("64 32": micro-batches of 124M and 350M) change what `speed` measures, GPU_PRECISIONS what `losses` compares,
-# GPU_RANKS_STEPS how long `ranks` trains. The logs also lie in LOG-FOLDER/logs.tgz. The exit status is 0 if everything
-# ran and nothing failed.
+# Sections that check function run in two lanes beside each other, those of one process and those of several ranks, and
+# PyTorch compiles in a third one what `peers` measures; then the other sections, each alone. Each has a limit, and what
+# it leaves over goes to those after it; all together have GPU_BUDGET_S seconds (540; more stretch all limits): what
+# hangs is killed, and what is left over is said to have not run. What cannot be killed, and packing the logs, may take
+# 25 seconds more.
+# Without sections all are run, but `overlap` only where there are several cards; `call-1` and `call-2` are the same in
+# two calls, with more time for `peers`. Those that are named run in the same order. GPU_PRECISION, GPU_STEPS and
+# GPU_BATCHES ("64 32": micro-batches of 124M and 350M) change what `speed` measures, GPU_PRECISIONS what `losses`
+# compares, GPU_RANKS_STEPS how long `ranks` trains. The logs also lie in LOG-FOLDER/logs.tgz. The exit status is 0 if
+# everything ran and nothing failed.
 set -uo pipefail
 packed=$(cd "${1:?folder made by pack.sh}" && pwd)
 mkdir -p "${2:?folder for logs}"
@@ -22,23 +24,31 @@ shift 2
 # Sections in order. Ranks that share a card take turns on it, so that they gain nothing from more of their kind beside.
 of_one_process=(losses ops device)
 of_several_ranks=(ranks kill9 nccl)
-measuring=(kernels speed overlap peers)
-known=("${of_one_process[@]}" "${of_several_ranks[@]}" "${measuring[@]}")
-# The seconds that each may take, and what comes before them. With the longer lane of two all together make the budget.
-full_budget=450
+alone=(sanitizer kernels speed overlap peers)
+known=("${of_one_process[@]}" "${of_several_ranks[@]}" "${alone[@]}")
+# What decides first: does one GPU compute right, and how fast is it beside PyTorch? Then what several ranks do.
+declare -A calls=([call-1]="losses ops device kernels speed peers" [call-2]="ranks kill9 nccl sanitizer"
+    [all]="${known[*]/overlap/}")
+# The seconds that each may take, and what comes before them. With the longer lane of two (135 s), all together make the
+# budget, `call-1` takes 455 and `call-2` 260 s: each is done within 600 s, whatever hangs.
+full_budget=540
 declare -A limits=([doctor]=15 [reference]=25 [losses]=50 [ops]=60 [device]=25 [ranks]=45 [kill9]=45 [nccl]=45
-    [kernels]=45 [speed]=75 [overlap]=40 [peers]=115)
-sections=("$@")
-(($# > 0)) || sections=("${known[@]}")
+    [sanitizer]=40 [kernels]=40 [speed]=90 [overlap]=45 [peers]=150)
 
 export DDP_REQUIRE_GPU=1 DDP_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
 # Several ranks train on the one card: NCCL allows it from 2.30 on, and so do our workers.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
+# NCCL takes a variable without a value for one that is not set.
+nccl_of_user=("NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-}" "NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-}")
 # Such ranks cannot use NVLink SHARP, and few blocks leave room for the other ranks' where an MPS daemon lets them run at once.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-2}
 # One for all: processes may compile the same kernel at once.
 export XDG_CACHE_HOME="$logs/cache"
-run=$packed/ddp-run steps=${GPU_STEPS:-30} precision=${GPU_PRECISION:-bf16} turns=${GPU_RANKS_STEPS:-10} sharing=
+# PyTorch's compiler: what it makes beside other sections, `peers` finds.
+export TORCHINDUCTOR_CACHE_DIR="$XDG_CACHE_HOME/inductor"
+run=$packed/ddp-run steps=${GPU_STEPS:-100} precision=${GPU_PRECISION:-bf16} turns=${GPU_RANKS_STEPS:-10}
+# Known when the doctor has looked.
+sharing='' cards=1
 declare -A batches
 budget=${GPU_BUDGET_S:-$full_budget}
 end=$((SECONDS + budget))
@@ -50,6 +60,36 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/lanes.sh"
 # shellcheck source=tests/gpu/sections.sh
 source "$here/sections.sh"
+
+# Sets `sections` to those that are asked for: SECTION|CALL...
+choose_sections() {
+    local name more
+    (($# > 0)) || set -- all
+    for name; do
+        [[ " ${known[*]} ${!calls[*]} " == *" $name "* ]] || {
+            echo "error: unknown section \`$name\`, known are: ${known[*]} call-1 call-2" >&2
+            exit 2
+        }
+        read -ra more <<<"${calls[$name]:-$name}"
+        sections+=("${more[@]}")
+        # Their times say nothing of a card that is shared.
+        [[ $name != all && $name != call-2 ]] || for_several_cards=(overlap)
+    done
+}
+
+# Sets what runs when, and the seconds that it may take.
+plan() {
+    first=$([[ -n $(asked losses ranks) ]] && echo reference)
+    lanes=("$(asked "${of_one_process[@]}")" "$(asked "${of_several_ranks[@]}")")
+    last=$(asked "${alone[@]}")
+    for_lanes=$(longest "${lanes[@]}")
+    # It has as long as what it runs beside.
+    limits[compile]=$for_lanes
+    [[ -z $(asked peers) ]] || ((for_lanes == 0)) || lanes+=(compile)
+    for_last=$(longest "$last")
+    for_first=$(longest "$first")
+    read -ra planned <<<"doctor $first ${lanes[*]} $last"
+}
 
 # Those of these sections that are asked for, as one word: SECTION...
 asked() {
@@ -77,6 +117,7 @@ look_at_the_machine() {
         trap - EXIT
         exit 1
     fi
+    cards=$(grep -c '^  device [0-9]' "$logs/doctor.log")
     gib=$(sed -n 's/.*, \([0-9]*\)[0-9.]* GiB.*/\1/p' <<<"$gpu")
     choose_batches "${gib:-0}"
     nccl=$(sed -n 's/^  libnccl\.so .*, \([0-9][0-9.]*\) (.*/\1/p' "$logs/doctor.log")
@@ -92,6 +133,9 @@ summary() {
     python3 "$packed/report.py" table "$logs" 2>&1 | tee "$logs/table.txt"
     echo
     lines_of "${planned[@]}" | tee "$logs/results.txt"
+    echo
+    # Last, for who sees only the end of the output. It has that many lines itself, unless it fails.
+    python3 "$packed/report.py" digest "$logs" 2>&1 | tail -n 25 | tee "$logs/digest.txt"
     rm -rf "$outcomes" "$logs/cache" "$logs"/*/checkpoints
     # Made elsewhere: a folder that is being packed must not grow.
     archive=$(mktemp) && tar -C "$logs" --exclude=./logs.tgz -czf "$archive" . && mv "$archive" "$logs/logs.tgz"
@@ -104,25 +148,22 @@ stopped() {
     exit 1
 }
 
-for name in "${sections[@]}"; do
-    [[ " ${known[*]} " == *" $name "* ]] || { echo "error: unknown section \`$name\`, known are: ${known[*]}" >&2; exit 2; }
-done
-first=$([[ -n $(asked losses ranks) ]] && echo reference)
-lanes=("$(asked "${of_one_process[@]}")" "$(asked "${of_several_ranks[@]}")")
-last=$(asked "${measuring[@]}")
-read -ra planned <<<"doctor $first ${lanes[*]} $last"
-for_last=$(longest "$last")
-for_lanes=$(longest "${lanes[@]}")
-for_first=$(longest "$first")
+sections=() for_several_cards=()
+choose_sections "$@"
+plan
+trap 'summary; exit $?' EXIT
+trap stopped INT TERM HUP
+beside $((for_first + for_lanes + for_last)) doctor
+look_at_the_machine
+if ((cards > 1)); then
+    sections+=("${for_several_cards[@]}")
+    plan
+fi
 needed=$((limits[doctor] + for_first + for_lanes + for_last))
 ((needed <= budget)) || cat <<END
 note: these sections may take $needed s, and GPU_BUDGET_S is $budget: the last of them may not run
   hint: name fewer sections, or give them more time
 END
-trap 'summary; exit $?' EXIT
-trap stopped INT TERM HUP
-beside $((for_first + for_lanes + for_last)) doctor
-look_at_the_machine
 beside $((for_lanes + for_last)) "$first"
 beside "$for_last" "${lanes[@]}"
 beside 0 "$last"

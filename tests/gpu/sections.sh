@@ -2,8 +2,12 @@
 # What each section of tests/gpu/run.sh checks, with the words of lanes.sh: `check NAME LIMIT COMMAND...`.
 #
 # The script that reads this sets `packed` and `logs` (folders), `run` (the program), `steps` and `precision` (of `speed`),
-# `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of `ranks`), and `sharing` (how ranks may share
-# the card: `nccl` or `hosts`).
+# `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of `ranks`), `cards` (how many there are),
+# `sharing` (how ranks may share one: `nccl` or `hosts`), and `nccl_of_user` (NCCL's variables before the script set them).
+
+# What `speed` trains 124M with once more, each to be compared with 124M without: NAME VARIABLE=VALUE. report.py finds
+# them by their logs.
+switches=("fused DDP_FUSED_GELU=1")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {
@@ -111,37 +115,97 @@ killing() {
 # Each test starts ranks of its own, which share the card already. The one that looks at the clock is in `overlap`.
 section_nccl() { binary gpu_nccl gpu_nccl 100 --test-threads 1 --skip collectives_run_beside_kernels; }
 
-# Ceilings of copy and product first, then each operation with its share of the roofline.
-section_kernels() { binary gpu_kernels gpu_kernels 60; }
-
-# Once more with GELUs within products, to be compared with 124M without. The last two steps have a timeline, which says
-# what each operation took.
-section_speed() {
-    local size timeline="run.timeline=$((steps - 1))-$steps"
-    for size in 124m 350m; do
-        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.micro_batch=${batches[$size]}" "train.steps=$steps" \
-            "train.precision=$precision" "$timeline"
+# Errors of memory, and threads of a block that read what another one writes without waiting for it. At sizes of its
+# own: the tool makes a kernel many times slower.
+section_sanitizer() {
+    local sanitizer tool
+    sanitizer=$(command -v compute-sanitizer) || sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+    for tool in memcheck racecheck; do
+        if [[ -x $sanitizer ]]; then
+            # Without a status of its own it ends with that of the program, whatever it found. The driver's refusals
+            # are answers, such as of a function that an older one does not have.
+            sanitized "sanitizer-$tool" "$sanitizer" --tool "$tool" --error-exitcode 3 --report-api-errors no
+        else
+            line "sanitizer-$tool" "NOT RUN: compute-sanitizer was not found"
+        fi
     done
-    DDP_FUSED_GELU=1 train speed-124m-fused 40 1 gpt2-124m.yaml "train.micro_batch=${batches[124m]}" \
-        "train.steps=$steps" "train.precision=$precision"
+}
+
+# Attention, cross-entropy and the gradient of tokens below a program: NAME PROGRAM [ARGUMENT...].
+sanitized() {
+    local name=$1
+    shift
+    if [[ -x $packed/gpu_kernels ]]; then
+        check "$name" 100 "$@" "$packed/gpu_kernels" --sanitize
+    else
+        line "$name" "NOT RUN: not packed"
+    fi
+}
+
+# Ceilings of copy and product first, then each operation with its share of the roofline.
+section_kernels() { binary gpu_kernels gpu_kernels 60 --tokens "$packed/python-reference.safetensors"; }
+
+# The last two steps of the sizes have a timeline, which says what each operation took.
+section_speed() {
+    local size switch name assignment timeline="run.timeline=$((steps - 1))-$steps"
+    for size in 124m 350m; do
+        timed "speed-$size" "$size" "$timeline"
+    done
+    for switch in "${switches[@]}"; do
+        read -r name assignment <<<"$switch"
+        switched "$assignment" timed "speed-124m-$name" 124m
+    done
+}
+
+# A run that is measured, by estimate at 475 to 530 thousand tokens/s (124M on an H100): 100 steps of 32 samples take 6 to
+# 7 s, those of 350M 12 s, and twice as long with the micro-batches of an H200: NAME SIZE [KEY=VALUE...].
+timed() {
+    local name=$1 size=$2
+    shift 2
+    train "$name" 50 1 "gpt2-$size.yaml" "train.micro_batch=${batches[$size]}" "train.steps=$steps" \
+        "train.precision=$precision" "$@"
+}
+
+# A command with one more variable in its environment: VARIABLE=VALUE COMMAND...
+switched() {
+    local -x "${1?}"
+    shift
+    "$@"
 }
 
 # How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
-# all communication after backward; then bucket by bucket. Two ranks share the card and the loopback, so the times are
-# not those of two cards.
+# all communication after backward; and one rank alone, of whose step several should take no longer. Then bucket by
+# bucket. On one card two ranks share it and the loopback, so the times are not those of two cards.
 section_overlap() {
-    local overlap
+    local ranks=2 batch=4 sharing=$sharing overlap
+    if ((cards > 1)); then
+        # What is needed on a shared card makes NCCL slower.
+        local -x "${nccl_of_user[@]}"
+        ranks=$cards batch=${batches[124m]} sharing=nccl
+    fi
+    local common=(gpt2-124m.yaml train.steps=16 "train.micro_batch=$batch")
+    train overlap-alone 40 1 "${common[@]}"
     for overlap in true false; do
-        train "overlap-$overlap" 40 2 gpt2-124m.yaml train.steps=16 run.timeline=15-16 \
-            train.micro_batch=4 "parallel.overlap=$overlap"
+        train "overlap-$overlap" 40 "$ranks" "${common[@]}" run.timeline=15-16 "parallel.overlap=$overlap"
     done
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }
 
-# PyTorch on the same card, compiled and eager, as far as the time goes.
-section_peers() {
-    local seconds=$((section_end - SECONDS))
-    rm -f "$logs/peers.json"
-    check peers "$seconds" python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json" --seconds "$seconds" \
+# PyTorch's script: NAME SECONDS PREFIX ARGUMENT..., where the prefix is a command before it, as one word.
+of_pytorch() {
+    local name=$1 seconds=$2 prefix
+    read -ra prefix <<<"$3"
+    shift 3
+    check "$name" "$seconds" "${prefix[@]}" python3 "$packed/gpt2_gpu.py" "$@" --seconds "$seconds" \
         --tokens "$packed/python-reference.safetensors" --batches "${batches[124m]}" "${batches[350m]}"
+}
+
+# Compiles what `peers` measures, beside sections whose times do not matter; what is left over then, `peers` compiles.
+# The others go first.
+section_compile() { of_pytorch compile $((section_end - SECONDS)) "nice -n 10" --compile-only; }
+
+# PyTorch on the same card, compiled and eager, with both back ends of its attention, as far as the time goes.
+section_peers() {
+    rm -f "$logs/peers.json"
+    of_pytorch peers $((section_end - SECONDS)) "" --out "$logs/peers.json"
 }

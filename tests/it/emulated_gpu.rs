@@ -110,6 +110,9 @@ fn the_doctor_finds_nothing_missing() {
         .expect_stdout("device 1")
         .expect_stdout("libnccl.so.2, 2.30.7")
         .expect_stdout("no problems found");
+    let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
+    let doctor = doctor.args(["doctor".into()]).env("EMULATOR_NCCL", "22809");
+    doctor.run().expect_exit(0).expect_stdout("libnccl.so.2, 2.28.9");
 }
 
 #[test]
@@ -159,6 +162,34 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
     let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
     let found = train(late, &job, &["parallel.strategy=zero2", "train.precision=bf16"]);
     expect_close("two ranks in bf16", &found, 2e-3);
+}
+
+/// CUDA may wait for the device where a module is loaded or memory is allocated: for ever, if a collective is there that
+/// waits for another rank.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn nothing_is_loaded_or_allocated_behind_the_first_collective() {
+    let emulator = emulator();
+    for (strategy, precision) in [("ddp", "f32"), ("zero2", "bf16"), ("zero3", "f32")] {
+        let job = job();
+        let finished = gpus(emulator, &job, 2)
+            .env("EMULATOR_STATISTICS", "1")
+            .env("EMULATOR_WAITS", "1")
+            .set("train.checkpoint_every=0")
+            .set(&format!("parallel.strategy={strategy}"))
+            .set(&format!("train.precision={precision}"))
+            .target("tiny.yaml")
+            .run();
+        finished.expect_exit(0);
+        let said = finished.transcript();
+        let lines = |words: &str| -> Vec<String> {
+            let found = said.lines().filter(|line| line.contains(words));
+            found.map(str::to_owned).collect()
+        };
+        assert_eq!(lines("the first collective comes after").len(), 2, "{said}");
+        assert_eq!(lines(" after the first collective"), [""; 0], "{strategy}");
+        expect_close(strategy, &losses(&job.out()), 2e-3);
+    }
 }
 
 /// Matrices over ranks, and layers: exchanges and messages have streams of their own, which are late.

@@ -1,31 +1,42 @@
 #!/usr/bin/env python3
-"""GPT-2 training steps in PyTorch on one GPU, for comparison: scaled_dot_product_attention, bf16 autocast, fused AdamW,
-gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it is known, the rates that matter
-most first. What there is no time left for is not measured, and the exit status is 1.
+"""GPT-2 training steps in PyTorch on one GPU, for comparison: scaled_dot_product_attention by each of its two fast back
+ends, bf16 autocast, fused AdamW, gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it
+is known, the rates that matter most first. What there is no time left for is not measured, and the exit status is 1.
 
-    gpt2_gpu.py --out peers.json --tokens FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m] [--kinds compiled eager]
+    gpt2_gpu.py --out peers.json --tokens FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m]
+                [--kinds compiled eager] [--backends flash cudnn]
+    gpt2_gpu.py --compile-only --tokens FILE ...     only fills the compiler's cache (TORCHINDUCTOR_CACHE_DIR), as far
+                                                     as the time goes: a later call with the same sizes starts sooner
 
 The file is one that `ddp-train tokenize` makes: the same tokens as in the runs that are compared.
 """
 import argparse
+import collections
+import gc
 import json
 import math
 import os
 import statistics
 import sys
+import threading
 import time
 
 STARTED = time.monotonic()
+# The keys of this cache leave out attention's back end: the second one got the compiled code of the first (seen with
+# PyTorch 2.15). Those of the cache of the code itself (TORCHINDUCTOR_CACHE_DIR) do not.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Layers, heads, width.
 SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024)}
 SEQUENCE, VOCABULARY = 1024, 50304
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Rounds of a measurement, of which the median counts, and steps of each.
-ROUNDS, STEPS = 5, 4
+ROUNDS, STEPS = 5, 10
 # Steps before: they compile, choose kernels and take memory.
 WARM_UP = 8
 # Seconds that the last round, and the way out, may take after the time to end.
@@ -65,22 +76,36 @@ class GPT2(nn.Module):
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.flatten())
 
 
-def measure(size, text, compiled, deadline):
-    """Tokens a second; none if the deadline comes before the first round. `text`: the ids of a batch, and one more."""
-    layers, heads, width = SIZES[size]
+# What is measured: a size, `compiled` or `eager`, and the back end of attention.
+Variant = collections.namedtuple("Variant", "size kind backend")
+
+
+def prepare(variant, text):
+    """The model's parameters, and a function that computes their gradients. `text`: ids of a batch, and one more."""
     torch.manual_seed(1337)
-    model = GPT2(layers, heads, width).cuda()
+    model = GPT2(*SIZES[variant.size]).cuda()
     # A second size must not be taken for a first one whose sizes vary.
     torch.compiler.reset()
-    run = torch.compile(model, dynamic=False) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = torch.compile(model, dynamic=False) if variant.kind == "compiled" else model
     tokens, targets = text[:-1].view(-1, SEQUENCE), text[1:].view(-1, SEQUENCE)
 
-    def step():
-        with torch.autocast("cuda", torch.bfloat16):
+    def gradients():
+        # With one back end allowed, PyTorch fails rather than take another.
+        with sdpa_kernel(BACKENDS[variant.backend]), torch.autocast("cuda", torch.bfloat16):
             loss = run(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return list(model.parameters()), gradients
+
+
+def measure(variant, text, deadline):
+    """Tokens a second; none if the deadline comes before the first round."""
+    parameters, gradients = prepare(variant, text)
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step():
+        gradients()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -93,8 +118,41 @@ def measure(size, text, compiled, deadline):
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-        rates.append(STEPS * tokens.numel() / (time.perf_counter() - started))
+        rates.append(STEPS * (len(text) - 1) / (time.perf_counter() - started))
     return statistics.median(rates) if rates else None
+
+
+def compile_all(args, texts):
+    """Compiles each variant by computing its gradients once. Ends the process when the time is over: a compilation
+    cannot be asked to stop, and what has been compiled is in the cache."""
+    timer = threading.Timer(max(0, STARTED + args.seconds - MARGIN - time.monotonic()), os._exit, [0])
+    timer.daemon = True
+    if args.seconds < math.inf:
+        timer.start()
+    for variant in variants(args, ["compiled"]):
+        outcome = attempt(lambda: prepare(variant, texts[variant.size])[1]())
+        print(f"{' '.join(variant)}: {outcome.problem or 'compiled'} after {time.monotonic() - STARTED:.0f} s",
+              flush=True)
+
+
+def variants(args, kinds):
+    """The ones that matter most first."""
+    return [Variant(size, kind, backend) for kind in kinds for size in args.sizes for backend in args.backends]
+
+
+Outcome = collections.namedtuple("Outcome", "value problem")
+
+
+def attempt(what):
+    """Its value, or the first line of what PyTorch refuses: a back end that a card or a build does not have, or memory.
+    What it held on the card is free afterwards."""
+    try:
+        return Outcome(what(), None)
+    except RuntimeError as e:
+        return Outcome(None, str(e).strip().split("\n")[0] or type(e).__name__)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def tokens_of(path, count):
@@ -114,34 +172,46 @@ def write(path, results):
     os.replace(f"{path}.part", path)
 
 
+def measure_all(args, texts):
+    """Writes each rate when it is known; the exit status says whether all are."""
+    deadline = STARTED + args.seconds - MARGIN
+    results = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    missing = []
+    for variant in variants(args, args.kinds):
+        outcome = Outcome(None, "no time left")
+        if time.monotonic() < deadline:
+            outcome = attempt(lambda: measure(variant, texts[variant.size], deadline))
+        if outcome.value is None:
+            missing.append(f"{' '.join(variant)} ({outcome.problem or 'no time left'})")
+            continue
+        results.setdefault(variant.size, {})[f"{variant.kind}-{variant.backend}"] = outcome.value
+        write(args.out, results)
+        print(f"PyTorch {torch.__version__} {' '.join(variant)}: {outcome.value:.0f} tokens/s, known after "
+              f"{time.monotonic() - STARTED:.0f} s", flush=True)
+    if missing:
+        sys.exit(f"not measured: {'; '.join(missing)}")
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", help="where the rates go, as JSON")
     parser.add_argument("--tokens", required=True, help="a token file")
     parser.add_argument("--batches", nargs=2, type=int, default=[32, 16], help="samples of a step, of 124m and of 350m")
     parser.add_argument("--seconds", type=float, default=math.inf, help="how long all of it may take")
-    parser.add_argument("--sizes", nargs="+", default=["124m", "350m"])
-    parser.add_argument("--kinds", nargs="+", default=["compiled", "eager"])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--kinds", nargs="+", choices=["compiled", "eager"], default=["compiled", "eager"])
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
+    parser.add_argument("--compile-only", action="store_true", help="measure nothing, fill the compiler's cache")
     args = parser.parse_args()
-    deadline = STARTED + args.seconds - MARGIN
+    if not args.compile_only and not args.out:
+        parser.error("--out is needed, unless --compile-only is there")
     # What a user would set: tf32 where f32 is left.
     torch.set_float32_matmul_precision("high")
     texts = {size: tokens_of(args.tokens, batch * SEQUENCE + 1).cuda() for size, batch in zip(SIZES, args.batches)}
-    results = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    missing = []
-    for kind in args.kinds:
-        for size in args.sizes:
-            rate = measure(size, texts[size], kind == "compiled", deadline) if time.monotonic() < deadline else None
-            torch.cuda.empty_cache()
-            if rate is None:
-                missing.append(f"{size} {kind}")
-                continue
-            results.setdefault(size, {})[kind] = rate
-            write(args.out, results)
-            print(f"PyTorch {torch.__version__} {size} {kind}: {rate:.0f} tokens/s, known after "
-                  f"{time.monotonic() - STARTED:.0f} s", flush=True)
-    if missing:
-        sys.exit(f"not measured, for lack of time: {', '.join(missing)}")
+    if args.compile_only:
+        compile_all(args, texts)
+    else:
+        measure_all(args, texts)
 
 
 if __name__ == "__main__":

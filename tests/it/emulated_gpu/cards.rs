@@ -49,6 +49,13 @@ fn more_workers_than_gpus_are_refused() {
     refused(launch)
         .expect_exit(2)
         .expect_stderr("2 workers on this node, which has 1 GPU");
+    let launch = gpus(Emulator::built(), &job, 2)
+        .env("EMULATOR_GPUS", "1")
+        .env("EMULATOR_NCCL", "22809")
+        .env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
+    refused(launch)
+        .expect_exit(2)
+        .expect_stderr("which has 1 GPU, and NCCL 2.28.9 does not let ranks share a GPU");
 }
 
 #[test]

@@ -28,6 +28,8 @@ pub(crate) struct Bench {
     effort: Effort,
     /// In [−1, 1): products of zeros are faster than those of training.
     numbers: Vec<f32>,
+    /// Of GPT-2's vocabulary.
+    ids: Vec<i32>,
 }
 
 /// What an operation must do at least.
@@ -45,8 +47,8 @@ impl Work {
 }
 
 impl Bench {
-    /// Without ceilings.
-    pub(crate) fn new(device: CudaDevice, effort: Effort) -> Self {
+    /// Without ceilings. `ids`: at least one.
+    pub(crate) fn new(device: CudaDevice, effort: Effort, ids: Vec<i32>) -> Self {
         let mut state = 0x9E37_79B9_7F4A_7C15_u64;
         let mut next = || {
             state ^= state << 13;
@@ -61,6 +63,7 @@ impl Bench {
             product_rate: f64::INFINITY,
             effort,
             numbers: (0..PERIOD).map(|_| next()).collect(),
+            ids,
         }
     }
 
@@ -93,11 +96,11 @@ impl Bench {
         self.numbers(DType::Bf16, len)
     }
 
-    /// Token ids below `end`.
+    /// Token ids below `end`, from their start again where there are fewer.
     pub(crate) fn ids(&self, len: usize, end: usize) -> Result<Buffer, DeviceError> {
         let buffer = self.zeros(DType::I32, len)?;
-        let id = |i: usize| ((i.wrapping_mul(2_654_435_761) >> 7) % end) as i32;
-        let ids: Vec<i32> = (0..len).map(id).collect();
+        let ids = self.ids.iter().cycle().take(len);
+        let ids: Vec<i32> = ids.map(|id| id % end as i32).collect();
         self.device
             .upload(self.stream, &buffer, bytemuck::cast_slice(&ids));
         Ok(buffer)

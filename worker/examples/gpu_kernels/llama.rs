@@ -37,6 +37,12 @@ impl Llama {
         self.swiglu(bench)
     }
 
+    /// Those whose threads share memory.
+    pub(crate) fn measure_for_sanitizer(&self, bench: &Bench) -> Result<(), DeviceError> {
+        self.attention(bench)?;
+        self.decode(bench)
+    }
+
     fn rmsnorm(&self, bench: &Bench) -> Result<(), DeviceError> {
         let (n, c) = (self.shape.rows() * self.shape.channels(), self.shape.channels());
         let epsilon = 1e-5;

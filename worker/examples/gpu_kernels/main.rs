@@ -1,10 +1,12 @@
 //! Kernels of a GPU beside what the card can do: copy and matrix-product ceilings first, then each operation of a
-//! training step of GPT-2 124M and 350M and of Llama 3.2 1B in bf16, with its bytes, its floating-point operations and its share of the
-//! roofline.
+//! training step of GPT-2 124M and 350M and of Llama 3.2 1B in bf16, with its bytes, its floating-point operations and
+//! its share of the roofline.
 //!
 //! ```text
 //! cargo run --release -p ddp-worker --example gpu_kernels
+//! cargo run --release -p ddp-worker --example gpu_kernels -- --tokens FILE # with ids of a file of GPT-2's tokens
 //! cargo run --release -p ddp-worker --example gpu_kernels -- --rehearse    # at hardly a size, to see that all of it runs
+//! compute-sanitizer --tool racecheck gpu_kernels --sanitize                # few operations, at sizes for such a tool
 //! ```
 //!
 //! | file | what lives there |
@@ -13,6 +15,7 @@
 //! | `driver_copy` | the driver's own copy within the card |
 //! | `model` | the operations of GPT-2 |
 //! | `llama` | those that Llama has beside them |
+//! | `token_ids` | token ids, of a file or as uneven as those of a text |
 //!
 //! The time of an operation is that of many in a row on one stream, by the host's clock. They take turns on several sets of
 //! buffers, so that none finds in the card's L2 what it read or wrote before. `roof` is the time that its bytes take at
@@ -23,6 +26,10 @@ mod bench;
 mod driver_copy;
 mod llama;
 mod model;
+mod token_ids;
+
+use std::error::Error;
+use std::path::Path;
 
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 use ddp_worker::device::{DType, Device, DeviceError};
@@ -32,6 +39,15 @@ use bench::{Bench, Effort};
 use driver_copy::DriverCopy;
 use llama::Llama;
 use model::Model;
+use token_ids::TokenIds;
+
+/// What is done.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Measure,
+    Rehearse,
+    Sanitize,
+}
 
 /// What is measured.
 struct Plan {
@@ -85,13 +101,46 @@ impl Plan {
             llamas: vec![("of hardly a size", Llama::of([1, 32, 4, 2, 32], 64))],
         }
     }
+
+    /// Several thread blocks of each kernel, whose last ones are not full, and each operation few times.
+    fn sanitized() -> Self {
+        let model = Model {
+            batch: 2,
+            positions: 200,
+            channels: 128,
+            heads: 2,
+            vocab: 1_024,
+        };
+        Self {
+            effort: Effort {
+                span: 0.0,
+                rotated: 0,
+            },
+            copied: 0,
+            side: 0,
+            models: vec![("for a sanitizer", model)],
+            llamas: vec![("for a sanitizer", Llama::of([1, 200, 4, 2, 64], 64))],
+        }
+    }
 }
 
-fn main() -> Result<(), DeviceError> {
-    let plan = match std::env::args().nth(1).as_deref() {
-        None => Plan::of_a_card(),
-        Some("--rehearse") => Plan::rehearsed(),
-        Some(other) => panic!("`{other}` is no argument: there is `--rehearse`"),
+fn main() -> Result<(), Box<dyn Error>> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let (purpose, ids) = match words[..] {
+        [] => (Purpose::Measure, TokenIds::zipf()),
+        ["--tokens", file] => (Purpose::Measure, TokenIds::of_file(Path::new(file))?),
+        ["--rehearse"] => (Purpose::Rehearse, TokenIds::zipf().through_a_file()?),
+        ["--sanitize"] => (Purpose::Sanitize, TokenIds::zipf()),
+        _ => panic!(
+            "`{}`: expected `--tokens FILE`, `--rehearse` or `--sanitize`",
+            words.join(" ")
+        ),
+    };
+    let plan = match purpose {
+        Purpose::Measure => Plan::of_a_card(),
+        Purpose::Rehearse => Plan::rehearsed(),
+        Purpose::Sanitize => Plan::sanitized(),
     };
     let device = CudaDevice::open(CudaOptions {
         cache: CubinCache::of_user(),
@@ -99,22 +148,36 @@ fn main() -> Result<(), DeviceError> {
         fused_gelu: true,
         ..CudaOptions::default()
     })?;
-    println!("{}", device.name());
-    let mut bench = Bench::new(device, plan.effort);
-    bench.copy_rate = copy_rate(&bench, plan.copied)?;
-    bench.product_rate = product_rate(&bench, plan.side)?;
+    println!("{}\n{}", device.name(), ids.description());
+    let mut bench = Bench::new(device, plan.effort, ids.ids);
+    // The library's kernels are not ours to check, and take such a tool long.
+    if purpose != Purpose::Sanitize {
+        bench.copy_rate = copy_rate(&bench, plan.copied)?;
+        bench.product_rate = product_rate(&bench, plan.side)?;
+    }
+    Ok(measure(&plan, purpose, &bench)?)
+}
+
+/// Prints a table for each model.
+fn measure(plan: &Plan, purpose: Purpose, bench: &Bench) -> Result<(), DeviceError> {
     for (name, model) in &plan.models {
         println!(
             "\nGPT-2 {name}: {} samples of {} positions, vocabulary {}",
             model.batch, model.positions, model.vocab
         );
         heading();
-        model.measure(&bench)?;
+        match purpose {
+            Purpose::Sanitize => model.measure_for_sanitizer(bench)?,
+            Purpose::Measure | Purpose::Rehearse => model.measure(bench)?,
+        }
     }
     for (name, llama) in &plan.llamas {
         println!("\nLlama {name}: {:?}", llama.shape);
         heading();
-        llama.measure(&bench)?;
+        match purpose {
+            Purpose::Sanitize => llama.measure_for_sanitizer(bench)?,
+            Purpose::Measure | Purpose::Rehearse => llama.measure(bench)?,
+        }
     }
     Ok(())
 }

@@ -32,6 +32,12 @@ impl Model {
         self.optimizer(bench)
     }
 
+    /// Those whose threads share memory, or whose places come from data.
+    pub(crate) fn measure_for_sanitizer(&self, bench: &Bench) -> Result<(), DeviceError> {
+        self.attention(bench)?;
+        self.ends(bench)
+    }
+
     fn rows(&self) -> usize {
         self.batch * self.positions
     }

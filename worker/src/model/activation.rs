@@ -105,6 +105,11 @@ impl ActivationPool {
         Ok(Self::in_arena(device, arena))
     }
 
+    /// The memory that it was planned with.
+    pub fn arena(&self) -> Option<&Arena> {
+        self.0.planned.as_ref()
+    }
+
     /// A pool in this memory, of bytes.
     pub fn in_arena(device: Arc<dyn Device>, arena: Arena) -> Self {
         Self::over(device, Some(arena))

@@ -7,6 +7,7 @@
 //! | `device_choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `idle_world.rs` | a rank of a mesh that is not there, to plan with |
+//! | `warm_up.rs` | kernels that are loaded before the first collective |
 //! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
 //! | `schedule/` | a rank's row of the schedule, action by action |
 //! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
@@ -33,6 +34,7 @@ mod setup;
 mod startup_table;
 mod step;
 mod strategy;
+mod warm_up;
 mod world;
 
 pub use checkpointing::check_initial_weights;

@@ -15,6 +15,7 @@ use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Evaluation, Trainer, TrainerParts};
 use super::strategy::{Blueprint, allocate, optimizer};
+use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
@@ -170,6 +171,8 @@ pub(super) fn prepare<'a>(
         world,
         replica,
     };
+    let decided = (&scheme, &layout, &norm_order);
+    warm_up(config, &parts.replica, decided, activations)?;
     begin(&mut parts, &opened.origin, &dataset)?;
     let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {

@@ -2,7 +2,8 @@
 // one. What a GPU would let pass is an error here: a barrier that not all threads reach, a warp operation without all
 // lanes, accesses that are not aligned (by the compiler's checks), reads of shared memory that nobody wrote (it is
 // filled with NaN before each block), accesses behind the shared memory that the launch gives. The order of the threads
-// is a parameter: results must not depend on it.
+// is a parameter: results must not depend on it. Asynchronous copies arrive as late as they may: when their thread waits
+// for them, and until then there is NaN.
 
 #include <csetjmp>
 #include <cmath>
@@ -108,6 +109,39 @@ static char message[512];
 static void (*entry)(void **);
 static void **arguments;
 
+// A copy to shared memory that its thread has not waited for; zeros if it is from nowhere.
+struct Copy {
+    unsigned char *to;
+    const void *from;
+    unsigned bytes;
+};
+
+// What a kernel may have on its way at once.
+constexpr unsigned MAX_COPIES = 128;
+static Copy copies[MAX_THREADS][MAX_COPIES];
+static unsigned copies_begun[MAX_THREADS];
+
+static void begin_copy(unsigned char *to, const void *from, unsigned bytes) {
+    memset(to, 0xff, bytes);
+    if (((uintptr_t)to | (uintptr_t)from) % bytes != 0) {
+        snprintf(message, sizeof message, "an asynchronous copy of %u bytes that are not aligned to as many", bytes);
+        return;
+    }
+    if (copies_begun[current] == MAX_COPIES) {
+        snprintf(message, sizeof message, "more than %u asynchronous copies of a thread without a wait", MAX_COPIES);
+        return;
+    }
+    copies[current][copies_begun[current]++] = {to, from, bytes};
+}
+
+static void await_copies() {
+    for (unsigned i = 0; i < copies_begun[current]; i++) {
+        const Copy &copy = copies[current][i];
+        copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
+    }
+    copies_begun[current] = 0;
+}
+
 static unsigned thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
 
 static void to_scheduler(State state) {
@@ -201,6 +235,7 @@ static bool run_block(unsigned start, unsigned step) {
         memset(__start_block_shared, 0xff, declared_shared());
     }
     memset(dynamic_shared, 0xff, dynamic_bytes);
+    memset(copies_begun, 0, sizeof copies_begun);
     // Pages that no fiber touches are never there.
     static char *const stacks = static_cast<char *>(malloc(MAX_THREADS * STACK_BYTES));
     for (unsigned thread = 0; thread < count; thread++) {

@@ -11,6 +11,7 @@ use crate::device::Imitation;
 static SOURCE: KernelSource = KernelSource::with_headers(
     "faults.cu",
     r#"
+#include "tensor_core.cuh"
 extern "C" __global__ void good(float *x) {
     __shared__ float all[64];
     all[threadIdx.x] = x[threadIdx.x];
@@ -47,13 +48,31 @@ extern "C" __global__ void past_the_shared_memory(float *x) {
     __syncthreads();
     x[threadIdx.x] = all[threadIdx.x + 1];
 }
+// Turns the numbers around, with an asynchronous copy to shared memory, which is waited for or not.
+__device__ void turn(float *x, bool waits) {
+    float *all = reinterpret_cast<float *>(dynamic_shared);
+    copy_pair(shared_address(all + threadIdx.x / 2 * 2), x + threadIdx.x / 2 * 2, true);
+    if (waits) {
+        copies_done();
+    }
+    __syncthreads();
+    x[threadIdx.x] = all[63 - threadIdx.x];
+}
+extern "C" __global__ void waits_for_copies(float *x) { turn(x, true); }
+extern "C" __global__ void does_not_wait_for_copies(float *x) { turn(x, false); }
 extern "C" __global__ void only_reads(const float *x) { const_cast<float *>(x)[threadIdx.x] = 2.0f; }
 "#,
-    &[],
+    &[
+        (
+            "tensor_core.cuh",
+            include_str!("../../src/ops/cuda/tensor_core.cuh"),
+        ),
+        ("element.cuh", include_str!("../../src/ops/cuda/element.cuh")),
+    ],
 );
 
-/// What is said of a kernel that is given 64 numbers, as many in shared memory, and 64 threads; none if nothing is.
-fn complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Option<String> {
+/// What a kernel makes of 64 numbers, with as many in shared memory, and 64 threads; or what is said of it.
+fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>, String> {
     let device = Imitation::new(3);
     let spec = ArenaSpec::private("numbers", DType::F32, 64);
     let buffer = device.alloc(&spec).unwrap().whole();
@@ -65,30 +84,43 @@ fn complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Option<St
         kernel,
         defines: Vec::new(),
         grid: Grid::linear(1, 64).with_shared(64 * size_of::<f32>()),
-        args: vec![arg(buffer)],
+        args: vec![arg(buffer.clone())],
     };
     let plan = Plan {
         scratch_bytes: 0,
         calls: vec![call],
     };
     match catch_unwind(AssertUnwindSafe(|| device.carry_out(kernel, &plan))) {
-        Ok(outcome) => outcome.err().map(|error| error.to_string()),
-        Err(panic) => Some(panic.downcast_ref::<String>().expect("a message").clone()),
+        Ok(outcome) => outcome.map_err(|error| error.to_string())?,
+        Err(panic) => return Err(panic.downcast_ref::<String>().expect("a message").clone()),
     }
+    Ok(buffer.host::<f32>().unwrap().to_vec())
 }
 
 #[track_caller]
 fn assert_complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg, expected: &str) {
-    let found = complaint(kernel, arg);
+    let found = run(kernel, arg);
     assert!(
-        found.as_deref().is_some_and(|found| found.contains(expected)),
+        found.as_ref().is_err_and(|found| found.contains(expected)),
         "`{kernel}`: {found:?}"
     );
 }
 
+/// 63 to 0
+fn turned() -> Vec<f32> {
+    (0..64_u8).rev().map(f32::from).collect()
+}
+
 #[test]
 fn a_kernel_without_fault_passes() {
-    assert_eq!(complaint("good", Arg::Write), None);
+    assert_eq!(run("good", Arg::Write), Ok(turned()));
+}
+
+#[test]
+fn a_copy_that_nobody_waits_for_does_not_arrive() {
+    assert_eq!(run("waits_for_copies", Arg::Write), Ok(turned()));
+    let found = run("does_not_wait_for_copies", Arg::Write).unwrap();
+    assert!(found.iter().all(|x| x.is_nan()), "{found:?}");
 }
 
 #[test]

@@ -107,7 +107,12 @@ fn attention_backward(name: &str, shape: AttentionShape, rate: f32) -> Case {
         tensor(Kind::Act, 2, n, Outcome::Same),
         Tensor::new(F32, lse.collect()),
         tensor(Kind::Act, 4, n, Outcome::Same),
-        tensor(Kind::Act, 5, n_qkv, Outcome::Products),
+        // Its queries, keys and values, of different sizes.
+        tensor(Kind::Act, 5, n_qkv, Outcome::Products).of_sections(vec![
+            shape.channels(),
+            shape.kv_channels(),
+            shape.kv_channels(),
+        ]),
     ];
     Case::new(
         format!("{name} backward of {shape:?}, dropout {rate}"),

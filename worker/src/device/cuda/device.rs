@@ -97,6 +97,22 @@ impl CudaDevice {
         }
     }
 
+    /// Loads the kernels of an operation and sets its scratch memory aside, so that nothing has to wait for that when it is
+    /// enqueued. Its buffers may be anywhere, and are left alone. Only its products are made, in `spare`, if they find
+    /// room there: the library loads its kernels when it first uses them. The first error is the stream's.
+    pub fn prepare(&self, stream: Stream, op: &Op, spare: &Buffer) {
+        let name = op.name();
+        self.attempt(stream, name, |stream, state| {
+            op.launch(&mut LaunchContext {
+                op: name,
+                device: &self.kernels,
+                stream,
+                state,
+                spare: Some((self.address(spare)?, spare.bytes())),
+            })
+        });
+    }
+
     fn record_event(&self, stream: Stream, timed: bool) -> Event {
         let recorded = self.find(stream).and_then(|stream| match stream.error() {
             Some(error) => Err(error),
@@ -142,6 +158,7 @@ impl Device for CudaDevice {
                 device: &self.kernels,
                 stream,
                 state,
+                spare: None,
             })
         });
     }

@@ -104,6 +104,14 @@ impl Product {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
+
+    /// Bytes that the largest of its matrices takes, at most.
+    pub(super) fn extent(&self) -> usize {
+        let stored = |side: Operand, rows, cols| side.stride * if side.transposed { cols } else { rows };
+        let operands = stored(self.lhs, self.rows, self.inner).max(stored(self.rhs, self.inner, self.cols));
+        let bytes = self.dtype.bytes().max(self.out_dtype.bytes());
+        operands.max(self.rows * self.out_stride) * bytes
+    }
 }
 
 /// The greatest power of two that divides an address, up to where it matters.

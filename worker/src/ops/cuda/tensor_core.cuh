@@ -75,15 +75,14 @@ inline u32 shared_address(const void *pointer) { return (u32)((const unsigned ch
 inline unsigned char *shared_at(u32 address) { return &shared_origin + (int)address; }
 inline f32 exp2_fast(f32 x) { return exp2f(x); }
 
+// A copy arrives when its thread waits for it, no sooner.
 inline void copy_bytes(u32 to, const void *from, bool valid, u32 bytes) {
-    for (u32 i = 0; i < bytes; i++) {
-        shared_at(to)[i] = valid ? ((const unsigned char *)from)[i] : 0;
-    }
+    cuda_on_cpu::begin_copy(shared_at(to), valid ? from : nullptr, bytes);
 }
 
 inline void copy_chunk(u32 to, const void *from, bool valid) { copy_bytes(to, from, valid, 16); }
 inline void copy_pair(u32 to, const void *from, bool valid) { copy_bytes(to, from, valid, 8); }
-inline void copies_done() {}
+inline void copies_done() { cuda_on_cpu::await_copies(); }
 inline void store_word(u32 to, u32 word) { *(u32 *)shared_at(to) = word; }
 inline void store_chunk(void *to, uint4 x) { *(uint4 *)to = x; }
 inline uint4 load_chunk(u32 from) { return *(const uint4 *)shared_at(from); }

@@ -9,7 +9,7 @@ use ddp_proto::env::WorkerEnv;
 use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::Axis;
-use crate::model::{Model, NoHooks, SampleKey};
+use crate::model::{Activation, GradSink, Model, NoHooks, SampleKey};
 use crate::optim::{Optimizer, StateMemory};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::parallel::{GradientLayout, Reducer};
@@ -208,18 +208,29 @@ fn of_step(sent: &WireBytes) -> u64 {
 
 /// The passes of a step, and the gathering of what its update leaves.
 fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> Result<(), TrainError> {
-    let (batch, key) = (MicroBatch::new(replica.positions()), SampleKey::default());
     replica.parameters.updated()?;
     let mut grads = reducer.step(micro_batches)?;
-    let row = replica.row(RowPurpose::Training, micro_batches);
-    replica.begin(&row, RowPurpose::Training)?;
-    for action in row {
-        let batch = replica.takes_batch(action).then_some(&batch);
-        replica.carry_out(action, (batch, key), &mut NoHooks, &mut grads)?;
-    }
-    replica.finish()?;
+    rehearse_row(replica, (RowPurpose::Training, micro_batches), &mut grads, |_| {})?;
     grads.finish_on(replica.world.stream, replica.world.deadline())?;
     Ok(())
+}
+
+/// A row of so many micro-batches, on a device that does nothing. `losses` is told of those that it makes.
+pub(in crate::train) fn rehearse_row(
+    replica: &mut Replica,
+    (purpose, micro_batches): (RowPurpose, usize),
+    grads: &mut dyn GradSink,
+    losses: impl Fn(&Activation),
+) -> Result<(), TrainError> {
+    let (batch, key) = (MicroBatch::new(replica.positions()), SampleKey::default());
+    let row = replica.row(purpose, micro_batches);
+    replica.begin(&row, purpose)?;
+    for action in row {
+        let batch = replica.takes_batch(action).then_some(&batch);
+        let made = replica.carry_out(action, (batch, key), &mut NoHooks, grads)?;
+        made.iter().for_each(&losses);
+    }
+    replica.finish()
 }
 
 #[cfg(test)]

@@ -1,0 +1,118 @@
+//! Kernels are loaded and scratch memory is set aside before the first collective. CUDA may wait for the whole device
+//! where a module is loaded or memory allocated, and a rank that waits there for a collective of NCCL, which waits for
+//! another rank, may wait for ever.
+//!
+//! What it takes is found out by a step and an evaluation of a rank in an idle world, which change nothing: its device
+//! prepares the GPU for every operation that it is given, and carries none out.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::TrainError;
+use super::idle_world::idle_world_on;
+use super::planning::rehearse_row;
+use super::rank_table::StepTable;
+use super::replica::Replica;
+use super::schedule::RowPurpose;
+use super::strategy::{Scheme, allocate, optimizer};
+use crate::config::TrainConfig;
+use crate::device::cuda::CudaDevice;
+use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, IdleDevice, Stream};
+use crate::ops::Op;
+use crate::optim::{Clip, StateMemory, UpdateStep};
+use crate::parallel::{GradientLayout, NormOrder};
+
+/// Prepares the GPU of `replica`, if it is on one, for all that a step will run. Nothing but its activations is
+/// overwritten.
+pub(super) fn warm_up(
+    config: &TrainConfig,
+    replica: &Replica,
+    (scheme, layout, norm_order): (&Scheme, &Arc<GradientLayout>, &NormOrder),
+    activations: usize,
+) -> Result<(), TrainError> {
+    let (gpu, stream) = (replica.world.device.clone(), replica.world.stream);
+    let Some(spare) = replica.pool.arena().filter(|_| CudaDevice::of(&*gpu).is_some()) else {
+        return Ok(());
+    };
+    let device = LoadingDevice {
+        spare: spare.whole(),
+        gpu,
+        stream,
+    };
+    let (device, rank) = (Arc::new(device) as Arc<dyn Device>, replica.world.comm.rank());
+    let world = idle_world_on(device.clone(), scheme.mesh, rank);
+    let (parameters, mut reducer) = allocate(&world, config, scheme, &replica.model, layout)?;
+    let home = StateMemory::on_device(device.clone());
+    let optimizer = optimizer(&parameters, home, config, &replica.model)?;
+    let (set, compute) = (parameters.replica_set(), (&device, world.stream));
+    let clip = Clip::new(set, compute, (parameters.sharding(), norm_order), &config.train)?;
+    let plan = (&replica.plan, activations);
+    let mut idle = Replica::new(&world, replica.model.clone(), parameters, plan, config)?;
+    let table = StepTable::new(&world)?;
+    idle.weigh(1.0);
+    idle.parameters.updated()?;
+    // The second micro-batch adds to what the first has left.
+    let micro_batches = idle.plan.micro_batches().min(2);
+    let mut sums = reducer.step(micro_batches)?;
+    let training = (RowPurpose::Training, micro_batches);
+    rehearse_row(&mut idle, training, &mut sums, |losses| table.add(losses, false))?;
+    let grads = sums.finish_on(world.stream, world.deadline())?.portion();
+    let _ = clip.measure(world.stream, &grads);
+    clip.finish(world.stream, Some(table.rows()));
+    let update = UpdateStep {
+        scale: clip.scale(),
+        lr: 0.0,
+        number: 1,
+    };
+    let own = idle.parameters.own();
+    let _ = optimizer.step(world.stream, own, &grads, &update);
+    optimizer.round(world.stream, own);
+    let evaluation = (RowPurpose::Evaluation, 1);
+    rehearse_row(&mut idle, evaluation, &mut reducer.step(1)?, |_| {})?;
+    replica.world.device.synchronize(stream)?;
+    Ok(())
+}
+
+/// Prepares a GPU for what it is given.
+struct LoadingDevice {
+    gpu: Arc<dyn Device>,
+    /// The one that computes, whose scratch memory operations use.
+    stream: Stream,
+    /// Memory that nobody needs yet.
+    spare: Buffer,
+}
+
+impl Device for LoadingDevice {
+    fn name(&self) -> String {
+        self.gpu.name()
+    }
+
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        IdleDevice.alloc(spec)
+    }
+
+    fn stream(&self) -> Stream {
+        IdleDevice.stream()
+    }
+
+    fn enqueue(&self, _stream: Stream, op: Op) {
+        let gpu = CudaDevice::of(&*self.gpu).expect("made for a GPU");
+        gpu.prepare(self.stream, &op, &self.spare);
+    }
+
+    fn record(&self, stream: Stream) -> Event {
+        IdleDevice.record(stream)
+    }
+
+    fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        IdleDevice.synchronize(stream)
+    }
+
+    fn upload(&self, _stream: Stream, _dst: &Buffer, _bytes: &[u8]) {}
+
+    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        IdleDevice.download(stream, src)
+    }
+}
