@@ -79,6 +79,114 @@ fn damage_is_named_with_its_file_and_tensor() {
     ckpt(job.dir(), &["verify", "out", "--step", "5"]).expect_exit(0);
 }
 
+/// Cuts the last bytes from a file of a checkpoint.
+fn cut(job: &TinyJob, step: &str) {
+    let path = job.out().join("checkpoints").join(step);
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(path.join("parameters-0-of-2.safetensors"))
+        .expect("a file of the checkpoint");
+    let len = file.metadata().expect("a file").len();
+    file.set_len(len - 10).expect("writable");
+}
+
+/// `step_00000010`, as `latest` has it.
+fn latest(job: &TinyJob) -> String {
+    let text = std::fs::read_to_string(job.out().join("checkpoints/latest")).expect("a name");
+    text.trim().to_owned()
+}
+
+#[test]
+fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 20"));
+    let train = launch().nproc(2).dir(job.dir()).target("tiny.yaml");
+    train.run().expect_exit(0);
+    cut(&job, "step_00000020");
+    // Its size is right, its content is not.
+    let part = job
+        .out()
+        .join("checkpoints/step_00000015/parameters-1-of-2.safetensors");
+    let mut bytes = std::fs::read(&part).expect("a file of the checkpoint");
+    *bytes.last_mut().expect("not empty") ^= 1;
+    std::fs::write(&part, &bytes).expect("writable");
+    let hint = "hint: restore the file, or go back to the checkpoint of step 10: `ddp-train ckpt rewind out --step 10`";
+    train_after(&job, &["sh"], "true")
+        .expect_exit(2)
+        .expect_stderr("truncated or overwritten")
+        .expect_stderr(hint);
+    for words in ["ckpt verify out", "ckpt inspect out", "eval out"] {
+        let program = Program::new(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
+        let finished = program.args(words.split(' ').map(Into::into)).run();
+        finished.expect_exit(1).expect_stderr(hint);
+    }
+    // What is damaged is not gone back to.
+    ckpt(job.dir(), &["rewind", "out", "--step", "15"])
+        .expect_exit(1)
+        .expect_stderr("does not match its hash")
+        .expect_stderr("hint: restore the file; `ddp-train ckpt rewind out` goes back to the newest checkpoint that is complete");
+    assert_eq!(latest(&job), "step_00000020");
+    ckpt(job.dir(), &["rewind", "out"])
+        .expect_exit(0)
+        .expect_stdout("the checkpoint of step 10 is complete: ")
+        .expect_stdout("`out` now resumes from step 10, not from step 20");
+    assert_eq!(latest(&job), "step_00000010");
+    let left = job.out().join("checkpoints/.latest.tmp");
+    assert!(!left.exists());
+    ckpt(job.dir(), &["rewind", "out"])
+        .expect_exit(0)
+        .expect_stdout("`out` already resumes from step 10");
+    // The steps behind it are trained again, and their checkpoints replaced.
+    train_after(&job, &["sh"], "true").expect_exit(0);
+    assert_eq!(
+        (latest(&job).as_str(), metrics(&job.out()).len()),
+        ("step_00000020", 20)
+    );
+    for step in ["5", "10", "15", "20"] {
+        ckpt(job.dir(), &["verify", "out", "--step", step]).expect_exit(0);
+    }
+}
+
+#[test]
+fn a_run_is_rewound_to_any_of_its_checkpoints() {
+    let job = trained();
+    let hint = "hint: restore the file; this run has no older checkpoint that is complete";
+    for (words, done) in [
+        (
+            &["out/checkpoints/step_00000005"][..],
+            "now resumes from step 5, not from step 10",
+        ),
+        (
+            &["out/checkpoints", "--step", "10"],
+            "now resumes from step 10, not from step 5",
+        ),
+        (
+            &["out", "--step", "5"],
+            "now resumes from step 5, not from step 10",
+        ),
+    ] {
+        ckpt(job.dir(), &[&["rewind"], words].concat())
+            .expect_exit(0)
+            .expect_stdout(&format!("`out` {done}"));
+    }
+    cut(&job, "step_00000005");
+    ckpt(job.dir(), &["rewind", "out"])
+        .expect_exit(1)
+        .expect_stderr(hint);
+    // The newest one counts where `latest` names none.
+    std::fs::write(job.out().join("checkpoints/latest"), "?").expect("writable");
+    ckpt(job.dir(), &["rewind", "out"])
+        .expect_exit(0)
+        .expect_stdout("`out` now resumes from step 10");
+    let elsewhere = job.dir().join("copy");
+    std::fs::rename(job.out().join("checkpoints/step_00000010"), &elsewhere).expect("ours");
+    ckpt(job.dir(), &["rewind", "copy"])
+        .expect_exit(2)
+        .expect_stderr("error: `copy` is not in the `checkpoints` directory of a run");
+    ckpt(job.dir(), &["rewind", "none"])
+        .expect_exit(2)
+        .expect_stderr("error: `none` does not exist");
+}
+
 /// Puts a pipe in the place of a file.
 fn make_pipe(path: &Path) {
     std::fs::remove_file(path).expect("a file");
@@ -219,7 +327,7 @@ fn a_checkpoint_is_exported_once() {
         (&"gpt2".into(), &32.into())
     );
     assert!(job.dir().join("model/model.safetensors").exists());
-    ckpt(job.dir(), &["export", "out", "--to", "model"])
+    ckpt(job.dir(), &["export", "out", "-o", "model"])
         .expect_exit(2)
         .expect_stderr("error: `model` already exists");
 }

@@ -234,7 +234,11 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
     );
     refused(
         &["eval", "out", "--data", "none.txt"],
-        "`none.txt` cannot be read",
+        "error: `none.txt` cannot be read: No such file or directory",
+    );
+    refused(
+        &["eval", "out", "--data", "none.txt"],
+        "hint: relative paths after `--data` are resolved from the current directory",
     );
     // Tokens that the model does not know are met in a file, too.
     std::fs::write(job.dir().join("words.txt"), "Hello world ".repeat(50)).expect("writable");

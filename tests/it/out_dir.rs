@@ -51,6 +51,54 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
     assert_eq!(losses(&job.out()).len(), steps.len() + 3);
 }
 
+/// It called the configuration valid, and the same launch was refused.
+#[test]
+fn a_dry_run_says_what_becomes_of_the_run_in_the_folder_and_leaves_it_alone() {
+    let job = TinyJob::new();
+    let launched = || launch().nproc(2).dir(job.dir()).set("train.steps=5");
+    launched().target("tiny.yaml").run().expect_exit(0);
+    let files = || {
+        let names = std::fs::read_dir(job.out()).expect("a folder").flatten();
+        let mut files: Vec<_> = names
+            .map(|file| {
+                (
+                    file.file_name(),
+                    file.metadata().and_then(|file| file.modified()).ok(),
+                )
+            })
+            .collect();
+        files.sort();
+        files
+    };
+    let before = files();
+    let dry = |words: &[&str]| launched().words(&["--dry-run"]).words(words).target("tiny.yaml");
+    let refused = "`out` already holds a run (found `checkpoints`)";
+    dry(&[])
+        .run()
+        .expect_exit(2)
+        .expect_stderr(&format!("error: tiny.yaml:1: {refused}"))
+        .expect_stderr("hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, ");
+    for (how, fate) in [
+        ("run.resume=auto", "resumed after step 5"),
+        ("run.resume=require", "resumed after step 5"),
+        ("run.overwrite=true", "deleted"),
+    ] {
+        dry(&[])
+            .set(how)
+            .run()
+            .expect_exit(0)
+            .expect_stdout(&format!("`out` holds a run (step 5): it would be {fate}"));
+    }
+    // Of several nodes, rank 0 finds out.
+    dry(&["--nnodes", "2", "--rdzv-endpoint", "localhost"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout(&format!(
+            "the workers would refuse to begin: tiny.yaml:1: {refused}"
+        ));
+    assert_eq!(files(), before, "it was only looked at");
+}
+
 #[test]
 fn of_jobs_that_want_a_folder_at_once_one_gets_it_and_the_others_are_told_so() {
     let job = TinyJob::new();

@@ -373,6 +373,7 @@ fn the_agent_hears_progress_and_the_words_of_a_failure() {
     let (step, progress) = last.expect("a heartbeat with progress");
     assert_eq!((step, progress.steps), (6, 6));
     assert!(progress.tokens_per_s > 0.0 && progress.val_loss.is_some());
+    assert_eq!(progress.val_step, Some(6));
 
     let (outcome, heard) = with_agent(
         job.env(0, 1),

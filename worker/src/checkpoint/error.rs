@@ -28,14 +28,17 @@ pub enum CheckpointError {
     },
     /// A file of the checkpoint is gone, or holds nothing that can be used.
     #[error(
-        "checkpoint file `{}`{what}\n  hint: restore the file, or write the name of an older `step_…` directory into `checkpoints/latest`",
-        path.display()
+        "checkpoint file `{}`{what}{}",
+        path.display(),
+        hint.as_ref().map_or_else(String::new, |hint| format!("\n  hint: {hint}"))
     )]
     Damaged {
         /// The file.
         path: PathBuf,
         /// What is wrong with it: the rest of the sentence.
         what: String,
+        /// What to do, once somebody has looked for an older checkpoint ([`super::name_older`]).
+        hint: Option<String>,
     },
     /// The checkpoint is of another format, model or optimizer.
     #[error("checkpoint `{}`{what}\n  hint: {hint}", path.display())]
@@ -98,6 +101,7 @@ impl CheckpointError {
         Self::Damaged {
             path: path.to_owned(),
             what: what.into(),
+            hint: None,
         }
     }
 

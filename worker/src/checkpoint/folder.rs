@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use super::CheckpointError;
 use super::manifest::{Manifest, TensorKind};
-use super::storage::{Disk, DiskStep, Storage, read_bounded};
+use super::storage::{Disk, DiskStep, Storage, read_bounded, write_file};
 
 pub(super) const LATEST: &str = "latest";
 /// What it is called while it is written.
-pub(super) const LATEST_TEMPORARY: &str = ".latest.tmp";
+const LATEST_TEMPORARY: &str = ".latest.tmp";
 pub(super) const MANIFEST: &str = "manifest.json";
 /// What `checkpoints` is called while it is deleted as a whole.
 const NAMELESS: &str = ".deleting_checkpoints";
@@ -153,6 +153,40 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let step = parse_step(text.trim());
     step.map(Some)
         .ok_or_else(|| names_none(format!("`{}`", text.trim())))
+}
+
+/// Steps before `end` that have the folder of a checkpoint, whole or not, newest first.
+pub fn steps_before(out_dir: &Path, end: u64) -> Result<Vec<u64>, CheckpointError> {
+    let root = checkpoints(out_dir);
+    let mut steps = saved_steps(&root).map_err(|e| CheckpointError::io("list", &root, &e))?;
+    steps.retain(|step| *step < end);
+    steps.reverse();
+    Ok(steps)
+}
+
+/// The folder of the run that a checkpoint's folder belongs to, and its step; `None` where it lies elsewhere.
+pub fn run_of(checkpoint: &Path) -> Option<(&Path, u64)> {
+    let step = parse_step(checkpoint.file_name()?.to_str()?)?;
+    let root = checkpoint.parent()?;
+    let out_dir = root.parent().filter(|out_dir| checkpoints(out_dir) == root)?;
+    let is_here = out_dir.as_os_str().is_empty();
+    Some((if is_here { Path::new(".") } else { out_dir }, step))
+}
+
+/// Names the checkpoint of a step in `latest`, when its folder has its name on the disk. After a crash at any point
+/// `latest` names this one or the one before.
+pub fn point_latest(storage: &dyn Storage, out_dir: &Path, step: u64) -> Result<(), CheckpointError> {
+    let root = checkpoints(out_dir);
+    let temporary = root.join(LATEST_TEMPORARY);
+    let name = format!("{}\n", step_name(step));
+    let pointed = write_file(storage, &temporary, name.as_bytes())
+        .and_then(|()| storage.run(DiskStep::Rename(&temporary, &root.join(LATEST))));
+    if pointed.is_err() {
+        // The error that counts is on its way; what is left is overwritten the next time.
+        let _ = storage.run(DiskStep::RemoveFile(&temporary));
+    }
+    pointed?;
+    storage.run(DiskStep::SyncFolder(&root))
 }
 
 /// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its
@@ -322,6 +356,19 @@ mod tests {
         assert_eq!(generation_of_temporary(".saving_"), Some(0));
         assert_eq!(generation_of_temporary(&tombstone_name(3)), Some(0));
         assert_eq!(generation_of_temporary(&step_name(3)), None);
+    }
+
+    #[test]
+    fn the_run_of_a_checkpoint_is_two_folders_above() {
+        let run_of = |path: &'static str| run_of(Path::new(path));
+        assert_eq!(
+            run_of("a/b/checkpoints/step_00000007"),
+            Some((Path::new("a/b"), 7))
+        );
+        assert_eq!(run_of("checkpoints/step_00000007"), Some((Path::new("."), 7)));
+        for elsewhere in ["step_00000007", "a/step_00000007", "a/checkpoints/best", "/"] {
+            assert_eq!(run_of(elsewhere), None, "{elsewhere}");
+        }
     }
 
     #[test]

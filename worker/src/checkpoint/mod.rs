@@ -31,7 +31,8 @@ mod writer;
 pub use convert::{export, reshard};
 pub use error::CheckpointError;
 pub use folder::{
-    Keep, delete_all, delete_unfinished, file_stem, latest_step, retain, step_name, step_to_go_on_from,
+    Keep, delete_all, delete_unfinished, file_stem, latest_step, point_latest, retain, run_of, step_name,
+    step_to_go_on_from, steps_before,
 };
 pub(crate) use manifest::TOKENIZER_FILE;
 pub use manifest::{
@@ -40,7 +41,7 @@ pub use manifest::{
 };
 pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, read_header};
-pub use reader::{Reader, Which};
+pub use reader::{Reader, Which, name_older};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
 pub use writer::Writer;

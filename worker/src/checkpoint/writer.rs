@@ -146,7 +146,10 @@ impl Writer {
         self.storage.run(DiskStep::SyncFolder(&self.root))?;
         self.storage.run(DiskStep::SyncFolder(&self.out_dir))?;
         if named != Some(self.step) {
-            self.point_latest(named.is_none())?;
+            if named.is_none() {
+                self.sync_above()?;
+            }
+            folder::point_latest(self.storage.as_ref(), &self.out_dir, self.step)?;
         }
         Ok(target)
     }
@@ -242,24 +245,6 @@ impl Writer {
         others
             .iter()
             .try_for_each(|name| self.storage.run(DiskStep::RemoveFile(&folder.join(name))))
-    }
-
-    /// Names the checkpoint in `latest`, when its folder has its name on the disk.
-    fn point_latest(&self, is_first: bool) -> Result<(), CheckpointError> {
-        if is_first {
-            self.sync_above()?;
-        }
-        let storage = self.storage.as_ref();
-        let temporary = self.root.join(folder::LATEST_TEMPORARY);
-        let name = format!("{}\n", folder::step_name(self.step));
-        let pointed = write_file(storage, &temporary, name.as_bytes())
-            .and_then(|()| storage.run(DiskStep::Rename(&temporary, &self.root.join(LATEST))));
-        if pointed.is_err() {
-            // The error that counts is on its way; what is left is overwritten the next time.
-            let _ = storage.run(DiskStep::RemoveFile(&temporary));
-        }
-        pointed?;
-        storage.run(DiskStep::SyncFolder(&self.root))
     }
 
     /// Puts the names of the folders above the run's on the disk, which may be as new as the run.

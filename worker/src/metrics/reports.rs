@@ -27,15 +27,15 @@ pub struct MetricsLog {
 /// Validation losses of a run so far, those of its former lives included.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Validations {
-    /// The last one.
-    pub last: Option<f64>,
+    /// The last one, with its step.
+    pub last: Option<(f64, u64)>,
     /// The lowest one, with its step.
     pub best: Option<(f64, u64)>,
 }
 
 impl Validations {
     fn add(&mut self, step: u64, loss: f64) {
-        self.last = Some(loss);
+        self.last = Some((loss, step));
         if self.best.is_none_or(|(best, _)| loss < best) {
             self.best = Some((loss, step));
         }
@@ -413,9 +413,9 @@ mod tests {
             last: Some(last),
             best: Some(best),
         };
-        assert_eq!(log.validations(), expected(2.0, (2.0, 4)));
+        assert_eq!(log.validations(), expected((2.0, 4), (2.0, 4)));
         log.append(&validated(6, 2.5)).unwrap();
-        assert_eq!(log.validations(), expected(2.5, (2.0, 4)));
+        assert_eq!(log.validations(), expected((2.5, 6), (2.0, 4)));
     }
 
     #[test]

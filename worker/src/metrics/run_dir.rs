@@ -43,6 +43,17 @@ pub enum Start {
     },
 }
 
+/// What a job that begins makes of the run in its folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FoundRun {
+    /// There is none.
+    None,
+    /// The job goes on with it.
+    Continued,
+    /// The job deletes it.
+    Deleted,
+}
+
 /// Who asks for the folder, and what for.
 #[derive(Clone, Copy)]
 pub struct Request<'a> {
@@ -84,6 +95,22 @@ impl RunDir {
     pub fn begins(run: &Run, run_id: &str) -> bool {
         let found = checkpoint::step_to_go_on_from(&Self::resolve(run, run_id));
         run.overwrite || !found.is_ok_and(|step| step.is_some())
+    }
+
+    /// What the first life of a job would make of the run in its folder, and the step of the checkpoint there; an error
+    /// if it would be refused. Only reads: it takes no lock, so a folder in use is like any other.
+    pub fn look(run: &Run, run_id: &str) -> Result<(FoundRun, Option<u64>), RunFilesError> {
+        let dir = Self {
+            path: Self::resolve(run, run_id),
+            hold: None,
+        };
+        let found = dir.judge(run, run_id)?;
+        let step = match found {
+            // Whatever is wrong with it.
+            FoundRun::Deleted => dir.checkpoint().unwrap_or(None),
+            FoundRun::None | FoundRun::Continued => dir.checkpoint()?,
+        };
+        Ok((found, step))
     }
 
     /// What to add to the command to go on with a run, in words.
@@ -228,7 +255,7 @@ impl RunDir {
     fn prepare(&mut self, request: Request<'_>) -> Result<Start, RunFilesError> {
         // Before anything is written: what is refused leaves nothing behind.
         if !self.path.exists() {
-            self.require_checkpoint(request)?;
+            self.require_checkpoint(request.run)?;
         }
         fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
         let succeeds = request.token.filter(|_| request.restarted && request.is_unique);
@@ -242,36 +269,42 @@ impl RunDir {
         start
     }
 
-    fn require_checkpoint(&self, request: Request<'_>) -> Result<(), RunFilesError> {
-        if request.run.resume == Resume::Require && self.checkpoint()?.is_none() {
+    fn require_checkpoint(&self, run: &Run) -> Result<(), RunFilesError> {
+        if run.resume == Resume::Require && self.checkpoint()?.is_none() {
             return Err(RunFilesError::NothingToResume(self.path.clone()));
         }
         Ok(())
     }
 
+    /// What a job called `run_id` that begins makes of the run in the folder, or that it is refused. Only reads.
+    fn judge(&self, run: &Run, run_id: &str) -> Result<FoundRun, RunFilesError> {
+        self.require_checkpoint(run)?;
+        let Some(found) = MARKS.iter().find(|mark| self.path.join(mark).exists()) else {
+            return Ok(FoundRun::None);
+        };
+        if run.resume != Resume::Never {
+            Ok(FoundRun::Continued)
+        } else if run.overwrite {
+            Ok(FoundRun::Deleted)
+        } else if self.was_stopped(run_id) {
+            Ok(FoundRun::Continued)
+        } else {
+            Err(RunFilesError::Refused(format!(
+                "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or a different `run.out_dir`",
+                self.path.display()
+            )))
+        }
+    }
+
     fn prepare_held(&self, request: Request<'_>, hold: &mut Hold) -> Result<Start, RunFilesError> {
-        let run = request.run;
         let holder = Holder::here(request.run_id);
         let continued = match request.token {
             Some(token) if request.restarted => hold.is_of(token)?,
             _ => false,
         };
-        if !continued {
-            self.require_checkpoint(request)?;
-            let found = MARKS.iter().find(|mark| self.path.join(mark).exists());
-            if run.resume == Resume::Never
-                && let Some(found) = found
-            {
-                if run.overwrite {
-                    hold.announce(None, &holder)?;
-                    self.delete_run()?;
-                } else if !self.was_stopped(request.run_id) {
-                    return Err(RunFilesError::Refused(format!(
-                        "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or a different `run.out_dir`",
-                        self.path.display()
-                    )));
-                }
-            }
+        if !continued && self.judge(request.run, request.run_id)? == FoundRun::Deleted {
+            hold.announce(None, &holder)?;
+            self.delete_run()?;
         }
         if request.token.is_some() {
             hold.announce(request.token, &holder)?;

@@ -113,6 +113,32 @@ fn when_rank_zero_fails_the_others_know_why() {
 }
 
 #[test]
+fn a_look_says_what_opening_would_do_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(&folder.path().join("out"));
+    let refused = |run: &Run| RunDir::look(run, "job").unwrap_err().to_string();
+    assert_eq!(RunDir::look(&run, "job").unwrap(), (FoundRun::None, None));
+    assert!(!folder.path().join("out").exists());
+    fs::create_dir_all(folder.path().join("out/checkpoints/step_00000060")).unwrap();
+    fs::write(folder.path().join("out/checkpoints/latest"), "step_00000060").unwrap();
+    assert!(refused(&run).contains("already holds a run"));
+    run.overwrite = true;
+    assert_eq!(RunDir::look(&run, "job").unwrap(), (FoundRun::Deleted, Some(60)));
+    run.overwrite = false;
+    for resume in [Resume::Auto, Resume::Require] {
+        run.resume = resume;
+        assert_eq!(
+            RunDir::look(&run, "job").unwrap(),
+            (FoundRun::Continued, Some(60))
+        );
+    }
+    let left: Vec<_> = fs::read_dir(folder.path().join("out")).unwrap().collect();
+    assert_eq!(left.len(), 1, "{left:?}");
+    fs::remove_dir_all(folder.path().join("out")).unwrap();
+    assert!(refused(&run).contains("holds no checkpoint"));
+}
+
+#[test]
 fn a_folder_that_holds_a_run_is_refused_unless_told() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = run(folder.path());

@@ -280,6 +280,7 @@ fn the_last_heartbeat_is_repeated() {
         tokens_per_s: 1e5,
         seconds_left: 3.0,
         val_loss: None,
+        val_step: None,
         lr: None,
     };
     session.heartbeat(7, Phase::Training, Some(progress.clone()));

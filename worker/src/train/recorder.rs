@@ -66,16 +66,21 @@ impl Recorder {
         self.log.as_ref()?;
         self.append(&line(record, trainer, tokens_per_s));
         let now = Instant::now();
+        let last = self.validations().last;
         let progress = Progress {
             steps: trainer.config.train.steps,
             loss: self.last_loss,
             tokens_per_s,
             seconds_left: self.pace.seconds_left(now, record.step),
-            val_loss: self.validations().last,
+            val_loss: last.map(|(loss, _)| loss),
+            val_step: last.map(|(_, step)| step),
             lr: Some(f64::from(record.lr)),
         };
+        // A line is of its step alone. The bar, which comes and goes, keeps the last validation.
         let shown = Progress {
             loss: record.loss,
+            val_loss: record.val_loss,
+            val_step: None,
             ..progress.clone()
         };
         let is_news = record.val_loss.is_some();

@@ -13,10 +13,15 @@ const MANIFEST: &str = "manifest.json";
 /// Most steps that are named where the one that was asked for has no checkpoint.
 const MAX_STEPS: usize = 10;
 
+/// Whether `path` is a single checkpoint.
+pub(super) fn is_one(path: &Path) -> bool {
+    path.join(MANIFEST).exists()
+}
+
 /// Opens the checkpoint at `path`: a run's folder, its `checkpoints`, or a single checkpoint.
 pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointError> {
     let which = step.map_or(Which::Latest, Which::Step);
-    if path.join(MANIFEST).exists() {
+    if is_one(path) {
         return match step {
             Some(step) if path.file_name() != Some(step_name(step).as_ref()) => {
                 Err(CheckpointError::Misuse(format!(
@@ -27,18 +32,19 @@ pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointE
             _ => Reader::open_folder(path),
         };
     }
+    open_of_run(run_at(path)?, which)
+}
+
+/// The folder of the run at `path`, which is that folder, or its `checkpoints`.
+pub(super) fn run_at(path: &Path) -> Result<&Path, CheckpointError> {
     if path.join(CHECKPOINTS).is_dir() {
-        return open_of_run(path, which);
+        return Ok(path);
     }
     let is_checkpoints = path.components().next_back() == Some(Component::Normal(CHECKPOINTS.as_ref()));
     match path.parent() {
         Some(run) if is_checkpoints && path.is_dir() => {
-            let run = if run.as_os_str().is_empty() {
-                Path::new(".")
-            } else {
-                run
-            };
-            open_of_run(run, which)
+            let is_here = run.as_os_str().is_empty();
+            Ok(if is_here { Path::new(".") } else { run })
         }
         _ => Err(CheckpointError::Misuse(without_checkpoint(path))),
     }
@@ -91,6 +97,16 @@ fn nearest_steps(checkpoints: &Path, asked: u64) -> Vec<u64> {
     steps.truncate(MAX_STEPS);
     steps.sort_unstable();
     steps
+}
+
+/// A checkpoint with which nothing is wrong, or all that is.
+pub(super) fn verified(reader: Reader) -> Result<Reader, Vec<CheckpointError>> {
+    let damages = reader.damages();
+    if damages.is_empty() {
+        Ok(reader)
+    } else {
+        Err(damages)
+    }
 }
 
 /// `the checkpoint of step 20`

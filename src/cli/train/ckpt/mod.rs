@@ -4,9 +4,11 @@
 //! |---|---|
 //! | `find.rs` | from what the user names to one checkpoint |
 //! | `inspect.rs` | what a checkpoint holds, as a table or as JSON |
+//! | `rewind.rs` | makes a run resume from another of its checkpoints |
 
 mod find;
 mod inspect;
+mod rewind;
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -16,7 +18,7 @@ use std::sync::Arc;
 use clap::{Args, Subcommand};
 use ddp_proto::exit;
 use ddp_worker::checkpoint::{
-    CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, reshard,
+    CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, name_older, reshard,
 };
 
 use crate::cli::answer::{self, print_error};
@@ -51,7 +53,7 @@ pub(super) enum Command {
         #[command(flatten)]
         which: Which,
         /// Directory to create
-        #[arg(long, value_name = "DIR")]
+        #[arg(short = 'o', long, value_name = "DIR")]
         to: PathBuf,
     },
     /// Rewrite a checkpoint in files of equal size for a different number of ranks (not needed for resuming)
@@ -62,8 +64,13 @@ pub(super) enum Command {
         #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
         ranks: NonZeroUsize,
         /// Run directory to create, for `run.out_dir` with `run.resume: require`
-        #[arg(long, value_name = "DIR")]
+        #[arg(short = 'o', long, value_name = "DIR")]
         to: PathBuf,
+    },
+    /// Verify the newest complete checkpoint, or that of `--step`, and make the run resume from it
+    Rewind {
+        #[command(flatten)]
+        which: Which,
     },
 }
 
@@ -90,7 +97,13 @@ pub(super) fn run(command: &Command) -> ExitCode {
     ignore_file_size_signal();
     match execute(command) {
         Ok(text) => answer::give(text),
-        Err(problems) => {
+        Err(mut problems) => {
+            // One hint is enough.
+            let is_damage =
+                |problem: &&mut CheckpointError| matches!(problem, CheckpointError::Damaged { .. });
+            if let Some(first) = problems.iter_mut().find(is_damage) {
+                *first = name_older(first.clone());
+            }
             let named = problems.iter().take(MAX_NAMED);
             named.for_each(|problem| print_error(problem));
             if problems.len() > MAX_NAMED {
@@ -114,19 +127,15 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
             })
         }
         Command::Verify { which } => {
-            let reader = open(which)?;
-            let damages = reader.damages();
-            if damages.is_empty() {
-                Ok(inspect::sound(&reader))
-            } else {
-                Err(damages)
-            }
+            let reader = open(which).and_then(find::verified)?;
+            Ok(inspect::sound(&reader))
         }
         Command::Export { which, to } => {
             let reader = open(which)?;
             export(&disk(), &reader, to).map_err(|e| vec![e])?;
             Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
         }
+        Command::Rewind { which } => rewind::rewind(&which.path, which.step),
         Command::Reshard { which, ranks, to } => {
             if ranks.get() > MAX_RANKS {
                 let what = format!("`--ranks {ranks}` is above the limit of {MAX_RANKS}");

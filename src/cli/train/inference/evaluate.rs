@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
-use ddp_worker::inference::{InferenceError, Paths, Precision, RunSettings, Tokenizer, open_tokens};
+use ddp_worker::inference::{
+    DataError, InferenceError, Paths, Precision, RunSettings, Tokenizer, open_tokens,
+};
 use serde_json::json;
 
 use super::{ModelArgs, Opened, precision, refuse};
@@ -55,7 +57,7 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
     let data = if is_validation {
         run.validation(&tokenizer, block_size)?
     } else {
-        open_tokens(&Paths::Several(args.data.clone()), &tokenizer)?
+        open_tokens(&Paths::Several(args.data.clone()), &tokenizer).map_err(named_data)?
     };
     let is_held_out = is_validation && run.holds_out();
     let blocks = args
@@ -106,4 +108,14 @@ fn evaluate(args: &EvalArgs) -> Result<String, InferenceError> {
          {bits}\
          speed          {speed:.0} tokens/s on {device}\n"
     ))
+}
+
+/// What is wrong with the data of `--data`.
+fn named_data(error: DataError) -> InferenceError {
+    match error {
+        DataError::Unreadable { .. } => InferenceError::Refused(format!(
+            "{error}\n  hint: relative paths after `--data` are resolved from the current directory"
+        )),
+        DataError::File { .. } => error.into(),
+    }
 }

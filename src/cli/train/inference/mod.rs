@@ -15,7 +15,7 @@ use std::thread::available_parallelism;
 use clap::Args;
 use ddp_proto::exit;
 use ddp_worker::inference::{
-    InferenceError, LoadedModel, Precision, Reader, RunSettings, Tokenizer, open_device,
+    InferenceError, LoadedModel, Precision, Reader, RunSettings, Tokenizer, name_older, open_device,
 };
 
 use super::ckpt;
@@ -83,7 +83,10 @@ fn precision(word: &str) -> Result<Precision, String> {
 
 /// Prints the error. The exit code separates what the user must change from damage and other failures of the machine.
 fn refuse(error: &InferenceError) -> ExitCode {
-    print_error(error);
+    match error {
+        InferenceError::Checkpoint(error) => print_error(&name_older(error.clone())),
+        _ => print_error(error),
+    }
     ExitCode::from(match error {
         InferenceError::Checkpoint(error) => ckpt::exit_code(std::slice::from_ref(error)),
         InferenceError::Device(_) => FAILED,

@@ -89,6 +89,7 @@ mod tests {
             steps: 600,
             loss: 2.414_21,
             val_loss: Some(2.5),
+            val_step: None,
             lr: Some(3e-4),
             tokens_per_s: 123_456.7,
             seconds_left,
