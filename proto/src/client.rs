@@ -320,7 +320,8 @@ impl Client {
         let mut inner = self.inner.clone();
         let what = format!("get the status of job `{}`", request.job_id);
         let call = inner.status(self.of_admin(request));
-        let mut status = self.bounded(&what, CALL_TIMEOUT, call).await?;
+        let status = self.bounded(&what, CALL_TIMEOUT, call).await;
+        let mut status = status.map_err(ClientError::of_operator)?;
         status.clean();
         Ok(status)
     }

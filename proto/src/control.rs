@@ -223,18 +223,24 @@ pub struct Progress {
     /// Last validation loss, nats per token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
+    /// The step after which it was measured. A step line has none: its validation is of its own step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub val_step: Option<u64>,
     /// Learning rate of the last step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
 }
 
-/// What the bar and the step lines show: `loss 2.346  val 2.300  lr 1.6e-3  45.7k tok/s  1:23 left`. With `[0] ` and the
-/// numbers of steps before it, it fits into 80 columns.
+/// What the bar and the step lines show: `loss 2.346  val 2.300 @300  lr 1.6e-3  45.7k tok/s  1:23 left`. It fits into 80
+/// columns: in a line behind `[0] step` and the numbers of steps, without `val_step`; in a bar behind these numbers.
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "loss {:.3}", self.loss)?;
         if let Some(val_loss) = self.val_loss {
             write!(f, "  val {val_loss:.3}")?;
+            if let Some(step) = self.val_step {
+                write!(f, " @{step}")?;
+            }
         }
         if let Some(lr) = self.lr {
             write!(f, "  lr {lr:.1e}")?;
@@ -344,6 +350,7 @@ mod tests {
             tokens_per_s: 45_678.0,
             seconds_left: 18_760.0,
             val_loss: Some(3.29),
+            val_step: None,
             lr: Some(6e-4),
         };
         let line = format!("[0] step 100000/600000 {progress}");
@@ -352,7 +359,14 @@ mod tests {
             "[0] step 100000/600000 loss 3.281  val 3.290  lr 6.0e-4  45.7k tok/s  5h12m left"
         );
         assert_eq!(line.len(), 80);
-        (progress.val_loss, progress.lr) = (None, None);
+        progress.val_step = Some(100_000);
+        let bar = format!("100000/600000 {progress}");
+        assert_eq!(
+            bar,
+            "100000/600000 loss 3.281  val 3.290 @100000  lr 6.0e-4  45.7k tok/s  5h12m left"
+        );
+        assert!(bar.len() < 80, "{bar}");
+        (progress.val_loss, progress.val_step, progress.lr) = (None, None, None);
         (progress.tokens_per_s, progress.seconds_left) = (900.0, f64::NAN);
         assert_eq!(progress.to_string(), "loss 3.281  900 tok/s");
     }

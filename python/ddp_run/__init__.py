@@ -104,7 +104,7 @@ def sizes(ranks_divide: int | None = None, ranks_multiple_of: int | None = None)
 
 
 def stop_requested() -> bool:
-    """Whether `ddp-run` asked this rank to stop: it received a signal, or nodes join or leave.
+    """Whether `ddp-run` asked this rank to stop: it received a signal, on any node, or nodes join or leave.
 
     Ranks may see the request one step apart; `stoppable` makes them agree. The first call tells the launcher that this
     script handles requests: from then on a rank has `--shutdown-timeout` to save and to exit with 0, and gets a signal
@@ -126,9 +126,9 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     """Saves and exits with 0 at a step boundary when the job is asked to stop.
 
     Yields `boundary(step, loss=None)`, which every rank calls once per step, with the number of finished steps. It
-    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have `--shutdown-timeout` for that; while they save, the
-    signals that stop a job are ignored. A failure that another rank or node caused is raised as
-    `GenerationOver`.
+    sends a heartbeat. If any rank was asked to stop, all ranks leave the block there, call `save` and exit. They have
+    `--shutdown-timeout` for that; while they save, the signals that stop a job are ignored. A failure that another
+    rank or node caused is raised as `GenerationOver`.
 
     A block that ends normally closes the connection to the launcher. The script is then neither watched for
     `--hang-timeout` nor asked to stop, and gets signals at once, until it calls a function of this package again.
@@ -158,6 +158,8 @@ def stoppable(save: Callable[[], Any], agree: Callable[[bool], bool] | None = No
     except (RuntimeError, OSError) as error:  # what collectives raise when a peer is gone
         if _launcher.over.wait(CAUSE_TIMEOUT_S) and _launcher.cause is not None:
             raise GenerationOver(_launcher.cause) from error
+        if _launcher.asked_to_stop.is_set():
+            raise GenerationOver("the job was asked to stop, and ranks of it are gone") from error
         raise
     _launcher.hang_up()
 

@@ -17,7 +17,7 @@ use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 pub use ddp_worker::mesh::Axis;
-use ddp_worker::metrics::{Request, RunDir, RunFilesError};
+use ddp_worker::metrics::{FoundRun, Request, RunDir, RunFilesError};
 use ddp_worker::parallel::pipeline::PipelinePlan;
 use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
@@ -126,18 +126,40 @@ impl Validated {
         };
         RunDir::open(request, &MemoryStore::default())
             .map(|_| ())
-            .map_err(|error| {
-                let key = match error {
-                    RunFilesError::NothingToResume { .. } => "run.resume",
-                    _ => "run.out_dir",
-                };
-                let words = format!("{}: {error}", self.located.source.place(key));
-                match of_run_files(&error) {
-                    exit::FOLDER_IN_USE => CliError::FolderInUse(words),
-                    exit::DISK => CliError::Disk(words),
-                    _ => CliError::Config(words),
-                }
-            })
+            .map_err(|error| self.no_out_dir(&error))
+    }
+
+    /// What a job called `run_id` would do with the run in its folder, in words; none if that holds none, and an error
+    /// if the job would be refused. Only reads.
+    pub fn found_run(&self, run_id: &str) -> Result<Option<String>, CliError> {
+        let looked = RunDir::look(&self.located.config.run, run_id);
+        let (found, step) = looked.map_err(|error| self.no_out_dir(&error))?;
+        let dir = self.out_dir(run_id);
+        let holds = match step {
+            Some(step) => format!("`{}` holds a run (step {step})", dir.display()),
+            None => format!("`{}` holds a run without a checkpoint", dir.display()),
+        };
+        let fate = match (found, step) {
+            (FoundRun::None, _) => return Ok(None),
+            (FoundRun::Deleted, _) => "deleted".to_owned(),
+            (FoundRun::Continued, Some(step)) => format!("resumed after step {step}"),
+            (FoundRun::Continued, None) => "started at step 0".to_owned(),
+        };
+        Ok(Some(format!("{holds}: it would be {fate}")))
+    }
+
+    /// Why a run cannot have its folder.
+    fn no_out_dir(&self, error: &RunFilesError) -> CliError {
+        let key = match error {
+            RunFilesError::NothingToResume { .. } => "run.resume",
+            _ => "run.out_dir",
+        };
+        let words = format!("{}: {error}", self.located.source.place(key));
+        match of_run_files(error) {
+            exit::FOLDER_IN_USE => CliError::FolderInUse(words),
+            exit::DISK => CliError::Disk(words),
+            _ => CliError::Config(words),
+        }
     }
 }
 

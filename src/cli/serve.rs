@@ -38,9 +38,10 @@ const SHORTEST_LEASE: Duration = Duration::from_millis(300);
 
 /// Ends `--help`.
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 2 usage, no such job, or a damaged ledger; 69 the port is taken, or the daemon cannot be \
-reached; 70 the machine or the daemon refused something; 73 another daemon uses the state directory; 77 no token, a \
-different one, or not an operator; 130, 143 stopped by SIGINT, SIGTERM before it served.";
+Exit codes: 0 success; 2 usage, no such job, `drain` of a launcher's daemon, or a damaged ledger; 69 the port is \
+taken, or the daemon cannot be reached; 70 the machine or the daemon refused something; 73 another daemon uses \
+the state directory; 77 no token, a different one, or not an operator; 130, 143 stopped by SIGINT, SIGTERM before it \
+served.";
 
 /// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
@@ -132,7 +133,7 @@ struct Settings {
     /// A node whose connection broke is lost after this long
     #[arg(long, value_name = "S", default_value = "5", value_parser = values::seconds)]
     reconnect_grace: Duration,
-    /// A node that says nothing while training advances is lost after this long
+    /// A silent node is lost after this long, however much the steps of others advance
     #[arg(long, value_name = "S", default_value = "600", value_parser = values::seconds)]
     outage_timeout: Duration,
     /// With `--state-dir`: how long a daemon that was restarted waits for the nodes of a running generation

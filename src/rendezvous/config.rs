@@ -172,12 +172,12 @@ impl Default for KvLimits {
 }
 
 impl Config {
-    /// Why `job` is not served here; none if it is.
+    /// Why `job` is not served here, without the subject "the daemon"; none if it is.
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
         let owner = super::kv::clip(owner, 128);
         Some(format!(
-            "the rendezvous at this address belongs to job `{owner}` and ends with it: it does not serve job `{}`",
+            "belongs to job `{owner}` and ends with it: it does not serve job `{}`",
             super::kv::clip(job, 128)
         ))
     }

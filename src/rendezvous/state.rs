@@ -354,7 +354,7 @@ impl Daemon {
             let hint =
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
             let reason = match turn.config.callers {
-                Callers::Proven => reason,
+                Callers::Proven => format!("the rendezvous at this address {reason}"),
                 _ => format!(
                     "the rendezvous at this address does not serve job `{}`",
                     clip(&speaker.job, 128)

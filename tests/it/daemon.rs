@@ -9,6 +9,7 @@ use nix::fcntl::OFlag;
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
+use serde_json::Value;
 
 use crate::harness::{Daemon, Program, ReservedPort, eventually, launch, temp_dir};
 
@@ -175,4 +176,49 @@ fn each_decision_is_logged_with_its_time() {
         .map(|c| if c.is_ascii_digit() { '0' } else { c })
         .collect();
     assert_eq!(form, "0000-00-00T00:00:00.000000Z", "{decision}");
+}
+
+#[test]
+fn json_logs_have_job_generation_and_node() {
+    let daemon = Daemon::start_with("127.0.0.1:0", &["--log-format", "json"]);
+    let nodes = ["0", "1"].map(|rank| {
+        let node = launch().nproc(1).node_of(2, &daemon.endpoint, "logged");
+        let node = node
+            .flag("--node-rank", rank)
+            .flag("--rdzv-conf", "is_host=false");
+        node.shell("[ $RANK = 0 ] || exit 3; sleep 60").start()
+    });
+    for node in nodes {
+        node.finish().expect_exit(3);
+    }
+    let args = ["serve", "--log-format=json", "--listen", &daemon.endpoint].map(Into::into);
+    let second = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args);
+    let second = second.run().expect_exit(69).stderr();
+    let log = [daemon.stop().stderr(), second].join("\n");
+    let lines: Vec<Value> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in `{line}`")))
+        .collect();
+    let find = |words: &str| {
+        let line = lines
+            .iter()
+            .find(|line| line["message"].as_str().is_some_and(|m| m.contains(words)));
+        line.unwrap_or_else(|| panic!("no line has `{words}`:\n{log}"))
+    };
+    let first = (Some("logged"), Some(1));
+    let end = find("ended: ");
+    for line in [find("all 2 nodes joined"), end] {
+        assert_eq!((line["job"].as_str(), line["generation"].as_u64()), first);
+    }
+    let host = nix::unistd::gethostname()
+        .expect("a name")
+        .into_string()
+        .expect("unicode");
+    assert_eq!(end["node"].as_str(), Some(host.as_str()), "{end}");
+    find("stopping");
+    assert_eq!(find("cannot listen on")["level"], "ERROR");
+    for line in &lines {
+        let time = line["time"].as_str().expect("a time");
+        assert!(time.ends_with('Z') && time.contains('T'), "{line}");
+    }
 }

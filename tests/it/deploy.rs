@@ -174,11 +174,11 @@ fn a_batch_job_of_a_configuration_resumes() {
     let config = repository("examples/single-node/train.yaml")
         .display()
         .to_string();
-    let arguments = ["--dry-run", &config, "--set", "run.resume=require"];
+    let arguments = ["--dry-run", &config, "--set", "run.resume=never"];
     batch_of(bin.path(), &job_with_a_free_port(), &arguments)
         .run()
         .expect_exit(0)
-        .expect_stdout("--set run.resume=auto --set run.resume=require");
+        .expect_stdout("--set run.resume=auto --set run.resume=never");
     let finished = batch_of(
         bin.path(),
         &job_with_a_free_port(),

@@ -269,13 +269,13 @@ fn a_node_that_is_cut_off_while_training_advances_keeps_its_place() {
     wait_for_step(&job.out(), 300);
     // Nothing arrives.
     proxy.hold();
-    daemon.wait_for("but training advances: waiting up to 600 s for it");
+    daemon.wait_for("but the reported steps advance: waiting up to 600 s for it");
     proxy.release();
     daemon.wait_for(" is back after ");
     // Its connection breaks, and every other one is refused.
     proxy.aim(&nobody.endpoint);
     proxy.cut();
-    daemon.wait_for("but training advances: waiting up to 600 s for it");
+    daemon.wait_for("but the reported steps advance: waiting up to 60 s for it");
     proxy.aim(&daemon.endpoint);
     daemon.wait_for(" is back after ");
     nodes[0].signal(Signal::SIGTERM);

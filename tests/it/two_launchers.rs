@@ -173,11 +173,14 @@ fn a_job_does_not_end_with_another_one_that_has_the_port() {
         running
     });
     let other = || launch().node_of(2, &port.endpoint, "other").target("true");
-    let owner = "the rendezvous at this address belongs to job `";
+    let owner = "belongs to job `";
     other()
         .run()
         .expect_exit(69)
-        .expect_stderr(owner)
+        .expect_stderr(&format!(
+            "cannot use the rendezvous at `{}`: it {owner}",
+            port.endpoint
+        ))
         .expect_stderr(
             "hint: if this node belongs to that job, give all nodes of a job the same `--rdzv-id`; ",
         )
@@ -186,7 +189,7 @@ fn a_job_does_not_end_with_another_one_that_has_the_port() {
         .flag("--rdzv-conf", "is_host=false")
         .run()
         .expect_exit(76)
-        .expect_stderr(owner);
+        .expect_stderr(&format!("the rendezvous at this address {owner}"));
     std::fs::write(&done[0], "").expect("writable");
     first.finish().expect_exit(0);
     std::fs::write(&done[1], "").expect("writable");

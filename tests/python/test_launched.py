@@ -7,7 +7,7 @@ import sys
 import tempfile
 import unittest
 
-from launched import DDP_RUN, PACKAGE_PATH, PATIENCE_S, Launched
+from launched import DDP_RUN, PACKAGE_PATH, PATIENCE_S, Launched, reserved_port
 
 BEATS = """
 import os, signal, ddp_run
@@ -110,6 +110,21 @@ class UnderDdpRun(unittest.TestCase):
                 launched.process.send_signal(signal.SIGTERM)
                 self.expect(launched, 128 + signal.SIGTERM)
                 self.expect_lines(launched, r"^\[\d\] saved$", 2)
+
+    def test_the_ranks_of_all_nodes_save_when_a_signal_stops_one_launcher(self):
+        holder, port = reserved_port()
+        self.addCleanup(holder.close)
+        meeting = ["--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "stops", "--insecure"]
+        nodes = [self.launch(STOPS, *meeting, "--node-rank", rank) for rank in range(2)]
+        for node in nodes:
+            for _ in range(2):
+                node.wait_for(r"^\[\d\] training")
+        nodes[1].process.send_signal(signal.SIGTERM)
+        for node in nodes:
+            self.expect(node, 128 + signal.SIGTERM)
+            self.expect_lines(node, r"^\[\d\] saved$", 2)
+        self.expect_lines(nodes[0], r"^\[ddp-run\] node .* was stopped by SIGTERM$", 1)
+        self.expect_lines(nodes[0], "GenerationOver", 0)
 
     def test_the_failure_of_a_rank_is_raised_in_the_others_which_are_started_again(self):
         pipe = self.folder / "pipe"

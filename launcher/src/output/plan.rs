@@ -125,6 +125,8 @@ pub struct PrefixTemplate(Vec<Part>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Part {
     Text(String),
+    /// Spelled like a variable, as it was written.
+    Unknown(String),
     Rank,
     LocalRank,
     RoleName,
@@ -173,12 +175,20 @@ impl PrefixTemplate {
         Self(parts)
     }
 
+    /// What is spelled like a variable and is none, such as `${rnk}`: it is printed as it is.
+    pub fn unknown_variables(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().filter_map(|part| match part {
+            Part::Unknown(text) => Some(text.as_str()),
+            _ => None,
+        })
+    }
+
     /// The prefix of one worker, with all that stands between it and the text.
     pub(crate) fn of(&self, source: &LineSource<'_>) -> String {
         let mut prefix = String::new();
         for part in &self.0 {
             match part {
-                Part::Text(text) => prefix.push_str(text),
+                Part::Text(text) | Part::Unknown(text) => prefix.push_str(text),
                 Part::Rank => prefix.push_str(&source.rank.to_string()),
                 Part::LocalRank => prefix.push_str(&source.local_rank.to_string()),
                 Part::RoleName => prefix.push_str(source.role),
@@ -194,15 +204,20 @@ fn after_dollar(after: &str) -> (Part, &str) {
     if let Some(rest) = after.strip_prefix('$') {
         return (Part::Text("$".into()), rest);
     }
+    let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
     if let Some((name, rest)) = after.strip_prefix('{').and_then(|braced| braced.split_once('}'))
-        && let Some(part) = Part::named(name)
+        && !name.is_empty()
+        && name.chars().all(is_of_name)
     {
+        let part = Part::named(name).unwrap_or_else(|| Part::Unknown(format!("${{{name}}}")));
         return (part, rest);
     }
-    let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
     let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
     let (name, rest) = after.split_at(end);
-    let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}")));
+    if name.is_empty() {
+        return (Part::Text("$".into()), rest);
+    }
+    let part = Part::named(name).unwrap_or_else(|| Part::Unknown(format!("${name}")));
     (part, rest)
 }
 
@@ -287,6 +302,14 @@ mod tests {
         assert_eq!(of("${hostname}:${rank}: "), "node7:11: ");
         assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
         assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");
+        assert_eq!(of("${} ${a b}$"), "${} ${a b}$");
         assert_eq!(PrefixTemplate::default().of(&source), "[11] ");
+    }
+
+    #[test]
+    fn what_is_spelled_like_a_variable_is_one_or_unknown() {
+        let template = PrefixTemplate::parse("${rnk} $ranks $rank ${role_name} $$x ${ $5: $");
+        let unknown: Vec<_> = template.unknown_variables().collect();
+        assert_eq!(unknown, ["${rnk}", "$ranks", "$5"]);
     }
 }

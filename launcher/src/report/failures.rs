@@ -18,6 +18,7 @@ const MAX_TOLD: usize = 4;
 pub(crate) struct Record<'a> {
     generation: u64,
     node: &'a str,
+    kind: Kind,
     /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
@@ -28,6 +29,14 @@ pub(crate) struct Record<'a> {
     /// When it happened, by the same clock and from the same origin: less than 0 if the first report of the list came
     /// later.
     happened_ns: Option<i64>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    Failed,
+    /// Its launcher stopped it, after a failure of another one.
+    Stopped,
 }
 
 #[derive(Debug, Serialize)]
@@ -55,6 +64,7 @@ impl<'a> Record<'a> {
         Self {
             generation: failure.generation,
             node: &failure.hostname,
+            kind: Kind::of(failure.exit.as_ref()),
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
             worker: failure.exit.as_ref().map(Worker::new),
             arrived_ns: Some(failure.arrived_ns),
@@ -67,6 +77,7 @@ impl<'a> Record<'a> {
         Self {
             generation,
             node,
+            kind: Kind::of(Some(exit)),
             node_gone: None,
             worker: Some(Worker::new(exit)),
             arrived_ns: None,
@@ -77,6 +88,16 @@ impl<'a> Record<'a> {
     /// True if it tells how this rank of that generation ended.
     pub(crate) fn is_of(&self, generation: u64, rank: u32) -> bool {
         self.generation == generation && self.worker.as_ref().is_some_and(|worker| worker.rank == rank)
+    }
+}
+
+impl Kind {
+    /// Of a worker, or of a node that is gone.
+    fn of(exit: Option<&WorkerExit>) -> Self {
+        match exit.and_then(|exit| exit.stopped_with) {
+            Some(_) => Self::Stopped,
+            None => Self::Failed,
+        }
     }
 }
 

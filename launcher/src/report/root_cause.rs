@@ -302,17 +302,17 @@ mod tests {
             value["failures"],
             json!([
                 {
-                    "generation": 1, "node": "b", "node_gone": null, "rank": 3, "local_rank": 1, "pid": 77,
+                    "generation": 1, "node": "b", "kind": "failed", "node_gone": null, "rank": 3, "local_rank": 1, "pid": 77,
                     "exit_code": 9, "signal": null, "core_dumped": false, "out_of_memory": false,
                     "consequence": false, "stopped_with": null, "unix_time_ns": 1_700_000_000_123_456_789_u64,
                     "arrived_ns": 0, "happened_ns": -5, "message": "", "log_file": ""
                 },
                 {
-                    "generation": 2, "node": "c", "node_gone": "node `c` left",
+                    "generation": 2, "node": "c", "kind": "failed", "node_gone": "node `c` left",
                     "arrived_ns": 10, "happened_ns": 10
                 },
                 {
-                    "generation": 2, "node": "b", "node_gone": null, "rank": 2, "local_rank": 1, "pid": 77,
+                    "generation": 2, "node": "b", "kind": "stopped", "node_gone": null, "rank": 2, "local_rank": 1, "pid": 77,
                     "exit_code": 1, "signal": null, "core_dumped": false, "out_of_memory": false,
                     "consequence": true, "stopped_with": 15, "unix_time_ns": 1_700_000_000_123_456_789_u64,
                     "arrived_ns": 20, "happened_ns": 15, "message": "", "log_file": ""

@@ -51,12 +51,15 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
             reason,
             no_restart,
             first_failure,
+            signal,
             ..
         } => {
             let mut text = if let Some((failure, host)) = first_failure.as_deref() {
                 job_failed(facts, no_restart, failure, host)
             } else {
-                let mut text = format!("error: {reason}");
+                // A person or the batch system has stopped the job on another node.
+                let lead = if signal.is_some() { "" } else { "error: " };
+                let mut text = format!("{lead}{reason}");
                 others(&mut text, facts, None);
                 text
             };

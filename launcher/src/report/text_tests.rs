@@ -270,7 +270,7 @@ fn a_job_that_ended_without_a_failed_worker() {
         signal: Some(15),
     };
     insta::assert_snapshot!(text(&exit_reason, &[end(0, TERMINATED, Some(15), 200)], None), @r"
-    error: node `b` was stopped by SIGTERM
+    node `b` was stopped by SIGTERM
       rank 0: terminated by ddp-run (SIGTERM), 0.2 s later
     ");
 }

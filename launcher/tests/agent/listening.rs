@@ -4,7 +4,9 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Sizes, ToAgent, ToWorker};
+use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::sys::signal::Signal;
 
 use crate::daemon::{Daemon, Policy};
@@ -108,6 +110,26 @@ fn a_program_that_listens_is_asked_to_stop_and_the_others_are_signalled_at_once(
     let end = launcher.wait();
     assert_eq!(end.code, 143);
     assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+}
+
+#[test]
+fn a_program_that_listens_may_save_when_a_signal_stops_the_launcher_of_another_node() {
+    let daemon = Daemon::start(Policy::default());
+    let mut launcher = launch(&daemon)
+        .role_in("listening", "role_stops_at_boundary")
+        .start();
+    launcher.stdout.expect("ready");
+    daemon.say(Word::JobOver(JobOver {
+        exit_code: 143,
+        reason: "node `b` was stopped by SIGTERM".into(),
+        signal: Some(libc::SIGTERM),
+        ..JobOver::default()
+    }));
+    let end = launcher.wait();
+    assert_eq!(end.code, 143);
+    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+    let is_plain = end.stderr.contains("[ddp-run] node `b` was stopped by SIGTERM\n");
+    assert!(is_plain, "{}", end.stderr);
 }
 
 /// Rank 1 connects when rank 0 has been asked to stop.

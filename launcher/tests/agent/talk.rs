@@ -317,6 +317,7 @@ fn role_reports_progress() {
         tokens_per_s: 1234.0,
         seconds_left: 61.0,
         val_loss: None,
+        val_step: None,
         lr: Some(1e-3),
     };
     session.say(&ToAgent::Heartbeat {

@@ -54,8 +54,8 @@ impl Client {
     pub async fn drain(&self) -> Result<u32, ClientError> {
         let mut inner = self.inner.clone();
         let call = inner.drain(self.of_admin(DrainRequest {}));
-        let reply = self.bounded("drain the daemon", CALL_TIMEOUT, call).await?;
-        Ok(reply.jobs)
+        let reply = self.bounded("begin a drain", CALL_TIMEOUT, call).await;
+        Ok(reply.map_err(ClientError::of_operator)?.jobs)
     }
 
     pub(super) fn of_admin<T>(&self, message: T) -> tonic::Request<T> {

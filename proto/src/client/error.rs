@@ -128,6 +128,16 @@ pub enum ClientError {
         /// The daemon's words.
         cause: String,
     },
+    /// The daemon is one job's own, and does not serve what an operator asked for.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
+    NotServed {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// The daemon's words.
+        cause: String,
+    },
     /// The daemon answered with an error.
     #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     Refused {
@@ -152,7 +162,9 @@ impl ClientError {
     /// Exit code of a launcher that ends because of this error.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::BadEndpoint { .. } | Self::Tls(_) | Self::UnknownJob { .. } => exit::USAGE,
+            Self::BadEndpoint { .. } | Self::Tls(_) | Self::UnknownJob { .. } | Self::NotServed { .. } => {
+                exit::USAGE
+            }
             Self::Unreachable { .. }
             | Self::Stranger { .. }
             | Self::Broken { .. }
@@ -168,6 +180,23 @@ impl ClientError {
             | Self::Forgotten { .. }
             | Self::Conflict { .. }
             | Self::Refused { .. } => exit::INTERNAL,
+        }
+    }
+
+    /// The same error for a call of operators, which names no generation: the daemon has not
+    /// [forgotten](Self::Forgotten) what was asked for, it never serves that.
+    pub(super) fn of_operator(self) -> Self {
+        match self {
+            Self::Forgotten {
+                what,
+                endpoint,
+                cause,
+            } => Self::NotServed {
+                what,
+                endpoint,
+                cause,
+            },
+            other => other,
         }
     }
 
@@ -240,14 +269,13 @@ impl Setback {
 
     pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
         let failed = handshake_failure(error);
-        let distrust = failed.and_then(|failure| failure.distrust);
         let layers = std::iter::successors(Some(error), |error| error.source());
         let mut layers = layers.filter(|error| error.is::<LookUpError>());
         let hint = layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
         Self {
             cause: root_cause(error),
-            hint: distrust.unwrap_or(hint),
-            is_distrust: distrust.is_some(),
+            hint: failed.and_then(|failure| failure.hint).unwrap_or(hint),
+            is_distrust: failed.is_some_and(|failure| failure.is_final),
         }
     }
 }

@@ -168,37 +168,43 @@ pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
     let inner = error
         .get_ref()
         .and_then(|inner| inner.downcast_ref::<rustls::Error>());
-    let (distrust, cause) = match inner {
-        Some(rustls::Error::InvalidCertificate(_)) if by_token => (
-            Some(SAME_TOKEN),
-            "it does not have the key of this token: it has a different token, or is no rendezvous"
-                .to_owned(),
-        ),
-        Some(
-            rustls::Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension)
-            | rustls::Error::AlertReceived(AlertDescription::HandshakeFailure),
-        ) => {
-            let (hint, cause) = if by_token { HAS_CERTIFICATE } else { HAS_TOKEN };
-            (Some(hint), cause.to_owned())
+    let other_kind = if by_token { HAS_CERTIFICATE } else { HAS_TOKEN };
+    let (hint, is_final, cause) = match inner {
+        Some(rustls::Error::InvalidCertificate(_)) if by_token => {
+            let cause =
+                "it does not have the key of this token: it has a different token, or is no rendezvous";
+            (Some(SAME_TOKEN), true, cause.to_owned())
         }
         Some(rustls::Error::InvalidCertificate(why)) => {
             let cause = format!("the daemon's certificate is not accepted: {why:?}");
-            (Some(RIGHT_AUTHORITY), cause)
+            (Some(RIGHT_AUTHORITY), true, cause)
+        }
+        Some(rustls::Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension)) => {
+            (Some(other_kind.0), true, other_kind.1.to_owned())
+        }
+        // A proxy says so too while the server behind it is away.
+        Some(rustls::Error::AlertReceived(AlertDescription::HandshakeFailure)) => {
+            (Some(other_kind.0), false, other_kind.1.to_owned())
         }
         Some(rustls::Error::InvalidMessage(_)) => {
-            (None, format!("the server there speaks no TLS{WITHOUT_TLS}"))
+            let cause = format!("the server there speaks no TLS{WITHOUT_TLS}");
+            (None, false, cause)
         }
-        Some(rustls::Error::AlertReceived(alert)) => (
-            None,
-            format!("the server there refused the TLS connection: {alert:?}"),
-        ),
+        Some(rustls::Error::AlertReceived(alert)) => {
+            let cause = format!("the server there refused the TLS connection: {alert:?}");
+            (None, false, cause)
+        }
         _ if HUNG_UP.contains(&error.kind()) => {
             let cause = format!("the server there closed the connection in the TLS handshake{WITHOUT_TLS}");
-            (None, cause)
+            (None, false, cause)
         }
-        _ => (None, format!("the TLS handshake failed: {error}")),
+        _ => (None, false, format!("the TLS handshake failed: {error}")),
     };
-    HandshakeFailure { distrust, cause }
+    HandshakeFailure {
+        hint,
+        is_final,
+        cause,
+    }
 }
 
 /// Why a server may not want TLS.
@@ -214,7 +220,7 @@ const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.con
 /// What to do where the daemon has a certificate and this side a token, and what that is called.
 const HAS_CERTIFICATE: (&str, &str) = (
     "set DDP_TLS_CA to the authority of the rendezvous's certificate, or check the host and port of `--rdzv-endpoint`",
-    "it proves itself by a certificate, not by a token: it is a rendezvous for several users, or a different server",
+    "it proves itself by a certificate, not by a token: it is a rendezvous for several users, one of an earlier version, or a different server",
 );
 /// The other way round.
 const HAS_TOKEN: (&str, &str) = (
@@ -228,8 +234,10 @@ const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the ren
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{cause}")]
 pub(crate) struct HandshakeFailure {
-    /// The daemon has shown a certificate, and it is not one that this side trusts: trying again cannot help, but this.
-    pub(crate) distrust: Option<&'static str>,
+    /// What to do.
+    pub(crate) hint: Option<&'static str>,
+    /// The server has shown that this side cannot trust it: trying again does not help.
+    pub(crate) is_final: bool,
     pub(crate) cause: String,
 }
 
@@ -263,7 +271,8 @@ mod tests {
             words.ends_with("it has a different token, or is no rendezvous"),
             "{words}"
         );
-        let hint = failure.distrust.unwrap_or_default();
+        assert!(failure.is_final);
+        let hint = failure.hint.unwrap_or_default();
         assert!(
             hint.starts_with("give all nodes of the job the same token"),
             "{hint}"
@@ -283,10 +292,7 @@ mod tests {
         let (near, far) = meet(for_agents(strange), server()).await;
         far.unwrap_err();
         let failure = words_of(&near.unwrap_err(), false);
-        assert_eq!(
-            (failure.distrust, &*failure.cause),
-            (Some(HAS_TOKEN.0), HAS_TOKEN.1)
-        );
+        assert_eq!((failure.hint, &*failure.cause), (Some(HAS_TOKEN.0), HAS_TOKEN.1));
     }
 
     #[test]

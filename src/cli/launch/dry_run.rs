@@ -27,6 +27,7 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
     let Launch {
         plan,
         checked,
+        found_run,
         refusals,
         ..
     } = launch;
@@ -60,6 +61,9 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
             text,
             "configuration: {file} is valid, and its data files can be read"
         );
+    }
+    if let Some(found) = found_run {
+        let _ = writeln!(text, "{found}");
     }
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");

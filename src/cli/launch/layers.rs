@@ -9,6 +9,7 @@ use super::args::ParsedArgs;
 use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind, in_path};
 use super::{host, scheduler};
+use crate::cli::answer::print_own;
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
 use crate::cli::train;
@@ -67,6 +68,22 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
         (false, true) => Ok(TargetKind::Program),
         (false, false) if Path::new(&args.target).join("__main__.py").is_file() => Ok(TargetKind::Python),
         (false, false) => Ok(TargetKind::of(&args.target)),
+    }
+}
+
+/// A flag after a script is the script's, as with torchrun, but not after a configuration. Programs may be launchers of
+/// their own.
+pub fn warn_of_misplaced(kind: TargetKind, args: &ParsedArgs) {
+    let what = match kind {
+        TargetKind::Python => "script",
+        TargetKind::Module => "module",
+        TargetKind::Native | TargetKind::Program => return,
+    };
+    if let Some(flag) = &args.misplaced {
+        let target = args.target.display();
+        print_own(&format!(
+            "`{flag}` after `{target}` is an argument of the {what}; flags of ddp-run go before it"
+        ));
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
-use ddp_launcher::{OutputPlan, SignalPlan, StreamsByRank};
+use ddp_launcher::{OutputPlan, PrefixTemplate, SignalPlan, StreamsByRank};
 use ddp_proto::words::{counted, numbered};
 use nix::sys::signal::Signal;
 
@@ -14,8 +14,8 @@ use super::streams::{OutputStyle, Words};
 use crate::cli::answer::OWN_PREFIX;
 use crate::cli::error::CliError;
 
-/// What becomes of the output of this node's `workers`, of a job that is `alone` on it or not. Ranks that the settings
-/// name and there are not are said.
+/// What becomes of the output of this node's `workers`, of a job that is `alone` on it or not. Prints which ranks and
+/// variables the settings name that do not exist.
 pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<OutputPlan, CliError> {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
     let output = OutputPlan {
@@ -36,7 +36,11 @@ pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<Out
             output.most_shown(workers, alone),
         )?;
     }
-    for words in words_on_absent_ranks(&output, workers, alone) {
+    let absent = words_on_absent_ranks(&output, workers, alone);
+    for words in absent
+        .into_iter()
+        .chain(words_on_unknown_variables(&output.prefix))
+    {
         eprintln!("{OWN_PREFIX}{words}");
     }
     Ok(output)
@@ -163,6 +167,19 @@ fn words_on_absent_ranks(output: &OutputPlan, workers: u32, alone: bool) -> Vec<
     flags.iter().filter_map(words).collect()
 }
 
+/// Says which variables of the prefix there are not. As with torchrun, they are no error.
+fn words_on_unknown_variables(prefix: &PrefixTemplate) -> Option<String> {
+    let names: BTreeSet<_> = prefix.unknown_variables().collect();
+    let unknown: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    (!unknown.is_empty()).then(|| {
+        format!(
+            "`--log-line-prefix-template` prints {} as text: its variables are `${{rank}}`, `${{local_rank}}`, \
+             `${{role_name}}` and `${{hostname}}`",
+            unknown.join(", ")
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -191,5 +208,12 @@ mod tests {
         ");
         assert_eq!(words_on_absent_ranks(&output, 8, true), [""; 0]);
         assert_eq!(words_on_absent_ranks(&output, 2, false).len(), 2);
+    }
+
+    #[test]
+    fn variables_of_the_prefix_that_are_not_there_are_named() {
+        let words = |template: &str| words_on_unknown_variables(&PrefixTemplate::parse(template));
+        insta::assert_snapshot!(words("${rnk} $rank $group: ").expect("two"), @"`--log-line-prefix-template` prints `$group`, `${rnk}` as text: its variables are `${rank}`, `${local_rank}`, `${role_name}` and `${hostname}`");
+        assert_eq!(words("[${role_name}${local_rank}]: "), None);
     }
 }

@@ -15,7 +15,9 @@ use ddp_proto::words::counted;
 use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
 use super::host::{HostFacts, Protection};
-use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
+use super::layers::{
+    Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes, warn_of_misplaced,
+};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
 use super::streams::Signals;
@@ -54,6 +56,8 @@ pub struct Launch {
     pub environment: Vec<Variable>,
     /// The configuration of a native target: it and its data files are as the workers need them.
     pub checked: Option<String>,
+    /// For a dry run: what would become of a run in the folder of a native target, in words.
+    pub found_run: Option<String>,
     /// What the workers would refuse if all nodes had as many of them as this one, in words.
     pub refusals: Vec<String>,
 }
@@ -65,6 +69,7 @@ fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
     let kind = kind(&args, &variables)?;
+    warn_of_misplaced(kind, &args);
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
@@ -146,6 +151,7 @@ pub fn resolve(
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan, &get_env),
+        found_run: found_run(validated.as_ref().filter(|_| dry_run), &plan.run_id, alone)?,
         plan,
         given,
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
@@ -391,6 +397,20 @@ fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Resul
         config.claim_out_dir(job_id)?;
     }
     Ok(Some(config.out_dir(job_id)))
+}
+
+/// What would become of a run in the folder, in words. One node is refused as its launch would be; of several, the
+/// workers find out.
+fn found_run(config: Option<&Validated>, run_id: &str, alone: bool) -> Result<Option<String>, CliError> {
+    let Some(config) = config else { return Ok(None) };
+    match config.found_run(run_id) {
+        Err(error) if !alone => {
+            let words = error.to_string();
+            let reason = words.lines().next().unwrap_or_default();
+            Ok(Some(format!("the workers would refuse to begin: {reason}")))
+        }
+        found => found,
+    }
 }
 
 #[cfg(test)]

@@ -134,7 +134,7 @@ fn ranks(status: &StatusReply) -> String {
         let median = step_time(median);
         let _ = writeln!(
             text,
-            "median step time {median}; {} above 1.5 times that",
+            "median step time {median}; {} behind and above 1.5 times that",
             counted(slow, "rank")
         );
     }
@@ -263,9 +263,9 @@ mod tests {
     }
 
     fn status() -> StatusReply {
-        let rank = |rank, step_time_s| RankProgress {
+        let rank = |rank, step, step_time_s| RankProgress {
             rank,
-            step: 40,
+            step,
             step_time_s,
             silent_ms: 300,
             ..RankProgress::default()
@@ -283,7 +283,7 @@ mod tests {
                 workers: 2,
                 connected: true,
                 silent_ms: 1200,
-                ranks: vec![rank(0, Some(0.5)), rank(1, Some(2.25))],
+                ranks: vec![rank(0, 40, Some(0.5)), rank(1, 9, Some(2.25))],
                 log_dir: "/data/logs/x/attempt_1".into(),
                 ..NodeStatus::default()
             }],
@@ -328,8 +328,8 @@ mod tests {
 
          rank  host   step  step time  quiet for
             0  node0    40   500.0 ms      0.3 s
-            1  node0    40     2.25 s      0.3 s  slow
-        median step time 500.0 ms; 1 rank above 1.5 times that
+            1  node0     9     2.25 s      0.3 s  slow
+        median step time 500.0 ms; 1 rank behind and above 1.5 times that
 
         generation 1 (2 nodes, 4 ranks) began 1:35 ago
           all 2 nodes joined

@@ -596,8 +596,8 @@ impl Job {
         };
         reply.more_nodes = (self.roster.nodes().len() - reply.nodes.len()) as u32;
         self.history.tell(now, &mut reply);
-        let ranks = self.roster.nodes().values().flat_map(Node::ranks);
-        stragglers::tell(ranks, &mut reply);
+        let nodes = self.roster.nodes().values();
+        stragglers::tell(nodes.flat_map(Node::ranks), &mut reply);
         reply
     }
 }

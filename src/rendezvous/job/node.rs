@@ -27,12 +27,15 @@ pub(super) struct Node {
     lease_until: Duration,
     /// When it spoke last, or its connection broke.
     last_word: Duration,
+    /// Its connection was closed by the other end, or by a machine between.
+    was_closed: bool,
     /// Why it is not lost although its lease has run out.
     excuse: Option<Excuse>,
     readiness: Readiness,
     step: Option<u64>,
-    /// How far each of its workers has come, for people.
+    /// How far each of its workers has come, for people, and when it said so.
     ranks: Vec<RankProgress>,
+    ranks_at: Duration,
     /// Where the logs of its workers lie, as it says.
     log_dir: String,
 }
@@ -68,10 +71,12 @@ impl Node {
             arrival,
             lease_until: turn.at.now + turn.config.lease,
             last_word: turn.at.now,
+            was_closed: false,
             excuse: None,
             readiness: Readiness::Joined,
             step: place.and_then(|place| place.heartbeat?.step),
             ranks: Vec::new(),
+            ranks_at: Duration::ZERO,
             log_dir: String::new(),
         }
     }
@@ -111,6 +116,11 @@ impl Node {
     /// Its peers have shown that it is at work, though it is silent.
     pub(super) fn is_proven(&self) -> bool {
         self.excuse == Some(Excuse::Proven)
+    }
+
+    /// Its connection did not fall silent, as on a cut link, but was closed.
+    pub(super) fn was_closed(&self) -> bool {
+        self.was_closed
     }
 
     pub(super) fn is_away(&self) -> bool {
@@ -180,9 +190,9 @@ impl Node {
         }
     }
 
-    /// How far each of its workers has come.
-    pub(super) fn ranks(&self) -> &[RankProgress] {
-        &self.ranks
+    /// How far each of its workers has come, and when it said so.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = (Duration, &RankProgress)> {
+        self.ranks.iter().map(|rank| (self.ranks_at, rank))
     }
 
     /// Keeps what it tells of its workers for people, within bounds.
@@ -195,6 +205,7 @@ impl Node {
         });
         self.ranks.clear();
         self.ranks.extend(told);
+        self.ranks_at = turn.at.now;
         clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }
 
@@ -239,6 +250,9 @@ impl Node {
         if self.excuse.is_some() {
             return false;
         }
+        // After a longer silence, the daemon's own pings may have ended it.
+        let silence = turn.at.now.saturating_sub(self.last_word);
+        self.was_closed = silence < turn.config.http2_keepalive_interval;
         self.last_word = turn.at.now;
         self.lease_until = self.lease_until.min(turn.at.now + turn.config.reconnect_grace);
         true
@@ -248,6 +262,7 @@ impl Node {
     pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
         let silence = turn.at.now.saturating_sub(self.last_word);
         self.last_word = turn.at.now;
+        self.was_closed = false;
         self.lease_until = turn.at.now + turn.config.lease;
         self.excuse.take().map(|_| silence)
     }
@@ -321,7 +336,7 @@ impl Node {
     pub(super) fn lease_words(&self, turn: &Turn<'_>) -> (String, bool) {
         // Longer than usual, if its lease was renewed.
         let silence = turn.at.now.saturating_sub(self.last_word);
-        if self.excuse.is_some() {
+        if self.excuse.is_some() && !self.was_closed {
             (format!("no word of it for {:.1} s", silence.as_secs_f64()), true)
         } else if self.is_connected() {
             let lease = turn.config.lease.max(silence).as_secs_f64();

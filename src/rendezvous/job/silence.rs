@@ -3,7 +3,8 @@
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
 //! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
 //! when training has not advanced for as long as it may be silent itself, or [`Config::outage_timeout`] after its last
-//! word. Nothing is proved where workers report no steps, nor once a worker has failed.
+//! word; [`RECONNECT_LIMIT`] after it if its connection was closed, as that of a process that dies. Nothing is proved
+//! where workers report no steps, nor once a worker has failed.
 
 use std::time::Duration;
 
@@ -17,6 +18,19 @@ use crate::rendezvous::event::{Turn, shared};
 
 /// Steps within which peers have to show that they advance.
 const PATIENCE_STEPS: u32 = 3;
+
+/// A launcher that lives connects again within this time. Steps prove less than it seems where ranks do not train in
+/// lock-step.
+const RECONNECT_LIMIT: Duration = Duration::from_mins(1);
+
+/// How long a silent node is waited for at most.
+fn limit(config: &Config, node: &Node) -> Duration {
+    if node.was_closed() {
+        config.outage_timeout.min(RECONNECT_LIMIT)
+    } else {
+        config.outage_timeout
+    }
+}
 
 /// How far the generation has come, by the heartbeats of all members.
 #[derive(Debug, Default)]
@@ -69,11 +83,11 @@ impl Progress {
     pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
         let last_word = node.last_word();
         let patience = self.patience(config)?;
-        let bound = last_word + config.outage_timeout;
+        let bound = last_word + limit(config, node);
         // A peer is done with all steps, and this node was alive until then. A connection that breaks then was rather
         // closed by its end.
-        let is_connected = node.is_connected() || node.is_proven();
-        if is_connected && self.success.is_some_and(|at| at > last_word) {
+        let may_be_cut_off = (node.is_connected() || node.is_proven()) && !node.was_closed();
+        if may_be_cut_off && self.success.is_some_and(|at| at > last_word) {
             return Some((Excuse::Proven, bound));
         }
         // Once a member is gone, no step ends but the one that it had contributed to.
@@ -123,15 +137,19 @@ impl Job {
             return false;
         };
         let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let (bound, was_closed) = (limit(turn.config, node).as_secs_f64(), node.was_closed());
         let hostname = node.hostname().to_owned();
         let is_news = self.roster.change(incarnation, |node| node.excuse(excuse, until));
         if is_news == Some(true) {
-            let bound = turn.config.outage_timeout.as_secs_f64();
             let awaited = match excuse {
                 Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
-                Excuse::Proven => format!(", but training advances: waiting up to {bound} s for it"),
+                Excuse::Proven => format!(", but the reported steps advance: waiting up to {bound} s for it"),
             };
-            let words = format!("node `{hostname}` has been silent for {silence:.1} s{awaited}");
+            let words = if was_closed {
+                format!("node `{hostname}` closed its connection {silence:.1} s ago{awaited}")
+            } else {
+                format!("node `{hostname}` has been silent for {silence:.1} s{awaited}")
+            };
             turn.decided(format!("job `{}`: {words}", self.id));
             if excuse == Excuse::Proven {
                 self.tell_others(turn, incarnation, &words);

@@ -149,10 +149,10 @@ impl Actor {
             } else {
                 self.next(wake).await
             };
-            // What waits there has come before: a heartbeat counts before the lease that it renews ends, and before what
-            // its node says afterwards.
+            // A heartbeat counts before the lease that it renews ends, and before what its node says afterwards. It may
+            // overtake what its node said before, which changes nothing.
             for heartbeat in self.heartbeats.drain() {
-                self.hear(heartbeat)?;
+                self.receive(heartbeat)?;
             }
             match next {
                 Next::Request(request) => self.handle(request)?,
@@ -167,7 +167,7 @@ impl Actor {
     /// renews ends.
     async fn next(&mut self, wake: Option<Instant>) -> Next {
         // Cancel safe: `recv` takes a message only when it returns it, a deadline is computed anew, and all heartbeats
-        // are heard after each of them.
+        // are received after each of them.
         tokio::select! {
             biased;
             request = self.inbox.recv() => request.map_or(Next::End, Next::Request),
@@ -199,7 +199,7 @@ impl Actor {
                 self.agents.insert(conn, Agent { queue, heartbeat });
                 self.metrics.set_streams(self.agents.len());
             }
-            Request::Event(event) => self.hear(event)?,
+            Request::Event(event) => self.receive(event)?,
             Request::Join(conn, event, answer) => {
                 self.apply(event)?;
                 // A stream that is refused is ended in the same turn.
@@ -254,7 +254,7 @@ impl Actor {
     }
 
     /// A message, or the end of a stream.
-    fn hear(&mut self, event: Event) -> Result<(), LedgerError> {
+    fn receive(&mut self, event: Event) -> Result<(), LedgerError> {
         match &event {
             Event::Closed { conn, .. } => self.drop_agent(*conn),
             Event::Message { conn, message, .. } => self.note_heartbeat(*conn, message),

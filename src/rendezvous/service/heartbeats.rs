@@ -1,6 +1,7 @@
 //! Heartbeats wait a moment for others, so that the actor is woken for many of them and not for each.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
@@ -8,73 +9,88 @@ use prost::Message as _;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
-use crate::rendezvous::event::Event;
+use crate::rendezvous::event::{ConnId, Event};
 
 /// How long one waits for others: little beside the time between two of a node.
 const GATHER: Duration = Duration::from_millis(50);
-/// How many may wait, and the bytes of one: 16 MiB in all.
-const MOST: usize = 1024;
+/// How many may wait, and the bytes and ranks of one: some 30 MiB in all.
+const MAX_WAITING: usize = 1024;
 const MAX_BYTES: usize = 16 << 10;
+const MAX_RANKS: usize = 256;
 
 /// Those that wait.
 #[derive(Debug, Default)]
 pub(super) struct Heartbeats {
-    waiting: Mutex<Vec<Event>>,
+    waiting: Mutex<Waiting>,
     /// The first one has come.
-    begun: Notify,
+    has_first: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    events: Vec<Event>,
+    /// Their streams: a stream that says more takes its turn among the requests of all.
+    streams: HashSet<ConnId>,
 }
 
 impl Heartbeats {
     /// Takes a heartbeat that can wait. Gives back anything else, and heartbeats for which there is no room.
     pub(super) fn take(&self, event: Event) -> Result<(), Event> {
-        if !can_wait(&event) {
+        let Some(stream) = stream_if_calm(&event) else {
+            return Err(event);
+        };
+        let mut waiting = self.waiting();
+        if waiting.events.len() == MAX_WAITING || !waiting.streams.insert(stream) {
             return Err(event);
         }
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        if waiting.len() == MOST {
-            return Err(event);
-        }
-        waiting.push(event);
-        if waiting.len() == 1 {
-            self.begun.notify_one();
+        waiting.events.push(event);
+        if waiting.events.len() == 1 {
+            self.has_first.notify_one();
         }
         Ok(())
     }
 
     /// Ready when some have waited long enough. Cancel safe only if [`Heartbeats::drain`] is called afterwards.
     pub(super) async fn gathered(&self) {
-        self.begun.notified().await;
+        self.has_first.notified().await;
         sleep(GATHER).await;
     }
 
     /// All that wait, in the order in which they came.
     pub(super) fn drain(&self) -> Vec<Event> {
-        std::mem::take(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.waiting()).events
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What a node saw of another's lost rank is urgent.
-fn can_wait(event: &Event) -> bool {
-    let Event::Message { message, .. } = event else {
-        return false;
+/// The stream of a heartbeat that can wait. What a node saw of another's lost rank is urgent.
+fn stream_if_calm(event: &Event) -> Option<ConnId> {
+    let Event::Message { conn, message, .. } = event else {
+        return None;
     };
-    let is_calm = |body: &Body| matches!(body, Body::Heartbeat(heartbeat) if heartbeat.lost_rank.is_none());
-    message.body.as_ref().is_some_and(is_calm) && message.encoded_len() <= MAX_BYTES
+    let Some(Body::Heartbeat(heartbeat)) = &message.body else {
+        return None;
+    };
+    let is_small = heartbeat.ranks.len() <= MAX_RANKS && message.encoded_len() <= MAX_BYTES;
+    (heartbeat.lost_rank.is_none() && is_small).then_some(*conn)
 }
 
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
 
-    use ddp_proto::rendezvous::{AgentMessage, Heartbeat, Leave, LostRank};
+    use ddp_proto::rendezvous::{AgentMessage, Heartbeat, Leave, LostRank, RankProgress};
 
     use super::*;
-    use crate::rendezvous::event::{ConnId, Peer};
+    use crate::rendezvous::event::Peer;
 
-    fn event(body: Body) -> Event {
+    fn event(conn: usize, body: Body) -> Event {
         let here = Ipv4Addr::LOCALHOST.into();
         Event::Message {
-            conn: ConnId(1),
+            conn: ConnId(conn as u64),
             peer: Peer {
                 remote: here,
                 local: here,
@@ -89,28 +105,36 @@ mod tests {
     #[tokio::test]
     async fn only_what_can_wait_waits_and_not_for_long() {
         let heartbeats = Heartbeats::default();
-        let beat = || event(Body::Heartbeat(Heartbeat::default()));
-        let alarm = event(Body::Heartbeat(Heartbeat {
-            lost_rank: Some(LostRank::default()),
-            ..Heartbeat::default()
-        }));
-        heartbeats.take(alarm).unwrap_err();
-        heartbeats.take(event(Body::Leave(Leave::default()))).unwrap_err();
-        let long = event(Body::Heartbeat(Heartbeat {
-            log_dir: "x".repeat(MAX_BYTES),
-            ..Heartbeat::default()
-        }));
-        heartbeats.take(long).unwrap_err();
-        assert!(heartbeats.drain().is_empty());
-        for _ in 0..MOST {
-            heartbeats.take(beat()).unwrap();
+        let beat = |conn| event(conn, Body::Heartbeat(Heartbeat::default()));
+        let urgent = [
+            Body::Leave(Leave::default()),
+            Body::Heartbeat(Heartbeat {
+                lost_rank: Some(LostRank::default()),
+                ..Heartbeat::default()
+            }),
+            Body::Heartbeat(Heartbeat {
+                log_dir: "x".repeat(MAX_BYTES),
+                ..Heartbeat::default()
+            }),
+            Body::Heartbeat(Heartbeat {
+                ranks: vec![RankProgress::default(); MAX_RANKS + 1],
+                ..Heartbeat::default()
+            }),
+        ];
+        for body in urgent {
+            heartbeats.take(event(1, body)).unwrap_err();
         }
-        heartbeats.take(beat()).unwrap_err();
+        assert!(heartbeats.drain().is_empty());
+        for conn in 0..MAX_WAITING {
+            heartbeats.take(beat(conn)).unwrap();
+        }
+        heartbeats.take(beat(MAX_WAITING)).unwrap_err();
         let began = tokio::time::Instant::now();
         heartbeats.gathered().await;
         assert!(began.elapsed() >= GATHER);
-        assert_eq!(heartbeats.drain().len(), MOST);
-        heartbeats.take(beat()).unwrap();
+        assert_eq!(heartbeats.drain().len(), MAX_WAITING);
+        heartbeats.take(beat(1)).unwrap();
+        heartbeats.take(beat(1)).expect_err("a second one of a stream");
         heartbeats.gathered().await;
         assert_eq!(heartbeats.drain().len(), 1);
     }

@@ -88,12 +88,7 @@ pub async fn serve_with(
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
-    let service = Service::new(
-        requests.clone(),
-        actor.heartbeats(),
-        config.clone(),
-        operators.admin,
-    );
+    let service = Service::new(requests.clone(), &actor, &config, operators.admin);
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
     let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
@@ -182,18 +177,13 @@ struct Service {
 }
 
 impl Service {
-    fn new(
-        requests: mpsc::Sender<Request>,
-        heartbeats: Arc<Heartbeats>,
-        config: Config,
-        admin: Admin,
-    ) -> Self {
+    fn new(requests: mpsc::Sender<Request>, actor: &Actor, config: &Config, admin: Admin) -> Self {
         Self {
             requests,
-            heartbeats,
+            heartbeats: actor.heartbeats(),
             last_conn: Arc::new(AtomicU64::new(0)),
             last_call: Arc::new(AtomicU64::new(0)),
-            config,
+            config: config.clone(),
             admin,
             metrics: Arc::new(Metrics::new()),
         }
@@ -375,7 +365,7 @@ impl Rendezvous for Service {
         // Who has the token may know whose port this is.
         let refusal = self.config.refuses(&request.job_id);
         if let Some(reason) = refusal.filter(|_| is_admin || self.config.callers == Callers::Proven) {
-            return Err(Status::failed_precondition(reason));
+            return Err(Status::failed_precondition(format!("it {reason}")));
         }
         let unknown = format!(
             "this daemon has no job `{}` that you may see",
@@ -424,10 +414,7 @@ impl Rendezvous for Service {
     async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         let busy = self.only_for_admin(&request)?;
         if let Some(owner) = &self.config.only_job {
-            let words = format!(
-                "this daemon belongs to job `{}` and ends with it",
-                clip(owner, 128)
-            );
+            let words = format!("it belongs to job `{}` and ends with it", clip(owner, 128));
             return Err(Status::failed_precondition(words));
         }
         let (answer, reply) = oneshot::channel();
@@ -485,7 +472,7 @@ struct AgentSide {
 }
 
 impl AgentSide {
-    /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream on which no node
+    /// Carries the messages of one agent to the actor, in order but for heartbeats, then the end of the stream. A stream on which no node
     /// has joined ends in time, and so does one that the daemon has ended, whatever is said on it.
     async fn pump(mut self, mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin) {
         let conn = self.conn;

@@ -258,10 +258,10 @@ impl DaemonConnection {
 }
 
 impl Outage {
-    /// Workers that train, or have done all of their work, need the daemon least. One that has given up this node may
-    /// never come back.
+    /// Workers that train need the daemon least. Where none runs, a person waits for the end; and a daemon that has given
+    /// up this node may never come back.
     fn is_pressing_now(&self, machine: &Machine) -> bool {
-        self.stalled.is_some() || !machine.is_running() && !machine.has_succeeded()
+        self.stalled.is_some() || !machine.is_running()
     }
 
     /// Sets when the daemon is given up.

@@ -448,6 +448,37 @@ fn programs_get_the_signal_that_stopped_a_launcher() {
 }
 
 #[test]
+fn programs_that_listen_may_save_when_a_signal_stops_the_launcher_of_another_node() {
+    let cause = "node `b` was stopped by SIGTERM";
+    let over = |native, signal| {
+        let mut play = Play::running(native, 2);
+        play.machine.set_listening(true);
+        let over = JobOver {
+            exit_code: 143,
+            reason: cause.into(),
+            signal,
+            ..JobOver::default()
+        };
+        play.receive(1, Word::JobOver(over));
+        play
+    };
+    let mut play = over(false, Some(15));
+    assert_eq!(
+        play.last,
+        [
+            Effect::AskToStop(cause.into()),
+            Effect::CancelSpawn,
+            Effect::Arm(Duration::from_secs(25)),
+            Effect::SignalUnasked(15)
+        ]
+    );
+    assert!(play.on(Event::Alarm).does(&Effect::SignalAll(15)));
+    // After a failure nobody is well, and native workers have stopped together with those of that node.
+    assert_eq!(over(false, None).notified(), Some(cause));
+    assert_eq!(over(true, Some(15)).notified(), Some(cause));
+}
+
+#[test]
 fn the_next_generation_runs_like_the_first() {
     let mut play = Play::running(false, 1);
     play.receive(1, over());

@@ -592,9 +592,12 @@ impl Machine {
                 // The others have nothing to wait for, unless they are all well.
                 let (cause, are_well) = match &exit_reason {
                     ExitReason::CannotStart(error) => (error.to_string(), false),
-                    ExitReason::JobOver { reason, .. } | ExitReason::Refused { reason, .. } => {
-                        (reason.clone(), false)
+                    // A signal elsewhere. Native ranks of all nodes have stopped together; those that are still here
+                    // have lost their peers.
+                    ExitReason::JobOver { reason, signal, .. } => {
+                        (reason.clone(), signal.is_some() && !self.rules.native)
                     }
+                    ExitReason::Refused { reason, .. } => (reason.clone(), false),
                     ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
                         ("the rendezvous daemon is unreachable".into(), true)
                     }

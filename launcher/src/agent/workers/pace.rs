@@ -1,5 +1,6 @@
 //! How far a worker has come and how fast, from its heartbeats. People are told of it; nothing is decided by it.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Phase;
@@ -7,15 +8,33 @@ use ddp_proto::rendezvous::RankProgress;
 
 /// Workers of a node of which a heartbeat tells.
 pub(super) const MAX_TOLD: usize = 256;
-/// Steps that the average reaches back over: one that saves or validates is forgotten soon.
-const AVERAGED_STEPS: f64 = 4.0;
+/// The average reaches back so far: much longer than the time between two heartbeats to the daemon. Ranks in lock-step
+/// whose nodes report at different moments have nearly the same average then.
+const WINDOW: Duration = Duration::from_secs(10);
+/// The average reaches back over so many steps at least: one that saves or validates does not decide it.
+const WINDOW_STEPS: u64 = 4;
+/// Shortest time between two marks, and shortest time that an average is of.
+const MARK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// So many steps were finished at this moment.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    step: u64,
+    at: Instant,
+}
+
+impl Mark {
+    fn time_since(self, earlier: Self) -> Duration {
+        self.at.saturating_duration_since(earlier.at)
+    }
+}
 
 /// Steps, step time and loss of one worker.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Pace {
-    /// Its last step, and when it was reached.
-    last: Option<(u64, Instant)>,
-    step_time: Option<Duration>,
+    /// Of the window, oldest first, [`MARK_INTERVAL`] apart or more: about one for each second of [`WINDOW`] at most.
+    marks: VecDeque<Mark>,
+    last: Option<Mark>,
     loss: Option<f64>,
 }
 
@@ -28,19 +47,29 @@ impl Pace {
             return;
         }
         match self.last {
-            Some((before, _)) if before == step => return,
-            Some((before, since)) if before < step => {
-                let steps = (step - before) as f64;
-                let time = at.saturating_duration_since(since).as_secs_f64() / steps;
-                let average = self.step_time.map_or(time, |average| {
-                    let average = average.as_secs_f64();
-                    average + (time - average) * (steps / AVERAGED_STEPS).min(1.0)
-                });
-                self.step_time = Duration::try_from_secs_f64(average).ok();
-            }
-            _ => self.step_time = None,
+            Some(last) if last.step == step => return,
+            // It counts anew.
+            Some(last) if last.step > step => self.marks.clear(),
+            _ => {}
         }
-        self.last = Some((step, at));
+        let now = Mark { step, at };
+        self.last = Some(now);
+        let is_enough = |mark: &Mark| now.time_since(*mark) >= WINDOW && step - mark.step >= WINDOW_STEPS;
+        while self.marks.get(1).is_some_and(is_enough) {
+            self.marks.pop_front();
+        }
+        let newest = self.marks.back();
+        if newest.is_none_or(|newest| now.time_since(*newest) >= MARK_INTERVAL) {
+            self.marks.push_back(now);
+        }
+    }
+
+    /// Seconds a step, averaged over the window; none until that is long enough.
+    fn step_time_s(&self) -> Option<f64> {
+        let (first, last) = (*self.marks.front()?, self.last?);
+        let time = last.time_since(first);
+        let steps = last.step - first.step;
+        (steps > 0 && time >= MARK_INTERVAL).then(|| time.as_secs_f64() / steps as f64)
     }
 
     /// As the daemon is told.
@@ -48,7 +77,7 @@ impl Pace {
         RankProgress {
             rank,
             step,
-            step_time_s: self.step_time.map(|time| time.as_secs_f64()),
+            step_time_s: self.step_time_s(),
             loss: self.loss.filter(|_| rank == 0),
             silent_ms: u64::try_from(silence.as_millis()).unwrap_or(u64::MAX),
         }
@@ -74,13 +103,70 @@ mod tests {
         assert_eq!(told.step_time_s, Some(0.2), "five steps in a second");
         assert_eq!((told.loss, told.silent_ms), (Some(2.5), 7));
         assert_eq!(pace.told(1, 6, Duration::ZERO).loss, None, "rank 0's only");
-        pace.note(at(11_000), 7, Phase::Saving, None);
-        assert_eq!(pace.told(0, 7, Duration::ZERO).step_time_s, Some(0.4));
+        pace.note(at(11_000), 10, Phase::Saving, None);
+        assert_eq!(
+            pace.told(0, 10, Duration::ZERO).step_time_s,
+            Some(2.0 / 9.0),
+            "nine steps in two seconds"
+        );
         pace.note(at(12_000), 3, Phase::Training, None);
         assert_eq!(
             pace.told(0, 3, Duration::ZERO).step_time_s,
             None,
             "it counts anew"
         );
+    }
+
+    /// Ranks in lock-step whose nodes report two seconds apart: only one of the averages has the step that saves.
+    #[test]
+    fn one_long_step_does_not_decide_the_average() {
+        let start = Instant::now();
+        let paced = |steps: u64, saved: u64| {
+            let mut pace = Pace::default();
+            let mut ms = 0;
+            for step in 0..steps {
+                ms += if step == saved { 1500 } else { 10 };
+                pace.note(start + Duration::from_millis(ms), step, Phase::Training, None);
+                assert!(pace.marks.len() <= 12, "{} marks", pace.marks.len());
+            }
+            pace.step_time_s().expect("seconds of steps")
+        };
+        let (before, after) = (paced(2000, 2000), paced(2001, 2000));
+        assert!((before - 0.01).abs() < 1e-9, "{before}");
+        assert!(after < 1.25 * before, "{after} against {before}");
+        assert!((paced(4000, 2000) - 0.01).abs() < 1e-9, "it is forgotten");
+    }
+
+    #[test]
+    fn of_long_steps_the_average_has_four() {
+        let start = Instant::now();
+        let mut pace = Pace::default();
+        for step in 0..=20 {
+            pace.note(
+                start + Duration::from_secs(60 * step + if step == 20 { 40 } else { 0 }),
+                step,
+                Phase::Training,
+                None,
+            );
+            assert!(pace.marks.len() <= 6, "{} marks", pace.marks.len());
+        }
+        assert_eq!(pace.step_time_s(), Some(70.0), "280 s for the last four");
+    }
+
+    #[test]
+    fn the_first_moments_have_no_average() {
+        let start = Instant::now();
+        let mut pace = Pace::default();
+        for step in 0..=90 {
+            pace.note(
+                start + Duration::from_millis(10 * step),
+                step,
+                Phase::Training,
+                None,
+            );
+        }
+        assert_eq!(pace.step_time_s(), None);
+        pace.note(start + Duration::from_secs(1), 100, Phase::Training, None);
+        assert_eq!(pace.step_time_s(), Some(0.01));
     }
 }
