@@ -1,4 +1,4 @@
-//! Mutual TLS between agents and their daemon: by the token that both have ([`super::raw_key`]), or by an operator's
+//! Mutual TLS between agents and their daemon: by keys that follow from the token of both, or by an operator's
 //! files. Who has the token is trusted, and nobody else.
 
 use std::io;
