@@ -14,7 +14,6 @@ use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::heartbeats::Heartbeats;
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
@@ -62,7 +61,6 @@ pub(in crate::rendezvous) struct Actor {
     state: State,
     ledger: Option<Ledger>,
     inbox: mpsc::Receiver<Request>,
-    heartbeats: Arc<Heartbeats>,
     born: Instant,
     agents: HashMap<ConnId, Agent>,
     /// Reads that wait.
@@ -75,15 +73,6 @@ pub(in crate::rendezvous) struct Actor {
     log_fields: bool,
     /// How long messages may keep a timer waiting.
     tick_slack: Duration,
-}
-
-/// What is to be done next.
-#[derive(Debug)]
-enum Next {
-    Request(Request),
-    Tick,
-    Heartbeats,
-    End,
 }
 
 /// One agent's stream.
@@ -106,7 +95,6 @@ impl Actor {
             state: State::recall(config, records, Duration::ZERO),
             ledger,
             inbox,
-            heartbeats: Arc::default(),
             born: Instant::now(),
             agents: HashMap::new(),
             reads: HashMap::new(),
@@ -128,11 +116,6 @@ impl Actor {
         }
     }
 
-    /// Where heartbeats may go, instead of among the requests.
-    pub(super) fn heartbeats(&self) -> Arc<Heartbeats> {
-        Arc::clone(&self.heartbeats)
-    }
-
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
@@ -142,37 +125,21 @@ impl Actor {
             let expected = self.answer_askers();
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
             let wake = wake.map(|wake| self.born + wake);
-            // A flood of messages must not keep leases and deadlines alive.
-            let is_late = wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now());
-            let next = if is_late {
-                Next::Tick
-            } else {
-                self.next(wake).await
-            };
-            // A heartbeat counts before the lease that it renews ends, and before what its node says afterwards. It may
-            // overtake what its node said before, which changes nothing.
-            for heartbeat in self.heartbeats.drain() {
-                self.receive(heartbeat)?;
+            if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
+                // A flood of messages must not keep leases and deadlines alive.
+                self.apply(Event::Tick)?;
+                continue;
             }
-            match next {
-                Next::Request(request) => self.handle(request)?,
-                Next::Tick => self.apply(Event::Tick)?,
-                Next::Heartbeats => {}
-                Next::End => return Ok(()),
+            // Cancel safe: `recv` takes a message only when it returns it, and a deadline is computed anew.
+            // Messages first: a heartbeat that waits to be read counts before the lease that it renews ends.
+            tokio::select! {
+                biased;
+                request = self.inbox.recv() => match request {
+                    Some(request) => self.handle(request)?,
+                    None => return Ok(()),
+                },
+                () = sleep_until(wake) => self.apply(Event::Tick)?,
             }
-        }
-    }
-
-    /// Waits for what is to be done next. Messages first: one that waits to be read counts before the lease that it
-    /// renews ends.
-    async fn next(&mut self, wake: Option<Instant>) -> Next {
-        // Cancel safe: `recv` takes a message only when it returns it, a deadline is computed anew, and all heartbeats
-        // are received after each of them.
-        tokio::select! {
-            biased;
-            request = self.inbox.recv() => request.map_or(Next::End, Next::Request),
-            () = sleep_until(wake) => Next::Tick,
-            () = self.heartbeats.gathered() => Next::Heartbeats,
         }
     }
 
@@ -199,7 +166,14 @@ impl Actor {
                 self.agents.insert(conn, Agent { queue, heartbeat });
                 self.metrics.set_streams(self.agents.len());
             }
-            Request::Event(event) => self.receive(event)?,
+            Request::Event(event) => {
+                match &event {
+                    Event::Closed { conn, .. } => self.drop_agent(*conn),
+                    Event::Message { conn, message, .. } => self.note_heartbeat(*conn, message),
+                    _ => {}
+                }
+                self.apply(event)?;
+            }
             Request::Join(conn, event, answer) => {
                 self.apply(event)?;
                 // A stream that is refused is ended in the same turn.
@@ -251,16 +225,6 @@ impl Actor {
             Request::Reunite(reunited) => self.reunited.push(reunited),
         }
         Ok(())
-    }
-
-    /// A message, or the end of a stream.
-    fn receive(&mut self, event: Event) -> Result<(), LedgerError> {
-        match &event {
-            Event::Closed { conn, .. } => self.drop_agent(*conn),
-            Event::Message { conn, message, .. } => self.note_heartbeat(*conn, message),
-            _ => {}
-        }
-        self.apply(event)
     }
 
     /// Writes down what is to be written, then carries out the rest. The disk is waited for here: what follows from a

@@ -6,7 +6,6 @@ mod admin;
 mod admission;
 mod arrivals;
 mod connection;
-mod heartbeats;
 mod http;
 mod incoming;
 mod ledger;

@@ -24,7 +24,6 @@ use super::actor::{Actor, Request};
 use super::admin::{Admin, Claim};
 use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
 use super::arrivals::{Bounded, Room};
-use super::heartbeats::Heartbeats;
 use super::http::{self, Http, Operators};
 use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
@@ -88,7 +87,7 @@ pub async fn serve_with(
 ) -> Result<(), ServeError> {
     let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
-    let service = Service::new(requests.clone(), &actor, &config, operators.admin);
+    let service = Service::new(requests.clone(), config.clone(), operators.admin);
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
     let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
@@ -168,7 +167,6 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 #[derive(Debug)]
 struct Service {
     requests: mpsc::Sender<Request>,
-    heartbeats: Arc<Heartbeats>,
     last_conn: Arc<AtomicU64>,
     last_call: Arc<AtomicU64>,
     config: Config,
@@ -177,13 +175,12 @@ struct Service {
 }
 
 impl Service {
-    fn new(requests: mpsc::Sender<Request>, actor: &Actor, config: &Config, admin: Admin) -> Self {
+    fn new(requests: mpsc::Sender<Request>, config: Config, admin: Admin) -> Self {
         Self {
             requests,
-            heartbeats: actor.heartbeats(),
             last_conn: Arc::new(AtomicU64::new(0)),
             last_call: Arc::new(AtomicU64::new(0)),
-            config: config.clone(),
+            config,
             admin,
             metrics: Arc::new(Metrics::new()),
         }
@@ -284,7 +281,6 @@ impl Rendezvous for Service {
             _place: place,
             ended,
             requests: self.requests.clone(),
-            heartbeats: Arc::clone(&self.heartbeats),
             patience: self.config.join_wait,
         };
         tokio::spawn(stream.pump(request.into_inner()));
@@ -466,13 +462,12 @@ struct AgentSide {
     /// Over when nothing is sent to the agent any more.
     ended: oneshot::Receiver<()>,
     requests: mpsc::Sender<Request>,
-    heartbeats: Arc<Heartbeats>,
     /// How long it may take to join, and to leave when the daemon has ended the stream.
     patience: Duration,
 }
 
 impl AgentSide {
-    /// Carries the messages of one agent to the actor, in order but for heartbeats, then the end of the stream. A stream on which no node
+    /// Carries the messages of one agent to the actor, in order, then the end of the stream. A stream on which no node
     /// has joined ends in time, and so does one that the daemon has ended, whatever is said on it.
     async fn pump(mut self, mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin) {
         let conn = self.conn;
@@ -527,9 +522,7 @@ impl AgentSide {
     /// Carries one message. Returns whether a node has joined by it; none if the daemon is stopping.
     async fn carry(&self, event: Event, is_greeting: bool) -> Option<bool> {
         if !is_greeting {
-            if let Err(event) = self.heartbeats.take(event) {
-                self.requests.send(Request::Event(event)).await.ok()?;
-            }
+            self.requests.send(Request::Event(event)).await.ok()?;
             return Some(false);
         }
         let (answer, is_taken) = oneshot::channel();
@@ -590,7 +583,6 @@ mod tests {
             _place: caller.opens_stream().unwrap(),
             ended,
             requests,
-            heartbeats: Arc::default(),
             patience: Duration::from_millis(50),
         };
         tokio::spawn(async move {
