@@ -15,7 +15,7 @@ use rustls::{AlertDescription, ClientConfig, PeerIncompatible, RootCertStore, Se
 use super::raw_key;
 use crate::trust::token::Token;
 
-/// What a daemon with a token is called in a handshake. Nobody looks it up.
+/// The server name in a handshake with a daemon that has a token. It is never looked up.
 pub const SERVER_NAME: &str = "rendezvous.ddp-run.internal";
 
 /// What is spoken inside.

@@ -78,7 +78,7 @@ struct LoadingDevice {
     gpu: Arc<dyn Device>,
     /// The one that computes, whose scratch memory operations use.
     stream: Stream,
-    /// Memory that nobody needs yet.
+    /// Memory that is not in use yet: the activations'.
     spare: Buffer,
 }
 

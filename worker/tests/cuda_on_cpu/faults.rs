@@ -117,7 +117,7 @@ fn a_kernel_without_fault_passes() {
 }
 
 #[test]
-fn a_copy_that_nobody_waits_for_does_not_arrive() {
+fn a_copy_that_is_not_waited_for_does_not_arrive() {
     assert_eq!(run("waits_for_copies", Arg::Write), Ok(turned()));
     let found = run("does_not_wait_for_copies", Arg::Write).unwrap();
     assert!(found.iter().all(|x| x.is_nan()), "{found:?}");

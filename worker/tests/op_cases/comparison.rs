@@ -50,7 +50,7 @@ fn same(a: f64, b: f64) -> bool {
     a == b || (a.is_nan() && b.is_nan())
 }
 
-/// The elements of a section, which is one tensor to whoever reads it.
+/// The elements of a section, which its readers take for one tensor.
 fn by_norm(expected: &[f64], found: &[f64], section: &[usize]) -> Result<(), String> {
     let pairs = || {
         let each = section

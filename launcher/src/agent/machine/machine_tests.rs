@@ -473,7 +473,7 @@ fn programs_that_listen_may_save_when_a_signal_stops_the_launcher_of_another_nod
         ]
     );
     assert!(play.on(Event::Alarm).does(&Effect::SignalAll(15)));
-    // After a failure nobody is well, and native workers have stopped together with those of that node.
+    // After a failure no worker is well. Native workers have stopped together with those of that node.
     assert_eq!(over(false, None).notified(), Some(cause));
     assert_eq!(over(true, Some(15)).notified(), Some(cause));
 }

@@ -215,7 +215,7 @@ fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> R
     Ok(())
 }
 
-/// A row of so many micro-batches, on a device that does nothing. `losses` is told of those that it makes.
+/// A row of so many micro-batches, on a device that does nothing. `losses` is called with those that it makes.
 pub(in crate::train) fn rehearse_row(
     replica: &mut Replica,
     (purpose, micro_batches): (RowPurpose, usize),
