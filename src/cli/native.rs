@@ -242,15 +242,19 @@ fn train(config: &TrainConfig) -> ExitCode {
         Ok(interrupts) => interrupts,
         Err(error) => return fail(&error, error.exit_code()),
     };
-    let code = match run_worker(config, &session) {
+    let outcome = run_worker(config, &session);
+    if let Err(error) = &outcome {
+        fail(error, exit_code(error));
+    }
+    session.shutdown();
+    match outcome {
         Ok(summary) => match interrupts.filter(|_| summary.stopped.is_some()) {
             Some(interrupts) => ExitCode::from(interrupts.exit_code()),
             None => ExitCode::SUCCESS,
         },
-        Err(error) => fail(&error, exit_code(&error)),
-    };
-    session.shutdown();
-    code
+        // Communicators may still be aborted.
+        Err(error) => libraries::exit_at_once(exit_code(&error)),
+    }
 }
 
 /// A worker that an agent looks after is asked to stop by it; one without listens to signals itself.

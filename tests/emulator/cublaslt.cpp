@@ -48,9 +48,13 @@ struct Preference {
 };
 
 // What the library keeps in it is its own: here, the least alignment of A, B, C, D, the bias and the auxiliary matrix.
+// Those that are known for a product.
+constexpr int ALGORITHMS = 3;
+
 struct Algorithm {
     uint32_t alignments[6];
-    uint64_t reserved[5];
+    uint64_t number;
+    uint64_t reserved[4];
 };
 static_assert(sizeof(Algorithm) == 64, "cublasLtMatmulAlgo_t");
 
@@ -317,8 +321,11 @@ API int cublasLtMatmulAlgoGetHeuristic(Handle, Handle operation, Handle a, Handl
     std::copy(preferred.alignments, preferred.alignments + 4, algorithm.alignments);
     algorithm.alignments[4] = alignment(known.bias);
     algorithm.alignments[5] = alignment(known.aux);
-    *found = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
-    *count = 1;
+    // Which differ in nothing but their numbers.
+    for (; *count < std::min(wanted, ALGORITHMS); ++*count) {
+        algorithm.number = *count;
+        found[*count] = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
+    }
     return OK;
 }
 

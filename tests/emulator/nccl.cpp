@@ -5,7 +5,8 @@
 //
 // Stricter than the real one, where that shows an error of the host: a communicator that is gone is refused by every
 // call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp),
-// and the end of a communicator in a thread that is not on its GPU.
+// and the end of a communicator in a thread that is not on its GPU. A process that aborted one dies of SIGSEGV if it
+// runs its exit handlers.
 // A communicator that does not block does everything in a thread of its own (nccl_comm.hpp).
 //
 //     EMULATOR_NCCL=23007        its version. Before 23000 ranks on one GPU are refused unless each has an NCCL_HOSTID
@@ -14,6 +15,8 @@
 //     EMULATOR_NCCL_DEATH=error  it is reported to the others as ncclRemoteError, as by NCCL between nodes
 
 #include "nccl_comm.hpp"
+
+#include <csignal>
 
 namespace nccl {
 
@@ -36,6 +39,7 @@ struct World {
     std::map<Handle, std::shared_ptr<Comm>> alive;
     std::map<std::string, std::shared_ptr<Hub>> places;
     uintptr_t last = 0;
+    std::atomic<bool> has_aborted = false;
 
     static World &get() {
         static World *const only = new World;
@@ -66,6 +70,17 @@ struct World {
         return node ? node.mapped() : nullptr;
     }
 };
+
+// The real one gives its memory back when the process exits. A thread that is in an abort then reads what is no longer
+// there: seen with NCCL 2.28.3 on an H200.
+struct AtExit {
+    ~AtExit() {
+        if (World::get().has_aborted) {
+            std::signal(SIGSEGV, SIG_DFL);
+            raise(SIGSEGV);
+        }
+    }
+} at_exit;
 
 // False if the configuration is none.
 bool read_config(const Config *config, bool otherwise, bool &blocks) {
@@ -317,6 +332,7 @@ API Result ncclCommAbort(Handle handle) {
         return comm ? INVALID_ARGUMENT : result;
     }
     inform(comm->gpu.number, "comm %p rank %d nranks %d - Abort", (void *)comm.get(), comm->rank, comm->size);
+    World::get().has_aborted = true;
     comm->end();
     // The real one frees its memory of the device, which waits for everything there: also for operations of the other
     // communicators of the process, whatever they wait for.

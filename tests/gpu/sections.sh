@@ -7,7 +7,7 @@
 
 # What `speed` trains 124M with once more, each to be compared with 124M without: NAME VARIABLE=VALUE. report.py finds
 # them by their logs.
-switches=("fused DDP_FUSED_GELU=1")
+switches=("fused DDP_FUSED_GELU=1" "timed DDP_TIMED_PRODUCTS=1")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {
@@ -67,8 +67,8 @@ section_losses() {
 
 # The sizes of training by themselves: the host takes long for them.
 section_ops() {
-    binary gpu_ops gpu_ops 45 --skip sizes_of_training
-    binary gpu_ops-training gpu_ops 60 sizes_of_training
+    binary gpu_ops gpu_ops 60 --skip sizes_of_training
+    binary gpu_ops-training gpu_ops 80 sizes_of_training
 }
 
 section_device() { binary gpu_device gpu_device 35; }

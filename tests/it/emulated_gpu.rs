@@ -11,6 +11,7 @@ mod inference;
 mod libraries;
 mod script;
 
+use std::path::Path;
 use std::sync::OnceLock;
 
 use nix::sys::signal::{Signal, kill};
@@ -129,6 +130,39 @@ fn losses_are_those_of_the_processor() {
     let fused = gpus(emulator, &job, 1).env("DDP_FUSED_GELU", "1");
     let found = train(fused, &job, &["train.precision=bf16"]);
     expect_close("bf16 with GELUs within products", &found, 2e-3);
+}
+
+/// Algorithms that are chosen by timing, when none has been chosen yet, and when all have.
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn products_are_timed_once() {
+    let emulator = emulator();
+    let cache = tempfile::tempdir().unwrap();
+    let timed = |job: &TinyJob| {
+        let launch = gpus(emulator, job, 1).env("DDP_TIMED_PRODUCTS", "1");
+        let finished = launch
+            .env("XDG_CACHE_HOME", cache.path().to_str().unwrap())
+            .env("RUST_LOG", "ddp_worker=debug")
+            .target("tiny.yaml")
+            .run();
+        finished.expect_exit(0);
+        expect_same_losses("timed", &losses(&job.out()), expected());
+        finished
+            .transcript()
+            .matches("by the library's judgement")
+            .count()
+    };
+    let choices = || {
+        let files = std::fs::read_dir(cache.path().join("ddp-run/kernels")).unwrap();
+        let is_choice = |path: &Path| path.extension().is_some_and(|extension| extension == "choice");
+        files
+            .filter(|file| is_choice(&file.as_ref().unwrap().path()))
+            .count()
+    };
+    let first = timed(&job());
+    assert!(first > 4, "{first}");
+    assert_eq!(choices(), first);
+    assert_eq!(timed(&job()), 0);
 }
 
 /// With work that is late: whatever does not wait for what it needs comes too early.
@@ -391,7 +425,7 @@ fn a_killed_rank_changes_nothing_in_the_result() {
             kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
             let finished = running.finish();
             finished.expect_exit(0).expect_stderr("SIGKILL");
-            expect_on_its_own_gpu(&finished);
+            expect_clean_aborts(&finished);
             assert!(
                 parameters(&job.out()) == parameters(&undisturbed.out()),
                 "{strategy}, {death}"
@@ -424,16 +458,17 @@ fn a_rank_that_stands_still_is_named() {
         let finished = running.finish();
         assert_ne!(finished.code(), Some(0));
         finished.expect_stderr("is abandoned").expect_stderr("rank 1");
-        expect_on_its_own_gpu(&finished);
+        expect_clean_aborts(&finished);
     }
 }
 
 /// A communicator is aborted on its GPU: from elsewhere NCCL makes a context on the first one, in memory that
-/// a successor of its rank needs.
+/// a successor of its rank needs. And its process ends without exit handlers, of which it would die.
 #[track_caller]
-fn expect_on_its_own_gpu(finished: &Finished) {
+fn expect_clean_aborts(finished: &Finished) {
     let said = finished.transcript();
     assert!(!said.contains("not on the communicator's GPU"), "{said}");
+    assert!(!said.contains("SIGSEGV"), "{said}");
 }
 
 #[test]

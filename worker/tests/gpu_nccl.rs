@@ -232,6 +232,9 @@ fn rank_of_a_group_with_an_absentee() {
         &[0_u8; 4],
         &|comm, buffer, launch| comm.barrier(buffer, launch),
     );
+    // As a worker that failed ends.
+    drop(rank);
+    ddp_worker::libraries::exit_at_once(0);
 }
 
 /// A collective does not wait for kernels that come after its input, nor they for it.

@@ -31,7 +31,7 @@ mod token_ids;
 use std::error::Error;
 use std::path::Path;
 
-use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 use ddp_worker::device::{DType, Device, DeviceError};
 use ddp_worker::ops::{Cast, LinearShape, WeightLayout};
 
@@ -143,7 +143,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Purpose::Sanitize => Plan::sanitized(),
     };
     let device = CudaDevice::open(CudaOptions {
-        cache: CubinCache::of_user(),
+        cache: KernelCache::of_user(),
         // The rows `widen + gelu` are its measure; no other operation asks for it.
         fused_gelu: true,
         ..CudaOptions::default()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::checkpoint::{CheckpointError, Reader, TensorKind};
 use crate::config::{self, Precision};
 use crate::data::DataError;
-use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
+use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
 use crate::model::{self, ActivationPool, Context, Model, ModelError, ParamId, Params};
 use crate::ops::Cast;
@@ -54,7 +54,8 @@ pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Devic
         ordinal: 0,
         tf32: false,
         fused_gelu: false,
-        cache: CubinCache::of_user(),
+        timed_products: false,
+        cache: KernelCache::of_user(),
     })?))
 }
 

@@ -8,7 +8,7 @@ use super::TrainError;
 use super::reporting::warn;
 use crate::collective::nccl::{Nccl, Version};
 use crate::config::{Backend, Precision, TrainConfig};
-use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
+use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
 use crate::session::Session;
 
@@ -21,6 +21,9 @@ const HOST_NAME: &str = "NCCL_HOSTID";
 /// With this variable set to 1, a GELU belongs to the matrix product beside it. An experiment: whether it pays depends
 /// on the library's version and the sizes, and losses differ in the last bits.
 const FUSED_GELU: &str = "DDP_FUSED_GELU";
+
+/// With this variable set to 1, the algorithms of matrix products are chosen by timing. An experiment, for the same reason.
+const TIMED_PRODUCTS: &str = "DDP_TIMED_PRODUCTS";
 
 /// Where a rank computes.
 pub(super) enum Choice {
@@ -163,7 +166,8 @@ impl Choice {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
                 fused_gelu: is_set(FUSED_GELU),
-                cache: CubinCache::of_user(),
+                timed_products: is_set(TIMED_PRODUCTS),
+                cache: KernelCache::of_user(),
             })?),
         })
     }

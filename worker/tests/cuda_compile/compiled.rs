@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
 use ddp_worker::device::DeviceError;
-use ddp_worker::device::cuda::{Arch, CompileUnit, Cubin, CubinCache, Nvrtc};
+use ddp_worker::device::cuda::{Arch, CompileUnit, Cubin, KernelCache, Nvrtc};
 
 /// The compiler, or none after a loud word.
 pub(crate) fn nvrtc() -> Option<Nvrtc> {
@@ -32,7 +32,7 @@ pub(crate) fn nvrtc() -> Option<Nvrtc> {
 pub(crate) fn compiled(nvrtc: &Nvrtc, units: &[CompileUnit], arch: Arch) -> Vec<Result<Cubin, DeviceError>> {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let cache = CubinCache::at(Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_compile"));
+    let cache = KernelCache::at(Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_compile"));
     let next = AtomicUsize::new(0);
     let done = Mutex::new(Vec::new());
     std::thread::scope(|scope| {

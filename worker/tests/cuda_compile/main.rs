@@ -26,7 +26,7 @@ mod training;
 
 use compiled::{compiled, nvrtc};
 use ddp_worker::device::DeviceError;
-use ddp_worker::device::cuda::{Arch, CompileUnit, CubinCache, Define, KernelSource};
+use ddp_worker::device::cuda::{Arch, CompileUnit, Define, KernelCache, KernelSource};
 
 static GOOD: KernelSource = KernelSource::with_headers(
     "good.cu",
@@ -101,7 +101,7 @@ fn an_error_shows_the_file_and_its_line() {
 fn the_cache_gives_what_was_compiled() {
     let Some(nvrtc) = nvrtc() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let cache = CubinCache::at(folder.path().join("kernels"));
+    let cache = KernelCache::at(folder.path().join("kernels"));
     let files = || {
         let entries = std::fs::read_dir(folder.path().join("kernels")).unwrap();
         entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
@@ -16,7 +16,7 @@ pub(crate) fn device() -> Option<Arc<CudaDevice>> {
 pub(crate) fn open(fused_gelu: bool) -> Option<Arc<CudaDevice>> {
     let options = CudaOptions {
         fused_gelu,
-        cache: CubinCache::of_user(),
+        cache: KernelCache::of_user(),
         ..CudaOptions::default()
     };
     match CudaDevice::open(options) {

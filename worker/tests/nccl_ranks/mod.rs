@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::collective::nccl::{Membership, Nccl, NcclTransport};
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, connect};
-use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 use ddp_worker::device::{CpuDevice, Device};
 use ddp_worker::session::{Cancel, KeyValue, StoreError};
 
@@ -48,7 +48,7 @@ pub(crate) fn nccl_and_gpu() -> Option<Nccl> {
 
 fn open_gpu() -> Result<CudaDevice, ddp_worker::device::DeviceError> {
     CudaDevice::open(CudaOptions {
-        cache: CubinCache::of_user(),
+        cache: KernelCache::of_user(),
         ..CudaOptions::default()
     })
 }

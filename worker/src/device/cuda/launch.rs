@@ -16,7 +16,7 @@ use super::calls::{self, written};
 use super::driver::{CudaContext, driver_error, driver_error_with};
 use super::matmul::{Product, Products, WORKSPACE_BYTES};
 use super::memory::{DevicePtr, address_of};
-use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
+use super::nvrtc::{Arch, CompileUnit, Define, KernelCache, KernelSource, Nvrtc};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
@@ -83,8 +83,10 @@ pub struct CudaOptions {
     pub tf32: bool,
     /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
     pub fused_gelu: bool,
+    /// The algorithms of matrix products are chosen by timing, where an operation is prepared.
+    pub timed_products: bool,
     /// Where compiled kernels are kept.
-    pub cache: CubinCache,
+    pub cache: KernelCache,
 }
 
 /// A function in a loaded module.
@@ -148,8 +150,9 @@ pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
-    /// By the address of a source, which is a static, and what is defined.
-    modules: Mutex<HashMap<(usize, Vec<Define>), Module>>,
+    /// By the address of a source, which is a static, and what is defined. Each has a lock of its own, so that several
+    /// threads can compile at once.
+    modules: Mutex<HashMap<(usize, Vec<Define>), Arc<Mutex<Option<Module>>>>>,
     products: OnceLock<Result<Products, DeviceError>>,
 }
 
@@ -173,9 +176,12 @@ impl DeviceKernels {
         let key = (ptr::from_ref(launch.source) as usize, launch.defines.to_vec());
         let unit = CompileUnit::new(launch.source, launch.defines);
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.entry(key) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(self.load(&unit)?),
+        let module = modules.entry(key).or_default().clone();
+        drop(modules);
+        let mut module = module.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match &mut *module {
+            Some(loaded) => loaded,
+            empty => empty.insert(self.load(&unit)?),
         };
         let function = module.function(&unit, launch.kernel)?;
         let (name, shared) = (launch.kernel, launch.grid.shared_bytes);
@@ -323,8 +329,15 @@ impl LaunchContext<'_> {
         let products = self.device.products()?;
         let workspace = self.scratch(WORKSPACE_BYTES)?;
         let needed = product.extent() + ALIGNMENT;
-        if self.spare.is_some_and(|(_, bytes)| bytes < needed) {
-            return Ok(());
+        if let Some((_, bytes)) = self.spare {
+            if bytes < needed {
+                return Ok(());
+            }
+            if self.device.options.timed_products {
+                let known = (&self.device.options.cache, &*self.device.context.facts().name);
+                let apart = product.apart(needed.next_multiple_of(ALIGNMENT), bytes);
+                products.tune(&apart, workspace, self.stream, known, self.op)?;
+            }
         }
         products.enqueue(product, workspace, self.stream.raw(), self.op)
     }

@@ -32,4 +32,4 @@ pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
 pub use launch::{CudaOptions, Grid, KernelLaunch, LaunchContext};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
-pub use nvrtc::{Arch, CompileUnit, Cubin, CubinCache, Define, KernelSource, Nvrtc};
+pub use nvrtc::{Arch, CompileUnit, Cubin, Define, KernelCache, KernelSource, Nvrtc};

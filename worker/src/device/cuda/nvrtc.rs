@@ -7,6 +7,7 @@
 #![allow(unsafe_code, reason = "calls of NVRTC")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::{fmt, ptr};
 
@@ -379,11 +380,12 @@ const FORMAT: &str = "ddp-run cubin 1";
 /// Bytes of the hash at the beginning of a file.
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// A folder of compiled kernels; none: every start compiles.
+/// A folder of what is found out once for a machine: compiled kernels, and algorithms that were chosen by timing. None:
+/// every start does it again.
 #[derive(Clone, Debug, Default)]
-pub struct CubinCache(Option<PathBuf>);
+pub struct KernelCache(Option<PathBuf>);
 
-impl CubinCache {
+impl KernelCache {
     /// The user's: `$XDG_CACHE_HOME/ddp-run/kernels`, else below `~/.cache`.
     pub fn of_user() -> Self {
         let absolute = |name| {
@@ -407,13 +409,30 @@ impl CubinCache {
         };
         let file = folder.join(file_name(&nvrtc.version().to_string(), unit, arch));
         if let Some(cubin) = read(&file) {
-            return Ok(cubin);
+            return Ok(Cubin(cubin));
         }
         let cubin = nvrtc.compile(unit, arch)?;
-        if let Err(error) = keep(folder, &file, &cubin) {
+        if let Err(error) = keep(folder, &file, &cubin.0) {
             tracing::warn!("cannot keep a compiled kernel in `{}`: {error}", folder.display());
         }
         Ok(cubin)
+    }
+
+    /// What was chosen before for what has this name.
+    pub(super) fn choice(&self, name: &str) -> Option<Vec<u8>> {
+        read(&choice_file(self.0.as_ref()?, name))
+    }
+
+    /// Keeps a choice, unless there is one already. Gives the one that is there.
+    pub(super) fn choose(&self, name: &str, choice: &[u8]) -> Vec<u8> {
+        let Some(folder) = &self.0 else {
+            return choice.to_vec();
+        };
+        let file = choice_file(folder, name);
+        if let Err(error) = keep(folder, &file, choice) {
+            tracing::warn!("cannot keep a choice in `{}`: {error}", folder.display());
+        }
+        read(&file).unwrap_or_else(|| choice.to_vec())
     }
 }
 
@@ -437,24 +456,31 @@ fn file_name(version: &str, unit: &CompileUnit, arch: Arch) -> String {
     format!("{}.cubin", hash.finalize().to_hex())
 }
 
-fn read(file: &Path) -> Option<Cubin> {
-    let bytes = std::fs::read(file).ok()?;
-    let (hash, cubin) = bytes.split_at_checked(HASH_BYTES)?;
-    (blake3::hash(cubin).as_bytes() == hash).then(|| Cubin(cubin.to_vec()))
+fn choice_file(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{}.choice", blake3::hash(name.as_bytes()).to_hex()))
 }
 
-fn keep(folder: &Path, file: &Path, cubin: &Cubin) -> std::io::Result<()> {
+fn read(file: &Path) -> Option<Vec<u8>> {
+    let bytes = std::fs::read(file).ok()?;
+    let (hash, kept) = bytes.split_at_checked(HASH_BYTES)?;
+    (blake3::hash(kept).as_bytes() == hash).then(|| kept.to_vec())
+}
+
+/// Of several processes that keep something at once, the first has its way where the file system has hard links.
+fn keep(folder: &Path, file: &Path, kept: &[u8]) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     // Random: containers that share a cache have processes of the same number.
     let nonce: u64 = rand::random();
     let own = file.with_extension(format!("{nonce:016x}.part"));
-    let mut bytes = blake3::hash(&cubin.0).as_bytes().to_vec();
-    bytes.extend_from_slice(&cubin.0);
-    let outcome = std::fs::write(&own, bytes).and_then(|()| std::fs::rename(&own, file));
-    if outcome.is_err() {
-        // It may not be there.
-        let _ = std::fs::remove_file(&own);
-    }
+    let mut bytes = blake3::hash(kept).as_bytes().to_vec();
+    bytes.extend_from_slice(kept);
+    let outcome = std::fs::write(&own, bytes).and_then(|()| match std::fs::hard_link(&own, file) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && read(file).is_some() => Ok(()),
+        Err(_) => std::fs::rename(&own, file),
+        Ok(()) => Ok(()),
+    });
+    // It may not be there.
+    let _ = std::fs::remove_file(&own);
     outcome
 }
 
@@ -500,15 +526,29 @@ mod tests {
     fn a_damaged_file_is_not_believed() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("x.cubin");
-        let cubin = Cubin(b"machine code".to_vec());
+        let cubin = b"machine code".to_vec();
         keep(folder.path(), &file, &cubin).unwrap();
-        assert_eq!(read(&file), Some(cubin));
+        assert_eq!(read(&file), Some(cubin.clone()));
         let mut bytes = std::fs::read(&file).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(&file, &bytes).unwrap();
         assert_eq!(read(&file), None);
         std::fs::write(&file, &bytes[..10]).unwrap();
         assert_eq!(read(&file), None);
+        keep(folder.path(), &file, &cubin).unwrap();
+        assert_eq!(read(&file), Some(cubin));
+    }
+
+    #[test]
+    fn of_two_choices_the_first_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::at(folder.path().join("kernels"));
+        assert_eq!(cache.choice("a product"), None);
+        assert_eq!(cache.choose("a product", b"first"), b"first");
+        assert_eq!(cache.choose("a product", b"second"), b"first");
+        assert_eq!(cache.choose("another product", b"second"), b"second");
+        assert_eq!(cache.choice("a product"), Some(b"first".to_vec()));
+        assert_eq!(KernelCache::default().choose("a product", b"second"), b"second");
     }
 
     #[test]
@@ -516,7 +556,7 @@ mod tests {
         const THREADS: usize = 8;
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("x.cubin");
-        let cubin = Cubin(vec![7; 1 << 16]);
+        let cubin = vec![7; 1 << 16];
         let together = std::sync::Barrier::new(THREADS);
         std::thread::scope(|scope| {
             for _ in 0..THREADS {
