@@ -15,6 +15,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .boxed(".ddp.rendezvous.v1.Join.place")
         // Shared by all that are answered.
         .bytes(".ddp.rendezvous.v1.KvGatherReply.entries")
+        .bytes(".ddp.rendezvous.v1.KvGetReply.value")
         .bytes(".ddp.rendezvous.v1.NodesReply.list")
         // It carries a secret.
         .skip_debug([".ddp.rendezvous.v1.Assignment"])

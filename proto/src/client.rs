@@ -244,7 +244,7 @@ impl Client {
         let mut inner = self.inner.clone();
         let read = async {
             match inner.kv_get(request).await {
-                Ok(reply) => Ok(reply.map(|reply| Some(reply.value))),
+                Ok(reply) => Ok(reply.map(|reply| Some(reply.value.into()))),
                 Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
                 Err(status) => Err(status),
             }

@@ -30,15 +30,31 @@ pub mod token;
 pub mod train;
 pub mod values;
 
+use std::fmt;
 use std::io::{IsTerminal, Stderr};
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::SubscriberBuilder;
-use tracing_subscriber::fmt::format::{DefaultFields, Format};
+use tracing_subscriber::fmt::format::{DefaultFields, Format, Writer};
+use tracing_subscriber::fmt::time::FormatTime;
 
 /// Sends events to stderr, filtered by `RUST_LOG`; without it, by `default` (`off`: silence).
 pub fn init_tracing(default: &str) {
     events(default).without_time().init();
+}
+
+/// The same, each event with the prefix of a launcher's messages.
+pub fn init_launcher_tracing(default: &str) {
+    events(default).with_timer(Prefix).init();
+}
+
+/// In the place of a time.
+struct Prefix;
+
+impl FormatTime for Prefix {
+    fn format_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
+        writer.write_str("[ddp-run]")
+    }
 }
 
 /// The same, each event with its time (UTC).

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -36,6 +37,9 @@ pub const WORKER_EVENTS: &str = "ddp_worker=warn";
 
 /// Exit code of a worker that failed in training, as of most programs.
 const FAILED: u8 = 1;
+
+/// Exit code of a worker that panicked, as of any program in Rust.
+const PANICKED: u8 = 101;
 
 /// Longest wait for a folder that only this process looks at.
 const FOLDER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -242,7 +246,10 @@ fn train(config: &TrainConfig) -> ExitCode {
         Ok(interrupts) => interrupts,
         Err(error) => return fail(&error, error.exit_code()),
     };
-    let outcome = run_worker(config, &session);
+    // The hook has written the message of a panic.
+    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| run_worker(config, &session))) else {
+        libraries::exit_at_once(PANICKED);
+    };
     if let Err(error) = &outcome {
         fail(error, exit_code(error));
     }
@@ -252,7 +259,7 @@ fn train(config: &TrainConfig) -> ExitCode {
             Some(interrupts) => ExitCode::from(interrupts.exit_code()),
             None => ExitCode::SUCCESS,
         },
-        // Communicators may still be aborted.
+        // A thread may still be aborting a communicator.
         Err(error) => libraries::exit_at_once(exit_code(&error)),
     }
 }

@@ -28,9 +28,14 @@ pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Str
     } else {
         ""
     };
+    let of_one_machine = if first.hostname == second.hostname {
+        "; a launcher of an earlier start may still run on that node"
+    } else {
+        ""
+    };
     Some(format!(
         "nodes disagree on job `{job}`:{what}\n  \
-         hint: start every node with the same target, configuration and flags{or_two_jobs}"
+         hint: start every node with the same target, configuration and flags{or_two_jobs}{of_one_machine}"
     ))
 }
 
@@ -297,7 +302,7 @@ mod tests {
         insta::assert_snapshot!(between_jobs(&one, &other), @"`train.seed` is `1` on node `a` (this job), `2` on node `a` (the other job)");
         insta::assert_snapshot!(disagreement("j", &one, &other).unwrap(), @r"
         nodes disagree on job `j`: `train.seed` is `1` on node `a` (joined earlier), `2` on node `a` (joined later)
-          hint: start every node with the same target, configuration and flags
+          hint: start every node with the same target, configuration and flags; a launcher of an earlier start may still run on that node
         ");
     }
 

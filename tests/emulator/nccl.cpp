@@ -71,8 +71,8 @@ struct World {
     }
 };
 
-// The real one gives its memory back when the process exits. A thread that is in an abort then reads what is no longer
-// there: seen with NCCL 2.28.3 on an H200.
+// The real one unloads its kernels when the process exits. A thread that is in an abort then dies: seen with NCCL 2.28.3
+// on an H200.
 struct AtExit {
     ~AtExit() {
         if (World::get().has_aborted) {

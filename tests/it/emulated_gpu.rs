@@ -11,7 +11,7 @@ mod inference;
 mod libraries;
 mod script;
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use nix::sys::signal::{Signal, kill};
@@ -143,6 +143,7 @@ fn products_are_timed_once() {
         let finished = launch
             .env("XDG_CACHE_HOME", cache.path().to_str().unwrap())
             .env("RUST_LOG", "ddp_worker=debug")
+            .env("EMULATOR_SLOW_PRODUCTS", "1")
             .target("tiny.yaml")
             .run();
         finished.expect_exit(0);
@@ -152,17 +153,29 @@ fn products_are_timed_once() {
             .matches("by the library's judgement")
             .count()
     };
-    let choices = || {
+    // Each a hash of the rest, and an algorithm with its number behind six alignments.
+    let choices = || -> Vec<(PathBuf, Vec<u8>)> {
         let files = std::fs::read_dir(cache.path().join("ddp-run/kernels")).unwrap();
-        let is_choice = |path: &Path| path.extension().is_some_and(|extension| extension == "choice");
-        files
-            .filter(|file| is_choice(&file.as_ref().unwrap().path()))
-            .count()
+        let paths = files.map(|file| file.unwrap().path());
+        let choices = paths.filter(|path| path.extension().is_some_and(|extension| extension == "choice"));
+        choices
+            .map(|path| (path.clone(), std::fs::read(path).unwrap()))
+            .collect()
     };
     let first = timed(&job());
     assert!(first > 4, "{first}");
-    assert_eq!(choices(), first);
+    let chosen = choices();
+    assert_eq!(chosen.len(), first);
+    for (_, choice) in &chosen {
+        assert_eq!((choice.len(), choice[32 + 24]), (32 + 64, 2), "the fast one");
+    }
     assert_eq!(timed(&job()), 0);
+    // A choice that the library does not know is made anew.
+    let (path, choice) = &chosen[0];
+    let other = [9; 64];
+    std::fs::write(path, [&blake3::hash(&other).as_bytes()[..], &other[..]].concat()).unwrap();
+    assert_eq!(timed(&job()), 1);
+    assert_eq!(&std::fs::read(path).unwrap(), choice);
 }
 
 /// With work that is late: whatever does not wait for what it needs comes too early.

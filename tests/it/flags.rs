@@ -219,7 +219,7 @@ fn a_master_port_that_is_taken_is_not_tried_again() {
     // The launcher hosts the store of what `--no-python` runs.
     let hosted = launch().words(&["--no-python"]).shell("echo started").run();
     hosted
-        .expect_exit(70)
+        .expect_exit(69)
         .expect_stderr(&format!(
             "cannot host PyTorch's store at MASTER_PORT {port}: Address already in use"
         ))

@@ -178,6 +178,13 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         "an alert at most: {answer:?}"
     );
     daemon.wait_for("refused a connection from 127.0.0.1: it speaks no TLS");
+    // Those that follow are told together, in their time, also if nobody comes after them.
+    for _ in 0..2 {
+        let mut plain = connect(&endpoint);
+        plain.write_all(PREFACE).expect("written");
+        read_to_end(&mut plain);
+    }
+    daemon.wait_for("it speaks no TLS (2 since the last such line, 3 in all)");
     // With another token.
     let deadline = tokio::time::Instant::now() + PATIENCE;
     let stranger = Access::Token(Token::random());

@@ -128,19 +128,16 @@ impl Alike<'_> {
         let _ = match self.fate.why {
             Why::Stopped(signal) => {
                 let died_of_it = matches!(ending, Ending::Signal { signal: of, .. } if of == signal);
-                let end = if died_of_it {
-                    String::new()
-                } else {
-                    format!(", {ending}")
+                let sent = signal_name(signal);
+                let end = match ending {
+                    _ if died_of_it => format!("terminated by ddp-run ({sent})"),
+                    Ending::Signal { .. } => format!("{ending} after ddp-run sent {sent}"),
+                    Ending::Code(_) => format!("terminated by ddp-run ({sent}), {ending}"),
                 };
                 let later = time
                     .filter(|time| time != "0.0 s")
                     .map_or_else(String::new, |time| format!(", {time} later"));
-                write!(
-                    text,
-                    "terminated by ddp-run ({}){end}{later}",
-                    signal_name(signal)
-                )
+                write!(text, "{end}{later}")
             }
             Why::Followed => write!(text, "{ending} as a consequence{later}"),
             Why::OnItsOwn if is_same => write!(text, "also {ending} with the same error{later}"),

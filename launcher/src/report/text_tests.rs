@@ -187,6 +187,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
         end(3, Ending::Code(143), Some(15), 1_100),
         end(4, KILLED, Some(9), 31_000),
         end(5, Ending::Code(0), Some(15), 1_100),
+        end(6, KILLED, Some(15), 1_200),
     ];
     insta::assert_snapshot!(text(&job_over("", exit, "a"), &ends, None), @r"
     error: `train.yaml` failed
@@ -200,6 +201,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
       rank 2: exited with code 1 (0.0 s later): all-reduce 17 failed: rank 1 is gone
       rank 3: terminated by ddp-run (SIGTERM), exited with code 143, 1.1 s later
       rank 4: terminated by ddp-run (SIGKILL), 31.0 s later
+      rank 6: died of SIGKILL after ddp-run sent SIGTERM, 1.2 s later
     ");
 }
 

@@ -389,7 +389,7 @@ impl Rendezvous for Service {
         }
         let bound = Duration::from_millis(u64::from(request.timeout_ms)).min(self.0.policy.longest_read);
         match tokio::time::timeout(bound, self.0.read(&request.key)).await {
-            Ok(value) => Ok(Response::new(KvGetReply { value })),
+            Ok(value) => Ok(Response::new(KvGetReply { value: value.into() })),
             Err(_) => Err(Status::deadline_exceeded(format!(
                 "no rank wrote `{}`",
                 request.key

@@ -216,19 +216,19 @@ const HUNG_UP: [io::ErrorKind; 3] = [
     io::ErrorKind::BrokenPipe,
 ];
 /// What to do where the daemon has another token, or the server is none.
-const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN, or check the host and port of `--rdzv-endpoint`";
+const SAME_TOKEN: &str = "give all nodes of the job the same token: copy `~/.config/ddp-run/token` of the node that hosts the rendezvous, or set DDP_TOKEN_FILE or DDP_TOKEN, or check the host and port of the endpoint";
 /// What to do where the daemon has a certificate and this side a token, and what that is called.
 const HAS_CERTIFICATE: (&str, &str) = (
-    "set DDP_TLS_CA to the authority of the rendezvous's certificate, or check the host and port of `--rdzv-endpoint`",
+    "set DDP_TLS_CA to the authority of the rendezvous's certificate, or check the host and port of the endpoint",
     "it proves itself by a certificate, not by a token: it is a rendezvous for several users, one of an earlier version, or a different server",
 );
 /// The other way round.
 const HAS_TOKEN: (&str, &str) = (
-    "unset DDP_TLS_CA where the rendezvous has a token, or check the host and port of `--rdzv-endpoint`",
+    "unset DDP_TLS_CA where the rendezvous has a token, or check the host and port of the endpoint",
     "it does not prove itself by a certificate: it is a rendezvous with a token, or a different server",
 );
 /// What to do where its certificate is another authority's, or for another name.
-const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the rendezvous's certificate, that the certificate names the host of `--rdzv-endpoint`, and that it is valid today";
+const RIGHT_AUTHORITY: &str = "check that DDP_TLS_CA is the authority of the rendezvous's certificate, that the certificate names the host of the endpoint, and that it is valid today";
 
 /// A TLS connection that did not come about.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -278,7 +278,7 @@ mod tests {
             "{hint}"
         );
         assert!(
-            hint.ends_with(", or check the host and port of `--rdzv-endpoint`"),
+            hint.ends_with(", or check the host and port of the endpoint"),
             "{hint}"
         );
         far.unwrap_err();

@@ -40,7 +40,7 @@ use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
-use crate::cli::{answer, init_tracing, native};
+use crate::cli::{answer, init_launcher_tracing, native};
 use crate::rendezvous;
 use args::ParsedArgs;
 use host::{HostFacts, OwnDaemon};
@@ -89,7 +89,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             });
         }
     };
-    init_tracing(LAUNCHER_EVENTS);
+    init_launcher_tracing(LAUNCHER_EVENTS);
     match prepare(args) {
         Ok(prepared) => run(prepared, guardian),
         Err(error) => {

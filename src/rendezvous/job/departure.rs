@@ -160,7 +160,7 @@ impl Job {
         let mut gone = sightings.filter_map(|(rank, sighting)| Some((is_gone(*rank)?, *sighting)));
         if let Some((incarnation, LostRank { rank, witness })) = gone.next() {
             let cause = format!(
-                "{} was lost: its connection broke, and so did that of rank {witness} to its rank {rank}",
+                "{} was lost: its connection broke, and rank {witness} lost its connection to rank {rank} there",
                 self.roster.name_of(&incarnation)
             );
             self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);

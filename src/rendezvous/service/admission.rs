@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
+use tokio::runtime::Handle;
 
 use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
@@ -94,6 +95,8 @@ struct Refusals {
     all: u64,
     untold: u64,
     told: Option<Instant>,
+    /// The last one: who, and why.
+    last: String,
 }
 
 impl Admission {
@@ -143,21 +146,46 @@ impl Admission {
         })
     }
 
-    /// Counts a caller that was sent away, and says so now and then.
-    pub(super) fn refused(&self, who: impl std::fmt::Display, why: impl std::fmt::Display) {
+    /// Counts a caller that was sent away, and says so: at once, or with all others [`QUIET`] after the last line.
+    pub(super) fn refused(self: &Arc<Self>, who: impl std::fmt::Display, why: impl std::fmt::Display) {
         self.metrics.refused("connection");
-        let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut refusals = self.refusals();
         refusals.all += 1;
         refusals.untold += 1;
-        if refusals.told.is_some_and(|told| told.elapsed() < QUIET) {
+        refusals.last = format!("{who}: {why}");
+        let is_first = refusals.untold == 1;
+        let quiet = refusals
+            .told
+            .map_or(Duration::ZERO, |told| QUIET.saturating_sub(told.elapsed()));
+        drop(refusals);
+        if quiet.is_zero() {
+            self.tell_refusals();
+        } else if let Ok(runtime) = Handle::try_current()
+            && is_first
+        {
+            let admission = Arc::clone(self);
+            runtime.spawn(async move {
+                tokio::time::sleep(quiet).await;
+                admission.tell_refusals();
+            });
+        }
+    }
+
+    /// Says how many were sent away since the last line, and why the last one was.
+    fn tell_refusals(&self) {
+        let mut refusals = self.refusals();
+        let (all, new) = (refusals.all, std::mem::take(&mut refusals.untold));
+        if new == 0 {
             return;
         }
         refusals.told = Some(Instant::now());
-        let (all, new) = (refusals.all, std::mem::take(&mut refusals.untold));
+        let last = std::mem::take(&mut refusals.last);
         drop(refusals);
-        tracing::warn!(
-            "refused a connection from {who}: {why} ({new} since the last such line, {all} in all)"
-        );
+        tracing::warn!("refused a connection from {last} ({new} since the last such line, {all} in all)");
+    }
+
+    fn refusals(&self) -> MutexGuard<'_, Refusals> {
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {

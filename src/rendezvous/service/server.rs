@@ -313,7 +313,7 @@ impl Rendezvous for Service {
         read.finish();
         let value = value?.map_err(|error| status(&error))?;
         busy.accepted();
-        Ok(Response::new(KvGetReply { value: value.into() }))
+        Ok(Response::new(KvGetReply { value }))
     }
 
     type KvGatherStream = Pin<Box<dyn Stream<Item = Result<KvGatherReply, Status>> + Send>>;

@@ -31,7 +31,7 @@ fn a_node_that_two_witnesses_saw_die_is_lost_at_once() {
     let mut s = three_nodes();
     s.break_stream("c").lost("a", 0, 5);
     let words = s.words("a");
-    insta::assert_snapshot!(words, @"generation 1 over: node `c` (node rank 2) was lost: its connection broke, and so did that of rank 0 to its rank 5 (no restart spent)");
+    insta::assert_snapshot!(words, @"generation 1 over: node `c` (node rank 2) was lost: its connection broke, and rank 0 lost its connection to rank 5 there (no restart spent)");
     let mut s = three_nodes();
     s.lost("a", 0, 5).break_stream("c");
     assert_eq!(s.words("a"), words);

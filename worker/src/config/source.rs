@@ -35,13 +35,14 @@ impl Source {
             problem: format!("not valid YAML: {words}"),
             hint,
         };
-        // The parser takes a tab in front of the first key for a part of a value.
+        // The parser takes a tab in front of the first key for a part of a value, and one after a line with a value for a
+        // part of that line.
         let tab = tab_of_indentation(text);
         if let Some((line, true)) = tab {
             return Err(not_valid(tab_error(line)));
         }
         let root = Node::parse(text).map_err(|error| match tab {
-            Some((line, _)) if line <= error.0 => not_valid(tab_error(line)),
+            Some((line, _)) if line <= error.0 + 1 => not_valid(tab_error(line)),
             _ => not_valid(error),
         })?;
         let mut source = Self {

@@ -281,6 +281,10 @@ fn broken_yaml() {
     train.yaml:2: not valid YAML: a tab in the indentation
       hint: use spaces: YAML allows no tabs there
     ");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n\tmicro_batch: 1"), @r"
+    train.yaml:14: not valid YAML: a tab in the indentation
+      hint: use spaces: YAML allows no tabs there
+    ");
     let first = |text: &str| Case::new().error(text, &[]);
     insta::assert_snapshot!(first("# a run\n\tmodel:\n  kind: gpt2\n"), @r"
     train.yaml:2: not valid YAML: a tab in the indentation

@@ -7,25 +7,13 @@
 //! | file | what it is |
 //! |---|---|
 //! | `discovery` | [`LibraryKind`]: which there are; [`SearchPath`]: where they can be, and which file of a kind is taken; [`Newer`]: one that is too new for the driver |
-//! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it |
+//! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it; [`exit_at_once`]: the end of a process whose libraries may still be at work |
 //!
 //! What it must not know: what the functions do.
-
-#![allow(unsafe_code, reason = "a process ends without exit handlers")]
-
-use std::io::Write;
 
 mod discovery;
 mod library;
 
 pub use discovery::{Found, LibraryKind, Newer, SearchPath, Version};
 pub(crate) use library::table;
-pub use library::{Library, LibraryError};
-
-/// Ends the process without exit handlers. Those of CUDA take memory back that a thread of NCCL may still use while it
-/// aborts a communicator: the process would die of SIGSEGV, instead of ending with its code.
-pub fn exit_at_once(code: u8) -> ! {
-    let _ = std::io::stdout().flush();
-    // SAFETY: the function has no preconditions; destructors that do not run are what it is for.
-    unsafe { libc::_exit(i32::from(code)) }
-}
+pub use library::{Library, LibraryError, exit_at_once};

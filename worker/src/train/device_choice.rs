@@ -22,7 +22,8 @@ const HOST_NAME: &str = "NCCL_HOSTID";
 /// on the library's version and the sizes, and losses differ in the last bits.
 const FUSED_GELU: &str = "DDP_FUSED_GELU";
 
-/// With this variable set to 1, the algorithms of matrix products are chosen by timing. An experiment, for the same reason.
+/// With this variable set to 1, the algorithms of matrix products are chosen by timing. Of one rank only: ranks that choose
+/// differently would differ in what each computes for itself.
 const TIMED_PRODUCTS: &str = "DDP_TIMED_PRODUCTS";
 
 /// Where a rank computes.
@@ -157,8 +158,16 @@ impl Choice {
         }
     }
 
-    /// Opens the device; a CPU with so many threads.
-    pub(super) fn open(self, config: &TrainConfig, threads: usize) -> Result<Arc<dyn Device>, TrainError> {
+    /// Opens the device, a CPU with so many threads, for a rank that is alone or one of several.
+    pub(super) fn open(
+        self,
+        config: &TrainConfig,
+        threads: usize,
+        is_alone: bool,
+    ) -> Result<Arc<dyn Device>, TrainError> {
+        if is_set(TIMED_PRODUCTS) && !is_alone {
+            warn(&format!("`{TIMED_PRODUCTS}` is for one rank: it is ignored"));
+        }
         Ok(match self {
             Self::Given(device) => device,
             Self::Cpu => Arc::new(CpuDevice::new(threads)?),
@@ -166,7 +175,7 @@ impl Choice {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
                 fused_gelu: is_set(FUSED_GELU),
-                timed_products: is_set(TIMED_PRODUCTS),
+                timed_products: is_set(TIMED_PRODUCTS) && is_alone,
                 cache: KernelCache::of_user(),
             })?),
         })

@@ -141,7 +141,8 @@ pub(super) fn prepare<'a>(
         ..
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
-    let device = choice.open(config, threads(config))?;
+    let is_alone = session.env().world_size.get() == 1;
+    let device = choice.open(config, threads(config), is_alone)?;
     let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
     let (parameters, reducer) = allocate(&world, config, &scheme, &model, &layout)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;

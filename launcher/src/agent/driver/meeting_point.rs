@@ -50,8 +50,11 @@ impl MeetingPoint {
         match reserved {
             Ok(port) => (self.reserved, self.refusal) = (Some(port), None),
             Err(error) => {
-                let hint = hint_for(&error, plan.master_port);
-                launch.console.say(&format!("{what}: {error}{hint}"));
+                // Whoever is to host the store here says it then.
+                if !plan.command.agent_store {
+                    let hint = hint_for(&error, plan.master_port);
+                    launch.console.say(&format!("{what}: {error}{hint}"));
+                }
                 self.refusal = Some(error);
             }
         }

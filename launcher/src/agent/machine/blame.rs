@@ -11,8 +11,8 @@ use ddp_proto::ids::LocalRank;
 use crate::supervise::ending::Ending;
 
 /// How long a worker that names another rank as the cause is not blamed: the other one's end, or the daemon's word,
-/// arrives within milliseconds if it comes at all.
-pub(super) const CULPRIT_WAIT: Duration = Duration::from_millis(300);
+/// arrives within milliseconds if it comes at all. A process that is killed while it writes to a slow disk takes longer.
+pub(super) const CULPRIT_WAIT: Duration = Duration::from_secs(1);
 
 /// A worker that failed while its generation was running.
 #[derive(Clone, Debug, PartialEq)]

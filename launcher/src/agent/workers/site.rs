@@ -46,9 +46,13 @@ pub(in crate::agent) enum PrepareError {
 
 impl PrepareError {
     /// Of the launcher that ends for it.
-    pub(in crate::agent) const fn exit_code(&self) -> u8 {
+    pub(in crate::agent) fn exit_code(&self) -> u8 {
         match self {
             Self::Log(_) => exit::USAGE,
+            // The same code as for the port of the rendezvous.
+            Self::Store { cause, .. } if matches!(cause.kind(), io::ErrorKind::AddrInUse) => {
+                exit::DAEMON_UNREACHABLE
+            }
             Self::Pipe(_) | Self::Store { .. } | Self::Assignment(_) | Self::Panicked => exit::INTERNAL,
         }
     }

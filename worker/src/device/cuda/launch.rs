@@ -85,7 +85,7 @@ pub struct CudaOptions {
     pub fused_gelu: bool,
     /// The algorithms of matrix products are chosen by timing, where an operation is prepared.
     pub timed_products: bool,
-    /// Where compiled kernels are kept.
+    /// Where compiled kernels, and algorithms that were chosen, are kept.
     pub cache: KernelCache,
 }
 
@@ -144,6 +144,9 @@ impl Module {
     }
 }
 
+/// None: not loaded yet.
+type ModuleSlot = Arc<Mutex<Option<Module>>>;
+
 /// The kernels of one device, compiled when they are first asked for, its matrix products, and its options.
 #[derive(Debug)]
 pub(super) struct DeviceKernels {
@@ -152,7 +155,7 @@ pub(super) struct DeviceKernels {
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
     /// By the address of a source, which is a static, and what is defined. Each has a lock of its own, so that several
     /// threads can compile at once.
-    modules: Mutex<HashMap<(usize, Vec<Define>), Arc<Mutex<Option<Module>>>>>,
+    modules: Mutex<HashMap<(usize, Vec<Define>), ModuleSlot>>,
     products: OnceLock<Result<Products, DeviceError>>,
 }
 

@@ -121,8 +121,8 @@ impl Product {
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
 
-    /// The same in spare memory of so many bytes, of which all its matrices are at the start: with each in a part of its
-    /// own of `extent` bytes where there is room, as they are when it is made.
+    /// The same in spare memory of so many bytes, of which all its matrices are at the start: with factors and output in
+    /// parts of their own of `extent` bytes where there is room, as they are when it is made. Its epilogue's stay there.
     pub(super) fn apart(mut self, extent: usize, bytes: usize) -> Self {
         if 3 * extent <= bytes {
             self.rhs.at = self.rhs.at.offset(extent);
@@ -320,21 +320,25 @@ impl Products {
         let matrices = [&prepared.rhs, &prepared.lhs, &prepared.out];
         let candidates = self.candidates(&prepared.operation, matrices, shape.alignments, TRIED)?;
         let of_bytes = |bytes: &[u8]| candidates.iter().find(|one| one.algorithm_bytes() == bytes);
-        let kept = cache.choice(&name).and_then(|bytes| of_bytes(&bytes).copied());
-        let chosen = if let Some(kept) = kept {
-            kept
+        let kept = cache.choice(&name);
+        if let Some(known) = kept.as_deref().and_then(of_bytes) {
+            prepared.candidate = *known;
         } else {
-            let fastest = self.fastest(&prepared, &candidates, product, workspace, stream)?;
-            let first = cache.choose(&name, &fastest.algorithm_bytes());
-            // A process that was sooner has chosen for both.
-            of_bytes(&first).copied().unwrap_or(fastest)
-        };
-        prepared.candidate = chosen;
+            if kept.is_some() {
+                cache.forget(&name);
+            }
+            if let Some(fastest) = self.fastest(&prepared, &candidates, product, workspace, stream)? {
+                let first = cache.choose(&name, &fastest.algorithm_bytes());
+                // A process that was sooner has chosen for both.
+                prepared.candidate = of_bytes(&first).copied().unwrap_or(fastest);
+            }
+        }
         entry.insert(prepared);
         Ok(())
     }
 
-    /// The fastest of these algorithms; the library's first, unless another one is faster by [`GAIN`].
+    /// The fastest of these algorithms; the library's first, unless another one is faster by [`GAIN`]. None if none can
+    /// run. The times include the launch.
     fn fastest(
         &self,
         prepared: &Prepared,
@@ -342,7 +346,7 @@ impl Products {
         product: &Product,
         workspace: DevicePtr,
         stream: &CudaStream,
-    ) -> Result<HeuristicResult, DeviceError> {
+    ) -> Result<Option<HeuristicResult>, DeviceError> {
         let run = |one: &HeuristicResult| self.call(prepared, one, product, workspace, stream.raw());
         let mut shortest = vec![f32::INFINITY; candidates.len()];
         // The first turn loads the library's kernels.
@@ -372,8 +376,12 @@ impl Products {
             time * 1e6,
             candidates.len()
         );
-        let is_clear = time * GAIN < shortest[0];
-        Ok(if is_clear { *best } else { candidates[0] })
+        let best = if time * GAIN < shortest[0] {
+            best
+        } else {
+            &candidates[0]
+        };
+        Ok(time.is_finite().then_some(*best))
     }
 
     fn prepare(

@@ -423,6 +423,13 @@ impl KernelCache {
         read(&choice_file(self.0.as_ref()?, name))
     }
 
+    /// Forgets a choice, which cannot be made any more.
+    pub(super) fn forget(&self, name: &str) {
+        if let Some(folder) = &self.0 {
+            let _ = std::fs::remove_file(choice_file(folder, name));
+        }
+    }
+
     /// Keeps a choice, unless there is one already. Gives the one that is there.
     pub(super) fn choose(&self, name: &str, choice: &[u8]) -> Vec<u8> {
         let Some(folder) = &self.0 else {
