@@ -248,6 +248,7 @@ fn train(config: &TrainConfig) -> ExitCode {
     };
     // The hook has written the message of a panic.
     let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| run_worker(config, &session))) else {
+        session.shutdown();
         libraries::exit_at_once(PANICKED);
     };
     if let Err(error) = &outcome {

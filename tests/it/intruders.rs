@@ -178,7 +178,7 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         "an alert at most: {answer:?}"
     );
     daemon.wait_for("refused a connection from 127.0.0.1: it speaks no TLS");
-    // Those that follow are told together, in their time, also if nobody comes after them.
+    // Later refusals are reported together within 10 s, even if no other caller comes.
     for _ in 0..2 {
         let mut plain = connect(&endpoint);
         plain.write_all(PREFACE).expect("written");

@@ -50,7 +50,7 @@ impl MeetingPoint {
         match reserved {
             Ok(port) => (self.reserved, self.refusal) = (Some(port), None),
             Err(error) => {
-                // Whoever is to host the store here says it then.
+                // If this node is to host the store, `host` says it.
                 if !plan.command.agent_store {
                     let hint = hint_for(&error, plan.master_port);
                     launch.console.say(&format!("{what}: {error}{hint}"));
