@@ -8,8 +8,9 @@ use std::task::{Context, Poll};
 
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, BufWriter, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -23,6 +24,9 @@ use crate::trust::token::Token;
 /// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
 pub const UNIX_PREFIX: &str = "unix:@";
 
+/// Bytes that wait for more before they become a TLS record. HTTP/2 writes its preface and its settings apart.
+const SMALL_WRITES: usize = 256;
+
 /// First byte of a TLS alert: what a daemon with TLS says to a caller without.
 const TLS_ALERT: u8 = 0x15;
 
@@ -32,18 +36,24 @@ pub enum Access {
     /// Nothing: on a Unix socket, where the kernel tells who is there, or with `--insecure`.
     #[default]
     Open,
-    /// That they have the token.
-    Token(Token),
+    /// That they have the token; see [`of_token`](Self::of_token).
+    Token(Token, Arc<ClientConfig>),
     /// The daemon has an operator's certificate, and is told a hash of the job's token.
     Operator(TlsFiles, Token),
 }
 
 impl Access {
+    /// Both sides have this token. The keys that follow from it are computed once, for all connections.
+    pub fn of_token(token: Token) -> Result<Self, TlsError> {
+        let config = Arc::new(tls::client_of_token(&token)?);
+        Ok(Self::Token(token, config))
+    }
+
     /// The token of the job.
     pub const fn token(&self) -> Option<&Token> {
         match self {
             Self::Open => None,
-            Self::Token(token) | Self::Operator(_, token) => Some(token),
+            Self::Token(token, _) | Self::Operator(_, token) => Some(token),
         }
     }
 
@@ -51,12 +61,12 @@ impl Access {
     fn tls(&self, host: &str) -> Result<Option<Tls>, TlsError> {
         let (config, name, by_token) = match self {
             Self::Open => return Ok(None),
-            Self::Token(token) => (tls::client_of_token(token)?, SERVER_NAME, true),
-            Self::Operator(files, _) => (tls::client_of_files(files)?, host, false),
+            Self::Token(_, config) => (Arc::clone(config), SERVER_NAME, true),
+            Self::Operator(files, _) => (Arc::new(tls::client_of_files(files)?), host, false),
         };
         let bare = name.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(bare).map_err(|error| TlsError::Unfit(error.to_string()))?;
-        let connector = TlsConnector::from(Arc::new(config));
+        let connector = TlsConnector::from(config);
         Ok(Some(Tls {
             connector,
             name,
@@ -112,7 +122,10 @@ impl Connector {
             return Ok(Connection::Tcp { stream, is_first });
         };
         match tls.connector.connect(tls.name, stream).await {
-            Ok(stream) => Ok(Connection::Tls(Box::new(stream))),
+            Ok(stream) => Ok(Connection::Tls(Box::new(BufWriter::with_capacity(
+                SMALL_WRITES,
+                stream,
+            )))),
             Err(error) => Err(tls::words_of(&error, tls.by_token).into()),
         }
     }
@@ -175,7 +188,7 @@ fn expects_tls() -> io::Error {
 pub(super) enum Connection {
     Tcp { stream: TcpStream, is_first: bool },
     Unix(UnixStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<BufWriter<TlsStream<TcpStream>>>),
 }
 
 impl AsyncRead for Connection {

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustls::client::Resumption;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -117,6 +118,7 @@ fn server(callers: Option<RootCertStore>, (certs, key): OwnCert) -> Result<Serve
 
 fn for_agents(mut config: ClientConfig) -> ClientConfig {
     config.alpn_protocols = vec![ALPN.to_vec()];
+    config.resumption = Resumption::disabled();
     config
 }
 

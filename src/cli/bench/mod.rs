@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::Access;
+use ddp_proto::trust::tls::TlsError;
 use ddp_proto::trust::token::Token;
 use ddp_proto::words;
 use nix::sys::resource::{Resource, getrlimit};
@@ -120,7 +121,7 @@ pub(super) fn run(args: Args) -> Result<String, CliError> {
 }
 
 async fn measure(args: Args) -> io::Result<Measured> {
-    let access = access(args);
+    let access = access(args).map_err(io::Error::other)?;
     let daemon = Daemon::start(&access)?;
     let (order, orders) = watch::channel(Order::Join);
     let (news, mut told) = mpsc::unbounded_channel();
@@ -176,11 +177,11 @@ async fn measure(args: Args) -> io::Result<Measured> {
     Ok(measured)
 }
 
-fn access(args: Args) -> Access {
+fn access(args: Args) -> Result<Access, TlsError> {
     if args.insecure {
-        Access::Open
+        Ok(Access::Open)
     } else {
-        Access::Token(Token::random())
+        Access::of_token(Token::random())
     }
 }
 
