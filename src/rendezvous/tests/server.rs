@@ -1,6 +1,8 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{Access, AgentIdentity, AgentSender, AgentStream, Client, ClientError, KvScope, open_channel};
+use ddp_proto::client::{
+    Access, AgentIdentity, AgentSender, AgentStream, Client, ClientError, KvScope, open_channel,
+};
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use tokio::net::TcpListener;

@@ -12,7 +12,7 @@ use std::ops::Range;
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
-use super::cpu::kernel::{Real, by_dtype, kernel};
+use super::cpu::kernel::{EXPS, Real, by_dtype, kernel};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, act_defines, act_units, element, elementwise, elementwise_grid, kernels, units_with,
@@ -289,7 +289,16 @@ impl GeluBackward {
 
 kernel! {
     fn gelu<'a, T>(inp: &'a [T], out: &'a mut [T]) -> () {
-        for (out, &x) in out.iter_mut().zip(inp) {
+        let (blocks, rest) = inp.as_chunks();
+        let (out_blocks, out_rest) = out.as_chunks_mut::<EXPS>();
+        for (out, x) in out_blocks.iter_mut().zip(blocks) {
+            let mut gates = *x;
+            gate_each(&mut gates);
+            for i in 0..EXPS {
+                out[i] = x[i] * gates[i];
+            }
+        }
+        for (out, &x) in out_rest.iter_mut().zip(rest) {
             *out = x * gate(x);
         }
     }
@@ -297,22 +306,53 @@ kernel! {
 
 kernel! {
     fn gelu_back<'a, T>(inp_out: &'a mut [T], dout_dinp: &'a mut [T]) -> () {
-        let (root, slope) = (T::of(TWICE_ROOT), T::of(3.0 * TWICE_ROOT * CUBIC));
-        for (x, d) in inp_out.iter_mut().zip(dout_dinp) {
+        let (blocks, rest) = inp_out.as_chunks_mut();
+        let (d_blocks, d_rest) = dout_dinp.as_chunks_mut::<EXPS>();
+        for (x, d) in blocks.iter_mut().zip(d_blocks) {
+            let mut gates = *x;
+            gate_each(&mut gates);
+            for i in 0..EXPS {
+                gate_back(&mut x[i], &mut d[i], gates[i]);
+            }
+        }
+        for (x, d) in rest.iter_mut().zip(d_rest) {
             let gate = gate(*x);
-            // d/dx x·σ(w) = σ + x·σ(1 − σ)·w′, with w = 2u.
-            let dw = root + slope * *x * *x;
-            *d *= gate + *x * gate * (T::ONE - gate) * dw;
-            *x *= gate;
+            gate_back(x, d, gate);
         }
     }
+}
+
+#[inline(always)]
+fn gate_back<T: Real>(x: &mut T, d: &mut T, gate: T) {
+    let (root, slope) = (T::of(TWICE_ROOT), T::of(3.0 * TWICE_ROOT * CUBIC));
+    // d/dx x·σ(w) = σ + x·σ(1 − σ)·w′, with w = 2u.
+    let dw = root + slope * *x * *x;
+    *d *= gate + *x * gate * (T::ONE - gate) * dw;
+    *x *= gate;
 }
 
 /// σ(2u)
 #[inline(always)]
 fn gate<T: Real>(x: T) -> T {
-    let w = x * (T::of(TWICE_ROOT) + T::of(TWICE_ROOT * CUBIC) * x * x);
-    T::ONE / (T::ONE + (-w).exp())
+    T::ONE / (T::ONE + minus_twice(x).exp())
+}
+
+/// [`gate`] of each.
+#[inline(always)]
+fn gate_each<T: Real>(x: &mut [T; EXPS]) {
+    for x in x.iter_mut() {
+        *x = minus_twice(*x);
+    }
+    T::exp_each(x);
+    for x in x.iter_mut() {
+        *x = T::ONE / (T::ONE + *x);
+    }
+}
+
+/// −2u
+#[inline(always)]
+fn minus_twice<T: Real>(x: T) -> T {
+    -(x * (T::of(TWICE_ROOT) + T::of(TWICE_ROOT * CUBIC) * x * x))
 }
 
 static GELU_SOURCE: KernelSource = kernels("gelu.cu", include_str!("cuda/gelu.cu"));

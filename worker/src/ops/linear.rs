@@ -152,7 +152,7 @@ impl LinearProduct<'_> {
         let residual = residual.as_deref().map(|residual| self.out.matrix(residual));
         let isa = cpu.isa();
         let [height, width] = self.out.stored;
-        let tiles = cut::<S, _>(MatrixMut::dense(&mut out, height, width));
+        let tiles = cut::<S, _>(MatrixMut::dense(&mut out, height, width), cpu.threads());
         cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
             G::write_matrix(isa, &mut out, self.accumulate, |out| {
                 let (lhs, rhs) = (lhs.rows(rows.clone()), rhs.cols(cols.clone()));
@@ -234,13 +234,34 @@ fn multiply<S: Stored>(
         let part = first..inner.min(first + block);
         S::read_matrix(isa, lhs.cols(part.clone()), |lhs| {
             S::read_matrix(isa, rhs.rows(part.clone()), |rhs| {
-                product(out, lhs, rhs, S::Real::ONE, accumulate || first > 0);
+                multiply_blocks(out, lhs, rhs, accumulate || first > 0);
             });
         });
         first = part.end;
         if first >= inner {
             break;
         }
+    }
+}
+
+/// `out = lhs · rhs`, or `out += …` where `accumulate`. Of a gradient of a weight the inner dimension, which is that of
+/// rows, is cut into blocks of which both factors' parts stay in the second cache.
+fn multiply_blocks<T: Real>(
+    out: &mut MatrixMut<'_, T>,
+    lhs: Matrix<'_, T>,
+    rhs: Matrix<'_, T>,
+    accumulate: bool,
+) {
+    /// Rows of a block.
+    const DEPTH: usize = 256;
+    let inner = lhs.col_count();
+    if lhs.has_slices() || inner <= DEPTH {
+        return product(out, lhs, rhs, T::ONE, accumulate);
+    }
+    for first in (0..inner).step_by(DEPTH) {
+        let part = first..inner.min(first + DEPTH);
+        let (lhs, rhs) = (lhs.cols(part.clone()), rhs.rows(part));
+        product(out, lhs, rhs, T::ONE, accumulate || first > 0);
     }
 }
 
@@ -257,34 +278,51 @@ kernel! {
 /// thread for both factors and the tile. A factor is widened once for each row or column of tiles, which is little
 /// beside the product.
 const WIDENED: usize = 1024;
-/// Rows of a tile.
+/// Rows of a tile, where each of its factors is widened or several threads share an output.
 const HEIGHT: usize = 512;
 
-/// Tiles of an output of factors `S`: large enough for the product's own blocking, small enough that there are several
-/// for the threads, and a function of the sizes alone.
-fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
-    /// Columns of a tile that needs no scratch memory.
-    const WIDTH: usize = 4096;
+/// Tiles of an output of factors `S`: large enough for the product's own blocking, small enough that all threads have
+/// some. `gemm` adds up small outputs and single rows and columns in other orders, so low outputs are cut by their sizes
+/// alone, and no tile of another one is small: then each element is added up in the order of the inner dimension,
+/// whatever the tiles are.
+fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> {
+    /// Rows and columns of a tile that needs no scratch memory.
+    const LARGEST: [usize; 2] = [2048, 4096];
     /// Tiles that an output is cut into where it is large enough.
     const TILES: usize = 4;
+    /// Columns of a tile are so many at least, where the output has as many.
+    const NARROWEST: usize = 64;
+    /// Columns of a tile are a multiple of this, except for the last tile.
+    const STEP: usize = 16;
+    /// Outputs of fewer rows are low.
+    const LOW: usize = 64;
+    let (height, width) = (out.row_count(), out.col_count());
+    if height == 1 {
+        return cut_row(out);
+    }
+    // Each tile copies its part of the factors together: a thread works best on one large tile.
+    let tiles = if height < LOW { TILES } else { threads.min(TILES) };
+    let [most_rows, most_cols] = if S::IN_PLACE {
+        [height.div_ceil(tiles).clamp(HEIGHT, LARGEST[0]), LARGEST[1]]
+    } else {
+        [HEIGHT, WIDENED]
+    };
+    let down = height.div_ceil(most_rows).max(1);
+    let across = tiles.div_ceil(down).min(width / NARROWEST);
+    let across = across.max(width.div_ceil(most_cols)).max(1);
+    let width = width.div_ceil(across).next_multiple_of(STEP);
+    out.tiles(height.div_ceil(down).max(1), width.max(1))
+}
+
+/// Of a single row: each is read from memory once, by as many threads as there are.
+fn cut_row<T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
+    const TILES: usize = 16;
     /// Columns of a tile are a multiple of this, except for the last tile.
     const STEP: usize = 64;
-    /// Of a single row: each is read from memory once, by as many threads as there are.
-    const ROW_TILES: usize = 16;
-    /// Least and most columns of one.
-    const ROW_WIDTHS: [usize; 2] = [128, 512];
-    if out.row_count() == 1 {
-        let width = (out.col_count() / ROW_TILES).next_multiple_of(STEP);
-        return out.tiles(1, width.clamp(ROW_WIDTHS[0], ROW_WIDTHS[1]));
-    }
-    let height = HEIGHT.min(out.row_count()).max(1);
-    let columns_wanted = TILES.div_ceil(out.row_count().div_ceil(height).max(1));
-    let width = out
-        .col_count()
-        .div_ceil(columns_wanted)
-        .next_multiple_of(STEP)
-        .clamp(STEP, if S::IN_PLACE { WIDTH } else { WIDENED });
-    out.tiles(height, width)
+    /// Least and most columns of a tile.
+    const WIDTHS: [usize; 2] = [128, 512];
+    let width = (out.col_count() / TILES).next_multiple_of(STEP);
+    out.tiles(1, width.clamp(WIDTHS[0], WIDTHS[1]))
 }
 
 /// `out = inp · weight + bias + residual`

@@ -4,11 +4,13 @@ use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    CHUNK, Rates, RmsNormBackward, RmsNormForward, Runs, SquaredNorm, SwigluBackward, SwigluForward, Update,
+    CHUNK, LinearDinp, LinearDweight, LinearForward, LinearShape, Rates, RmsNormBackward, RmsNormForward,
+    Runs, SquaredNorm, SwigluBackward, SwigluForward, Update, WeightLayout,
 };
 use ddp_worker::optim::adamw;
+use half::bf16;
 
-use crate::rig::{Rank, Rig, numbers_f32, wide_values};
+use crate::rig::{Rank, Rig, numbers, numbers_f32, wide_values};
 
 /// Gradients of one step, then the norm's partial sums and the update: bits of all of them.
 fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec<u64> {
@@ -97,6 +99,50 @@ fn llama_bits(threads: usize, isa: Isa) -> Vec<u64> {
     all.iter().flat_map(wide_values).map(f64::to_bits).collect()
 }
 
+/// A linear layer and its way back. How outputs are cut into tiles follows from the threads.
+fn linear_bits(threads: usize, [rows, inputs, outputs]: [usize; 3], dtype: DType) -> Vec<u64> {
+    let rig = Rig::with(threads, Isa::detect());
+    let buffer = |seed, len| match dtype {
+        DType::F64 => rig.buffer(&numbers(seed, len)),
+        DType::Bf16 => {
+            let numbers: Vec<_> = numbers_f32(seed, len).into_iter().map(bf16::from_f32).collect();
+            rig.buffer(&numbers)
+        }
+        _ => rig.buffer(&numbers_f32(seed, len)),
+    };
+    let (inp, weight) = (buffer(1, rows * inputs), buffer(2, inputs * outputs));
+    let (out, dinp) = (buffer(3, rows * outputs), buffer(4, rows * inputs));
+    let shape = LinearShape {
+        rows,
+        inputs,
+        outputs,
+        layout: WeightLayout::InOut,
+    };
+    rig.run(LinearForward {
+        inp: inp.clone(),
+        weight: weight.clone(),
+        bias: Some(buffer(5, outputs)),
+        residual: Some(buffer(6, rows * outputs)),
+        out: out.clone(),
+        shape,
+    });
+    rig.run(LinearDinp {
+        dout: out.clone(),
+        weight: weight.clone(),
+        dinp: dinp.clone(),
+        shape,
+    });
+    rig.run(LinearDweight {
+        inp,
+        dout: out.clone(),
+        dweight: weight.clone(),
+        accumulate: true,
+        shape,
+    });
+    let all = [out, dinp, weight];
+    all.iter().flat_map(wide_values).map(f64::to_bits).collect()
+}
+
 const CASES: [(ModelKind, DType); 3] = [
     (ModelKind::Gpt2, DType::F32),
     (ModelKind::Gpt2, DType::Bf16),
@@ -122,6 +168,31 @@ fn threads_make_no_difference() {
                 &one,
                 &format!("{threads} threads"),
             );
+        }
+    }
+}
+
+/// Rows and columns that leave one over where they are cut at round numbers; outputs of few rows and columns.
+#[test]
+fn the_tiles_of_a_product_make_no_difference() {
+    let sizes = [
+        [2049, 65, 270],
+        [4097, 40, 3],
+        [1025, 129, 1],
+        [513, 300, 66],
+        [65, 257, 129],
+        [64, 70, 4500],
+        [63, 33, 200],
+        [3, 16, 130],
+        [1, 20, 700],
+    ];
+    for dtype in [DType::F32, DType::F64, DType::Bf16] {
+        for sizes in sizes {
+            let one = linear_bits(1, sizes, dtype);
+            for threads in [2, 3, 8] {
+                let what = format!("{sizes:?} of {dtype}, {threads} threads");
+                assert_same(&linear_bits(threads, sizes, dtype), &one, &what);
+            }
         }
     }
 }

@@ -4,11 +4,14 @@
 //! all heads. Forward keeps one number a query, the logarithm of its softmax's denominator, from which backward
 //! computes the probabilities again. Where heads of queries share keys and values, the gradients of these are sums over
 //! the heads, in their order.
+//!
+//! The rows of one head lie a whole row of all heads apart. What several tiles read of it is copied together first.
 
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
+use super::panels::{Keys, scores, weighted, with_copy, with_keys};
 use super::shape::AttentionShape;
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
-use crate::ops::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
+use crate::ops::cpu::kernel::{EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, Scratch, expect_dtype};
@@ -16,6 +19,12 @@ use crate::ops::{DropoutMask, Operation};
 
 /// Queries of a tile.
 const QUERIES: usize = 64;
+
+/// Elements from one row of a tile to the next: whole blocks of exponentials, and a cache line or two more, so that the
+/// rows do not fall on one another in the cache.
+fn stride_of(width: usize) -> usize {
+    width.next_multiple_of(EXPS) + 16
+}
 
 /// Calls `work` with the numbers of a head's queries, keys and values: 3·T·D of them in training.
 pub(super) fn read_inputs<S: Stored>(
@@ -108,12 +117,12 @@ pub(super) fn heads_of<T>(shape: AttentionShape, out: &mut [T]) -> impl Iterator
 /// What is dropped of a sample and head.
 type HeadMask<'a> = Option<(&'a DropoutMask, [usize; 2])>;
 
-/// Drops numbers of queries `first..end` (rows) and the keys that each sees.
-fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], first: usize, end: usize) {
+/// Drops numbers of queries from the first on (rows, `stride` apart) and the keys that each sees.
+fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], (first, stride): (usize, usize)) {
     let Some((mask, [sample, head])) = mask else {
         return;
     };
-    for (query, row) in (first..end).zip(tile.chunks_exact_mut(end)) {
+    for (query, row) in (first..).zip(tile.chunks_exact_mut(stride)) {
         mask.drop_keys(sample, head, query, &mut row[..=query]);
     }
 }
@@ -127,39 +136,56 @@ pub(super) fn head_forward<T: Real>(
     mask: HeadMask<'_>,
 ) {
     let (positions, past) = (out.row_count(), k.row_count() - out.row_count());
-    with_scratch::<T, _>(QUERIES.min(positions) * (past + positions), |scores| {
+    let size = QUERIES.min(positions) * stride_of(past + positions);
+    let mut work = |keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
         for first in (0..positions).step_by(QUERIES) {
             let end = positions.min(first + QUERIES);
-            let seen = past + end;
-            let scores = &mut scores[..(end - first) * seen];
-            let mut tile = MatrixMut::dense(scores, end - first, seen);
-            let (queries, keys, values) = (q.rows(first..end), k.rows(0..seen), v.rows(0..seen));
-            product(&mut tile, queries, keys.transposed(), scale, false);
-            softmax_rows(isa, scores, past + first, &mut lse[first..end]);
-            drop_keys(mask, scores, past + first, seen);
-            let scores = Matrix::dense(scores, end - first, seen);
-            product(&mut out.rows_mut(first..end), scores, values, T::ONE, false);
+            let (seen, stride) = (past + end, stride_of(past + end));
+            let tile = &mut tile[..(end - first) * stride];
+            scores(tile, (seen, stride), q.rows(first..end), keys, scale);
+            let place = (past + first, stride);
+            softmax_rows(isa, tile, place, &mut lse[first..end]);
+            drop_keys(mask, tile, place);
+            let weights = Matrix::new(tile, end - first, seen, stride);
+            weighted(&mut out.rows_mut(first..end), weights, v);
         }
+    };
+    with_keys(positions, k, |keys| {
+        with_copy(positions, v, |v| with_scratch(size, |tile| work(keys, v, tile)));
     });
 }
 
 kernel! {
-    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` is that of query `first + i`.
-    fn softmax_rows<'a, T>(scores: &'a mut [T], first: usize, lse: &'a mut [T]) -> () {
+    /// From scores to probabilities, and ln Σ e^score of each row. Row `i` is that of query `first + i`; rows are `stride`
+    /// apart. Whole blocks are computed, and what a query does not see becomes 0.
+    fn softmax_rows<'a, T>(scores: &'a mut [T], place: (usize, usize), lse: &'a mut [T]) -> () {
+        let (first, stride) = place;
         let width = first + lse.len();
-        for (i, (row, lse)) in scores.chunks_exact_mut(width).zip(lse).enumerate() {
-            let (row, masked) = row.split_at_mut(first + i + 1);
-            masked.fill(T::ZERO);
-            let max = max_of(row);
-            for score in row.iter_mut() {
-                *score = (*score - max).exp();
+        let mut sums = [T::ONE; QUERIES];
+        let rows = scores.chunks_exact_mut(stride).zip(&mut *lse).zip(&mut sums);
+        for (i, ((row, most), total)) in rows.enumerate() {
+            let seen = first + i + 1;
+            let whole = seen.next_multiple_of(EXPS);
+            row[seen..whole].fill(T::LEAST);
+            let max = max_of(&row[..whole]);
+            for block in row[..whole].as_chunks_mut().0 {
+                for score in block.iter_mut() {
+                    *score = *score - max;
+                }
+                T::exp_each(block);
             }
+            row[seen..whole.max(width)].fill(T::ZERO);
+            let row = &mut row[..whole];
             let sum = sum_map(row, |e| e);
             let share = T::ONE / sum;
             for e in row.iter_mut() {
                 *e *= share;
             }
-            *lse = max + T::of(ln(sum.to_f64()));
+            (*most, *total) = (max, sum);
+        }
+        // Apart from the rows, so that a processor computes several at a time.
+        for (lse, &sum) in lse.iter_mut().zip(&sums) {
+            *lse = *lse + T::of(ln(sum.to_f64()));
         }
     }
 }
@@ -269,8 +295,8 @@ impl AttentionBackward {
     ) {
         let shape = self.shape;
         let GroupGradients { dq, mut dk, mut dv } = group;
-        S::write_matrix(isa, &mut dk, false, |dk| {
-            S::write_matrix(isa, &mut dv, false, |dv| {
+        S::write_copy(isa, &mut dk, false, |dk| {
+            S::write_copy(isa, &mut dv, false, |dv| {
                 for (member, mut dq) in dq.into_iter().enumerate() {
                     let pair = [sample, first_head + member];
                     let mask = self.dropout.as_ref().map(|mask| (mask, pair));
@@ -339,31 +365,50 @@ fn read_head<S: Stored>(
 fn head_backward<T: Real>(
     isa: Isa,
     ([q, k, v], [out, dout], lse): ([Matrix<'_, T>; 3], [Matrix<'_, T>; 2], &[T]),
+    gradients: ([MatrixMut<'_, T>; 3], bool),
+    scale: T,
+    mask: HeadMask<'_>,
+) {
+    let queries = q.row_count();
+    with_keys(queries, k, |keys| {
+        with_keys(queries, v, |values| {
+            with_copy(queries, k, |k| {
+                let forward = ([q, k, dout, out], [keys, values], lse);
+                tiles_backward(isa, forward, gradients, scale, mask);
+            });
+        });
+    });
+}
+
+/// [`head_backward`], by tiles.
+fn tiles_backward<T: Real>(
+    isa: Isa,
+    ([q, k, dout, out], [keys, values], lse): ([Matrix<'_, T>; 4], [Keys<'_, T>; 2], &[T]),
     ([mut dq, mut dk, mut dv], adds): ([MatrixMut<'_, T>; 3], bool),
     scale: T,
     mask: HeadMask<'_>,
 ) {
     let positions = dq.row_count();
-    let size = QUERIES.min(positions) * positions;
+    let size = QUERIES.min(positions) * stride_of(positions);
     with_scratch::<T, _>(2 * size, |scratch| {
         let (probabilities, dscores) = scratch.split_at_mut(size);
         for first in (0..positions).step_by(QUERIES).rev() {
             let end = positions.min(first + QUERIES);
             let (tile, adds) = (first..end, adds || end < positions);
-            let len = tile.len() * end;
+            let (rows, stride) = (tile.len(), stride_of(end));
+            let len = rows * stride;
             let (probabilities, dscores) = (&mut probabilities[..len], &mut dscores[..len]);
             let [q, dout, out] = [q, dout, out].map(|all| all.rows(tile.clone()));
-            let (keys, values) = (k.rows(0..end), v.rows(0..end));
-            let shape = |data| MatrixMut::dense(data, tile.len(), end);
-            product(&mut shape(probabilities), q, keys.transposed(), scale, false);
-            product(&mut shape(dscores), dout, values.transposed(), T::ONE, false);
-            drop_keys(mask, dscores, first, end);
+            scores(probabilities, (end, stride), q, keys, scale);
+            scores(dscores, (end, stride), dout, values, T::ONE);
+            drop_keys(mask, dscores, (first, stride));
             let tiles = [&mut *probabilities, &mut *dscores];
-            softmax_rows_back(isa, tiles, [out, dout], (first, &lse[tile.clone()]), scale);
-            drop_keys(mask, probabilities, first, end);
-            let probabilities = Matrix::dense(probabilities, tile.len(), end);
-            let dscores = Matrix::dense(dscores, tile.len(), end);
-            product(&mut dq.rows_mut(tile), dscores, keys, T::ONE, false);
+            let place = ((first, stride), &lse[tile.clone()]);
+            softmax_rows_back(isa, tiles, [out, dout], place, scale);
+            drop_keys(mask, probabilities, (first, stride));
+            let probabilities = Matrix::new(probabilities, rows, end, stride);
+            let dscores = Matrix::new(dscores, rows, end, stride);
+            weighted(&mut dq.rows_mut(tile), dscores, k);
             product(&mut dk.rows_mut(0..end), dscores.transposed(), q, T::ONE, adds);
             let probabilities = probabilities.transposed();
             product(&mut dv.rows_mut(0..end), probabilities, dout, T::ONE, adds);
@@ -373,26 +418,34 @@ fn head_backward<T: Real>(
 
 kernel! {
     /// `p = e^(score − lse)` and `dscore = p·(dp − Σ dout·out)·scale`, of queries from the first on. `tiles` are
-    /// `[queries, keys]`: scores, which become probabilities, and gradients of these, which become those of the scores.
+    /// `[queries, keys]`, rows `stride` apart: scores, which become probabilities, and gradients of these, which become
+    /// those of the scores. Whole blocks are computed, and what a query does not see becomes 0.
     fn softmax_rows_back<'a, T>(
         tiles: [&'a mut [T]; 2],
         outputs: [Matrix<'a, T>; 2],
-        queries: (usize, &'a [T]),
+        queries: ((usize, usize), &'a [T]),
         scale: T,
     ) -> () {
-        let ([probabilities, dscores], [out, dout], (first, lse)) = (tiles, outputs, queries);
+        let ([probabilities, dscores], [out, dout], ((first, stride), lse)) = (tiles, outputs, queries);
         let width = first + lse.len();
-        let rows = probabilities.chunks_exact_mut(width).zip(dscores.chunks_exact_mut(width));
+        let rows = probabilities.chunks_exact_mut(stride).zip(dscores.chunks_exact_mut(stride));
         for (i, ((p, ds), &lse)) in rows.zip(lse).enumerate() {
-            let (p, masked) = p.split_at_mut(first + i + 1);
-            masked.fill(T::ZERO);
-            let (ds, masked) = ds.split_at_mut(first + i + 1);
-            masked.fill(T::ZERO);
             let along = sum_map2(dout.row(i), out.row(i), |d, o| d * o);
-            for (p, ds) in p.iter_mut().zip(ds) {
-                *p = (*p - lse).exp();
-                *ds = *p * (*ds - along) * scale;
+            let seen = first + i + 1;
+            let whole = seen.next_multiple_of(EXPS);
+            let blocks = p[..whole].as_chunks_mut().0.iter_mut();
+            for (p, ds) in blocks.zip(ds[..whole].as_chunks_mut::<EXPS>().0) {
+                for p in p.iter_mut() {
+                    *p = *p - lse;
+                }
+                T::exp_each(p);
+                for (ds, &p) in ds.iter_mut().zip(p.iter()) {
+                    *ds = p * (*ds - along) * scale;
+                }
             }
+            let unseen = seen..whole.max(width);
+            p[unseen.clone()].fill(T::ZERO);
+            ds[unseen].fill(T::ZERO);
         }
     }
 }

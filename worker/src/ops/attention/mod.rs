@@ -10,11 +10,13 @@
 //! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
 //! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
 //! | `rotary` | [`RotaryForward`], [`RotaryBackward`]: positions as rotations of queries and keys |
+//! | `panels` | products with the keys and values of a head, on the CPU |
 //! | `launches` | the kernels of `causal` on a GPU: on tensor cores, or plain |
 
 mod causal;
 mod decode;
 mod launches;
+mod panels;
 mod rotary;
 mod shape;
 

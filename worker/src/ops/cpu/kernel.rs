@@ -115,6 +115,9 @@ pub(crate) fn with_scratch<T: Real, R>(len: usize, work: impl FnOnce(&mut [T]) -
 /// Partial sums of a reduction: element `i` is added to lane `i mod LANES`.
 pub(crate) const LANES: usize = 32;
 
+/// Numbers whose exponentials are computed together.
+pub(crate) const EXPS: usize = 64;
+
 /// A floating-point type that kernels compute in.
 pub(crate) trait Real:
     Element
@@ -144,6 +147,9 @@ pub(crate) trait Real:
     /// eˣ within 2 units in the last place. It saturates: below −87 (f64: −708) near the least normal number,
     /// above 88 (f64: 709) near the greatest power. NaN stays NaN.
     fn exp(self) -> Self;
+    /// [`Real::exp`] of each, the same bits. A step is taken for all before the next: one exponential is a long chain of
+    /// operations, which a processor fills with others only where they are near.
+    fn exp_each(x: &mut [Self; EXPS]);
 }
 
 macro_rules! real {
@@ -185,6 +191,28 @@ macro_rules! real {
                     sum = sum * r + coefficient;
                 }
                 sum * Self::from_bits(shifted.to_bits().wrapping_add($bias) << $mantissa)
+            }
+
+            #[inline(always)]
+            fn exp_each(x: &mut [Self; EXPS]) {
+                use $consts as consts;
+                let (mut shifted, mut r) = ([0.0; EXPS], [0.0; EXPS]);
+                for i in 0..EXPS {
+                    let x = if x[i] < $low { $low } else { x[i] };
+                    let x = if x > $high { $high } else { x };
+                    shifted[i] = x * consts::LOG2_E + $round;
+                    let n = shifted[i] - $round;
+                    r[i] = x - n * $ln2_high - n * $ln2_low;
+                }
+                let mut sum: [Self; EXPS] = [$series[0]; EXPS];
+                for &coefficient in &$series[1..] {
+                    for i in 0..EXPS {
+                        sum[i] = sum[i] * r[i] + coefficient;
+                    }
+                }
+                for i in 0..EXPS {
+                    x[i] = sum[i] * Self::from_bits(shifted[i].to_bits().wrapping_add($bias) << $mantissa);
+                }
             }
         }
     };
@@ -300,15 +328,23 @@ pub(crate) fn max_of<T: Real>(x: &[T]) -> T {
             lanes[i] = greater(lanes[i], chunk[i]);
         }
     }
-    lanes
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] = greater(lanes[i], lanes[i + half]);
+        }
+        half /= 2;
+    }
+    chunks
+        .remainder()
         .iter()
-        .chain(chunks.remainder())
-        .fold(T::LEAST, |max, &x| greater(max, x))
+        .fold(lanes[0], |max, &x| greater(max, x))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Isa;
 
     #[test]
     fn exp_agrees_with_the_library() {
@@ -324,6 +360,34 @@ mod tests {
         assert!(Real::exp(f32::NAN).is_nan() && Real::exp(f64::NAN).is_nan());
         assert!(Real::exp(f32::NEG_INFINITY) < 1e-37 && Real::exp(f32::INFINITY) > 1e38);
         assert!(Real::exp(-700.0_f64) > 0.0);
+    }
+
+    #[test]
+    fn exponentials_together_are_those_of_each() {
+        fn compare<T: Real>(isa: Isa, numbers: impl Fn(usize) -> f64, bits: impl Fn(T) -> u64) {
+            for first in (0..4096).step_by(EXPS) {
+                let x: [T; EXPS] = std::array::from_fn(|i| T::of(numbers(first + i)));
+                let mut together = x;
+                exp_together(isa, &mut together);
+                assert_eq!(together.map(&bits), x.map(|x| bits(x.exp())), "{x:?}");
+            }
+        }
+        let numbers = |i| match i {
+            0 => f64::NAN,
+            1 => f64::NEG_INFINITY,
+            2 => f64::INFINITY,
+            i => (i as f64 - 2000.0) * 0.06,
+        };
+        for isa in Isa::available() {
+            compare(isa, numbers, |x: f32| x.to_bits().into());
+            compare(isa, numbers, f64::to_bits);
+        }
+    }
+
+    kernel! {
+        fn exp_together<'a, T>(x: &'a mut [T; EXPS]) -> () {
+            T::exp_each(x);
+        }
     }
 
     #[test]

@@ -90,6 +90,16 @@ pub(crate) trait Stored: Element {
         if Self::IN_PLACE {
             return work(&mut x.whole_mut().cast());
         }
+        Self::write_copy(isa, x, keep, work)
+    }
+
+    /// [`Stored::write_matrix`], but through memory without gaps even where nothing is rounded.
+    fn write_copy<R>(
+        isa: Isa,
+        x: &mut MatrixMut<'_, Self>,
+        keep: bool,
+        work: impl FnOnce(&mut MatrixMut<'_, Self::Real>) -> R,
+    ) -> R {
         let (rows, cols) = (x.row_count(), x.col_count());
         with_scratch(rows * cols, |wide: &mut [Self::Real]| {
             if keep {

@@ -1,0 +1,134 @@
+//! The keys of a head, and its values, as [`product`] reads them fastest: transposed once a head instead of once a tile
+//! of queries.
+
+use crate::ops::cpu::kernel::{Real, with_scratch};
+use crate::ops::cpu::matrix::{Matrix, MatrixMut, product};
+
+/// Keys of a panel: what `gemm` computes at a time with AVX-512, and a whole number of times with less. One of 64
+/// channels fits the first cache beside the queries.
+const PANEL: usize = 64;
+
+/// Queries of one product: up to six times eight, `gemm` reads keys and values where they are and copies nothing.
+const ROWS: usize = 48;
+
+/// Fewer queries than this do not repay a transpose or a copy.
+pub(super) const FEW: usize = 8;
+
+/// Keys or values of a head, `[T, D]`, for products with their transpose.
+#[derive(Clone, Copy)]
+pub(super) enum Keys<'a, T> {
+    /// As they are.
+    Plain(Matrix<'a, T>),
+    /// So many channels. Of each [`PANEL`] of them the transpose without gaps, of the last perhaps only the left part.
+    Panels(&'a [T], usize),
+}
+
+/// Calls `work` with keys or values, transposed if there are queries enough.
+pub(super) fn with_keys<T: Real>(queries: usize, keys: Matrix<'_, T>, work: impl FnOnce(Keys<'_, T>)) {
+    if queries < FEW {
+        return work(Keys::Plain(keys));
+    }
+    let (rows, channels) = (keys.row_count(), keys.col_count());
+    with_scratch(rows.next_multiple_of(PANEL) * channels, |panels| {
+        transpose(keys, panels);
+        work(Keys::Panels(panels, channels));
+    });
+}
+
+/// Calls `work` with the matrix, copied without gaps if there are queries enough.
+pub(super) fn with_copy<T: Real>(queries: usize, x: Matrix<'_, T>, work: impl FnOnce(Matrix<'_, T>)) {
+    if queries < FEW {
+        return work(x);
+    }
+    let (rows, channels) = (x.row_count(), x.col_count());
+    with_scratch(rows * channels, |copy| {
+        for (row, copy) in copy.chunks_exact_mut(channels).enumerate() {
+            copy.copy_from_slice(x.row(row));
+        }
+        work(Matrix::dense(copy, rows, channels));
+    });
+}
+
+fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {
+    /// Rows that are read together.
+    const GROUP: usize = 4;
+    let (rows, channels) = (keys.row_count(), keys.col_count());
+    for (panel, first) in panels
+        .chunks_exact_mut(PANEL * channels)
+        .zip((0..rows).step_by(PANEL))
+    {
+        let mut row = first;
+        let end = rows.min(first + PANEL);
+        while row + GROUP <= end {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|i| &keys.row(row + i)[..channels]);
+            for (i, line) in panel.chunks_exact_mut(PANEL).enumerate() {
+                // As one array, which one instruction stores.
+                if let Some(line) = line[row - first..].first_chunk_mut::<GROUP>() {
+                    *line = [a[i], b[i], c[i], d[i]];
+                }
+            }
+            row += GROUP;
+        }
+        for row in row..end {
+            for (line, &x) in panel.chunks_exact_mut(PANEL).zip(keys.row(row)) {
+                line[row - first] = x;
+            }
+        }
+    }
+}
+
+/// `out = factor · queries · keysᵀ`, rows `stride` apart. The queries are the last of the `end` first positions; beyond
+/// the keys that a query sees, its row holds anything.
+pub(super) fn scores<T: Real>(
+    out: &mut [T],
+    (end, stride): (usize, usize),
+    queries: Matrix<'_, T>,
+    keys: Keys<'_, T>,
+    factor: T,
+) {
+    let count = queries.row_count();
+    let (panels, channels) = match keys {
+        Keys::Plain(keys) => {
+            let keys = keys.rows(0..end).transposed();
+            return product(
+                &mut MatrixMut::new(out, count, end, stride),
+                queries,
+                keys,
+                factor,
+                false,
+            );
+        }
+        Keys::Panels(panels, channels) => (panels, channels),
+    };
+    for (panel, left) in panels.chunks_exact(PANEL * channels).zip((0..end).step_by(PANEL)) {
+        for top in (0..count).step_by(ROWS) {
+            let bottom = count.min(top + ROWS);
+            let seen = end - count + bottom;
+            let width = seen.saturating_sub(left).min(PANEL);
+            if width == 0 {
+                continue;
+            }
+            let mut out = MatrixMut::new(&mut out[top * stride + left..], bottom - top, width, stride);
+            let panel = Matrix::new(panel, channels, width, PANEL);
+            product(&mut out, queries.rows(top..bottom), panel, factor, false);
+        }
+    }
+}
+
+/// `out = weights · values`, where the queries of `weights` are the last of its columns' positions and weigh nothing that
+/// comes after them.
+pub(super) fn weighted<T: Real>(out: &mut MatrixMut<'_, T>, weights: Matrix<'_, T>, values: Matrix<'_, T>) {
+    let (count, end) = (weights.row_count(), weights.col_count());
+    for top in (0..count).step_by(ROWS) {
+        let bottom = count.min(top + ROWS);
+        let seen = end - count + bottom;
+        let weights = weights.rows(top..bottom).cols(0..seen);
+        product(
+            &mut out.rows_mut(top..bottom),
+            weights,
+            values.rows(0..seen),
+            T::ONE,
+            false,
+        );
+    }
+}
