@@ -1,11 +1,10 @@
 //! The typed client of the rendezvous service: every call has a deadline, every retry a jittered back-off.
 //!
 //! ```text
-//! let client = Client::connect("node0:29400", &Access::of_token(token)?, Instant::now() + connect_timeout).await?;
+//! let client = Client::connect("node0:29400", &Access::Token(token), Instant::now() + connect_timeout).await?;
 //! let mut attempts = client.attempts(connect_timeout);
-//! let greet = |sender: &AgentSender| sender.send(Generation(0), "", Body::Join(join.clone()));
-//! let mut stream = client.agent_stream(identity, greet, &mut attempts).await?;   // and again after ClientError::Broken
-//! stream.sender().send(generation, &assignment_id, Body::Heartbeat(heartbeat))?;   // never waits
+//! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
+//! stream.sender().send(Generation(0), "", Body::Join(join))?;        // never waits
 //! let message = stream.next().await?;                                // cancel safe
 //! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has received it
 //! ```
@@ -170,34 +169,35 @@ impl Client {
     }
 
     /// Opens the stream of an agent, again and again as long as `attempts` last; also the way back after
-    /// [`ClientError::Broken`]. `greet` sends what comes first on each, which must begin with `Join`: it goes out together
-    /// with the request.
+    /// [`ClientError::Broken`]. The first message sent on it must be `Join`.
     ///
     /// A peer has answered then, but it is the daemon only when it has sent a message: until then a stream that
     /// breaks is one more of these attempts, see [`Attempts::broke`].
     pub async fn agent_stream(
         &self,
         identity: AgentIdentity,
-        greet: impl Fn(&AgentSender) -> Result<(), ClientError>,
         attempts: &mut Attempts,
     ) -> Result<AgentStream, ClientError> {
-        let token = self.token.as_ref();
-        let proof = token.map_or_else(Vec::new, |token| token.proof(&identity.job_id).to_vec());
         loop {
             let (queue, messages) = mpsc::channel(SEND_QUEUE);
-            let sender = AgentSender {
-                identity: identity.clone(),
-                proof: proof.clone(),
-                endpoint: self.endpoint.clone(),
-                queue,
-            };
-            greet(&sender)?;
             let mut inner = self.inner.clone();
             let open = inner.agent(ReceiverStream::new(messages));
             let setback = match timeout_at(attempts.next_deadline(), open).await {
                 Ok(Ok(reply)) => {
-                    let receiver = reply.into_inner();
-                    return Ok(AgentStream { sender, receiver });
+                    let proof = self
+                        .token
+                        .as_ref()
+                        .map(|token| token.proof(&identity.job_id).to_vec());
+                    let sender = AgentSender {
+                        proof: proof.unwrap_or_default(),
+                        identity,
+                        endpoint: self.endpoint.clone(),
+                        queue,
+                    };
+                    return Ok(AgentStream {
+                        sender,
+                        receiver: reply.into_inner(),
+                    });
                 }
                 Ok(Err(status)) if is_transport(&status) => Setback::of(&status),
                 Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
@@ -537,11 +537,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_millis(200);
         let result = match Client::connect(&endpoint, &Access::Open, deadline).await {
             Ok(client) => client
-                .agent_stream(
-                    identity(),
-                    |_| Ok(()),
-                    &mut client.attempts(Duration::from_millis(100)),
-                )
+                .agent_stream(identity(), &mut client.attempts(Duration::from_millis(100)))
                 .await
                 .map(drop),
             Err(error) => Err(error),

@@ -106,10 +106,8 @@ async fn connect(endpoint: String, job_id: String, node: u32) -> Result<(u32, Ag
         job_id,
         incarnation: NodeId(format!("n{node}")),
     };
-    // Joining is measured apart.
-    let greet = |_: &_| Ok(());
     let stream = client
-        .agent_stream(identity, greet, &mut client.attempts(PATIENCE))
+        .agent_stream(identity, &mut client.attempts(PATIENCE))
         .await?;
     Ok((node, stream))
 }

@@ -187,7 +187,7 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
     daemon.wait_for("it speaks no TLS (2 since the last such line, 3 in all)");
     // With another token.
     let deadline = tokio::time::Instant::now() + PATIENCE;
-    let stranger = Access::of_token(Token::random()).expect("a key");
+    let stranger = Access::Token(Token::random());
     let refused = runtime().block_on(Client::connect(&endpoint, &stranger, deadline));
     let error = refused.expect_err("another token");
     assert!(matches!(error, ClientError::Untrusted { .. }), "{error:?}");

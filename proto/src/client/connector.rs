@@ -8,7 +8,6 @@ use std::task::{Context, Poll};
 
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
-use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, BufWriter, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
@@ -36,24 +35,18 @@ pub enum Access {
     /// Nothing: on a Unix socket, where the kernel tells who is there, or with `--insecure`.
     #[default]
     Open,
-    /// That they have the token; see [`of_token`](Self::of_token).
-    Token(Token, Arc<ClientConfig>),
+    /// That they have the token.
+    Token(Token),
     /// The daemon has an operator's certificate, and is told a hash of the job's token.
     Operator(TlsFiles, Token),
 }
 
 impl Access {
-    /// Both sides have this token. The keys that follow from it are computed once, for all connections.
-    pub fn of_token(token: Token) -> Result<Self, TlsError> {
-        let config = Arc::new(tls::client_of_token(&token)?);
-        Ok(Self::Token(token, config))
-    }
-
     /// The token of the job.
     pub const fn token(&self) -> Option<&Token> {
         match self {
             Self::Open => None,
-            Self::Token(token, _) | Self::Operator(_, token) => Some(token),
+            Self::Token(token) | Self::Operator(_, token) => Some(token),
         }
     }
 
@@ -61,12 +54,12 @@ impl Access {
     fn tls(&self, host: &str) -> Result<Option<Tls>, TlsError> {
         let (config, name, by_token) = match self {
             Self::Open => return Ok(None),
-            Self::Token(_, config) => (Arc::clone(config), SERVER_NAME, true),
-            Self::Operator(files, _) => (Arc::new(tls::client_of_files(files)?), host, false),
+            Self::Token(token) => (tls::client_of_token(token)?, SERVER_NAME, true),
+            Self::Operator(files, _) => (tls::client_of_files(files)?, host, false),
         };
         let bare = name.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(bare).map_err(|error| TlsError::Unfit(error.to_string()))?;
-        let connector = TlsConnector::from(config);
+        let connector = TlsConnector::from(Arc::new(config));
         Ok(Some(Tls {
             connector,
             name,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::client::{Access, AgentIdentity, AgentSender, AgentStream, Client, ClientError, KvScope};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope};
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -114,8 +114,8 @@ impl Agent {
             incarnation: NodeId(self.incarnation()),
         };
         let mut attempts = self.client.attempts(PATIENCE);
-        let greet = |sender: &AgentSender| sender.send(Generation(0), "", self.join());
-        let mut stream = self.client.agent_stream(identity, greet, &mut attempts).await?;
+        let mut stream = self.client.agent_stream(identity, &mut attempts).await?;
+        stream.sender().send(Generation(0), "", self.join())?;
         let mut beats: Option<Interval> = None;
         loop {
             // Cancel safe: a message, a beat and an order are each either returned or still to come.
@@ -126,7 +126,7 @@ impl Agent {
                     let generation = Generation(message.generation);
                     match message.body {
                         Some(Reply::Assignment(assignment)) => {
-                            beats = Some(self.beats(assignment.lease_ms));
+                            beats.get_or_insert_with(|| self.beats(assignment.lease_ms));
                             self.assigned(generation, assignment);
                         }
                         Some(Reply::Waiting(waiting)) => {

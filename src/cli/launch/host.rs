@@ -84,7 +84,7 @@ impl Protection {
             Self::Token { source, files } if files.ca.is_some() => {
                 Access::Operator(files.clone(), source.read_or_make()?)
             }
-            Self::Token { source, .. } => Access::of_token(source.wait(patience).await?)?,
+            Self::Token { source, .. } => Access::Token(source.wait(patience).await?),
         })
     }
 }
@@ -182,7 +182,7 @@ fn host(facts: &HostFacts, endpoint: &Endpoint, listener: TcpListener) -> Result
         Protection::Token { source, .. } => {
             let token = source.read_or_make()?;
             let transport = Transport::of_token(&token)?;
-            (Access::of_token(token)?, transport, Callers::Proven)
+            (Access::Token(token), transport, Callers::Proven)
         }
     };
     Ok(Hosting {
@@ -352,7 +352,7 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     let access = match &facts.protection {
         Protection::Insecure => Access::Open,
         // A daemon of this user that has just begun to listen makes it at the same time.
-        Protection::Token { source, .. } => Access::of_token(source.read_or_make()?)?,
+        Protection::Token { source, .. } => Access::Token(source.read_or_make()?),
     };
     // A connection is given up after as long, with fewer words.
     let patience = HEALTH_TIMEOUT.saturating_sub(Duration::from_millis(100));

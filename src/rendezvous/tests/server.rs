@@ -1,8 +1,6 @@
 //! The daemon over real loopback gRPC, spoken to through the typed client.
 
-use ddp_proto::client::{
-    Access, AgentIdentity, AgentSender, AgentStream, Client, ClientError, KvScope, open_channel,
-};
+use ddp_proto::client::{Access, AgentIdentity, AgentStream, Client, ClientError, KvScope, open_channel};
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use tokio::net::TcpListener;
@@ -58,7 +56,7 @@ impl Daemon {
         };
         let client = self.client().await;
         client
-            .agent_stream(identity, |_| Ok(()), &mut client.attempts(PATIENCE))
+            .agent_stream(identity, &mut client.attempts(PATIENCE))
             .await
             .unwrap()
     }
@@ -416,8 +414,8 @@ async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
         incarnation: NodeId("a".into()),
     };
     let mut attempts = client.attempts(PATIENCE);
-    let greet = |sender: &AgentSender| sender.send(Generation(1), "", Body::Join(join("a", 1, 1)));
-    let mut a = client.agent_stream(identity, greet, &mut attempts).await.unwrap();
+    let mut a = client.agent_stream(identity, &mut attempts).await.unwrap();
+    send(&a, 1, Body::Join(join("a", 1, 1)));
     send(&a, 1, Body::Heartbeat(Heartbeat::default()));
     next(&mut a, |reply| {
         matches!(reply, Reply::HeartbeatAck(_)).then_some(())

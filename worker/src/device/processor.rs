@@ -54,7 +54,7 @@ impl Cpu {
     }
 
     /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
-    /// not overlap, cut by the problem's size alone.
+    /// not overlap, cut so that the number of threads changes no bit: by the problem's size alone where it could.
     pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {
         use rayon::prelude::*;
         match &self.pool {

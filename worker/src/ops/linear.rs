@@ -278,30 +278,30 @@ kernel! {
 /// thread for both factors and the tile. A factor is widened once for each row or column of tiles, which is little
 /// beside the product.
 const WIDENED: usize = 1024;
-/// Rows of a tile, where each of its factors is widened or several threads share an output.
+/// Rows of a tile whose factors are widened; elsewhere the fewest where an output is shared by threads.
 const HEIGHT: usize = 512;
 
 /// Tiles of an output of factors `S`: large enough for the product's own blocking, small enough that all threads have
-/// some. `gemm` adds up small outputs and single rows and columns in other orders, so low outputs are cut by their sizes
-/// alone, and no tile of another one is small: then each element is added up in the order of the inner dimension,
-/// whatever the tiles are.
+/// some. `gemm` adds up small outputs, single rows and single columns in other orders. So low outputs are cut by their
+/// sizes alone, and of others no tile is that small which is not so with any number of threads: each element is added up
+/// in the same order whatever the tiles are.
 fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> {
     /// Rows and columns of a tile that needs no scratch memory.
     const LARGEST: [usize; 2] = [2048, 4096];
-    /// Tiles that an output is cut into where it is large enough.
+    /// Tiles that a low output is cut into where it is wide enough.
     const TILES: usize = 4;
     /// Columns of a tile are so many at least, where the output has as many.
     const NARROWEST: usize = 64;
     /// Columns of a tile are a multiple of this, except for the last tile.
     const STEP: usize = 16;
-    /// Outputs of fewer rows are low.
+    /// Outputs of so many rows are low: `gemm` divides the inner dimension of at most 64 × 64 in its own way.
     const LOW: usize = 64;
     let (height, width) = (out.row_count(), out.col_count());
     if height == 1 {
         return cut_row(out);
     }
     // Each tile copies its part of the factors together: a thread works best on one large tile.
-    let tiles = if height < LOW { TILES } else { threads.min(TILES) };
+    let tiles = if height <= LOW { TILES } else { threads };
     let [most_rows, most_cols] = if S::IN_PLACE {
         [height.div_ceil(tiles).clamp(HEIGHT, LARGEST[0]), LARGEST[1]]
     } else {

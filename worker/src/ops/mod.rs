@@ -2,7 +2,8 @@
 //!
 //! An operation is data ([`Op`]): the buffers it reads and writes and its sizes. A device runs it, at once (CPU),
 //! later (a stream), or elsewhere (a kernel of the same name). Kernels on the CPU follow three rules:
-//! - the result does not depend on the number of threads: work is cut by the problem's size alone;
+//! - the result does not depend on the number of threads: work is cut by the problem's size alone, but for the tiles of
+//!   large products, which make no difference (`linear` says why);
 //! - element-wise kernels use the same sequence of operations on every instruction set, so they agree bit by bit;
 //! - every sum has an order that is written down.
 //!

@@ -72,6 +72,8 @@ fn agrees_with_the_formula() {
         [2, 63, 3, 3, 2],
         [1, 64, 2, 2, 8],
         [2, 200, 2, 2, 64],
+        [1, 200, 1, 1, 128],
+        [1, 130, 2, 1, 1],
         // Heads that share keys and values, and channels that are not a multiple of anything.
         [2, 70, 6, 3, 5],
         [1, 65, 4, 1, 16],

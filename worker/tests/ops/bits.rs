@@ -182,6 +182,10 @@ fn the_tiles_of_a_product_make_no_difference() {
         [513, 300, 66],
         [65, 257, 129],
         [64, 70, 4500],
+        [64, 768, 128],
+        [64, 128, 700],
+        [64, 700, 270],
+        [128, 900, 320],
         [63, 33, 200],
         [3, 16, 130],
         [1, 20, 700],
@@ -189,7 +193,7 @@ fn the_tiles_of_a_product_make_no_difference() {
     for dtype in [DType::F32, DType::F64, DType::Bf16] {
         for sizes in sizes {
             let one = linear_bits(1, sizes, dtype);
-            for threads in [2, 3, 8] {
+            for threads in [2, 3, 8, 16] {
                 let what = format!("{sizes:?} of {dtype}, {threads} threads");
                 assert_same(&linear_bits(threads, sizes, dtype), &one, &what);
             }

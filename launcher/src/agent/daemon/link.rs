@@ -3,9 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ddp_proto::client::{
-    ATTEMPT_TIMEOUT, AgentIdentity, AgentSender, AgentStream, Attempts, Client, ClientError,
-};
+use ddp_proto::client::{ATTEMPT_TIMEOUT, AgentIdentity, AgentStream, Attempts, Client, ClientError};
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
@@ -161,7 +159,7 @@ impl Side {
             let identity = self.identity.clone();
             // Cancel safe: a stream that was not opened is given up.
             let stream = tokio::select! {
-                stream = client.agent_stream(identity, |sender| greet(&self.memory, sender), &mut attempts) => match stream {
+                stream = client.agent_stream(identity, &mut attempts) => match stream {
                     Ok(stream) => stream,
                     Err(error) => {
                         attempts = give_up(&client, &attempts, error)?;
@@ -233,6 +231,9 @@ impl Side {
     /// Uses a stream until it breaks or the agent leaves. What is opened is the daemon's only when it says something,
     /// which it does at once; the `attempts` end when it did not.
     async fn serve(&mut self, mut stream: AgentStream, client: &Client, attempts: &mut Attempts) -> Stop {
+        if let Err(error) = self.replay(&stream) {
+            return Stop::Broken(error);
+        }
         loop {
             let is_silent = self.is_lost || !self.is_known;
             // Cancel safe: `recv` and `next` lose nothing that they have not returned.
@@ -294,6 +295,14 @@ impl Side {
         }
     }
 
+    /// The first message of every stream is `Join`; the reports of the generation follow.
+    fn replay(&self, stream: &AgentStream) -> Result<(), ClientError> {
+        let (generation, greeting) = self.memory.greeting(Instant::now());
+        let assignment_id = self.memory.assignment_id(generation);
+        let mut bodies = greeting.into_iter();
+        bodies.try_for_each(|body| stream.sender().send(generation, assignment_id, body))
+    }
+
     async fn take(&mut self, message: DaemonMessage) {
         self.memory.receive(Instant::now(), &message);
         self.is_known = true;
@@ -307,14 +316,6 @@ impl Side {
         // The agent is gone: so will this task be.
         let _ = self.events.send(event).await;
     }
-}
-
-/// The first message of every stream is `Join`; the reports of the generation follow.
-fn greet(memory: &Memory, sender: &AgentSender) -> Result<(), ClientError> {
-    let (generation, greeting) = memory.greeting(Instant::now());
-    let assignment_id = memory.assignment_id(generation);
-    let mut bodies = greeting.into_iter();
-    bodies.try_for_each(|body| sender.send(generation, assignment_id, body))
 }
 
 /// Gives up the daemon, which is over its time. But a process that was stopped looks at the clock before it has read

@@ -1,18 +1,18 @@
-//! The keys of a head, and its values, as [`product`] reads them fastest: transposed once a head instead of once a tile
-//! of queries.
+//! The keys of a head, and its values, as [`product`] reads them fastest: transposed, or copied without gaps, once a head
+//! instead of once a tile of queries.
 
 use crate::ops::cpu::kernel::{Real, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, product};
 
 /// Keys of a panel: what `gemm` computes at a time with AVX-512, and a whole number of times with less. One of 64
-/// channels fits the first cache beside the queries.
+/// channels in f32 fits the first cache beside the queries.
 const PANEL: usize = 64;
 
-/// Queries of one product: up to six times eight, `gemm` reads keys and values where they are and copies nothing.
+/// Queries of one product: up to six times eight, `gemm` reads whole panels where they are and copies nothing.
 const ROWS: usize = 48;
 
 /// Fewer queries than this do not repay a transpose or a copy.
-pub(super) const FEW: usize = 8;
+const FEW: usize = 8;
 
 /// Keys or values of a head, `[T, D]`, for products with their transpose.
 #[derive(Clone, Copy)]
@@ -35,9 +35,9 @@ pub(super) fn with_keys<T: Real>(queries: usize, keys: Matrix<'_, T>, work: impl
     });
 }
 
-/// Calls `work` with the matrix, copied without gaps if there are queries enough.
+/// Calls `work` with the matrix, copied if it has gaps and there are queries enough.
 pub(super) fn with_copy<T: Real>(queries: usize, x: Matrix<'_, T>, work: impl FnOnce(Matrix<'_, T>)) {
-    if queries < FEW {
+    if queries < FEW || x.is_dense() {
         return work(x);
     }
     let (rows, channels) = (x.row_count(), x.col_count());
@@ -62,10 +62,10 @@ fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {
         while row + GROUP <= end {
             let [a, b, c, d] = [0, 1, 2, 3].map(|i| &keys.row(row + i)[..channels]);
             for (i, line) in panel.chunks_exact_mut(PANEL).enumerate() {
-                // As one array, which one instruction stores.
-                if let Some(line) = line[row - first..].first_chunk_mut::<GROUP>() {
-                    *line = [a[i], b[i], c[i], d[i]];
-                }
+                // As one array, which AVX stores at once.
+                let group: &mut [T; GROUP] =
+                    line[row - first..].first_chunk_mut().expect("rows of the panel");
+                *group = [a[i], b[i], c[i], d[i]];
             }
             row += GROUP;
         }

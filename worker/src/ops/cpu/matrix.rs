@@ -112,6 +112,11 @@ impl<'a, T> Matrix<'a, T> {
         self.col_stride == 1
     }
 
+    /// True if the rows are slices without gaps between them.
+    pub(crate) fn is_dense(&self) -> bool {
+        self.has_slices() && self.row_stride == self.cols
+    }
+
     /// One row as a slice.
     pub(crate) fn row(&self, row: usize) -> &'a [T] {
         assert!(

@@ -2,8 +2,8 @@
 //!
 //! Kernels compute in f32 or f64 ([`Real`]). bf16 is storage: a part of the work widens what it reads into scratch
 //! memory, computes in f32, and rounds once when it stores. f32 and f64 are computed in place, and cost nothing.
-//! Parts are cut by the problem's size alone, so the bits do not depend on threads; widening is exact and rounding is
-//! defined, so they do not depend on the instruction set either.
+//! How parts are cut makes no difference to the bits, so these do not depend on threads; widening is exact and rounding
+//! is defined, so they do not depend on the instruction set either.
 //!
 //! Scratch memory belongs to the thread and is kept. A part's is bounded by the sizes that are written beside its
 //! operation, never by that of a whole weight or of all logits.
