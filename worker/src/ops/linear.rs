@@ -283,8 +283,8 @@ const HEIGHT: usize = 512;
 
 /// Tiles of an output of factors `S`: large enough for the product's own blocking, small enough that all threads have
 /// some. `gemm` adds up small outputs, single rows and single columns in other orders. So low outputs are cut by their
-/// sizes alone, and of others no tile is that small which is not so with any number of threads: each element is added up
-/// in the same order whatever the tiles are.
+/// sizes alone, and others are never cut into a tile so small: each element is added up in the same order whatever the
+/// tiles are.
 fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> {
     /// Rows and columns of a tile that needs no scratch memory.
     const LARGEST: [usize; 2] = [2048, 4096];
@@ -292,7 +292,7 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> 
     const TILES: usize = 4;
     /// Columns of a tile are so many at least, where the output has as many.
     const NARROWEST: usize = 64;
-    /// Columns of a tile are a multiple of this, except for the last tile.
+    /// Columns of a tile are a multiple of this. The last tile has as many at least, where there are several.
     const STEP: usize = 16;
     /// Outputs of so many rows are low: `gemm` divides the inner dimension of at most 64 × 64 in its own way.
     const LOW: usize = 64;
@@ -310,8 +310,11 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> 
     let down = height.div_ceil(most_rows).max(1);
     let across = tiles.div_ceil(down).min(width / NARROWEST);
     let across = across.max(width.div_ceil(most_cols)).max(1);
-    let width = width.div_ceil(across).next_multiple_of(STEP);
-    out.tiles(height.div_ceil(down).max(1), width.max(1))
+    let mut step = width.div_ceil(across).next_multiple_of(STEP).max(1);
+    while step < width && (1..STEP).contains(&(width % step)) {
+        step += STEP;
+    }
+    out.tiles(height.div_ceil(down).max(1), step)
 }
 
 /// Of a single row: each is read from memory once, by as many threads as there are.
