@@ -244,8 +244,8 @@ fn multiply<S: Stored>(
     }
 }
 
-/// `out = lhs · rhs`, or `out += …` where `accumulate`. Of a gradient of a weight the inner dimension, which is that of
-/// rows, is cut into blocks of which both factors' parts stay in the second cache.
+/// `out = lhs · rhs`, or `out += …` where `accumulate`. The gradient of a weight sums over all rows of a batch: it is
+/// computed in blocks of rows, whose parts of both factors stay in the second cache.
 fn multiply_blocks<T: Real>(
     out: &mut MatrixMut<'_, T>,
     lhs: Matrix<'_, T>,

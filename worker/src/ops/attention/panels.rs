@@ -4,8 +4,8 @@
 use crate::ops::cpu::kernel::{Real, with_scratch};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, product};
 
-/// Keys of a panel: what `gemm` computes at a time with AVX-512, and a whole number of times with less. One of 64
-/// channels in f32 fits the first cache beside the queries.
+/// Keys of a panel: as many as `gemm` computes at a time with AVX-512. A panel of 64 channels in f32 fits the first cache
+/// with the queries of a product.
 const PANEL: usize = 64;
 
 /// Queries of one product: up to six times eight, `gemm` reads whole panels where they are and copies nothing.
@@ -19,7 +19,8 @@ const FEW: usize = 8;
 pub(super) enum Keys<'a, T> {
     /// As they are.
     Plain(Matrix<'a, T>),
-    /// So many channels. Of each [`PANEL`] of them the transpose without gaps, of the last perhaps only the left part.
+    /// Panels of [`PANEL`] keys, each transposed and without gaps, and the number of channels. The last panel may be filled
+    /// in its first columns only.
     Panels(&'a [T], usize),
 }
 
@@ -62,7 +63,7 @@ fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {
         while row + GROUP <= end {
             let [a, b, c, d] = [0, 1, 2, 3].map(|i| &keys.row(row + i)[..channels]);
             for (i, line) in panel.chunks_exact_mut(PANEL).enumerate() {
-                // As one array, which AVX stores at once.
+                // As one array, so that the compiler can store it at once.
                 let group: &mut [T; GROUP] =
                     line[row - first..].first_chunk_mut().expect("rows of the panel");
                 *group = [a[i], b[i], c[i], d[i]];
@@ -115,8 +116,8 @@ pub(super) fn scores<T: Real>(
     }
 }
 
-/// `out = weights · values`, where the queries of `weights` are the last of its columns' positions and weigh nothing that
-/// comes after them.
+/// `out = weights · values`. Rows of `weights` are queries, the last of the positions of its columns; a query has weight 0
+/// for later positions.
 pub(super) fn weighted<T: Real>(out: &mut MatrixMut<'_, T>, weights: Matrix<'_, T>, values: Matrix<'_, T>) {
     let (count, end) = (weights.row_count(), weights.col_count());
     for top in (0..count).step_by(ROWS) {
