@@ -199,7 +199,10 @@ impl Client {
                         receiver: reply.into_inner(),
                     });
                 }
-                Ok(Err(status)) if is_transport(&status) => Setback::of(&status),
+                Ok(Err(status)) if is_transport(&status) => match broken(&self.endpoint, &status) {
+                    error if !error.is_broken() => return Err(error),
+                    _ => Setback::of(&status),
+                },
                 Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
                 Err(_) => Setback::silence("no answer to the opened stream"),
             };

@@ -2,17 +2,24 @@
 //! `proto/rendezvous.golden` is what earlier builds speak, and a change that they would not understand fails here.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use prost::Message as _;
 use prost_types::enum_descriptor_proto::EnumReservedRange;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 
-/// As the compiler made it of `rendezvous.proto`.
-const COMPILED: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptor.bin"));
-/// Writes the golden text anew, if nothing was taken away.
+/// Writes the generated code anew, and the golden text if nothing was taken away.
 const ACCEPT: &str = "DDP_ACCEPT_DESCRIPTOR";
+
+/// The folder of the protocol.
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("proto")
+}
+
+/// `rendezvous.proto`, compiled.
+pub(crate) fn descriptor() -> FileDescriptorSet {
+    protox::compile(["rendezvous.proto"], [folder()]).expect("the protocol compiles")
+}
 
 /// What is declared, by where: a message and a number, a number of an enum, a call.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -24,7 +31,7 @@ struct Protocol {
 
 impl Protocol {
     fn compiled() -> Self {
-        let files = FileDescriptorSet::decode(COMPILED).expect("the build script wrote it");
+        let files = descriptor();
         let mut protocol = Self::default();
         for file in &files.file {
             for message in &file.message_type {
@@ -152,7 +159,7 @@ fn short(name: &str) -> &str {
 
 #[test]
 fn earlier_builds_understand_the_protocol() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto/rendezvous.golden");
+    let path = folder().join("rendezvous.golden");
     let (golden, compiled) = (
         std::fs::read_to_string(&path).unwrap_or_default(),
         Protocol::compiled(),
@@ -173,6 +180,37 @@ fn earlier_builds_understand_the_protocol() {
         golden == text,
         "`rendezvous.proto` declares more than `proto/proto/rendezvous.golden`: run this test with {ACCEPT}=1, and commit \
          the file that it writes"
+    );
+}
+
+#[test]
+fn the_committed_code_is_what_the_protocol_generates() {
+    let out = tempfile::tempdir().unwrap();
+    tonic_prost_build::configure()
+        .build_transport(true)
+        .emit_rerun_if_changed(false)
+        .out_dir(out.path())
+        .codec_path("crate::codec::SmallBuffers")
+        // Most joins carry none.
+        .boxed(".ddp.rendezvous.v1.Join.place")
+        // Shared by all that are answered.
+        .bytes(".ddp.rendezvous.v1.KvGatherReply.entries")
+        .bytes(".ddp.rendezvous.v1.KvGetReply.value")
+        .bytes(".ddp.rendezvous.v1.NodesReply.list")
+        // It carries a secret.
+        .skip_debug([".ddp.rendezvous.v1.Assignment"])
+        .compile_fds(descriptor())
+        .unwrap();
+    let generated = std::fs::read_to_string(out.path().join("ddp.rendezvous.v1.rs")).unwrap();
+    let path = folder().join("generated.rs");
+    if std::env::var_os(ACCEPT).is_some() {
+        std::fs::write(&path, &generated).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        committed == generated,
+        "`proto/proto/generated.rs` is not what `rendezvous.proto` generates: run this test with {ACCEPT}=1, and commit the \
+         file that it writes"
     );
 }
 

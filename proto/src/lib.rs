@@ -39,10 +39,11 @@ pub mod trust;
 pub mod utc;
 pub mod words;
 
-/// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.
+/// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`. The generated code is
+/// committed, so that a build needs no compiler of protocols; a test compares the two.
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]
 pub mod rendezvous {
-    tonic::include_proto!("ddp.rendezvous.v1");
+    include!("../proto/generated.rs");
 
     /// Workers of each kind whose ends one `NodeStopped` tells: of those that failed, and of those that were stopped.
     pub const MAX_EXITS_OF_A_KIND: usize = 32;

@@ -278,8 +278,8 @@ mod tests {
     use std::fmt::Debug;
 
     use prost::Message;
+    use prost_types::DescriptorProto;
     use prost_types::field_descriptor_proto::Type;
-    use prost_types::{DescriptorProto, FileDescriptorSet};
 
     use super::*;
 
@@ -347,8 +347,7 @@ mod tests {
     }
 
     fn assert_all_is_cleaned<M: Message + Clean + Debug + Default>(name: &str) {
-        let descriptor = include_bytes!(concat!(env!("OUT_DIR"), "/descriptor.bin"));
-        let files = FileDescriptorSet::decode(&descriptor[..]).unwrap();
+        let files = crate::compatibility::descriptor();
         let messages: Vec<DescriptorProto> = files
             .file
             .into_iter()

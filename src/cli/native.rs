@@ -308,7 +308,7 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Mesh(_)
         | TrainError::Pipeline(_)
         | TrainError::ParamGroup { .. }
-        | TrainError::Device(DeviceError::TooOld { .. })
+        | TrainError::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Data(_)

@@ -235,28 +235,34 @@ def our_steps(name, steps, folder, strategy="ddp", precision="f32", ranks=2, mor
 
 
 def torch_steps(args, name, steps, mode="ddp"):
-    command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "ddp_step.py"]
-    command += ["--config", name, "--mode", mode, "--steps", str(steps), "--fused"]
+    launch = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2"]
+    command = [f"{args.torch}/python"] if mode == "single" else launch
+    command += [PEERS / "ddp_step.py", "--config", name, "--mode", mode, "--steps", str(steps), "--fused"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
     return [float(x) for x in found.groups()]
 
 
+# (configuration, ranks, mode of ddp_step.py)
+STEP_ROWS = [("A", 2, "ddp"), ("B", 2, "ddp"), ("A", 1, "single"), ("B", 1, "single")]
+
+
 def bench_steps(args):
-    print("\n### Training step, f32, 2 ranks × 1 thread\n")
-    print("| configuration | turn | ddp-run | exposed communication | peak RSS of a rank | PyTorch DDP (gloo, fused AdamW) | its peak RSS |")
-    print("|---|---|---|---|---|---|---|")
-    for name in CONFIGS:
+    print("\n### Training step, f32, 1 thread a rank\n")
+    print("| configuration | ranks | turn | ddp-run | exposed communication | peak RSS of a rank | PyTorch (gloo, fused AdamW) | its peak RSS | ratio |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, ranks, mode in STEP_ROWS:
         for turn in range(2):
             with tempfile.TemporaryDirectory() as folder:
-                rows, rss = our_steps(name, 10, folder)
-            ours = spread([r["step_ms"] for r in rows])
+                rows, rss = our_steps(name, 10, folder, ranks=ranks)
+            times = [r["step_ms"] for r in rows]
             exposed = spread([r["comm_exposed_ms"] for r in rows])
-            peer = "| |"
+            peer = "| | |"
             if args.torch:
-                median, low, high, peak = torch_steps(args, name, 10)
-                peer = f"{median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
-            print(f"| {name} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
+                median, low, high, peak = torch_steps(args, name, 10, mode)
+                ratio = statistics.median(times) / median
+                peer = f"{median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB | {ratio:.2f} |"
+            print(f"| {name} | {ranks} | {turn + 1} | {spread(times)} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
 # Ours, and what PyTorch has of the kind.
@@ -344,7 +350,13 @@ def main():
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--isa", choices=["baseline", "avx2"], help="a lower instruction set than the machine's best, for ours and PyTorch's; products of `baseline` are scalar code, PyTorch's use SSE4")
     args = parser.parse_args()
+    if args.isa:
+        peers = {"avx2": ("avx2", "AVX2", "AVX2"), "baseline": ("default", "SSE4_2", "SSE41")}[args.isa]
+        names = ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"]
+        os.environ.update({"DDP_ISA": args.isa, **dict(zip(names, peers))})
+        print(f"Instruction set of ours and of PyTorch: {args.isa}")
     for what in args.what:
         globals()[f"bench_{what}"](args)
 

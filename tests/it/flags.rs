@@ -341,6 +341,56 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
     );
 }
 
+/// In arguments of a script, in settings, in a file.
+#[test]
+fn a_dry_run_shows_no_secret() {
+    let secrets = [
+        "hunter2",
+        "s3cr3t-of-url",
+        "hf_abcdefghijklmnopqrstuv",
+        "swordfish99",
+    ];
+    let [password, of_url, token, key] = secrets;
+    let url = format!("https://user:{of_url}@host/model");
+    let dry = || {
+        launch()
+            .words(&["--dry-run"])
+            .env("DDP_TOKEN", "0123456789abcdef0123456789abcdef")
+    };
+    let native = |set: &str| {
+        dry()
+            .set(set)
+            .target(repository("examples/single-node/train.yaml"))
+            .run()
+    };
+    let arguments = [
+        "-c",
+        "true",
+        "--password",
+        password,
+        "--from",
+        &url,
+        token,
+        &format!("--api-key={key}"),
+    ];
+    let script = dry().target("sh").target_args(&arguments).run();
+    script.expect_exit(0).expect_stdout("…");
+    let unknown = [format!("data.api_key={key}"), format!("run.password={password}")].map(|set| native(&set));
+    let dir = temp_dir();
+    let file = dir.path().join("train.yaml");
+    fs::write(&file, format!("run:\n  password: {password}\n")).expect("writable");
+    let in_a_file = dry().target(&file).run();
+    for refused in unknown.iter().chain([&in_a_file]) {
+        refused.expect_exit(2).expect_stderr("unknown key");
+    }
+    for shown in unknown.iter().chain([&in_a_file, &script]) {
+        let all = format!("{}\n{}", shown.stdout().join("\n"), shown.stderr());
+        let found = secrets.iter().find(|secret| all.contains(**secret));
+        assert_eq!(found, None, "{all}");
+        assert!(!all.contains("0123456789abcdef"), "{all}");
+    }
+}
+
 #[test]
 fn a_dry_run_ends_like_a_launch_whose_program_cannot_be_started() {
     for (program, code) in [("nosuchprog", 127), ("/etc/passwd", 126)] {

@@ -422,19 +422,28 @@ fn idle_connections_leave_a_launcher_its_files() {
     drop(idle);
 }
 
-/// An authority and a certificate for 127.0.0.1, by OpenSSL; false without it.
+/// An authority, and by it a certificate for 127.0.0.1 (`cert.pem`, `key.pem`) and one of a node (`node.pem`, `node.key`),
+/// by OpenSSL; false without it.
 fn make_certificates(dir: &Path) -> bool {
+    if Command::new("openssl").arg("version").output().is_err() {
+        return false;
+    }
     let script = "set -e
+        signed() {
+            openssl req -new -newkey ed25519 -nodes -keyout $2 -out req.pem -subj /CN=$3
+            printf 'subjectAltName=IP:127.0.0.1\\nextendedKeyUsage='$3'Auth\\n' >ext
+            openssl x509 -req -in req.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext -out $1
+        }
         openssl req -x509 -newkey ed25519 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=authority
-        openssl req -new -newkey ed25519 -nodes -keyout key.pem -out req.pem -subj /CN=daemon
-        printf 'subjectAltName=IP:127.0.0.1\\nextendedKeyUsage=serverAuth\\n' >ext
-        openssl x509 -req -in req.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext -out cert.pem";
+        signed cert.pem key.pem server
+        signed node.pem node.key client";
     let made = Command::new("sh")
         .args(["-c", script])
         .current_dir(dir)
-        .stderr(Stdio::null())
-        .status();
-    made.is_ok_and(|status| status.success())
+        .output()
+        .expect("a shell");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    true
 }
 
 #[test]
@@ -496,5 +505,46 @@ fn at_a_daemon_of_several_users_a_job_belongs_to_those_who_have_its_token() {
     });
     second.expect_stdout("ran");
     first.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
+}
+
+/// Mutual TLS: the token of a job is not enough there.
+#[test]
+fn a_daemon_with_an_authority_lets_in_only_nodes_with_its_certificates() {
+    let (dir, elsewhere) = (temp_dir(), temp_dir());
+    if !make_certificates(dir.path()) || !make_certificates(elsewhere.path()) {
+        eprintln!("SKIPPED: there is no `openssl` on this machine");
+        return;
+    }
+    let file = |name: &str| dir.path().join(name).to_str().expect("unicode").to_owned();
+    let files = ["cert.pem", "key.pem", "ca.pem"].map(file);
+    let [cert, key, ca] = files.each_ref().map(String::as_str);
+    let flags = ["--tls-cert", cert, "--tls-key", key, "--tls-ca", ca];
+    let daemon = Daemon::start_with("127.0.0.1:0", &flags);
+    let token = Token::random();
+    let node = |certificate: Option<&Path>| {
+        let node = launch()
+            .node_of(1, &daemon.endpoint, "mutual")
+            .flag("--rdzv-conf", "connect_timeout=1")
+            .env("DDP_TLS_CA", ca)
+            .env("DDP_TOKEN", token.reveal())
+            .shell("echo ran");
+        let Some(dir) = certificate else {
+            return node.run();
+        };
+        let file = |name: &str| dir.join(name).to_str().expect("unicode").to_owned();
+        node.env("DDP_TLS_CERT", &file("node.pem"))
+            .env("DDP_TLS_KEY", &file("node.key"))
+            .run()
+    };
+    for stranger in [None, Some(elsewhere.path())] {
+        let refused = node(stranger);
+        refused
+            .expect_exit(77)
+            .expect_stderr("it lets in only nodes with a certificate of its authority")
+            .expect_stderr("DDP_TLS_CERT");
+        assert!(refused.stdout().is_empty(), "{refused:?}");
+    }
+    node(Some(dir.path())).expect_exit(0).expect_stdout("ran");
     daemon.stop().expect_exit(0);
 }

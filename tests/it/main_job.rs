@@ -158,3 +158,46 @@ fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
     other.finish().expect_exit(0);
     losses(&job.out())
 }
+
+#[test]
+fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
+    let with = |isa: &str| {
+        let job = TinyJob::new();
+        let target = job.dir().join("tiny.yaml");
+        let run = launch()
+            .nproc(1)
+            .env("DDP_ISA", isa)
+            .dir(job.dir())
+            .target(target)
+            .run();
+        (run, losses(&job.out()))
+    };
+    let refused = with("avx9").0;
+    refused
+        .expect_exit(2)
+        .expect_stderr("DDP_ISA is `avx9`, but this machine has `baseline`");
+    let job = TinyJob::new();
+    launch()
+        .nproc(1)
+        .dir(job.dir())
+        .target(job.dir().join("tiny.yaml"))
+        .run()
+        .expect_exit(0);
+    let best = losses(&job.out());
+    let (run, baseline) = with("baseline");
+    run.expect_exit(0);
+    assert_eq!(baseline.len(), best.len());
+    for (step, (found, expected)) in baseline.iter().zip(&best).enumerate() {
+        assert!(
+            (found / expected - 1.0).abs() < 1e-3,
+            "step {step}: {found}, {expected}"
+        );
+    }
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("fma") {
+        assert_ne!(
+            baseline, best,
+            "products without fused multiply-add round in other places"
+        );
+    }
+}

@@ -16,6 +16,9 @@ const SKIPPED_FILES: [&str; 5] = [
     "Cargo.lock",
 ];
 
+/// What a generator wrote, and a test compares with its source.
+const GENERATED_FILE: &str = "proto/proto/generated.rs";
+
 /// A file with its path below the repository's root, with `/`.
 #[derive(Debug)]
 pub(crate) struct SourceFile {
@@ -81,6 +84,9 @@ impl Tree {
             } else if kind.is_file() && !SKIPPED_FILES.contains(&name.as_ref()) {
                 let below = path.strip_prefix(root).expect("below the root");
                 let below = below.to_string_lossy().into_owned();
+                if below == GENERATED_FILE {
+                    continue;
+                }
                 match std::fs::read_to_string(&path) {
                     Ok(text) => self.texts.push(SourceFile { path: below, text }),
                     Err(_) => self.binaries.push(below),

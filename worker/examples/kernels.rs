@@ -17,7 +17,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ddp_worker::config;
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Stream};
+use ddp_worker::device::{
+    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Isa, Stream,
+};
 use ddp_worker::model::{Activation, ActivationPool, Context, Flight, Model, NoHooks, Passes, build};
 use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
 use ddp_worker::optim::adamw;
@@ -137,7 +139,7 @@ fn peak_gflops() -> f64 {
         }
     }
     (0..3)
-        .map(|_| pulp::Arch::new().dispatch(Registers))
+        .map(|_| Isa::detect().dispatch(Registers))
         .fold(0.0, f64::max)
 }
 

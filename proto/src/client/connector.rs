@@ -203,7 +203,7 @@ impl AsyncRead for Connection {
                 read
             }
             Self::Unix(stream) => Pin::new(stream).poll_read(context, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf).map_err(tls::plainly),
         }
     }
 }
@@ -226,7 +226,7 @@ impl AsyncWrite for Connection {
                 }
             }
             Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
+            Self::Tls(stream) => left_to_read(Pin::new(stream).poll_write(context, buf), buf.len()),
         }
     }
 
@@ -234,7 +234,7 @@ impl AsyncWrite for Connection {
         match self.get_mut() {
             Self::Tcp { stream, .. } => Pin::new(stream).poll_flush(context),
             Self::Unix(stream) => Pin::new(stream).poll_flush(context),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(context),
+            Self::Tls(stream) => left_to_read(Pin::new(stream).poll_flush(context), ()),
         }
     }
 
@@ -244,6 +244,19 @@ impl AsyncWrite for Connection {
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
             Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
         }
+    }
+}
+
+/// What came of a write, which does as if it succeeded where the daemon has closed the connection: the read that follows
+/// tells so, after what the daemon said last, such as why it does not accept a certificate. HTTP/2 would not read it after
+/// an error.
+fn left_to_read<T>(written: Poll<io::Result<T>>, success: T) -> Poll<io::Result<T>> {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    match written {
+        Poll::Ready(Err(error)) if matches!(error.kind(), BrokenPipe | ConnectionReset) => {
+            Poll::Ready(Ok(success))
+        }
+        other => other,
     }
 }
 

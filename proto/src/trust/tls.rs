@@ -209,6 +209,29 @@ pub(crate) fn words_of(error: &io::Error, by_token: bool) -> HandshakeFailure {
     }
 }
 
+/// An error of an established connection. With TLS 1.3 a client learns only then that its certificate is not accepted.
+pub(crate) fn plainly(error: io::Error) -> io::Error {
+    use AlertDescription as Alert;
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(rustls::Error::AlertReceived(
+            alert @ (Alert::CertificateRequired
+            | Alert::UnknownCA
+            | Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateExpired
+            | Alert::CertificateRevoked
+            | Alert::CertificateUnknown
+            | Alert::DecryptError
+            | Alert::AccessDenied),
+        )) => io::Error::other(format!("{NOT_LET_IN} ({alert:?})")),
+        _ => error,
+    }
+}
+
+/// What the error of a client begins with whose certificate a daemon does not accept.
+pub(crate) const NOT_LET_IN: &str = "it lets in only nodes with a certificate of its authority";
+
 /// Why a server may not want TLS.
 const WITHOUT_TLS: &str = " (a rendezvous with `--insecure`, or a different program)";
 /// How a server ends a connection that it does not understand. Bytes that it has not read make it a reset.

@@ -13,7 +13,7 @@
 //! | `-u USER:X` and `--user USER:X`, as `curl` has it | `X` | `-u buffered` |
 //! | `scheme://user:X@host`, and `?token=X` in an address | `X` | `http://host:80/a?page=2` |
 //! | behind `Bearer` or `Basic` | always | |
-//! | what begins with a word of `PREFIXES`, such as `hf_`, wherever it is | always | `hf_hub` |
+//! | what begins with a word of `PREFIXES`, such as `hf_`, wherever it is | if it is long, and has a digit or is one word | `hf_hub` |
 //!
 //! A hidden value tells nothing, not even its length. Where a rule is unsure it hides: a hidden hyperparameter is a nuisance,
 //! a secret in another user's log is not. Only a password may be a number.
@@ -224,7 +224,9 @@ fn words(value: &str) -> Cow<'_, str> {
 fn word(text: &str) -> Cow<'_, str> {
     let is_known = PREFIXES.iter().any(|(prefix, rest)| {
         let body = text.strip_prefix(prefix);
-        body.is_some_and(|body| body.len() >= *rest && body.chars().any(|c| c.is_ascii_digit()))
+        let has_digit = |body: &str| body.chars().any(|c| c.is_ascii_digit());
+        let is_one_word = |body: &str| body.chars().all(|c| c.is_ascii_alphanumeric());
+        body.is_some_and(|body| body.len() >= *rest && (has_digit(body) || is_one_word(body)))
     });
     if is_known || text.contains("PRIVATE KEY") {
         return HIDDEN.into();

@@ -111,6 +111,11 @@ const LINES: &[(&str, &str)] = &[
     ("-H Authorization: Bearer abc", "-H Authorization: Bearer …"),
     // Well-known tokens.
     ("train hf_AbCdEfGhIjKlMnOp1234", "train …"),
+    ("train hf_abcdefghijklmnopqrstuv", "train …"),
+    (
+        "train hf_transfer_of_large_files",
+        "train hf_transfer_of_large_files",
+    ),
     ("--model hf_hub/llama sk-learn", "--model hf_hub/llama sk-learn"),
     // Hyperparameters.
     (

@@ -15,7 +15,8 @@ use std::ops::Add;
 use half::bf16;
 
 use super::operation::ReduceOp;
-use crate::device::{DType, dtype as convert};
+use crate::device::{DType, Isa, dtype as convert};
+use crate::ops::cpu::kernel::{update, update2};
 
 /// Elements summed at a time: the partial sums stay in the first-level cache.
 const BLOCK: usize = 256;
@@ -155,7 +156,7 @@ unsafe fn fold<T: Reducible>(
     elements: usize,
 ) {
     // `dispatch` compiles what it inlines for each instruction set.
-    pulp::Arch::new().dispatch(
+    Isa::detect().dispatch(
         #[inline(always)]
         || {
             let (mut sum, mut part) = ([T::Wide::default(); BLOCK], [T::Wide::default(); BLOCK]);
@@ -183,7 +184,7 @@ unsafe fn fold<T: Reducible>(
                     // SAFETY: within the caller's range; no slice of a source is alive, and no other
                     // thread accesses the target now.
                     let y = unsafe { std::slice::from_raw_parts_mut(target.cast::<T>().add(start), len) };
-                    y.iter_mut().zip(&*sum).for_each(|(y, &a)| *y = T::narrow(a));
+                    update(y, sum, |y, a| *y = T::narrow(a));
                 }
             }
         },
@@ -192,7 +193,7 @@ unsafe fn fold<T: Reducible>(
 
 /// See [`Reduction::partial`].
 unsafe fn fold_partial<T: Reducible>(op: ReduceOp, ranks: &[*const u8], part: *mut u8, elements: usize) {
-    pulp::Arch::new().dispatch(
+    Isa::detect().dispatch(
         #[inline(always)]
         || {
             for start in (0..elements).step_by(BLOCK) {
@@ -219,24 +220,24 @@ unsafe fn fold_node<T: Reducible>(op: ReduceOp, ranks: &[*const u8], start: usiz
     let rest = match ranks {
         // Two at once: the streams of both memories run side by side.
         [first, second, rest @ ..] => {
-            let pairs = into.iter_mut().zip(block(first).iter().zip(block(second)));
+            let pairs = [block(first), block(second)];
             match op {
-                ReduceOp::Sum => pairs.for_each(|(a, (x, y))| *a = x.widen() + y.widen()),
-                ReduceOp::Max => pairs.for_each(|(a, (x, y))| *a = larger(x.widen(), y.widen())),
+                ReduceOp::Sum => update2(into, pairs, |a, x, y| *a = x.widen() + y.widen()),
+                ReduceOp::Max => update2(into, pairs, |a, x, y| *a = larger(x.widen(), y.widen())),
             }
             rest
         }
         [only] => {
-            into.iter_mut().zip(block(only)).for_each(|(a, x)| *a = x.widen());
+            update(into, block(only), |a, x| *a = x.widen());
             &[]
         }
         [] => &[],
     };
     for source in rest {
-        let more = into.iter_mut().zip(block(source));
+        let more = block(source);
         match op {
-            ReduceOp::Sum => more.for_each(|(a, &x)| *a = *a + x.widen()),
-            ReduceOp::Max => more.for_each(|(a, &x)| *a = larger(*a, x.widen())),
+            ReduceOp::Sum => update(into, more, |a, x| *a = *a + x.widen()),
+            ReduceOp::Max => update(into, more, |a, x| *a = larger(*a, x.widen())),
         }
     }
 }
@@ -244,8 +245,8 @@ unsafe fn fold_node<T: Reducible>(op: ReduceOp, ranks: &[*const u8], start: usiz
 #[inline(always)]
 fn combine<W: Wide>(op: ReduceOp, sum: &mut [W], part: &[W]) {
     match op {
-        ReduceOp::Sum => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = *a + b),
-        ReduceOp::Max => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = larger(*a, b)),
+        ReduceOp::Sum => update(sum, part, |a, b| *a = *a + b),
+        ReduceOp::Max => update(sum, part, |a, b| *a = larger(*a, b)),
     }
 }
 

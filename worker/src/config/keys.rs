@@ -331,7 +331,9 @@ fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
             checked(source, &format!("{path}."), node)?
         } else {
             let problem = format!("unknown key `{path}`");
-            return Err(source.error_at(entry.origin, problem, Some(suggestion(prefix, &entry.key))));
+            let place = source.place_without_value(entry.origin);
+            let hint = Some(suggestion(prefix, &entry.key));
+            return Err(ConfigError { place, problem, hint });
         };
         values.insert(entry.key.clone(), value);
     }

@@ -90,6 +90,20 @@ impl Source {
         self.root.entries()
     }
 
+    /// Of a key that is unknown, whose value may be a secret.
+    pub(super) fn place_without_value(&self, origin: Origin) -> String {
+        match origin {
+            Origin::Set(index) => {
+                let text = &self.overrides[index];
+                format!(
+                    "`--set {}`",
+                    text.split_once('=').map_or(text.as_str(), |(key, _)| key)
+                )
+            }
+            Origin::Line(_) => self.place_of(origin),
+        }
+    }
+
     fn place_of(&self, origin: Origin) -> String {
         match origin {
             Origin::Line(line) => place_in(&self.path, line),

@@ -166,7 +166,7 @@ fn unknown_keys() {
       hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`, `timeline`, `tensorboard`
     ");
     insta::assert_snapshot!(set("train.optimiser.lr=1"), @r"
-    `--set train.optimiser.lr=1`: unknown key `train.optimiser`
+    `--set train.optimiser.lr`: unknown key `train.optimiser`
       hint: did you mean `train.optimizer`?
     ");
 }

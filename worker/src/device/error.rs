@@ -89,6 +89,14 @@ pub enum DeviceError {
         /// The oldest that will do.
         oldest: String,
     },
+    /// `DDP_ISA` names an instruction set that this machine does not have.
+    #[error("DDP_ISA is `{named}`, but this machine has {sets}\n  hint: unset DDP_ISA, or name one of these")]
+    NoInstructionSet {
+        /// The value of the variable.
+        named: String,
+        /// Those of the machine.
+        sets: String,
+    },
     /// A library that the device needs is missing or unfit.
     #[error(transparent)]
     Library(#[from] LibraryError),

@@ -2,6 +2,7 @@
 //! compiled for, chosen when the process runs.
 
 use std::fmt;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pulp::{Arch, WithSimd};
 
@@ -18,6 +19,7 @@ pub struct Cpu {
 impl Cpu {
     /// A rank with this many threads. One thread needs no pool.
     pub fn new(threads: usize) -> Result<Self, DeviceError> {
+        Isa::check_limit()?;
         Self::with_isa(threads, Isa::detect())
     }
 
@@ -50,18 +52,27 @@ impl Cpu {
     /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
     /// thread runs it.
     pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
-        self.for_each_part((0..count).collect(), work);
+        self.for_each_index(count, &work);
     }
 
     /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
     /// not overlap, cut so that the number of threads changes no bit: by the problem's size alone where it could.
     pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {
+        let parts: Vec<_> = parts.into_iter().map(|part| Mutex::new(Some(part))).collect();
+        self.for_each_index(parts.len(), &|i| {
+            let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+            work(part.expect("each part is taken once"));
+        });
+    }
+
+    /// Not generic: a copy of the pool's code for each operation would be a tenth of this crate.
+    fn for_each_index(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
         use rayon::prelude::*;
         match &self.pool {
-            Some(pool) if parts.len() > 1 => {
-                pool.install(|| parts.into_par_iter().with_max_len(1).for_each(&work));
+            Some(pool) if count > 1 => {
+                pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(work));
             }
-            _ => parts.into_iter().for_each(work),
+            _ => (0..count).for_each(work),
         }
     }
 }
@@ -73,10 +84,51 @@ impl Cpu {
 #[derive(Clone, Copy, Debug)]
 pub struct Isa(Arch);
 
+/// This variable names the instruction set to use in place of the machine's best.
+const VARIABLE: &str = "DDP_ISA";
+
 impl Isa {
-    /// The best of this machine.
+    /// The best of this machine, or the one that `DDP_ISA` names.
     pub fn detect() -> Self {
-        Self(Arch::new())
+        Self::limit().unwrap_or_else(|| Self(Arch::new()))
+    }
+
+    /// The one that `DDP_ISA` names, for as long as the process lives. One that the machine does not have is refused where
+    /// threads are made ([`Cpu::new`]), and not followed elsewhere.
+    pub(crate) fn limit() -> Option<Self> {
+        static NAMED: OnceLock<Option<Isa>> = OnceLock::new();
+        *NAMED.get_or_init(|| Self::named().unwrap_or_default())
+    }
+
+    /// Whether the value of `DDP_ISA` can be followed.
+    fn check_limit() -> Result<(), DeviceError> {
+        Self::named().map(drop)
+    }
+
+    fn named() -> Result<Option<Self>, DeviceError> {
+        let Some(name) = std::env::var_os(VARIABLE).filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
+        let sets = Self::available();
+        if let Some(&set) = sets.iter().find(|set| name == *set.to_string()) {
+            return Ok(Some(set));
+        }
+        let sets: Vec<String> = sets.iter().map(|set| format!("`{set}`")).collect();
+        Err(DeviceError::NoInstructionSet {
+            named: name.display().to_string(),
+            sets: sets.join(", "),
+        })
+    }
+
+    /// Whether it is what every machine of the architecture has.
+    pub(crate) fn is_baseline(self) -> bool {
+        matches!(self.0, Arch::Scalar)
+    }
+
+    /// Whether it has AVX2, but not AVX-512.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn is_avx2(self) -> bool {
+        matches!(self.0, Arch::V3(_))
     }
 
     /// What every machine of the architecture has.
@@ -97,7 +149,8 @@ impl Isa {
     }
 
     /// Runs a kernel, compiled for this set.
-    pub(crate) fn dispatch<K: WithSimd>(self, kernel: K) -> K::Output {
+    #[inline]
+    pub fn dispatch<K: WithSimd>(self, kernel: K) -> K::Output {
         self.0.dispatch(kernel)
     }
 }

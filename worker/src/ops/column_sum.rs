@@ -2,7 +2,7 @@
 //! kernels of the sum are also the second stage of `LayerNorm`'s backward, and they add gradients
 //! to other gradients.
 
-use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel};
+use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel, update};
 use super::cpu::matrix::Matrix;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
@@ -210,13 +210,9 @@ kernel! {
     fn add_rows<'a, T>(x: Matrix<'a, T>, out: &'a mut [T]) -> () {
         let mut block = [T::ZERO; WIDTH];
         for row in 0..x.row_count() {
-            for (sum, &x) in block.iter_mut().zip(x.row(row)) {
-                *sum += x;
-            }
+            update(&mut block, x.row(row), |sum, x| *sum += x);
         }
-        for (out, &sum) in out.iter_mut().zip(&block) {
-            *out += sum;
-        }
+        update(out, &block, |out, sum| *out += sum);
     }
 }
 

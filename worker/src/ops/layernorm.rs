@@ -8,7 +8,9 @@
 )]
 
 use super::column_sum::Partials;
-use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, with_scratch};
+use super::cpu::kernel::{
+    Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, update, update2, update3, with_scratch,
+};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define, width,
@@ -232,9 +234,9 @@ kernel! {
         let channels = weight.len();
         for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
             let (mean, scale) = statistics(x);
-            for (((out, &x), &w), &b) in out.iter_mut().zip(x).zip(weight).zip(bias) {
+            update3(out, [x, weight, bias], |out, x, w, b| {
                 *out = (x - mean) * scale * w + b;
-            }
+            });
         }
     }
 }
@@ -255,12 +257,10 @@ kernel! {
         for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
             let (mean, scale) = statistics(x);
             row_back([dout, weight, x], (mean, scale), dinp, accumulate);
-            for ((sum, &d), &x) in weight_sums.iter_mut().zip(dout).zip(x) {
+            update2(weight_sums, [dout, x], |sum, d, x| {
                 *sum += d * ((x - mean) * scale);
-            }
-            for (sum, &d) in bias_sums.iter_mut().zip(dout) {
-                *sum += d;
-            }
+            });
+            update(bias_sums, dout, |sum, d| *sum += d);
         }
     }
 }
@@ -272,10 +272,10 @@ fn row_back<T: Real>([dout, weight, x]: [&[T]; 3], (mean, scale): (T, T), dinp: 
     let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
     let gn_mean = sum_map3(dout, weight, x, |d, w, x| d * w * (x - mean)) * scale * share;
     let gradient = |d: T, w: T, x: T| (d * w - g_mean - (x - mean) * scale * gn_mean) * scale;
-    for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(dout.iter().zip(weight).zip(x)) {
+    update3(dinp, [dout, weight, x], |dinp, d, w, x| {
         let gradient = gradient(d, w, x);
         *dinp = if accumulate { *dinp + gradient } else { gradient };
-    }
+    });
 }
 
 /// Mean, and 1/√(variance + ε), of a row.

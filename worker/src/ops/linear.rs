@@ -5,7 +5,7 @@
 //! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
 //! for bit.
 
-use super::cpu::kernel::{Real, by_dtypes, kernel};
+use super::cpu::kernel::{Real, by_dtypes, kernel, update};
 use super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use super::cpu::row_product::row_product;
 use super::cpu::stored::Stored;
@@ -268,9 +268,7 @@ fn multiply_blocks<T: Real>(
 kernel! {
     /// `y[i] += x[i]`
     pub(super) fn add_into<'a, T>(x: &'a [T], y: &'a mut [T]) -> () {
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y += x;
-        }
+        update(y, x, |y, x| *y += x);
     }
 }
 

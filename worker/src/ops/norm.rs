@@ -1,6 +1,6 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
-use super::cpu::kernel::{by_dtype, kernel, sum_lanes};
+use super::cpu::kernel::{by_dtype, kernel, sum_lanes, update};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, THREADS, count, element, expect_dtype, kernels, units_with, vec_define, width,
@@ -69,10 +69,7 @@ kernel! {
     fn squared_sum<'a, T>(x: &'a [T]) -> f64 {
         let mut lanes = [0.0; LANES];
         for block in x.chunks(LANES) {
-            for (lane, x) in lanes.iter_mut().zip(block) {
-                let x = x.to_f64();
-                *lane += x * x;
-            }
+            update(&mut lanes, block, |lane, x| *lane += x.to_f64() * x.to_f64());
         }
         sum_lanes(lanes)
     }

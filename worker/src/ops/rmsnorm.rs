@@ -8,7 +8,9 @@
 )]
 
 use super::column_sum::Partials;
-use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map3, with_scratch};
+use super::cpu::kernel::{
+    Real, by_dtype, by_dtypes, kernel, sum_map, sum_map3, update2, update3, with_scratch,
+};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, kernels, units_with, width};
 use super::layernorm::{RowThreads, rows};
@@ -202,9 +204,7 @@ kernel! {
         let channels = weight.len();
         for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
             let scale = scale_of(x, epsilon);
-            for ((out, &x), &w) in out.iter_mut().zip(x).zip(weight) {
-                *out = x * scale * w;
-            }
+            update2(out, [x, weight], |out, x, w| *out = x * scale * w);
         }
     }
 }
@@ -228,13 +228,11 @@ kernel! {
             let scale = scale_of(x, epsilon);
             let gn_mean = sum_map3(dout, weight, x, |d, w, x| d * w * x) * scale * share;
             let gradient = |d: T, w: T, x: T| (d * w - x * scale * gn_mean) * scale;
-            for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(dout.iter().zip(weight).zip(x)) {
+            update3(dinp, [dout, weight, x], |dinp, d, w, x| {
                 let gradient = gradient(d, w, x);
                 *dinp = if accumulate { *dinp + gradient } else { gradient };
-            }
-            for ((sum, &d), &x) in sums.iter_mut().zip(dout).zip(x) {
-                *sum += d * (x * scale);
-            }
+            });
+            update2(sums, [dout, x], |sum, d, x| *sum += d * (x * scale));
         }
     }
 }

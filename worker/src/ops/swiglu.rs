@@ -3,7 +3,7 @@
 //!
 //! Gate and up projection are one product. Its rows are `[gate, up]`, each of F channels.
 
-use super::cpu::kernel::{Real, by_dtype, kernel};
+use super::cpu::kernel::{Real, by_dtype, kernel, update2};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, act_defines, act_units, count, element, elementwise_grid, expect_dtype, kernels, width,
@@ -144,9 +144,7 @@ kernel! {
     fn swiglu<'a, T>(inp: &'a [T], out: &'a mut [T], channels: usize) -> () {
         for (inp, out) in inp.chunks_exact(2 * channels).zip(out.chunks_exact_mut(channels)) {
             let (gates, ups) = inp.split_at(channels);
-            for ((out, &gate), &up) in out.iter_mut().zip(gates).zip(ups) {
-                *out = gate * sigmoid(gate) * up;
-            }
+            update2(out, [gates, ups], |out, gate, up| *out = gate * sigmoid(gate) * up);
         }
     }
 }
@@ -156,12 +154,13 @@ kernel! {
         let rows = inp_dinp.chunks_exact_mut(2 * channels);
         for (inp, dout) in rows.zip(dout_out.chunks_exact_mut(channels)) {
             let (gates, ups) = inp.split_at_mut(channels);
-            for ((dout, gate), up) in dout.iter_mut().zip(gates).zip(ups) {
-                let share = sigmoid(*gate);
-                let silu = *gate * share;
-                let slope = share * (T::ONE + *gate * (T::ONE - share));
-                let (d, out) = (*dout, silu * *up);
-                (*gate, *up, *dout) = (d * *up * slope, d * silu, out);
+            let ups = &mut ups[..channels];
+            for i in 0..channels {
+                let (gate, up, d) = (gates[i], ups[i], dout[i]);
+                let share = sigmoid(gate);
+                let silu = gate * share;
+                let slope = share * (T::ONE + gate * (T::ONE - share));
+                (gates[i], ups[i], dout[i]) = (d * up * slope, d * silu, silu * up);
             }
         }
     }

@@ -1,6 +1,7 @@
 //! A tokenizer, and the token that separates documents.
 
 use std::path::Path;
+use std::str::FromStr as _;
 
 use super::TokenizeError;
 use crate::config::Tokenizer;
@@ -99,7 +100,8 @@ impl Encoder {
 fn load(path: &Path) -> Result<tokenizers::Tokenizer, TokenizeError> {
     let failed = |cause: String| DataError::no_tokenizer(path, cause);
     let json = read_tokenizer(path)?;
-    let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(|e| failed(e.to_string()))?;
+    let json = String::from_utf8(json).map_err(|e| failed(e.to_string()))?;
+    let mut tokenizer = tokenizers::Tokenizer::from_str(&json).map_err(|e| failed(e.to_string()))?;
     tokenizer
         .with_truncation(None)
         .map_err(|e| failed(e.to_string()))?;

@@ -176,7 +176,7 @@ impl TrainError {
         match self {
             Self::RunFiles(_) => !self.is_consequence(),
             _ if self.never_fits() => true,
-            Self::Device(DeviceError::TooOld { .. })
+            Self::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Refused(_)

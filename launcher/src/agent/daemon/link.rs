@@ -179,7 +179,8 @@ impl Side {
                 // It has worked until now.
                 self.gives_up.mark_unchanged();
                 attempts = client.attempts(self.plan.outage_timeout);
-            } else if !self.is_known && matches!(error, ClientError::Stranger { .. }) {
+            } else if !self.is_known && !error.is_broken() {
+                // Another server, or one that does not accept this node's certificate.
                 return Err(error);
             }
             if !self.is_lost {

@@ -13,7 +13,9 @@ use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
 use super::panels::{Keys, scores, weighted, with_copy, with_keys};
 use super::shape::AttentionShape;
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
-use crate::ops::cpu::kernel::{EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
+use crate::ops::cpu::kernel::{
+    EXPS, Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, update, with_scratch,
+};
 use crate::ops::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use crate::ops::cpu::stored::Stored;
 use crate::ops::cuda::plan::{Call, Plan, Scratch, expect_dtype};
@@ -442,9 +444,7 @@ kernel! {
                     *p = *p - lse;
                 }
                 T::exp_each(p);
-                for (ds, &p) in ds.iter_mut().zip(p.iter()) {
-                    *ds = p * (*ds - along) * scale;
-                }
+                update(ds, p, |ds, p| *ds = p * (*ds - along) * scale);
             }
             let unseen = seen..whole.max(width);
             p[unseen.clone()].fill(T::ZERO);

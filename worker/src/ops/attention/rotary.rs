@@ -341,9 +341,11 @@ kernel! {
         let (cosines, sines) = angles.split_at(angles.len() / 2);
         for head in row.chunks_exact_mut(angles.len()) {
             let (low, high) = head.split_at_mut(cosines.len());
-            let pairs = low.iter_mut().zip(high).zip(cosines.iter().zip(sines));
-            for ((x, y), (&cosine, &sine)) in pairs {
-                (*x, *y) = (*x * cosine - *y * sine, *y * cosine + *x * sine);
+            let half = low.len();
+            let (cosines, sines, high) = (&cosines[..half], &sines[..half], &mut high[..half]);
+            for i in 0..half {
+                let (x, y) = (low[i], high[i]);
+                (low[i], high[i]) = (x * cosines[i] - y * sines[i], y * cosines[i] + x * sines[i]);
             }
         }
     }

@@ -12,7 +12,8 @@ use std::cell::RefCell;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
 
-use crate::device::Element;
+use super::gemm::Gemm;
+use crate::device::{Element, Isa};
 
 /// Defines a function that is compiled for each instruction set and takes the one to use as first argument.
 ///
@@ -97,23 +98,36 @@ const LINE: usize = 8;
 /// Lends `len` elements that start at a cache line. Their contents are whatever was there before. A thread keeps
 /// its scratch memory, so that after the first step nothing is allocated.
 pub(crate) fn with_scratch<T: Real, R>(len: usize, work: impl FnOnce(&mut [T]) -> R) -> R {
-    thread_local! {
-        // The last one given back is the next one taken: every depth of nesting finds its own again.
-        static SCRATCH: RefCell<Vec<Vec<f64>>> = const { RefCell::new(Vec::new()) };
-    }
-    let mut memory = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
     let doubles = (len * size_of::<T>()).div_ceil(size_of::<f64>());
-    if memory.len() < doubles + LINE {
-        memory.resize(doubles + LINE, 0.0);
-    }
+    let mut memory = take_scratch(doubles + LINE);
     let start = memory.as_ptr().align_offset(LINE * size_of::<f64>()).min(LINE);
     let result = work(&mut bytemuck::cast_slice_mut(&mut memory[start..start + doubles])[..len]);
-    SCRATCH.with_borrow_mut(|free| free.push(memory));
+    give_scratch_back(memory);
     result
+}
+
+thread_local! {
+    /// The last one given back is the next one taken: every depth of nesting finds its own again.
+    static SCRATCH: RefCell<Vec<Vec<f64>>> = const { RefCell::new(Vec::new()) };
+}
+
+fn take_scratch(doubles: usize) -> Vec<f64> {
+    let mut memory = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
+    if memory.len() < doubles {
+        memory.resize(doubles, 0.0);
+    }
+    memory
+}
+
+fn give_scratch_back(memory: Vec<f64>) {
+    SCRATCH.with_borrow_mut(|free| free.push(memory));
 }
 
 /// Partial sums of a reduction: element `i` is added to lane `i mod LANES`.
 pub(crate) const LANES: usize = 32;
+
+/// Elements for which the lanes are read and written once.
+const GROUP: usize = 4 * LANES;
 
 /// Numbers whose exponentials are computed together.
 pub(crate) const EXPS: usize = 64;
@@ -138,6 +152,8 @@ pub(crate) trait Real:
     const ONE: Self;
     /// The least number.
     const LEAST: Self;
+    /// What multiplies matrices of these numbers.
+    fn gemm() -> Gemm<Self>;
     /// The nearest value.
     fn of(x: f64) -> Self;
     /// Exactly.
@@ -164,12 +180,16 @@ pub(crate) trait Real:
 }
 
 macro_rules! real {
-    ($t:ident, consts: $consts:path, bits: $mantissa:literal, $bias:literal, round: $round:literal,
+    ($t:ident, gemm: $gemm:path, consts: $consts:path, bits: $mantissa:literal, $bias:literal, round: $round:literal,
      range: $low:literal, $high:literal, ln2: $ln2_high:literal, $ln2_low:literal, series: $series:path) => {
         impl Real for $t {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const LEAST: Self = $t::MIN;
+
+            fn gemm() -> Gemm<Self> {
+                $gemm(Isa::limit())
+            }
 
             #[inline(always)]
             fn of(x: f64) -> Self {
@@ -229,9 +249,9 @@ macro_rules! real {
     };
 }
 
-real!(f32, consts: std::f32::consts, bits: 23, 127, round: 12_582_912.0,
+real!(f32, gemm: super::gemm::gemm_f32, consts: std::f32::consts, bits: 23, 127, round: 12_582_912.0,
       range: -87.0, 88.0, ln2: 0.693_359_4, -2.121_944_4e-4, series: SERIES_F32);
-real!(f64, consts: std::f64::consts, bits: 52, 1023, round: 6_755_399_441_055_744.0,
+real!(f64, gemm: super::gemm::gemm_f64, consts: std::f64::consts, bits: 52, 1023, round: 6_755_399_441_055_744.0,
       range: -708.0, 709.0, ln2: 0.693_145_751_953_125, 1.428_606_820_309_417_2e-6, series: SERIES_F64);
 
 /// Taylor's series of eʳ, highest power first; |r| ≤ ln 2 / 2.
@@ -314,18 +334,45 @@ pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
 pub(crate) fn sum_map3<T: Real>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
     let n = x.len().min(y.len()).min(z.len());
     let mut lanes = [T::ZERO; LANES];
-    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
-    let mut zs = z[..n].chunks_exact(LANES);
-    for ((x, y), z) in (&mut xs).zip(&mut ys).zip(&mut zs) {
+    let (mut xs, mut ys) = (x[..n].chunks_exact(GROUP), y[..n].chunks_exact(GROUP));
+    let mut zs = z[..n].chunks_exact(GROUP);
+    while let (Some(x), Some(y), Some(z)) = (xs.next(), ys.next(), zs.next()) {
         for i in 0..LANES {
-            lanes[i] += f(x[i], y[i], z[i]);
+            let mut lane = lanes[i];
+            for j in (i..GROUP).step_by(LANES) {
+                lane += f(x[j], y[j], z[j]);
+            }
+            lanes[i] = lane;
         }
     }
-    let rest = xs.remainder().iter().zip(ys.remainder()).zip(zs.remainder());
-    for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(rest) {
-        *lane += f(x, y, z);
+    let (x, y, z) = (xs.remainder(), ys.remainder(), zs.remainder());
+    for (j, &x) in x.iter().enumerate() {
+        lanes[j % LANES] += f(x, y[j], z[j]);
     }
     sum_lanes(lanes)
+}
+
+/// `f(out[i], x[i])` for all places that both have. The library's `zip` stays a function of its own where a build optimizes
+/// each part of a crate alone; this is always a part of its caller.
+#[inline(always)]
+pub(crate) fn update<O, T: Copy>(out: &mut [O], x: &[T], f: impl Fn(&mut O, T)) {
+    update3(out, [x, x, x], |out, x, _, _| f(out, x));
+}
+
+/// `f(out[i], x[i], y[i])`, as [`update`].
+#[inline(always)]
+pub(crate) fn update2<O, T: Copy>(out: &mut [O], [x, y]: [&[T]; 2], f: impl Fn(&mut O, T, T)) {
+    update3(out, [x, y, y], |out, x, y, _| f(out, x, y));
+}
+
+/// `f(out[i], x[i], y[i], z[i])`, as [`update`].
+#[inline(always)]
+pub(crate) fn update3<O, T: Copy>(out: &mut [O], [x, y, z]: [&[T]; 3], f: impl Fn(&mut O, T, T, T)) {
+    let n = out.len().min(x.len()).min(y.len()).min(z.len());
+    let (out, x, y, z) = (&mut out[..n], &x[..n], &y[..n], &z[..n]);
+    for i in 0..n {
+        f(&mut out[i], x[i], y[i], z[i]);
+    }
 }
 
 /// The largest element, NaN passed over. A maximum does not depend on its order.
@@ -355,7 +402,6 @@ pub(crate) fn max_of<T: Real>(x: &[T]) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Isa;
 
     #[test]
     fn exp_agrees_with_the_library() {

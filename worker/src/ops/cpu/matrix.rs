@@ -33,6 +33,7 @@ unsafe impl<T: Sync> Sync for Matrix<'_, T> {}
 
 impl<'a, T> Matrix<'a, T> {
     /// `rows × cols` elements, rows `stride` apart.
+    #[inline]
     pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert_fits(data.len(), rows, cols, stride);
         Self {
@@ -46,11 +47,13 @@ impl<'a, T> Matrix<'a, T> {
     }
 
     /// A matrix without gaps.
+    #[inline]
     pub(crate) fn dense(data: &'a [T], rows: usize, cols: usize) -> Self {
         Self::new(data, rows, cols, cols)
     }
 
     /// Rows and columns exchanged.
+    #[inline]
     pub(crate) fn transposed(self) -> Self {
         Self {
             rows: self.cols,
@@ -78,6 +81,7 @@ impl<'a, T> Matrix<'a, T> {
     }
 
     /// Some of the rows.
+    #[inline]
     pub(crate) fn rows(self, range: Range<usize>) -> Self {
         assert!(
             range.start <= range.end && range.end <= self.rows,
@@ -93,31 +97,37 @@ impl<'a, T> Matrix<'a, T> {
     }
 
     /// Some of the columns.
+    #[inline]
     pub(crate) fn cols(self, range: Range<usize>) -> Self {
         self.transposed().rows(range).transposed()
     }
 
     /// Number of rows.
+    #[inline]
     pub(crate) fn row_count(&self) -> usize {
         self.rows
     }
 
     /// Number of columns.
+    #[inline]
     pub(crate) fn col_count(&self) -> usize {
         self.cols
     }
 
     /// True if [`Matrix::row`] can be called.
+    #[inline]
     pub(crate) fn has_slices(&self) -> bool {
         self.col_stride == 1
     }
 
     /// True if the rows are slices without gaps between them.
+    #[inline]
     pub(crate) fn is_dense(&self) -> bool {
         self.has_slices() && self.row_stride == self.cols
     }
 
     /// One row as a slice.
+    #[inline]
     pub(crate) fn row(&self, row: usize) -> &'a [T] {
         assert!(
             row < self.rows && self.col_stride == 1,
@@ -144,6 +154,7 @@ unsafe impl<T: Send> Send for MatrixMut<'_, T> {}
 
 impl<'a, T> MatrixMut<'a, T> {
     /// `rows × cols` elements, rows `stride` apart.
+    #[inline]
     pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert_fits(data.len(), rows, cols, stride);
         Self {
@@ -156,21 +167,25 @@ impl<'a, T> MatrixMut<'a, T> {
     }
 
     /// A matrix without gaps.
+    #[inline]
     pub(crate) fn dense(data: &'a mut [T], rows: usize, cols: usize) -> Self {
         Self::new(data, rows, cols, cols)
     }
 
     /// Number of rows.
+    #[inline]
     pub(crate) fn row_count(&self) -> usize {
         self.rows
     }
 
     /// Number of columns.
+    #[inline]
     pub(crate) fn col_count(&self) -> usize {
         self.cols
     }
 
     /// One row as a slice.
+    #[inline]
     pub(crate) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
         // SAFETY: the row was within the slice at construction; no other view has its elements, and `&mut self`
@@ -194,11 +209,13 @@ impl<'a, T> MatrixMut<'a, T> {
     }
 
     /// A shorter borrow of all of it.
+    #[inline]
     pub(crate) fn whole_mut(&mut self) -> MatrixMut<'_, T> {
         self.rows_mut(0..self.rows)
     }
 
     /// A shorter borrow of some of the rows.
+    #[inline]
     pub(crate) fn rows_mut(&mut self, range: Range<usize>) -> MatrixMut<'_, T> {
         assert!(
             range.start <= range.end && range.end <= self.rows,
@@ -275,16 +292,23 @@ pub(crate) fn product<T: Real>(
         (lhs.rows, rhs.cols, rhs.rows),
         "sizes of a product"
     );
+    let stride = out.row_stride as isize;
+    // `gemm` writes columns: where rows lie apart, it is given the transposed of all three.
+    let ((lhs, rhs), (out_rs, out_cs)) = if stride > 1 {
+        ((rhs.transposed(), lhs.transposed()), (1, stride))
+    } else {
+        ((lhs, rhs), (stride, 1))
+    };
     // SAFETY: each pointer with its strides and sizes stays within the slice that its view was made of (checked at
     // construction), and `out` shares no element with the others, since it is borrowed for writing.
     unsafe {
-        gemm::gemm(
-            out.rows,
-            out.cols,
+        T::gemm()(
+            lhs.rows,
+            rhs.cols,
             lhs.cols,
             out.ptr,
-            1,
-            out.row_stride as isize,
+            out_cs,
+            out_rs,
             accumulate,
             lhs.ptr,
             lhs.col_stride as isize,
@@ -297,7 +321,7 @@ pub(crate) fn product<T: Real>(
             false,
             false,
             false,
-            gemm::Parallelism::None,
+            gemm_common::Parallelism::None,
         );
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! | file | what |
 //! |---|---|
+//! | `gemm.rs` | which code multiplies matrices |
 //! | `kernel.rs` | functions that are compiled for each instruction set; numbers that they compute in |
 //! | `matrix.rs` | views of matrices inside slices, and their product |
 //! | `row_product.rs` | one row times a matrix |
 //! | `stored.rs` | numbers as they are stored: bf16 is widened for the work |
 
+mod gemm;
 pub(crate) mod kernel;
 pub(super) mod matrix;
 pub(super) mod row_product;

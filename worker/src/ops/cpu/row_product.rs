@@ -7,7 +7,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{LANES, Real, sum_lanes};
+use super::kernel::{LANES, Real, sum_lanes, update};
 use super::matrix::Matrix;
 use super::stored::Stored;
 use crate::device::Isa;
@@ -67,9 +67,7 @@ impl<S: Stored> WithSimd for AddRows<'_, S> {
             }
         }
         for (i, &x) in row.iter().enumerate().skip(whole) {
-            for (out, term) in out.iter_mut().zip(rhs.row(i)) {
-                *out += x * term.real();
-            }
+            update(out, rhs.row(i), |out, term| *out += x * term.real());
         }
     }
 }
@@ -89,15 +87,16 @@ impl<S: Stored> WithSimd for AddDots<'_, S> {
         let Self { out, row, columns } = self;
         for (j, out) in out.iter_mut().enumerate() {
             let mut lanes = [S::Real::ZERO; LANES];
-            let (mut xs, mut ys) = (row.chunks_exact(LANES), columns.row(j).chunks_exact(LANES));
-            for (x, y) in (&mut xs).zip(&mut ys) {
+            let column = columns.row(j);
+            let whole = row.len() - row.len() % LANES;
+            for start in (0..whole).step_by(LANES) {
+                let (x, y) = (&row[start..start + LANES], &column[start..start + LANES]);
                 for i in 0..LANES {
                     lanes[i] += x[i] * y[i].real();
                 }
             }
-            let rest = xs.remainder().iter().zip(ys.remainder());
-            for (lane, (&x, y)) in lanes.iter_mut().zip(rest) {
-                *lane += x * y.real();
+            for i in whole..row.len() {
+                lanes[i - whole] += row[i] * column[i].real();
             }
             *out += sum_lanes(lanes);
         }

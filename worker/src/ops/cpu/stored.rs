@@ -10,7 +10,7 @@
 
 use half::bf16;
 
-use super::kernel::{Real, with_scratch};
+use super::kernel::{Real, update, with_scratch};
 use super::matrix::{Matrix, MatrixMut};
 use crate::device::{Element, Isa, dtype as convert};
 
@@ -37,6 +37,7 @@ pub(crate) trait Stored: Element {
     fn narrow(isa: Isa, x: &[Self::Real], out: &mut [Self]);
 
     /// Calls `work` with the numbers of `x`.
+    #[inline]
     fn read<R>(isa: Isa, x: &[Self], work: impl FnOnce(&[Self::Real]) -> R) -> R {
         if Self::IN_PLACE {
             return work(bytemuck::cast_slice(x));
@@ -49,6 +50,7 @@ pub(crate) trait Stored: Element {
 
     /// Calls `work` with memory that becomes `x`, rounded once. With `keep` it begins as the numbers of `x`, else
     /// with arbitrary ones.
+    #[inline]
     fn write<R>(isa: Isa, x: &mut [Self], keep: bool, work: impl FnOnce(&mut [Self::Real]) -> R) -> R {
         if Self::IN_PLACE {
             return work(bytemuck::cast_slice_mut(x));
@@ -64,6 +66,7 @@ pub(crate) trait Stored: Element {
     }
 
     /// [`Stored::read`] of a matrix, of its own size.
+    #[inline]
     fn read_matrix<R>(isa: Isa, x: Matrix<'_, Self>, work: impl FnOnce(Matrix<'_, Self::Real>) -> R) -> R {
         if Self::IN_PLACE {
             return work(x.cast());
@@ -81,6 +84,7 @@ pub(crate) trait Stored: Element {
     }
 
     /// [`Stored::write`] of a matrix, of its own size.
+    #[inline]
     fn write_matrix<R>(
         isa: Isa,
         x: &mut MatrixMut<'_, Self>,
@@ -134,10 +138,12 @@ macro_rules! stored {
                 ($widen)(self)
             }
 
+            #[inline]
             fn widen(isa: Isa, x: &[Self], out: &mut [$real]) {
                 isa.dispatch(Convert(x, out, $widen));
             }
 
+            #[inline]
             fn narrow(isa: Isa, x: &[$real], out: &mut [Self]) {
                 isa.dispatch(Convert(x, out, $narrow));
             }
@@ -158,8 +164,6 @@ impl<X: Copy, Y, F: Fn(X) -> Y> pulp::WithSimd for Convert<'_, X, Y, F> {
     #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
     #[inline(always)]
     fn with_simd<S: pulp::Simd>(self, _simd: S) {
-        for (out, &x) in self.1.iter_mut().zip(self.0) {
-            *out = (self.2)(x);
-        }
+        update(self.1, self.0, |out, x| *out = (self.2)(x));
     }
 }
