@@ -117,7 +117,7 @@ fn an_override_of_a_key_that_does_not_exist() {
         .run();
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
-        [ddp-run] error: `--set train.step=3`: unknown key `train.step`
+        [ddp-run] error: `--set train.step`: unknown key `train.step`
         [ddp-run]   hint: did you mean `train.steps`?
         ");
     expect_nothing_written(&job);

@@ -330,6 +330,10 @@ pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
 }
 
 /// `Σ f(x[i], y[i], z[i])` in lanes, over the shortest of the three.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "iterators are not always compiled into their caller"
+)]
 #[inline(always)]
 pub(crate) fn sum_map3<T: Real>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
     let n = x.len().min(y.len()).min(z.len());
