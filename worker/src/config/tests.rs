@@ -560,7 +560,7 @@ fn words_and_units_of_other_programs_lead_to_ours() {
 #[test]
 fn keys_of_other_programs_lead_to_ours() {
     insta::assert_snapshot!(set("train.batch_size=4"), @r"
-    `--set train.batch_size=4`: unknown key `train.batch_size`
+    `--set train.batch_size`: unknown key `train.batch_size`
       hint: did you mean `train.micro_batch`?
     ");
     for (theirs, ours) in [
