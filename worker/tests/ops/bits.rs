@@ -219,7 +219,7 @@ fn operations_of_llama_have_the_same_bits() {
     }
 }
 
-/// Products are `gemm`'s, which chooses for itself; everything else is compiled for each set.
+/// Products use the set of the process (`DDP_ISA`, or the best); everything else is compiled for each set.
 #[test]
 fn instruction_sets_make_no_difference() {
     for kind in CASES {
