@@ -320,6 +320,7 @@ fn serve(
             tracing::info!(target: RENDEZVOUS_LOG, "metrics and the status page are at http://{address}/");
         }
         let operators = rendezvous::Operators {
+            viewers: admin.clone(),
             http,
             admin,
             log_fields: watching.log_format == LogFormat::Json,

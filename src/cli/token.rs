@@ -77,9 +77,9 @@ impl TokenSource {
                 };
                 Token::parse(text)
                     .map(Some)
-                    .map_err(|error| refused(words_of(error)))
+                    .map_err(|error| refused(words_of(error, FOR_NODES)))
             }
-            Self::File(path) | Self::Home(path) => read_file(path),
+            Self::File(path) | Self::Home(path) => read_file(path, FOR_NODES),
         }
     }
 
@@ -143,12 +143,16 @@ pub fn read_admin_token() -> Result<Option<Token>, CliError> {
     let path = Path::new(&path);
     let missing = || CliError::BadToken {
         place: path.display().to_string(),
-        problem: "there is no such file".into(),
+        problem: format!("there is no such file\n  hint: {FOR_OPERATORS}"),
     };
-    read_file(path)?.ok_or_else(missing).map(Some)
+    read_file(path, FOR_OPERATORS)?.ok_or_else(missing).map(Some)
 }
 
-fn read_file(path: &Path) -> Result<Option<Token>, CliError> {
+/// How to make a token of each kind.
+const FOR_NODES: &str = "make a token with `openssl rand -hex 32`, and give it to all nodes of the job";
+const FOR_OPERATORS: &str = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, other than that of the nodes, for operators alone";
+
+fn read_file(path: &Path, hint: &str) -> Result<Option<Token>, CliError> {
     let refused = |problem: String| CliError::BadToken {
         place: path.display().to_string(),
         problem,
@@ -167,12 +171,12 @@ fn read_file(path: &Path) -> Result<Option<Token>, CliError> {
     file.take(longest)
         .read_to_string(&mut text)
         .map_err(|error| refused(error.to_string()))?;
-    let token = Token::parse(&text).map_err(|error| refused(words_of(error)))?;
+    let token = Token::parse(&text).map_err(|error| refused(words_of(error, hint)))?;
     Ok(Some(token))
 }
 
-fn words_of(error: BadToken) -> String {
-    format!("{error}\n  hint: make a token with `openssl rand -hex 32`, and give it to all nodes of the job")
+fn words_of(error: BadToken, hint: &str) -> String {
+    format!("{error}\n  hint: {hint}")
 }
 
 /// Nobody else may read it. Root may give it to a group, as Kubernetes does.

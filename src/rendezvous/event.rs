@@ -34,6 +34,14 @@ pub struct Peer {
     pub local: IpAddr,
 }
 
+impl Peer {
+    /// The agent's end is on the daemon's machine: nobody else connects from the very address that they connect to.
+    pub(super) fn is_here(self) -> bool {
+        let [remote, local] = [self.remote, self.local].map(|address| address.to_canonical());
+        remote.is_loopback() || remote == local
+    }
+}
+
 /// When an event happens: time and randomness are parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct At {

@@ -519,9 +519,22 @@ impl Daemon {
         self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
-                self.finished.pop_front();
+                self.forget_verdict();
             }
             self.finished.push_back(finished);
+        }
+    }
+
+    /// Drops the oldest verdict of the owner that has most: one owner's jobs must not push out those of others.
+    fn forget_verdict(&mut self) {
+        let mut counts: HashMap<Owner, usize> = HashMap::new();
+        for finished in &self.finished {
+            *counts.entry(finished.owner()).or_default() += 1;
+        }
+        let most = counts.values().max().copied();
+        let is_surplus = |finished: &Finished| counts.get(&finished.owner()).copied() == most;
+        if let Some(oldest) = self.finished.iter().position(is_surplus) {
+            self.finished.remove(oldest);
         }
     }
 

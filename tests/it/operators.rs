@@ -2,7 +2,7 @@
 //! `drain`, and JSON logs.
 
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -37,16 +37,17 @@ impl Watched {
 
     #[track_caller]
     fn start_with(flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
-        Self::start_at("127.0.0.1:0", flags, change)
+        Self::start_at(["127.0.0.1:0", "127.0.0.2:0"], flags, change)
     }
 
     #[track_caller]
-    fn start_at(listen: &str, flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
-        let args = ["serve", "--listen", listen, "--metrics-addr", "127.0.0.2:0"];
+    fn start_at([listen, http]: [&str; 2], flags: &[&str], change: impl FnOnce(Program) -> Program) -> Self {
+        let args = ["serve", "--listen", listen, "--metrics-addr", http];
         let args = args.iter().chain(flags).map(Into::into);
         let mut running = change(Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)).start();
-        let endpoint = running.wait_for("127.0.0.1:");
-        let line = running.wait_for("http://127.0.0.2:");
+        let before_port = |address: &str| address.rsplit_once(':').expect("an address").0.to_owned();
+        let endpoint = running.wait_for(&format!("{}:", before_port(listen)));
+        let line = running.wait_for(&format!("http://{}:", before_port(http)));
         let (_, http) = line.split_once("http://").expect("an address");
         let http = http.chars().take_while(|c| *c != '/').collect();
         Self {
@@ -315,7 +316,7 @@ fn a_daemon_that_recovers_is_alive_but_not_ready() {
     daemon.running.signal(Signal::SIGKILL);
     let endpoint = daemon.endpoint.clone();
     daemon.running.finish().expect_killed_by(Signal::SIGKILL);
-    daemon = Watched::start_at(&endpoint, &flags, |program| program);
+    daemon = Watched::start_at([&endpoint, "127.0.0.2:0"], &flags, |program| program);
     assert_eq!(daemon.get("/livez").status, 200);
     let answer = daemon.get("/readyz");
     assert_eq!(answer.status, 503, "{answer:?}");
@@ -608,6 +609,25 @@ fn token_file(dir: &Path, name: &str, token: &str) -> String {
     path.to_str().expect("unicode").to_owned()
 }
 
+/// From which this machine would send to others, if it could: nothing is sent.
+fn own_address() -> Option<SocketAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    socket.local_addr().ok()
+}
+
+/// A documented daemon listens on a private address, where nobody was an operator.
+#[test]
+fn who_is_on_the_daemons_machine_is_an_operator_under_whatever_address() {
+    let Some(address) = own_address() else {
+        return eprintln!("SKIPPED: this machine has no address besides the loopback");
+    };
+    let any_port = format!("{}:0", address.ip());
+    let daemon = Watched::start_at([&any_port, &any_port], &[], |program| program);
+    daemon.operator(&["jobs"]).run().expect_exit(0);
+    assert_eq!(get(&daemon.http, "/", "").status, 200);
+}
+
 #[test]
 fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     const TOKEN: &str = "a-token-of-32-characters-or-more";
@@ -727,9 +747,16 @@ fn a_launcher_serves_the_page_of_its_own_job() {
         .target(&binary)
         .target_args(&["operators::role_advances", "--exact", "--nocapture"])
         .start();
-    node.wait_for(&format!("the job is shown at http://{}/", reserved.endpoint));
+    let printed = node.wait_for(&format!(
+        "the job is shown at http://{}/#token=",
+        reserved.endpoint
+    ));
+    let (_, token) = printed.split_once("#token=").expect("a token");
+    let header = format!("Authorization: Bearer {}\r\n", token.trim());
+    // Other users of this machine can connect too.
+    assert_eq!(get(&reserved.endpoint, "/events", "").status, 401);
     let shown = eventually("the job runs", || {
-        let view = snapshot(&reserved.endpoint, "", "");
+        let view = snapshot(&reserved.endpoint, "", &header);
         (view["job"]["state"] == "running").then_some(view)
     });
     assert_eq!(
@@ -742,7 +769,7 @@ fn a_launcher_serves_the_page_of_its_own_job() {
     assert!(
         get(&reserved.endpoint, "/", "")
             .body
-            .contains("data-token=\"no\"")
+            .contains("data-token=\"yes\"")
     );
     // A second one cannot have the port.
     let second = launch().flag("--status-port", port).shell("true").run();

@@ -89,6 +89,15 @@ def log_in(page):
     assert TOKEN not in page.ask("location.href + document.documentElement.outerHTML")
 
 
+def follow_printed_address(page, job):
+    """As a launcher prints it, in a tab that knows no token."""
+    page.ask("sessionStorage.clear(); 1")
+    page.open("about:blank")
+    page.open(job.url + "#token=" + TOKEN)
+    page.wait("!document.getElementById('content').hidden")
+    assert TOKEN not in page.ask("location.href + document.documentElement.outerHTML")
+
+
 def choose_job(page):
     """With the keyboard alone."""
     page.wait("document.querySelectorAll('#jobs button').length === 2")
@@ -157,6 +166,7 @@ def main():
         page.open(job.url)
         checks = {
             "login": lambda: log_in(page),
+            "printed address": lambda: follow_printed_address(page, job),
             "keyboard": lambda: choose_job(page),
             "content": lambda: check_content(page, job),
             "restart": lambda: check_restart(page, job),

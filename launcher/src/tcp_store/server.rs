@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -21,7 +22,8 @@ use super::store::{ClientId, Refused, Store};
 use super::wire::{Answer, Command, Decoder, WireError};
 use crate::output::console::Console;
 
-/// Connections at one time. A rank has a few for each process group.
+/// Connections at one time, and no more than a quarter of the descriptors of this process: a rendezvous may take half, and
+/// workers need some. A rank has a few for each process group.
 const MAX_CONNECTIONS: usize = 16 << 10;
 /// Memory for commands that have not arrived yet and answers that have not left yet, over all connections.
 const MAX_HELD_BYTES: usize = 1 << 30;
@@ -174,13 +176,20 @@ impl Shared {
     }
 }
 
+fn most_connections() -> usize {
+    // A limit that cannot be read is none.
+    let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+    MAX_CONNECTIONS.min(usize::try_from(files / 4).unwrap_or(usize::MAX))
+}
+
 async fn accept(listener: TcpListener, hub: Arc<Hub>) {
     let mut connections = JoinSet::new();
     let mut next_id = 0;
+    let most = most_connections();
     loop {
         // Cancel safe: `accept` takes no connection it does not return, `join_next` likewise.
         tokio::select! {
-            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
+            accepted = listener.accept(), if connections.len() < most => match accepted {
                 Ok((stream, peer)) => {
                     next_id += 1;
                     connections.spawn(serve(next_id, stream, peer, hub.clone()));

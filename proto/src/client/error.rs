@@ -118,7 +118,7 @@ pub enum ClientError {
     },
     /// The daemon has no such job, or does not tell of it.
     #[error(
-        "cannot {what} at the rendezvous daemon `{endpoint}`: {cause}\n  hint: `ddp-rendezvous jobs` lists them"
+        "cannot {what} at the rendezvous daemon `{endpoint}`: {cause}\n  hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token"
     )]
     UnknownJob {
         /// The call, in words.

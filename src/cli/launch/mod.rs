@@ -32,7 +32,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
-use tokio::net::TcpListener;
+use ddp_proto::trust::token::Token;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -40,8 +40,9 @@ use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
+use crate::cli::token::read_admin_token;
 use crate::cli::{answer, init_launcher_tracing, native};
-use crate::rendezvous;
+use crate::rendezvous::{self, Admin, Operators};
 use args::ParsedArgs;
 use host::{HostFacts, OwnDaemon};
 use plan::Launch;
@@ -180,8 +181,8 @@ async fn start_daemon(
     let hosting = host::resolve_host(facts).await?;
     // The launcher's own name is in those of control groups, which every user of the machine can read.
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
-    let page = status_page(facts, hosting.daemon.is_some())?;
-    let start = |daemon| Daemon::start(daemon, page, &plan.job_id, &incarnation);
+    let operators = operators(facts, hosting.daemon.is_some())?;
+    let start = |daemon| Daemon::start(daemon, operators, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
@@ -192,16 +193,22 @@ async fn start_daemon(
     Ok((plan, daemon))
 }
 
-/// The socket of `--status-port`; none on a node that has no daemon to show.
-fn status_page(facts: &HostFacts, is_host: bool) -> Result<Option<TcpListener>, CliError> {
+/// Who may operate the job, and the socket of `--status-port`: none on a node that has no daemon to show. Without an admin
+/// token, the page has a token of its own, which is printed: other users of this machine can connect to the port too.
+fn operators(facts: &HostFacts, is_host: bool) -> Result<Operators, CliError> {
+    let token = read_admin_token()?;
+    let mut operators = Operators::default();
+    if let Some(token) = &token {
+        operators.admin = Admin::with_token(token);
+    }
     let Some(port) = facts.status_port else {
-        return Ok(None);
+        return Ok(operators);
     };
     if !is_host {
         print_own(
             "`--status-port` shows nothing here: another node, or `ddp-rendezvous`, hosts the rendezvous",
         );
-        return Ok(None);
+        return Ok(operators);
     }
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let listener = rendezvous::listen(&[address]).map_err(|source| CliError::Listen {
@@ -209,8 +216,21 @@ fn status_page(facts: &HostFacts, is_host: bool) -> Result<Option<TcpListener>, 
         source,
         hint: "choose a different `--status-port`",
     })?;
-    print_own(&format!("the job is shown at http://{address}/"));
-    Ok(Some(listener))
+    operators.http = Some(listener);
+    if token.is_some() {
+        operators.viewers = operators.admin.clone();
+        print_own(&format!(
+            "the job is shown at http://{address}/, to those who have the admin token"
+        ));
+    } else {
+        let token = Token::random();
+        operators.viewers = Admin::with_token(&token);
+        print_own(&format!(
+            "the job is shown at http://{address}/#token={}",
+            token.reveal()
+        ));
+    }
+    Ok(operators)
 }
 
 /// The daemon in this process.
@@ -222,7 +242,7 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(daemon: OwnDaemon, page: Option<TcpListener>, job_id: &str, incarnation: &str) -> Self {
+    fn start(daemon: OwnDaemon, operators: Operators, job_id: &str, incarnation: &str) -> Self {
         let OwnDaemon { listener, callers } = daemon;
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
@@ -230,10 +250,6 @@ impl Daemon {
             host: Some(incarnation.to_owned()),
             callers,
             ..rendezvous::Config::default()
-        };
-        let operators = rendezvous::Operators {
-            http: page,
-            ..rendezvous::Operators::default()
         };
         let drain = config.drain + config.lease;
         let task = tokio::spawn(async move {

@@ -13,6 +13,7 @@
 //! | `-u USER:X` and `--user USER:X`, as `curl` has it | `X` | `-u buffered` |
 //! | `scheme://user:X@host`, and `?token=X` in an address | `X` | `http://host:80/a?page=2` |
 //! | behind `Bearer` or `Basic` | always | |
+//! | `name: X` and `"name":X`, where the name says it, and words of a word with spaces | as above | `lr: 3` |
 //! | what begins with a word of `PREFIXES`, such as `hf_`, wherever it is | if it is long, and has a digit or is one word | `hf_hub` |
 //!
 //! A hidden value tells nothing, not even its length. Where a rule is unsure it hides: a hidden hyperparameter is a nuisance,
@@ -115,7 +116,7 @@ pub fn value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
 /// What may be shown of `NAME=VALUE`.
 pub fn pair(pair: &str) -> Cow<'_, str> {
     match pair.split_once('=') {
-        Some((name, found)) if !name.contains("://") => match value(name, found) {
+        Some((name, found)) if !name.contains("://") && !name.contains(' ') => match value(name, found) {
             shown if shown == found => pair.into(),
             shown => format!("{name}={shown}").into(),
         },
@@ -137,7 +138,7 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
         {
             return match name {
                 "-u" | "--user" | "--proxy-user" => user(word),
-                _ if is_secret(name, word) => HIDDEN.into(),
+                _ if is_secret(name, word) && !is_scheme_word(word) => HIDDEN.into(),
                 // `--set key=value`
                 _ => pair(word),
             };
@@ -145,7 +146,7 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
         match short_password(word) {
             Some(shown) => return shown.into(),
             None if word.starts_with('-') && !word.contains('=') => option = Some(word),
-            None => {}
+            None => option = name_of_value(word),
         }
         pair(word)
     });
@@ -203,22 +204,44 @@ fn words_of_name(name: &str) -> Vec<String> {
     words
 }
 
-/// A value in which only addresses and well-known tokens are hidden.
+/// A value without a name: addresses and well-known tokens are hidden, and what a command line, a header, a list of pairs or
+/// JSON in it would hide.
 fn words(value: &str) -> Cow<'_, str> {
-    let parts: Vec<Cow<'_, str>> = value.split(' ').map(word).collect();
-    let mut shown = Vec::with_capacity(parts.len());
-    let (mut is_scheme, mut is_changed) = (false, false);
-    for (part, original) in parts.into_iter().zip(value.split(' ')) {
-        let part = if is_scheme { HIDDEN.into() } else { part };
-        is_scheme = is_scheme_word(original);
-        is_changed |= part != original;
-        shown.push(part);
+    let is_separator = |c: char| c.is_whitespace() || ",;{}".contains(c);
+    if !value.contains(is_separator) {
+        return word(value);
     }
-    if is_changed {
-        shown.join(" ").into()
-    } else {
-        value.into()
+    let words: Vec<&str> = value.split_inclusive(is_separator).collect();
+    let bare: Vec<&str> = words
+        .iter()
+        .map(|word| word.trim_end_matches(is_separator))
+        .collect();
+    // Those in which nothing stands between two separators have no part in it.
+    let shown = command_line(bare.iter().copied().filter(|word| !word.is_empty()));
+    let mut shown = shown.into_iter();
+    let mut text = String::with_capacity(value.len());
+    for (word, bare) in words.iter().zip(bare) {
+        if !bare.is_empty() {
+            text.push_str(&shown.next().unwrap_or(HIDDEN.into()));
+        }
+        text.push_str(&word[bare.len()..]);
     }
+    if text == value { value.into() } else { text.into() }
+}
+
+/// The name in `name:` and `"name":`, whose value is the next word.
+fn name_of_value(word: &str) -> Option<&str> {
+    let name = word.strip_suffix(':')?.trim_matches(['"', '\'']);
+    (!name.is_empty() && !name.contains("://")).then_some(name)
+}
+
+/// `"name":"value"` and `name:value`, where the name says that it is a secret.
+fn named(text: &str) -> Option<String> {
+    let (name, found) = text.split_once(':')?;
+    let bare = found.trim_matches(['"', '\'']);
+    let is_hidden =
+        !bare.is_empty() && !found.starts_with("//") && is_secret(name.trim_matches(['"', '\'']), bare);
+    is_hidden.then(|| format!("{name}:{HIDDEN}"))
 }
 
 fn word(text: &str) -> Cow<'_, str> {
@@ -230,6 +253,9 @@ fn word(text: &str) -> Cow<'_, str> {
     });
     if is_known || text.contains("PRIVATE KEY") {
         return HIDDEN.into();
+    }
+    if let Some(shown) = named(text) {
+        return shown.into();
     }
     // A list of addresses is shown one by one.
     let (mut shown, mut rest) = (String::new(), text);

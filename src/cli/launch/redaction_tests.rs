@@ -132,6 +132,41 @@ fn secrets_of_command_lines_are_hidden_and_nothing_else() {
     }
 }
 
+/// Words with spaces: one argument.
+#[test]
+fn secrets_within_one_argument_are_hidden_and_nothing_else() {
+    for (line, shown) in [
+        (
+            ["--dsn", "host=db user=me password=hunter2"],
+            ["--dsn", "host=db user=me password=…"],
+        ),
+        (
+            ["-lc", "train --password hunter2 --lr 3"],
+            ["-lc", "train --password … --lr 3"],
+        ),
+        (["-H", "X-Api-Key: abc"], ["-H", "X-Api-Key: …"]),
+        (
+            ["--conf", "{\"password\":\"x\",\"lr\":3}"],
+            ["--conf", "{\"password\":…,\"lr\":3}"],
+        ),
+        (
+            ["--conf", "{\"db_password\": \"x\", \"lr\": 3}"],
+            ["--conf", "{\"db_password\": …, \"lr\": 3}"],
+        ),
+        (
+            ["-c", "a; export HF_TOKEN=abc; b"],
+            ["-c", "a; export HF_TOKEN=…; b"],
+        ),
+        (
+            ["-c", "cd /a && python t.py --lr 3"],
+            ["-c", "cd /a && python t.py --lr 3"],
+        ),
+        (["--note", "loss: 3, step: 4"], ["--note", "loss: 3, step: 4"]),
+    ] {
+        assert_eq!(command_line(line), shown);
+    }
+}
+
 #[test]
 fn secrets_of_configurations_and_environments_are_hidden_and_nothing_else() {
     for (name, found, shown) in [

@@ -22,6 +22,8 @@ const WORKER_FILES: u64 = 4;
 const WORKER_LOG_FILES: u64 = 2;
 /// Connections of a node to the rendezvous in this process, the one that it comes back with included.
 const NODE_FILES: u64 = 2;
+/// Connections of a rank to the store in this process: one, and one for each process group.
+const RANK_FILES: u64 = 4;
 
 /// More than any native worker or rendezvous has open; some systems have no limit to speak of.
 const ENOUGH_FILES: u64 = 1 << 20;
@@ -59,8 +61,10 @@ pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
     } else {
         0
     };
-    // The rendezvous takes no more than half of them.
-    let wanted = (needed + nodes * NODE_FILES).max(2 * nodes * NODE_FILES);
+    let ranks = u64::from(plan.workers) * nodes.max(1);
+    let all = needed + nodes * NODE_FILES + ranks * RANK_FILES;
+    // The rendezvous takes no more than half of them, the store of ranks a quarter.
+    let wanted = all.max(2 * nodes * NODE_FILES).max(4 * ranks * RANK_FILES);
     let raised = soft_for(needed, wanted, limits).map_err(|hard| too_few(hard, needed, plan.workers))?;
     let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, limits.1);
     if raise(limits.0, needed, raised, set)? {

@@ -11,7 +11,7 @@ mod schedule;
 mod tokenize;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue};
@@ -100,6 +100,12 @@ fn with_nearest(mut error: clap::Error, first: Option<&OsString>) -> clap::Error
         Some(ContextValue::String(typed)) if first.is_some_and(|word| word == typed.as_str()) => typed,
         _ => return error,
     };
+    let extension = Path::new(typed).extension();
+    if extension.is_some_and(|extension| extension == "yaml" || extension == "yml") {
+        let subcommand = ContextValue::Strings(vec![format!("run {typed}")]);
+        error.insert(ContextKind::SuggestedSubcommand, subcommand);
+        return error;
+    }
     let command = command();
     let meant = nearest(typed, command.get_subcommands().map(clap::Command::get_name));
     if let (Some(name), None) = (meant, error.get(ContextKind::SuggestedSubcommand)) {
@@ -121,6 +127,7 @@ mod tests {
         };
         assert!(words("rnu").contains("'run'"), "{}", words("rnu"));
         assert!(words("doctr").contains("'doctor'"), "{}", words("doctr"));
+        assert!(words("a.yaml").contains("'run a.yaml'"), "{}", words("a.yaml"));
         assert!(!words("xyzzy").contains("similar"), "{}", words("xyzzy"));
     }
 }

@@ -21,8 +21,8 @@ pub(super) struct PlotArgs {
     /// Directories of runs, or their `metrics.jsonl`
     #[arg(value_name = "RUN", required = true, num_args = 1..=plot::MAX_RUNS)]
     runs: Vec<PathBuf>,
-    /// Output file; `.svg` contains only the picture [default: `plot.html` in the first run's
-    /// directory]
+    /// Output file; `.svg` contains only the picture [default: `plot.html` in the run's directory,
+    /// for several runs `plots.html` here]
     #[arg(short, long, value_name = "FILE.html|FILE.svg", value_parser = output)]
     output: Option<PathBuf>,
 }
@@ -46,7 +46,7 @@ fn draw(args: &PlotArgs) -> Result<String, RunFilesError> {
     for line in runs.iter().flat_map(|run| &run.bad_lines) {
         eprintln!("warning: skipped an invalid line: {line}");
     }
-    let output = args.output.clone().unwrap_or_else(|| plot_of(&args.runs[0]));
+    let output = args.output.clone().unwrap_or_else(|| plot_of(&args.runs));
     let picture = match output.extension() {
         Some(ending) if ending == "svg" => plot::svg(&runs),
         _ => plot::html(&runs),
@@ -71,8 +71,15 @@ fn words_of(error: &RunFilesError) -> String {
     }
 }
 
-/// `plot.html` in the directory of a run. The path may also be that of a file in it.
-fn plot_of(run: &Path) -> PathBuf {
-    let directory = if run.is_dir() { Some(run) } else { run.parent() };
+/// `plot.html` in the directory of a run, whose path may also be that of a file in it; a picture of several is of none.
+fn plot_of(runs: &[PathBuf]) -> PathBuf {
+    let [run] = runs else {
+        return "plots.html".into();
+    };
+    let directory = if run.is_dir() {
+        Some(run.as_path())
+    } else {
+        run.parent()
+    };
     directory.unwrap_or(Path::new("")).join("plot.html")
 }

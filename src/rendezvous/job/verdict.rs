@@ -14,6 +14,7 @@ use super::record::{Record, Stage};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{Observation, Turn, refusal};
+use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ pub(super) struct Over {
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Finished {
     job: String,
+    owner: Owner,
     told: BTreeSet<String>,
     /// Nodes that fell silent, and how long each is expected back.
     silent: BTreeMap<String, Duration>,
@@ -71,7 +73,12 @@ impl Finished {
             token_proof: record.token_proof,
             generation: record.generation,
             job: record.job,
+            owner: None,
         }
+    }
+
+    pub(in crate::rendezvous) fn owner(&self) -> Owner {
+        self.owner
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -200,6 +207,7 @@ impl Job {
             token_proof: self.token_proof,
             generation,
             verdict,
+            owner: self.owner,
             job: self.id,
         })
     }

@@ -271,6 +271,8 @@ impl Actor {
             generation,
             node,
         } = about;
+        // Peers' words must not begin a line of the log.
+        let words = words.replace('\n', "\n  ");
         match weight {
             Weight::Decision if self.log_fields => tracing::info!(job, generation, node, "{words}"),
             Weight::Detail if self.log_fields => tracing::debug!(job, generation, node, "{words}"),

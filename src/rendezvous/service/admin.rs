@@ -1,8 +1,8 @@
 //! Who may do what only operators may: list, close and drain, and see the status page.
 
-use std::net::IpAddr;
-
 use ddp_proto::trust::token::Token;
+
+use crate::rendezvous::event::Peer;
 
 /// Before the token in `authorization`.
 const SCHEME: &str = "Bearer ";
@@ -17,8 +17,8 @@ pub struct Admin {
 /// Who asks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Claim<'a> {
-    /// Its address, if it is known.
-    pub(super) address: Option<IpAddr>,
+    /// Its address and the one that it has connected to, if they are known.
+    pub(super) peer: Option<Peer>,
     /// Its `authorization`.
     pub(super) authorization: Option<&'a [u8]>,
 }
@@ -45,9 +45,7 @@ impl Admin {
                     .and_then(|shown| shown.strip_prefix(SCHEME.as_bytes()));
                 shown.is_some_and(|token| blake3::hash(token) == hash)
             }
-            None => claim
-                .address
-                .is_some_and(|address| address.to_canonical().is_loopback()),
+            None => claim.peer.is_some_and(Peer::is_here),
         }
     }
 
@@ -55,7 +53,7 @@ impl Admin {
     pub(super) fn refusal(&self) -> &'static str {
         if self.has_token() {
             "only operators may: the admin token is missing or wrong\n  \
-             hint: name its file in `DDP_ADMIN_TOKEN_FILE`"
+             hint: name the daemon's own file in `DDP_ADMIN_TOKEN_FILE`; in HTTP, send `Authorization: Bearer TOKEN`"
         } else {
             "only operators with the job token on the daemon's own machine may, as the daemon has no admin token\n  \
              hint: start it with `DDP_ADMIN_TOKEN_FILE`, and name the same token in that variable here"
@@ -68,8 +66,12 @@ mod tests {
     use super::*;
 
     fn claim(address: &str, authorization: Option<&'static str>) -> Claim<'static> {
+        let remote = address.parse().ok();
         Claim {
-            address: address.parse().ok(),
+            peer: remote.map(|remote| Peer {
+                remote,
+                local: [10, 0, 0, 5].into(),
+            }),
             authorization: authorization.map(str::as_bytes),
         }
     }
@@ -81,6 +83,7 @@ mod tests {
             ("127.0.0.1", true),
             ("::1", true),
             ("::ffff:127.0.0.1", true),
+            ("10.0.0.5", true),
             ("10.0.0.1", false),
             ("unknown", false),
         ] {

@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use super::metrics::Metrics;
-use crate::rendezvous::config::Config;
+use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::Peer;
-use crate::rendezvous::shares::network_of;
+use crate::rendezvous::shares::{network_of, part_of};
 
 /// Descriptors of a daemon that are not for connections: ledger, log, sockets.
 const OWN_FILES: usize = 64;
@@ -30,6 +31,9 @@ const MOST_PAGES: usize = 256;
 const UNPROVEN_CALLS: usize = 8;
 /// Streams of agents on one connection: an agent has one, and for a moment the broken one before it.
 const AGENT_STREAMS: usize = 64;
+/// KiB of replies to the connections of a network that they have not taken yet; a part of it where callers are of several
+/// users.
+const REPLIES_KIB: usize = 128 << 10;
 /// Shortest time between two lines about refusals.
 const QUIET: Duration = Duration::from_secs(10);
 
@@ -72,6 +76,7 @@ impl Limits {
 #[derive(Debug)]
 pub(super) struct Admission {
     limits: Limits,
+    callers: Callers,
     places: Mutex<Places>,
     refusals: Mutex<Refusals>,
     metrics: Arc<Metrics>,
@@ -84,10 +89,41 @@ struct Places {
     by_address: HashMap<IpAddr, Taken>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug)]
 struct Taken {
     all: usize,
     unproven: usize,
+    network: Arc<Network>,
+}
+
+/// What the connections of one network share.
+#[derive(Debug)]
+pub(super) struct Network {
+    callers: Callers,
+    /// Bytes of requests.
+    pub(super) requests: AtomicUsize,
+    /// KiB of room for replies.
+    pub(super) replies: Arc<Semaphore>,
+}
+
+impl Network {
+    fn new(callers: Callers) -> Self {
+        let mut network = Self {
+            callers,
+            requests: AtomicUsize::new(0),
+            replies: Arc::new(Semaphore::new(0)),
+        };
+        network.replies = Arc::new(Semaphore::new(network.share_of(REPLIES_KIB)));
+        network
+    }
+
+    /// How much it may have of what there is for all.
+    pub(super) fn share_of(&self, all: usize) -> usize {
+        match self.callers {
+            Callers::OfJobs => part_of(all),
+            Callers::Proven | Callers::Anybody => all,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -105,6 +141,7 @@ impl Admission {
         // A limit that cannot be read is none.
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
         Arc::new(Self {
+            callers: config.callers,
             limits: Limits::of(config, usize::try_from(files).unwrap_or(usize::MAX), has_page),
             places: Mutex::default(),
             refusals: Mutex::default(),
@@ -127,21 +164,28 @@ impl Admission {
             ..
         } = self.limits;
         let mut places = self.places();
-        let taken = places.by_address.get(&address).copied().unwrap_or_default();
+        let taken = places.by_address.get(&address);
+        let (of_this, unproven) = taken.map_or((0, 0), |taken| (taken.all, taken.unproven));
         if places.all >= all {
             return Err("too many connections");
         }
-        if taken.all >= of_address || taken.unproven >= unproven_of_address {
+        if of_this >= of_address || unproven >= unproven_of_address {
             return Err("too many connections of one address");
         }
         places.all += 1;
-        let taken = places.by_address.entry(address).or_default();
+        let taken = places.by_address.entry(address).or_insert_with(|| Taken {
+            all: 0,
+            unproven: 0,
+            network: Arc::new(Network::new(self.callers)),
+        });
         taken.all += 1;
         taken.unproven += 1;
+        let network = Arc::clone(&taken.network);
         drop(places);
         Ok(Place {
             admission: Arc::clone(self),
             address,
+            network,
             is_proven: AtomicBool::new(false),
         })
     }
@@ -198,6 +242,7 @@ impl Admission {
 pub(super) struct Place {
     admission: Arc<Admission>,
     address: IpAddr,
+    network: Arc<Network>,
     is_proven: AtomicBool,
 }
 
@@ -243,6 +288,8 @@ pub(super) struct Caller {
     /// Requests that have no answer yet, those that are still arriving too.
     calls: AtomicUsize,
     agents: AtomicUsize,
+    /// Parts of replies that the connection has not taken yet, and since when it took none.
+    unsent: Mutex<(usize, Instant)>,
     /// When the connection was made, or was last of use.
     idle_since: Mutex<Instant>,
 }
@@ -255,6 +302,7 @@ impl Caller {
             busy: AtomicUsize::new(0),
             calls: AtomicUsize::new(0),
             agents: AtomicUsize::new(0),
+            unsent: Mutex::new((0, Instant::now())),
             idle_since: Mutex::new(Instant::now()),
         })
     }
@@ -265,6 +313,28 @@ impl Caller {
         let since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
         let is_busy = self.is_proven() && self.busy.load(Ordering::Relaxed) > 0;
         (!is_busy).then_some(since)
+    }
+
+    /// What it has in common with other callers of its network.
+    pub(super) fn network(&self) -> &Network {
+        &self.place.network
+    }
+
+    /// A part of a reply is made, and counts until the result is dropped.
+    pub(super) fn sends(self: &Arc<Self>) -> Unsent {
+        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        if unsent.0 == 0 {
+            unsent.1 = Instant::now();
+        }
+        unsent.0 += 1;
+        drop(unsent);
+        Unsent(Arc::clone(self))
+    }
+
+    /// Since when it has taken nothing of what there is for it; none if there is nothing.
+    pub(super) fn unsent_since(&self) -> Option<Instant> {
+        let unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        (unsent.0 > 0).then_some(unsent.1)
     }
 
     fn renew(&self) {
@@ -306,6 +376,18 @@ impl Caller {
     /// True once a node has joined.
     pub(super) fn is_proven(&self) -> bool {
         self.place.is_proven()
+    }
+}
+
+/// Counts for a part of a reply, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Unsent(Arc<Caller>);
+
+impl Drop for Unsent {
+    fn drop(&mut self) {
+        let mut unsent = self.0.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        unsent.0 -= 1;
+        unsent.1 = Instant::now();
     }
 }
 

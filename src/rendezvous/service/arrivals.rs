@@ -3,6 +3,8 @@
 //! a connection on which no node has joined.
 //!
 //! A refusal says `UNAVAILABLE`: a node that has lost its connection repeats the calls of its workers while it joins.
+//!
+//! What replies take until their callers have read them is bounded too, in [`super::replies`].
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -20,6 +22,7 @@ use tonic::codegen::{BoxFuture, Service};
 use tonic::server::NamedService;
 
 use super::admission::Caller;
+use super::replies::{Leaving, Replies};
 
 /// Bytes of all requests of one daemon.
 const ROOM: usize = 64 << 20;
@@ -33,9 +36,23 @@ const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(30);
 /// are and how long each may take to join.
 const STREAM: &str = "/Agent";
 
-/// How many bytes of requests a daemon holds.
-#[derive(Debug, Default)]
-pub(super) struct Room(AtomicUsize);
+/// What a daemon holds of requests and replies.
+#[derive(Debug)]
+pub(super) struct Room {
+    /// Bytes.
+    requests: AtomicUsize,
+    replies: Replies,
+}
+
+impl Room {
+    /// Of a daemon whose longest reply has so many bytes.
+    pub(super) fn new(longest: usize) -> Arc<Self> {
+        Arc::new(Self {
+            requests: AtomicUsize::new(0),
+            replies: Replies::new(longest),
+        })
+    }
+}
 
 /// A service with bounds for its requests.
 #[derive(Clone)]
@@ -81,14 +98,20 @@ where
             ));
         }
         let (parts, body) = request.into_parts();
-        let body = Arriving::new(body, caller, &self.room, (!is_stream).then_some(ARRIVAL_TIMEOUT));
+        let time = (!is_stream).then_some(ARRIVAL_TIMEOUT);
+        let body = Arriving::new(body, Arc::clone(&caller), &self.room, time);
         let taken = Arc::clone(&body.taken);
         let request = Request::from_parts(parts, Body::new(body));
         let answer = self.inner.call(request);
+        let replies = self.room.replies.clone();
         Box::pin(async move {
             let answer = answer.await;
             drop((place, taken));
-            answer
+            if is_stream {
+                // Its messages wait in a queue of their own.
+                return answer;
+            }
+            Ok(answer?.map(|body| Body::new(Leaving::new(body, caller, replies))))
         })
     }
 }
@@ -101,15 +124,18 @@ fn refusal(status: Status) -> BoxFuture<Response<Body>, Infallible> {
 #[derive(Debug)]
 struct Taken {
     room: Arc<Room>,
+    caller: Arc<Caller>,
     bytes: AtomicUsize,
 }
 
 impl Taken {
-    /// Takes so many bytes more; false if the daemon would hold more than `limit` then.
+    /// Takes so many bytes more; false if the daemon would hold more than `limit` then, or its network more than its share.
     fn take(&self, bytes: usize, limit: usize) -> bool {
-        let held = self.room.0.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        if bytes > 0 && held > limit {
-            self.room.0.fetch_sub(bytes, Ordering::Relaxed);
+        let network = self.caller.network();
+        let held = self.room.requests.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let own = network.requests.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if bytes > 0 && (held > limit || own > network.share_of(limit)) {
+            self.subtract(bytes);
             return false;
         }
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -118,7 +144,12 @@ impl Taken {
 
     fn give_back(&self) {
         let bytes = self.bytes.swap(0, Ordering::Relaxed);
-        self.room.0.fetch_sub(bytes, Ordering::Relaxed);
+        self.subtract(bytes);
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.room.requests.fetch_sub(bytes, Ordering::Relaxed);
+        self.caller.network().requests.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
@@ -144,6 +175,7 @@ impl Arriving {
     fn new(body: Body, caller: Arc<Caller>, room: &Arc<Room>, time: Option<Duration>) -> Self {
         let taken = Taken {
             room: Arc::clone(room),
+            caller: Arc::clone(&caller),
             bytes: AtomicUsize::new(0),
         };
         Self {
@@ -209,7 +241,7 @@ impl hyper::body::Body for Arriving {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::net::Ipv4Addr;
 
     use http_body_util::{BodyExt as _, Full, StreamBody};
@@ -218,16 +250,21 @@ mod tests {
     use super::super::admission::Admission;
     use super::super::metrics::Metrics;
     use super::*;
-    use crate::rendezvous::config::Config;
+    use crate::rendezvous::config::{Callers, Config};
     use crate::rendezvous::event::Peer;
+    use crate::rendezvous::shares::part_of;
 
     fn caller() -> Arc<Caller> {
+        caller_of(&Config::default())
+    }
+
+    pub(in super::super) fn caller_of(config: &Config) -> Arc<Caller> {
         let here = Ipv4Addr::LOCALHOST.into();
         let peer = Peer {
             remote: here,
             local: here,
         };
-        let admission = Admission::new(&Config::default(), Arc::new(Metrics::new()), false);
+        let admission = Admission::new(config, Arc::new(Metrics::new()), false);
         Caller::new(peer, admission.enter(here).unwrap())
     }
 
@@ -248,11 +285,11 @@ mod tests {
 
     #[tokio::test]
     async fn all_requests_share_one_room_and_joined_nodes_have_half_of_it_to_themselves() {
-        let (room, time) = (Arc::new(Room::default()), Some(ARRIVAL_TIMEOUT));
+        let (room, time) = (Room::new(1), Some(ARRIVAL_TIMEOUT));
         let (stranger, node) = (caller(), caller());
         node.prove();
         let held = read(ROOM_OF_UNPROVEN, &stranger, &room, time).await.unwrap();
-        assert_eq!(room.0.load(Ordering::Relaxed), ROOM_OF_UNPROVEN - FREE);
+        assert_eq!(room.requests.load(Ordering::Relaxed), ROOM_OF_UNPROVEN - FREE);
         let refused = read(3 * FREE, &stranger, &room, time).await;
         assert_eq!(refused.unwrap_err(), Code::Unavailable);
         read(FREE, &stranger, &room, time)
@@ -264,26 +301,45 @@ mod tests {
         drop(others);
         read(4 * FREE, &node, &room, time).await.unwrap();
         drop(held);
-        assert_eq!(room.0.load(Ordering::Relaxed), 0, "all is given back");
+        assert_eq!(room.requests.load(Ordering::Relaxed), 0, "all is given back");
     }
 
     #[tokio::test]
     async fn the_stream_of_a_node_is_counted_until_it_has_joined() {
-        let (room, node) = (Arc::new(Room::default()), caller());
+        let (room, node) = (Room::new(1), caller());
         let held = read(2 * FREE, &node, &room, None).await.unwrap();
-        assert_eq!(room.0.load(Ordering::Relaxed), FREE);
+        assert_eq!(room.requests.load(Ordering::Relaxed), FREE);
         drop(held);
         node.prove();
         let _held = read(2 * FREE, &node, &room, None).await.unwrap();
-        assert_eq!(room.0.load(Ordering::Relaxed), 0);
+        assert_eq!(room.requests.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test]
     async fn a_request_that_never_ends_is_refused_in_time() {
         let silence = StreamBody::new(tokio_stream::pending::<Result<Frame<Bytes>, Infallible>>());
         let time = Some(Duration::from_millis(10));
-        let mut arriving = Arriving::new(Body::new(silence), caller(), &Arc::default(), time);
+        let mut arriving = Arriving::new(Body::new(silence), caller(), &Room::new(1), time);
         let frame = arriving.frame().await.expect("an error");
         assert_eq!(frame.unwrap_err().code(), Code::DeadlineExceeded);
+    }
+
+    /// One user of a daemon of several could hold all of it.
+    #[tokio::test]
+    async fn a_network_has_a_part_of_the_room_where_callers_are_of_several_users() {
+        let (room, time) = (Room::new(1), Some(ARRIVAL_TIMEOUT));
+        let config = Config {
+            callers: Callers::OfJobs,
+            ..Config::default()
+        };
+        let (one, other) = (caller_of(&config), caller_of(&config));
+        one.prove();
+        other.prove();
+        let held = read(part_of(ROOM), &one, &room, time).await.unwrap();
+        let refused = read(3 * FREE, &one, &room, time).await;
+        assert_eq!(refused.unwrap_err(), Code::Unavailable);
+        read(part_of(ROOM), &other, &room, time).await.unwrap();
+        drop(held);
+        read(3 * FREE, &one, &room, time).await.unwrap();
     }
 }

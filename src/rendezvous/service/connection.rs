@@ -24,6 +24,8 @@ use crate::rendezvous::event::Peer;
 
 /// What a client of HTTP/2 says first.
 const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// How long a caller may take nothing of the replies that are there for it.
+const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
 /// How often a connection that is in use is looked at.
 const LOOK: Duration = Duration::from_secs(30);
 
@@ -143,7 +145,12 @@ async fn shake_hands(socket: Socket, transport: Transport, config: &Config) -> R
     let rest = wire.read_exact(&mut preface[1..]).await;
     rest.map_err(|error| Refusal::Because(words_of(&error)))?;
     if &preface != PREFACE {
-        return Err(Refusal::Because("it does not speak HTTP/2".into()));
+        // Of a record of TLS: a handshake.
+        let why = match preface[0] {
+            22 => "it speaks TLS, which this daemon does not without a token",
+            _ => "it does not speak HTTP/2",
+        };
+        return Err(Refusal::Because(why.into()));
     }
     Ok(wire)
 }
@@ -200,20 +207,33 @@ impl Connected for Connection {
 }
 
 impl Connection {
-    /// Ready when the connection has been idle for too long.
+    /// Ready when the connection has been idle for too long, or its caller reads nothing.
     fn poll_expired(&mut self, context: &mut Context<'_>) -> Poll<()> {
         while self.expiry.as_mut().poll(context).is_ready() {
             let now = Instant::now();
-            let next = match self.caller.idle_since() {
-                None => now + LOOK,
-                Some(since) => Instant::from_std(since) + self.idle_limit,
-            };
+            let idle = self.caller.idle_since().map(|since| since + self.idle_limit);
+            let unsent = self.caller.unsent_since().map(|since| since + UNSENT_TIMEOUT);
+            let ends = idle.into_iter().chain(unsent).min();
+            let next = ends.map_or(now + LOOK, |end| Instant::from_std(end).min(now + LOOK));
             if next <= now {
                 return Poll::Ready(());
             }
             self.expiry.as_mut().reset(next);
         }
         Poll::Pending
+    }
+
+    /// What is written to a caller that reads nothing does not wait for longer than the connection lasts: nobody polls a
+    /// read meanwhile.
+    fn or_expired<T>(
+        &mut self,
+        written: Poll<io::Result<T>>,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_pending() && self.poll_expired(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        written
     }
 }
 
@@ -241,15 +261,21 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().wire).poll_write(context, buf)
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.wire).poll_write(context, buf);
+        this.or_expired(written, context)
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().wire).poll_flush(context)
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.wire).poll_flush(context);
+        this.or_expired(written, context)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().wire).poll_shutdown(context)
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.wire).poll_shutdown(context);
+        this.or_expired(written, context)
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -28,6 +28,7 @@ use super::actor;
 use super::admin::{Admin, Claim};
 use super::metrics::{MAX_LABELLED_JOBS, Metrics};
 use super::page;
+use crate::rendezvous::event::Peer;
 use crate::rendezvous::shares::network_of;
 use crate::rendezvous::state::Census;
 
@@ -110,6 +111,14 @@ pub(super) async fn serve(listener: TcpListener, http: Arc<Http>, most: usize) {
 /// Serves one request; returns as whose it counts. None panics, so that every address is counted down again.
 async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpAddr {
     let address = peer.ip().to_canonical();
+    // Where it cannot be told, a caller is of no machine in particular.
+    let local = stream
+        .local_addr()
+        .map_or(Ipv6Addr::UNSPECIFIED.into(), |local| local.ip());
+    let peer = Peer {
+        remote: address,
+        local: local.to_canonical(),
+    };
     let is_stream = Arc::new(AtomicBool::new(false));
     let streams = is_stream.clone();
     let service = service_fn(move |request: Request<Incoming>| {
@@ -117,7 +126,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpA
         async move {
             // What a body holds is nobody's business here.
             let (request, _) = request.into_parts();
-            let response = http.answer(address, &request, &streams).await;
+            let response = http.answer(peer, &request, &streams).await;
             Ok::<_, Infallible>(response)
         }
     });
@@ -140,7 +149,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpA
 }
 
 impl Http {
-    async fn answer(&self, address: IpAddr, request: &Parts, is_stream: &AtomicBool) -> Response<Body> {
+    async fn answer(&self, peer: Peer, request: &Parts, is_stream: &AtomicBool) -> Response<Body> {
         if !matches!(request.method, Method::GET | Method::HEAD) {
             return plain(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
         }
@@ -151,15 +160,15 @@ impl Http {
                 Some(Some(why)) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
                 None => busy(),
             },
-            "/metrics" => self.measurements(address, &request.headers).await,
+            "/metrics" => self.measurements(peer, &request.headers).await,
             // The page itself has no secret, and asks for the token.
             "/" if self.admin.has_token() => page::page(true),
-            "/" => match self.refuse_stranger(address, &request.headers) {
+            "/" => match self.refuse_stranger(peer, &request.headers) {
                 Some(refusal) => refusal,
                 None => page::page(false),
             },
             "/events" => {
-                if let Some(refusal) = self.refuse_stranger(address, &request.headers) {
+                if let Some(refusal) = self.refuse_stranger(peer, &request.headers) {
                     return refusal;
                 }
                 is_stream.store(true, Ordering::Relaxed);
@@ -167,14 +176,14 @@ impl Http {
             }
             _ => plain(
                 StatusCode::NOT_FOUND,
-                "not found: /livez, /readyz, /metrics and / are here\n",
+                "not found: /livez, /readyz, /metrics, /events and / are here\n",
             ),
         }
     }
 
     /// With the names of jobs for operators only. A wrong token is refused: they would be missed.
-    async fn measurements(&self, address: IpAddr, headers: &HeaderMap) -> Response<Body> {
-        let is_operator = self.is_operator(address, headers);
+    async fn measurements(&self, peer: Peer, headers: &HeaderMap) -> Response<Body> {
+        let is_operator = self.is_operator(peer, headers);
         if !is_operator && self.admin.has_token() && headers.contains_key(header::AUTHORIZATION) {
             return self.refusal();
         }
@@ -208,18 +217,18 @@ impl Http {
     }
 
     /// What who is no operator gets; none for an operator.
-    fn refuse_stranger(&self, address: IpAddr, headers: &HeaderMap) -> Option<Response<Body>> {
-        (!self.is_operator(address, headers)).then(|| self.refusal())
+    fn refuse_stranger(&self, peer: Peer, headers: &HeaderMap) -> Option<Response<Body>> {
+        (!self.is_operator(peer, headers)).then(|| self.refusal())
     }
 
-    fn is_operator(&self, address: IpAddr, headers: &HeaderMap) -> bool {
+    fn is_operator(&self, peer: Peer, headers: &HeaderMap) -> bool {
         let authorization = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
         let claim = Claim {
-            address: Some(address),
+            peer: Some(peer),
             authorization,
         };
         // Without a token, a page of somebody else's in a browser of this machine must not read it under its own name.
-        let is_own = self.admin.has_token() || is_loopback_host(headers);
+        let is_own = self.admin.has_token() || is_own_host(headers, peer.local);
         self.admin.is_admin(claim) && is_own
     }
 
@@ -266,8 +275,8 @@ impl Census {
     }
 }
 
-/// A browser on this machine was told to come here by a name of this machine.
-fn is_loopback_host(headers: &HeaderMap) -> bool {
+/// A browser on this machine was told to come here by a name of this machine, or by the address that it came to.
+fn is_own_host(headers: &HeaderMap, own: IpAddr) -> bool {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());
     let Some(host) = host else { return true };
     let name = match host.rsplit_once(':') {
@@ -275,7 +284,10 @@ fn is_loopback_host(headers: &HeaderMap) -> bool {
         _ => host,
     };
     let bare = name.trim_start_matches('[').trim_end_matches(']');
-    name.eq_ignore_ascii_case("localhost") || bare.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    name.eq_ignore_ascii_case("localhost")
+        || bare
+            .parse::<IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback() || ip == own)
 }
 
 fn busy() -> Response<Body> {
@@ -313,8 +325,10 @@ pub(super) fn guard(headers: &mut HeaderMap, content_type: &'static str) {
 pub struct Operators {
     /// Serves liveness, readiness, metrics and the status page.
     pub http: Option<TcpListener>,
-    /// Who may close and drain, and see the page.
+    /// Who may close and drain.
     pub admin: Admin,
+    /// Who may see the page, and names of jobs in metrics.
+    pub viewers: Admin,
     /// Notes carry job, generation and node apart from their words.
     pub log_fields: bool,
 }
@@ -361,8 +375,11 @@ mod tests {
             request = request.header(header::AUTHORIZATION, shown);
         }
         let (request, ()) = request.body(()).unwrap().into_parts();
-        let address = IpAddr::from([192, 0, 2, 1]);
-        let answer = http.answer(address, &request, &AtomicBool::new(false)).await;
+        let peer = Peer {
+            remote: [192, 0, 2, 1].into(),
+            local: [192, 0, 2, 2].into(),
+        };
+        let answer = http.answer(peer, &request, &AtomicBool::new(false)).await;
         let (head, body) = answer.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
         (head.status, String::from_utf8(body.to_vec()).unwrap())
@@ -408,13 +425,14 @@ mod tests {
             ("127.1.2.3", true),
             ("[::1]:9400", true),
             ("rebound.example:9400", false),
+            ("10.0.0.5:9400", true),
             ("10.0.0.1:9400", false),
             ("localhost.example", false),
             ("", false),
         ] {
             let mut headers = HeaderMap::new();
             headers.insert(header::HOST, host.parse().unwrap());
-            assert_eq!(is_loopback_host(&headers), expected, "`{host}`");
+            assert_eq!(is_own_host(&headers, [10, 0, 0, 5].into()), expected, "`{host}`");
         }
     }
 

@@ -11,6 +11,7 @@ mod incoming;
 mod ledger;
 mod metrics;
 mod page;
+mod replies;
 mod server;
 
 #[cfg(test)]

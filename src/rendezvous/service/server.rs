@@ -94,7 +94,7 @@ pub async fn serve_with(
     tasks.spawn(actor.run());
     let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
     if let Some(listener) = operators.http {
-        let (http, most) = (Arc::new(service.http()), admission.pages());
+        let (http, most) = (Arc::new(service.http(operators.viewers)), admission.pages());
         tasks.spawn(async move {
             http::serve(listener, http, most).await;
             Ok(())
@@ -102,7 +102,7 @@ pub async fn serve_with(
     }
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let rendezvous = RendezvousServer::new(service).max_decoding_message_size(limit);
-    let room = Arc::<Room>::default();
+    let room = Room::new(limit);
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
     let (admitted, incoming) = mpsc::channel(READY_CONNECTIONS);
@@ -200,12 +200,12 @@ impl Service {
         answer.await.map_err(|_| stopping())
     }
 
-    /// The same daemon for operators.
-    fn http(&self) -> Http {
+    /// The same daemon in a browser.
+    fn http(&self, admin: Admin) -> Http {
         Http {
             requests: self.requests.clone(),
             metrics: self.metrics.clone(),
-            admin: self.admin.clone(),
+            admin,
             viewers: Viewers::default(),
             seen: tokio::sync::Mutex::default(),
         }
@@ -217,10 +217,9 @@ impl Service {
         let caller = caller(request)
             .ok()
             .filter(|_| self.config.callers == Callers::Proven);
-        let address = caller.map(|caller| caller.peer.remote);
         let authorization = request.metadata().get("authorization");
         self.admin.is_admin(Claim {
-            address,
+            peer: caller.map(|caller| caller.peer),
             authorization: authorization.map(MetadataValue::as_encoded_bytes),
         })
     }
@@ -333,7 +332,7 @@ impl Rendezvous for Service {
         let mut rest = entries?.map_err(|error| status(&error))?;
         let sending = caller.is_used();
         busy.accepted();
-        // A part is copied when the connection takes it: a caller that does not read has no copy of the whole.
+        // A part is copied when there is room for it: a caller that does not read has no copy of the whole.
         let parts = std::iter::from_fn(move || {
             // Dropped with the stream.
             let _ = &sending;
@@ -410,7 +409,10 @@ impl Rendezvous for Service {
     async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         let busy = self.only_for_admin(&request)?;
         if let Some(owner) = &self.config.only_job {
-            let words = format!("it belongs to job `{}` and ends with it", clip(owner, 128));
+            let words = format!(
+                "it belongs to job `{0}` and ends with it\n  hint: `ddp-rendezvous close {0}` ends the job",
+                clip(owner, 128)
+            );
             return Err(Status::failed_precondition(words));
         }
         let (answer, reply) = oneshot::channel();

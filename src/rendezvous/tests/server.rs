@@ -449,7 +449,7 @@ async fn status_and_health_answer() {
         .replace(&daemon.endpoint, "HOST:PORT");
     insta::assert_snapshot!(error, @r"
     cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see
-      hint: `ddp-rendezvous jobs` lists them
+      hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token
     ");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bytemuck::{Pod, Zeroable, bytes_of};
+use ddp_proto::printable;
 
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request};
@@ -180,7 +181,7 @@ impl fmt::Display for OperationHeader {
             write!(f, ", in shared arena {:08x}", self.common_arena)?;
         }
         let tag = String::from_utf8_lossy(&self.tag);
-        write!(f, " ({})", tag.trim_end_matches('\0'))
+        write!(f, " ({})", printable::line(tag.trim_end_matches('\0')))
     }
 }
 
