@@ -61,28 +61,14 @@ impl SquaredNorm {
     }
 }
 
-/// Partial sums of a chunk.
+/// Partial sums of a chunk. More than elsewhere, so that widening to f64 is a loop over whole registers.
 const LANES: usize = 256;
-/// Elements whose squares are added to the partial sums at a time: those stay in registers meanwhile.
-const GROUP: usize = 16 * LANES;
 
 kernel! {
     /// `Σ x[i]²`, the squares and their sum in f64.
-    #[expect(clippy::needless_range_loop, reason = "iterators are not always compiled into their caller")]
     fn squared_sum<'a, T>(x: &'a [T]) -> f64 {
         let mut lanes = [0.0; LANES];
-        let mut groups = x.chunks_exact(GROUP);
-        for group in &mut groups {
-            for i in 0..LANES {
-                let mut lane = lanes[i];
-                for j in (i..GROUP).step_by(LANES) {
-                    let x = group[j].to_f64();
-                    lane += x * x;
-                }
-                lanes[i] = lane;
-            }
-        }
-        for block in groups.remainder().chunks(LANES) {
+        for block in x.chunks(LANES) {
             update(&mut lanes, block, |lane, x| *lane += x.to_f64() * x.to_f64());
         }
         sum_lanes(lanes)
