@@ -37,6 +37,16 @@ pub(super) fn owner_of(config: &Config, from: IpAddr) -> Owner {
     (config.callers == Callers::OfJobs).then(|| network_of(from))
 }
 
+/// Where the first is of the owner that has most.
+pub(super) fn first_of_largest(owners: &[Owner]) -> Option<usize> {
+    let mut counts: HashMap<Owner, usize> = HashMap::new();
+    for owner in owners {
+        *counts.entry(*owner).or_default() += 1;
+    }
+    let most = counts.values().max()?;
+    owners.iter().position(|owner| counts.get(owner) == Some(most))
+}
+
 /// What a store takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Load {
@@ -167,6 +177,14 @@ mod tests {
             answer_bytes_of_all: 8 * ANSWER_BYTES,
             ..KvLimits::default()
         }
+    }
+
+    #[test]
+    fn who_has_most_makes_room_first() {
+        let [a, b] = [[192, 0, 2, 1], [192, 0, 2, 2]].map(|address| Some(IpAddr::from(address)));
+        assert_eq!(first_of_largest(&[a, b, b, a, b]), Some(1));
+        assert_eq!(first_of_largest(&[None, None]), Some(0));
+        assert_eq!(first_of_largest(&[]), None);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::isolation::Isolation;
 use super::job::{Finished, Job, Joining, Record};
 use super::kv::clip;
 use super::nodes::deadlines::Deadlines;
-use super::shares::{Answers, Load, Owner, Shares, owner_of, part_of};
+use super::shares::{Answers, Load, Owner, Shares, first_of_largest, owner_of, part_of};
 
 /// Jobs that a list holds.
 const MAX_LISTED_JOBS: usize = 4096;
@@ -527,13 +527,8 @@ impl Daemon {
 
     /// Drops the oldest verdict of the owner that has most: one owner's jobs must not push out those of others.
     fn forget_verdict(&mut self) {
-        let mut counts: HashMap<Owner, usize> = HashMap::new();
-        for finished in &self.finished {
-            *counts.entry(finished.owner()).or_default() += 1;
-        }
-        let most = counts.values().max().copied();
-        let is_surplus = |finished: &Finished| counts.get(&finished.owner()).copied() == most;
-        if let Some(oldest) = self.finished.iter().position(is_surplus) {
+        let owners: Vec<Owner> = self.finished.iter().map(Finished::owner).collect();
+        if let Some(oldest) = first_of_largest(&owners) {
             self.finished.remove(oldest);
         }
     }

@@ -318,3 +318,40 @@ impl AsyncWrite for Wire {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt as _;
+
+    use super::super::metrics::Metrics;
+    use super::*;
+
+    /// One that sent pings and read no answer kept its place for ever: nothing was read from it any more.
+    #[tokio::test]
+    async fn who_reads_nothing_is_cut_while_it_is_written_to() {
+        const TIME: Duration = Duration::from_millis(50);
+        let (own, _other) = UnixStream::pair().unwrap();
+        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let admission = Admission::new(&Config::default(), Arc::new(Metrics::new()), false);
+        let peer = Peer {
+            remote: here,
+            local: here,
+        };
+        let mut connection = Connection {
+            wire: Wire::Unix(own),
+            replayed: 0,
+            expiry: Box::pin(sleep_until(Instant::now() + TIME)),
+            idle_limit: TIME,
+            caller: Caller::new(peer, admission.enter(here).unwrap()),
+        };
+        let flood = async {
+            loop {
+                if let Err(error) = connection.write_all(&[0; 4096]).await {
+                    break error;
+                }
+            }
+        };
+        let ended = tokio::time::timeout(Duration::from_mins(1), flood).await;
+        assert_eq!(ended.expect("it is cut").kind(), io::ErrorKind::TimedOut);
+    }
+}
