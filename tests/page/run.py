@@ -92,7 +92,7 @@ def log_in(page):
 def follow_printed_address(page, job):
     """As a launcher prints it, in a tab that knows no token."""
     page.ask("sessionStorage.clear(); 1")
-    page.open("about:blank")
+    page.open(job.url + "livez")
     page.open(job.url + "#token=" + TOKEN)
     page.wait("!document.getElementById('content').hidden")
     assert TOKEN not in page.ask("location.href + document.documentElement.outerHTML")
