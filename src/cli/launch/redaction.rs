@@ -91,20 +91,26 @@ const PREFIXES: &[(&str, usize)] = &[
 const TYPES: &[&str] = &[
     "bf16", "f16", "f32", "f64", "fp16", "fp32", "fp8", "int4", "int8", "tf32",
 ];
+/// How many pairs may be within one another. What is deeper is hidden.
+const NESTED: usize = 8;
 /// What a random value has at least.
 const RANDOM_BYTES: usize = 12;
 
 /// What may be shown of the value of a key, a variable or an option of this name.
 pub fn value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
+    value_within(name, value, NESTED)
+}
+
+fn value_within<'a>(name: &str, value: &'a str, left: usize) -> Cow<'a, str> {
     if is_secret(name, value) {
         return HIDDEN.into();
     }
     // `--set=key=value`, and lists of such pairs; but no sentence, and no path or address in front of a `=`.
     let name = value.split_once('=').map(|(name, _)| name);
     if name.is_none_or(|name| name.contains([' ', '/'])) {
-        return words(value);
+        return words(value, left);
     }
-    let parts: Vec<Cow<'_, str>> = value.split(',').map(pair).collect();
+    let parts: Vec<Cow<'_, str>> = value.split(',').map(|part| pair_within(part, left)).collect();
     let shown = parts.join(",");
     if shown == value {
         value.into()
@@ -115,17 +121,28 @@ pub fn value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
 
 /// What may be shown of `NAME=VALUE`.
 pub fn pair(pair: &str) -> Cow<'_, str> {
+    pair_within(pair, NESTED)
+}
+
+fn pair_within(pair: &str, left: usize) -> Cow<'_, str> {
     match pair.split_once('=') {
-        Some((name, found)) if !name.contains("://") && !name.contains(' ') => match value(name, found) {
+        Some((name, found)) if !name.contains("://") && !name.contains(' ') => match left
+            .checked_sub(1)
+            .map_or(HIDDEN.into(), |left| value_within(name, found, left))
+        {
             shown if shown == found => pair.into(),
             shown => format!("{name}={shown}").into(),
         },
-        _ => words(pair),
+        _ => words(pair, left),
     }
 }
 
 /// What may be shown of each word of a command line, in order.
 pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, str>> {
+    command_line_within(line, NESTED)
+}
+
+fn command_line_within<'a>(line: impl IntoIterator<Item = &'a str>, left: usize) -> Vec<Cow<'a, str>> {
     let mut option: Option<&str> = None;
     let mut is_scheme = false;
     let shown = line.into_iter().map(|word| {
@@ -137,10 +154,12 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
             && (!word.starts_with('-') || is_random(word))
         {
             return match name {
-                "-u" | "--user" | "--proxy-user" => user(word),
-                _ if is_secret(name, word) && !is_scheme_word(word) => HIDDEN.into(),
+                "-u" | "--user" | "--proxy-user" => user(word, left),
+                // `Authorization: Bearer X`
+                _ if !name.starts_with('-') && is_scheme_name(word) => word.into(),
+                _ if is_secret(name, word) => HIDDEN.into(),
                 // `--set key=value`
-                _ => pair(word),
+                _ => pair_within(word, left),
             };
         }
         match short_password(word) {
@@ -148,7 +167,7 @@ pub fn command_line<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, 
             None if word.starts_with('-') && !word.contains('=') => option = Some(word),
             None => option = name_of_value(word),
         }
-        pair(word)
+        pair_within(word, left)
     });
     shown.collect()
 }
@@ -206,7 +225,7 @@ fn words_of_name(name: &str) -> Vec<String> {
 
 /// A value without a name: addresses and well-known tokens are hidden, and what a command line, a header, a list of pairs or
 /// JSON in it would hide.
-fn words(value: &str) -> Cow<'_, str> {
+fn words(value: &str, left: usize) -> Cow<'_, str> {
     let is_separator = |c: char| c.is_whitespace() || ",;{}".contains(c);
     if !value.contains(is_separator) {
         return word(value);
@@ -217,7 +236,7 @@ fn words(value: &str) -> Cow<'_, str> {
         .map(|word| word.trim_end_matches(is_separator))
         .collect();
     // Those in which nothing stands between two separators have no part in it.
-    let shown = command_line(bare.iter().copied().filter(|word| !word.is_empty()));
+    let shown = command_line_within(bare.iter().copied().filter(|word| !word.is_empty()), left);
     let mut shown = shown.into_iter();
     let mut text = String::with_capacity(value.len());
     for (word, bare) in words.iter().zip(bare) {
@@ -319,10 +338,10 @@ fn parameter(pair: &str) -> Cow<'_, str> {
 }
 
 /// `name:password`
-fn user(word: &str) -> Cow<'_, str> {
+fn user(word: &str, left: usize) -> Cow<'_, str> {
     match word.split_once(':') {
         Some((name, _)) => format!("{name}:{HIDDEN}").into(),
-        None => words(word),
+        None => words(word, left),
     }
 }
 
@@ -335,8 +354,11 @@ fn short_password(word: &str) -> Option<String> {
 
 /// The next word is a secret.
 fn is_scheme_word(word: &str) -> bool {
-    let last = word.rsplit([' ', '\'', '"', ':', '=']).next().unwrap_or_default();
-    last.eq_ignore_ascii_case("bearer") || last.eq_ignore_ascii_case("basic")
+    is_scheme_name(word.rsplit([' ', '\'', '"', ':', '=']).next().unwrap_or_default())
+}
+
+fn is_scheme_name(word: &str) -> bool {
+    word.eq_ignore_ascii_case("bearer") || word.eq_ignore_ascii_case("basic")
 }
 
 fn is_number(value: &str) -> bool {

@@ -132,6 +132,16 @@ fn secrets_of_command_lines_are_hidden_and_nothing_else() {
     }
 }
 
+/// It overflowed the stack.
+#[test]
+fn pairs_within_pairs_are_followed_to_a_depth() {
+    assert_eq!(
+        pair(&"=".repeat(1 << 20)),
+        format!("{}{HIDDEN}", "=".repeat(NESTED + 1))
+    );
+    assert_eq!(pair("--set=a=b=c=3"), "--set=a=b=c=3");
+}
+
 /// Words with spaces: one argument.
 #[test]
 fn secrets_within_one_argument_are_hidden_and_nothing_else() {
