@@ -35,7 +35,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// The agent's end is on the daemon's machine: nobody else connects from the very address that they connect to.
+    /// The agent runs on the daemon's machine: a connection from elsewhere never comes from the address that it goes to.
     pub(super) fn is_here(self) -> bool {
         let [remote, local] = [self.remote, self.local].map(|address| address.to_canonical());
         remote.is_loopback() || remote == local

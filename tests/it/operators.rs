@@ -616,7 +616,7 @@ fn own_address() -> Option<SocketAddr> {
     socket.local_addr().ok()
 }
 
-/// A documented daemon listens on a private address, where nobody was an operator.
+/// A daemon on a private address, as the documents say, had no operators.
 #[test]
 fn who_is_on_the_daemons_machine_is_an_operator_under_whatever_address() {
     let Some(address) = own_address() else {

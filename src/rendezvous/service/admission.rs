@@ -108,21 +108,23 @@ pub(super) struct Network {
 
 impl Network {
     fn new(callers: Callers) -> Self {
-        let mut network = Self {
+        Self {
             callers,
             requests: AtomicUsize::new(0),
-            replies: Arc::new(Semaphore::new(0)),
-        };
-        network.replies = Arc::new(Semaphore::new(network.share_of(REPLIES_KIB)));
-        network
+            replies: Arc::new(Semaphore::new(share(callers, REPLIES_KIB))),
+        }
     }
 
     /// How much it may have of what there is for all.
     pub(super) fn share_of(&self, all: usize) -> usize {
-        match self.callers {
-            Callers::OfJobs => part_of(all),
-            Callers::Proven | Callers::Anybody => all,
-        }
+        share(self.callers, all)
+    }
+}
+
+fn share(callers: Callers, all: usize) -> usize {
+    match callers {
+        Callers::OfJobs => part_of(all),
+        Callers::Proven | Callers::Anybody => all,
     }
 }
 

@@ -223,8 +223,8 @@ impl Connection {
         Poll::Pending
     }
 
-    /// What is written to a caller that reads nothing does not wait for longer than the connection lasts: nobody polls a
-    /// read meanwhile.
+    /// Ends a write that waits for a caller that reads nothing, when the connection has expired: while HTTP/2 writes, it
+    /// does not read, so the check in `poll_read` does not run.
     fn or_expired<T>(
         &mut self,
         written: Poll<io::Result<T>>,
