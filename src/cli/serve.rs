@@ -324,6 +324,8 @@ fn serve(
             http,
             admin,
             log_fields: watching.log_format == LogFormat::Json,
+            #[cfg(feature = "otlp")]
+            collector: rendezvous::Collector::from_environment(|name| std::env::var(name).ok())?,
         };
         rendezvous::serve_with(listener, config, ledger, operators, stops.stop())
             .await

@@ -8,7 +8,8 @@ use std::time::Duration;
 use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
+    AgentMessage, DaemonMessage, GenerationOver, GenerationStatus, KvGatherRequest, KvGetRequest,
+    KvPutRequest, Refused,
 };
 
 use prost::bytes::Bytes;
@@ -167,6 +168,19 @@ pub enum Effect {
     },
     /// Something to be counted.
     Observed(Observation),
+    /// A generation is over.
+    Past(Box<Past>),
+}
+
+/// A generation that is over, for those who look back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Past {
+    /// The job.
+    pub job: String,
+    /// When the first generation of the job began, on the daemon's clock.
+    pub job_began: Duration,
+    /// What was, and how long ago.
+    pub generation: GenerationStatus,
 }
 
 /// What a note speaks of; empty where it speaks of none.
@@ -334,5 +348,9 @@ impl Turn<'_> {
 
     pub(super) fn observe(&mut self, observation: Observation) {
         self.effects.push(Effect::Observed(observation));
+    }
+
+    pub(super) fn tell_past(&mut self, past: Past) {
+        self.effects.push(Effect::Past(Box::new(past)));
     }
 }

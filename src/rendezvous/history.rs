@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{GenerationStatus, LossPoint, StatusReply};
 
+use super::event::Past;
 use super::kv::clip;
 
 /// Generations that are kept, the last ones.
@@ -19,6 +20,8 @@ const MAX_LOSSES: usize = 512;
 #[derive(Debug, Default)]
 pub(super) struct History {
     generations: VecDeque<Period>,
+    /// When the first one began.
+    job_began: Option<Duration>,
     /// Generations that are not kept any more.
     dropped: u64,
     losses: Losses,
@@ -36,6 +39,21 @@ struct Period {
     why_it_ended: String,
 }
 
+impl Period {
+    fn tell(&self, now: Duration) -> GenerationStatus {
+        let ago = |then: Duration| now.saturating_sub(then).as_millis() as u64;
+        GenerationStatus {
+            generation: self.generation,
+            nodes: self.nodes,
+            ranks: self.ranks,
+            began: self.why_it_began.clone(),
+            ended: self.why_it_ended.clone(),
+            began_ms: ago(self.began),
+            ended_ms: self.ended.map(ago),
+        }
+    }
+}
+
 impl History {
     /// A generation began, or was taken up from an earlier daemon.
     pub(super) fn begin(&mut self, now: Duration, generation: u64, nodes: u32, ranks: u32, why: &str) {
@@ -43,6 +61,7 @@ impl History {
             self.generations.pop_front();
             self.dropped += 1;
         }
+        self.job_began.get_or_insert(now);
         self.generations.push_back(Period {
             generation,
             nodes,
@@ -54,13 +73,17 @@ impl History {
         });
     }
 
-    /// The last generation is over, if it is not yet.
-    pub(super) fn end(&mut self, now: Duration, why: &str) {
+    /// The last generation is over; returns it, unless it was over before.
+    pub(super) fn end(&mut self, now: Duration, job: &str, why: &str) -> Option<Past> {
         let running = self.generations.back_mut().filter(|last| last.ended.is_none());
-        if let Some(last) = running {
-            last.ended = Some(now);
-            clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
-        }
+        let last = running?;
+        last.ended = Some(now);
+        clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
+        Some(Past {
+            job: job.to_owned(),
+            job_began: self.job_began.unwrap_or(last.began),
+            generation: last.tell(now),
+        })
     }
 
     /// Rank 0 told of this loss.
@@ -70,16 +93,7 @@ impl History {
 
     /// Tells all of it.
     pub(super) fn tell(&self, now: Duration, reply: &mut StatusReply) {
-        let ago = |then: Duration| now.saturating_sub(then).as_millis() as u64;
-        let told = self.generations.iter().map(|period| GenerationStatus {
-            generation: period.generation,
-            nodes: period.nodes,
-            ranks: period.ranks,
-            began: period.why_it_began.clone(),
-            ended: period.why_it_ended.clone(),
-            began_ms: ago(period.began),
-            ended_ms: period.ended.map(ago),
-        });
+        let told = self.generations.iter().map(|period| period.tell(now));
         reply.generations = told.collect();
         reply.more_generations = self.dropped;
         let losses = self.losses.points.iter();
@@ -150,8 +164,12 @@ mod tests {
         for generation in 1..=70 {
             let now = Duration::from_secs(generation);
             history.begin(now, generation, 2, 4, "all 2 nodes joined");
-            history.end(now, &"x".repeat(5000));
-            history.end(now, "only the first end counts");
+            let past = history.end(now, "a", &"x".repeat(5000)).unwrap();
+            assert_eq!(
+                (past.generation.generation, past.job_began.as_secs()),
+                (generation, 1)
+            );
+            assert!(history.end(now, "a", "only the first end counts").is_none());
         }
         let reply = told(&history, Duration::from_secs(71));
         assert_eq!((reply.generations.len(), reply.more_generations), (64, 6));

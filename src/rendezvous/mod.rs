@@ -49,11 +49,13 @@ mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Secret, Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Past, Peer, RestartReason, Secret, Weight,
 };
 pub use job::Record;
 pub use service::{
     Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
     listen_locally, serve, serve_with,
 };
+#[cfg(feature = "otlp")]
+pub use service::{Collector, CollectorError};
 pub use state::{Census, State, apply};

@@ -48,10 +48,11 @@ use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
 
-/// What a launcher says without `RUST_LOG`: errors of its rendezvous, that others can reach it without a token, and that
-/// it keeps nodes out for want of files, are told nowhere else.
+/// What a launcher says without `RUST_LOG`: errors of its rendezvous, that others can reach it without a token, that it
+/// keeps nodes out for want of files, and that no collector is reached, are told nowhere else.
 const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::cli::launch::host=warn,\
-     ddp_run::rendezvous::service::incoming=warn,ddp_run::rendezvous::service::admission=warn";
+     ddp_run::rendezvous::service::incoming=warn,ddp_run::rendezvous::service::admission=warn,\
+     ddp_run::rendezvous::service::otlp=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
@@ -201,6 +202,10 @@ fn operators(facts: &HostFacts, is_host: bool) -> Result<Operators, CliError> {
     if let Some(token) = &token {
         operators.admin = Admin::with_token(token);
     }
+    #[cfg(feature = "otlp")]
+    if is_host {
+        operators.collector = rendezvous::Collector::from_environment(|name| std::env::var(name).ok())?;
+    }
     let Some(port) = facts.status_port else {
         return Ok(operators);
     };
@@ -306,6 +311,7 @@ mod tests {
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::server", Level::ERROR));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::admission", Level::WARN));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::incoming", Level::WARN));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::otlp", Level::WARN));
             assert!(!event_enabled!(target: "ddp_run::rendezvous::service::actor", Level::INFO));
         });
     }

@@ -212,7 +212,9 @@ impl Job {
             "job `{}`: generation {generation} ended: {}; {next}",
             self.id, over.cause
         ));
-        self.history.end(now, &over.cause);
+        if let Some(past) = self.history.end(now, &self.id, &over.cause) {
+            turn.tell_past(past);
+        }
         self.numbering.end_attempt();
         self.roster.end_excuses(now);
         self.roster.stop_members(turn, generation, &over);

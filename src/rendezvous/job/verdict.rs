@@ -155,7 +155,9 @@ impl Job {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        self.history.end(turn.at.now, &reason);
+        if let Some(past) = self.history.end(turn.at.now, &self.id, &reason) {
+            turn.tell_past(past);
+        }
         self.roster.end_excuses(turn.at.now);
         self.roster.send_all(turn, self.numbering.generation(), &verdict);
         self.kv.end(turn, &format!("the job has ended: {reason}"));

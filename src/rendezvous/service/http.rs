@@ -331,6 +331,9 @@ pub struct Operators {
     pub viewers: Admin,
     /// Notes carry job, generation and node apart from their words.
     pub log_fields: bool,
+    /// Where metrics and generations are sent.
+    #[cfg(feature = "otlp")]
+    pub collector: Option<super::otlp::Collector>,
 }
 
 #[cfg(test)]

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::refused::Code;
+#[cfg(feature = "otlp")]
+use prometheus_client::encoding::prometheus_protobuf::{encode, prometheus_data_model};
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -16,6 +18,8 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
+#[cfg(feature = "otlp")]
+use super::otlp::Ended;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
 use crate::rendezvous::state::Census;
 
@@ -50,6 +54,9 @@ pub(in crate::rendezvous) struct Metrics {
     is_draining: Gauge,
     descriptors: Gauge,
     max_descriptors: Gauge,
+    /// Generations that a collector is to have.
+    #[cfg(feature = "otlp")]
+    pub(super) past: Ended,
 }
 
 impl Metrics {
@@ -72,6 +79,8 @@ impl Metrics {
             is_draining: Gauge::default(),
             descriptors: Gauge::default(),
             max_descriptors: Gauge::default(),
+            #[cfg(feature = "otlp")]
+            past: Ended::default(),
         };
         metrics.register_counters();
         metrics.register_gauges();
@@ -176,6 +185,10 @@ impl Metrics {
                     self.refused(code);
                 }
             }
+            #[cfg(feature = "otlp")]
+            Effect::Past(past) => self.past.note(past),
+            #[cfg(not(feature = "otlp"))]
+            Effect::Past(_) => {}
             Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
         }
     }
@@ -195,9 +208,8 @@ impl Metrics {
         self.streams.set(streams as i64);
     }
 
-    /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs. One
-    /// call at a time: the numbers are set, then read.
-    pub(super) fn text(&self, census: &Census) -> [String; 2] {
+    /// Sets the gauges to the numbers of now.
+    fn set(&self, census: &Census) {
         for (state, count) in [
             ("gathering", census.gathering),
             ("recovering", census.recovering),
@@ -218,6 +230,11 @@ impl Metrics {
         self.is_draining.set(i64::from(census.is_draining));
         self.descriptors.set(open_descriptors().unwrap_or(-1));
         self.max_descriptors.set(max_descriptors().unwrap_or(-1));
+    }
+
+    /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs.
+    pub(super) fn text(&self, census: &Census) -> [String; 2] {
+        self.set(census);
         let mut text = String::new();
         // A `String` takes everything.
         let _ = encode_registry(&mut text, &self.registry);
@@ -227,6 +244,20 @@ impl Metrics {
             let _ = encode_eof(&mut text);
             text
         })
+    }
+}
+
+/// What is sent to a collector.
+#[cfg(feature = "otlp")]
+impl Metrics {
+    /// All of it with the numbers of now and the names of jobs.
+    pub(super) fn families(&self, census: &Census) -> Vec<prometheus_data_model::MetricFamily> {
+        self.set(census);
+        let registries = [&self.registry, &generations(census)];
+        let encoded = registries
+            .into_iter()
+            .filter_map(|registry| encode(registry).ok());
+        encoded.flatten().collect()
     }
 }
 

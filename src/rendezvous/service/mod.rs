@@ -10,6 +10,8 @@ mod http;
 mod incoming;
 mod ledger;
 mod metrics;
+#[cfg(feature = "otlp")]
+mod otlp;
 mod page;
 mod replies;
 mod server;
@@ -20,4 +22,6 @@ pub use admin::Admin;
 pub use http::Operators;
 pub use incoming::{Listener, OperatorTls, Transport, listen, listen_locally};
 pub use ledger::{Ledger, LedgerError};
+#[cfg(feature = "otlp")]
+pub use otlp::{Collector, CollectorError};
 pub use server::{ServeError, serve, serve_with};

@@ -12,6 +12,7 @@ use ddp_proto::rendezvous::{
     KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus,
     NodesReply, NodesRequest, StatusReply, StatusRequest,
 };
+use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
@@ -28,6 +29,8 @@ use super::http::{self, Http, Operators};
 use super::incoming::{Listener, accept_all};
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
+#[cfg(feature = "otlp")]
+use super::otlp::Exporter;
 use super::page::Viewers;
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
@@ -94,12 +97,11 @@ pub async fn serve_with(
     tasks.spawn(actor.run());
     let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
     if let Some(listener) = operators.http {
-        let (http, most) = (Arc::new(service.http(operators.viewers)), admission.pages());
-        tasks.spawn(async move {
-            http::serve(listener, http, most).await;
-            Ok(())
-        });
+        service.show(listener, operators.viewers, admission.pages(), &mut tasks);
     }
+    #[cfg(feature = "otlp")]
+    let exporter = (operators.collector)
+        .map(|collector| Exporter::start(collector, &requests, &service.metrics, &mut tasks));
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let rendezvous = RendezvousServer::new(service).max_decoding_message_size(limit);
     let room = Room::new(limit);
@@ -141,6 +143,10 @@ pub async fn serve_with(
         Some(ended) = tasks.join_next() => return result_of(ended),
         // Late ones are not waited for any longer.
         _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
+    }
+    #[cfg(feature = "otlp")]
+    if let Some(exporter) = exporter {
+        exporter.finish().await;
     }
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
@@ -200,15 +206,25 @@ impl Service {
         answer.await.map_err(|_| stopping())
     }
 
-    /// The same daemon in a browser.
-    fn http(&self, admin: Admin) -> Http {
-        Http {
+    /// Shows the same daemon in browsers, as one of `tasks`: to so many at a time.
+    fn show<E: Send + 'static>(
+        &self,
+        listener: TcpListener,
+        admin: Admin,
+        most: usize,
+        tasks: &mut JoinSet<Result<(), E>>,
+    ) {
+        let http = Http {
             requests: self.requests.clone(),
             metrics: self.metrics.clone(),
             admin,
             viewers: Viewers::default(),
             seen: tokio::sync::Mutex::default(),
-        }
+        };
+        tasks.spawn(async move {
+            http::serve(listener, Arc::new(http), most).await;
+            Ok(())
+        });
     }
 
     fn is_admin<T>(&self, request: &tonic::Request<T>) -> bool {

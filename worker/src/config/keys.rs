@@ -486,6 +486,7 @@ const WORDS_OF_OTHERS: &[(&str, &str)] = &[
 pub(super) const KEYS_OF_OTHERS: &[(&str, &str)] = &[
     ("batch_size", "train.micro_batch"),
     ("micro_batch_size", "train.micro_batch"),
+    ("per_device_train_batch_size", "train.micro_batch"),
     ("epochs", "train.steps"),
     ("num_epochs", "train.steps"),
     ("max_steps", "train.steps"),
@@ -511,6 +512,20 @@ pub(super) const KEYS_OF_OTHERS: &[(&str, &str)] = &[
     ("n_ctx", "model.block_size"),
     ("max_seq_len", "model.block_size"),
     ("context_length", "model.block_size"),
+    ("device", "parallel.backend"),
+    ("tensor_parallel", "parallel.tensor"),
+    ("pipeline_parallel", "parallel.pipeline.stages"),
+    ("output_dir", "run.out_dir"),
+    ("save_steps", "train.checkpoint_every"),
+    ("eval_steps", "train.eval_every"),
+    ("logging_steps", "train.log_every"),
+    ("max_grad_norm", "train.grad_clip"),
+    ("gradient_clipping", "train.grad_clip"),
+    ("gradient_checkpointing", "train.recompute"),
+    ("activation_checkpointing", "train.recompute"),
+    ("mixed_precision", "train.precision"),
+    ("dtype", "train.precision"),
+    ("resume_from_checkpoint", "run.resume"),
 ];
 
 /// The key that a value was meant for which stands in the place of its section: the section's first, if it takes it.

@@ -579,6 +579,8 @@ fn keys_of_other_programs_lead_to_ours() {
         ("model.num_layers", "model.n_layer"),
         ("train.lr", "train.optimizer.lr"),
         ("train.seed", "run.seed"),
+        ("train.device", "parallel.backend"),
+        ("train.gradient_checkpointing", "train.recompute"),
     ] {
         let words = set(&format!("{theirs}=1"));
         let expected = format!("unknown key `{theirs}`\n  hint: did you mean `{ours}`?");
