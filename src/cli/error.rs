@@ -226,17 +226,6 @@ pub enum CliError {
     },
 }
 
-#[cfg(feature = "otlp")]
-impl From<crate::rendezvous::CollectorError> for CliError {
-    fn from(error: crate::rendezvous::CollectorError) -> Self {
-        Self::BadVariable {
-            variable: error.variable.to_owned(),
-            value: error.value,
-            message: error.problem.to_owned(),
-        }
-    }
-}
-
 impl CliError {
     /// The documented exit code of this class.
     pub fn exit_code(&self) -> u8 {

@@ -325,7 +325,7 @@ fn serve(
             admin,
             log_fields: watching.log_format == LogFormat::Json,
             #[cfg(feature = "otlp")]
-            collector: rendezvous::Collector::from_environment(|name| std::env::var(name).ok())?,
+            collector: rendezvous::Collector::from_environment(|name| std::env::var(name).ok()),
         };
         rendezvous::serve_with(listener, config, ledger, operators, stops.stop())
             .await

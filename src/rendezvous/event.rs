@@ -169,12 +169,12 @@ pub enum Effect {
     /// Something to be counted.
     Observed(Observation),
     /// A generation is over.
-    Past(Box<Past>),
+    GenerationEnded(Box<EndedGeneration>),
 }
 
 /// A generation that is over, for those who look back.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Past {
+pub struct EndedGeneration {
     /// The job.
     pub job: String,
     /// When the first generation of the job began, on the daemon's clock.
@@ -350,7 +350,7 @@ impl Turn<'_> {
         self.effects.push(Effect::Observed(observation));
     }
 
-    pub(super) fn tell_past(&mut self, past: Past) {
-        self.effects.push(Effect::Past(Box::new(past)));
+    pub(super) fn end_generation(&mut self, ended: EndedGeneration) {
+        self.effects.push(Effect::GenerationEnded(Box::new(ended)));
     }
 }

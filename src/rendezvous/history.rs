@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{GenerationStatus, LossPoint, StatusReply};
 
-use super::event::Past;
+use super::event::EndedGeneration;
 use super::kv::clip;
 
 /// Generations that are kept, the last ones.
@@ -74,12 +74,12 @@ impl History {
     }
 
     /// The last generation is over; returns it, unless it was over before.
-    pub(super) fn end(&mut self, now: Duration, job: &str, why: &str) -> Option<Past> {
+    pub(super) fn end(&mut self, now: Duration, job: &str, why: &str) -> Option<EndedGeneration> {
         let running = self.generations.back_mut().filter(|last| last.ended.is_none());
         let last = running?;
         last.ended = Some(now);
         clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
-        Some(Past {
+        Some(EndedGeneration {
             job: job.to_owned(),
             job_began: self.job_began.unwrap_or(last.began),
             generation: last.tell(now),
@@ -164,9 +164,9 @@ mod tests {
         for generation in 1..=70 {
             let now = Duration::from_secs(generation);
             history.begin(now, generation, 2, 4, "all 2 nodes joined");
-            let past = history.end(now, "a", &"x".repeat(5000)).unwrap();
+            let ended = history.end(now, "a", &"x".repeat(5000)).unwrap();
             assert_eq!(
-                (past.generation.generation, past.job_began.as_secs()),
+                (ended.generation.generation, ended.job_began.as_secs()),
                 (generation, 1)
             );
             assert!(history.end(now, "a", "only the first end counts").is_none());

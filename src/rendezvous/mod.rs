@@ -49,13 +49,14 @@ mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Past, Peer, RestartReason, Secret, Weight,
+    About, At, CallId, ConnId, Effect, EndedGeneration, Event, KvError, Observation, Peer, RestartReason,
+    Secret, Weight,
 };
 pub use job::Record;
+#[cfg(feature = "otlp")]
+pub use service::Collector;
 pub use service::{
     Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
     listen_locally, serve, serve_with,
 };
-#[cfg(feature = "otlp")]
-pub use service::{Collector, CollectorError};
 pub use state::{Census, State, apply};

@@ -174,8 +174,9 @@ switched() {
 }
 
 # How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
-# all communication after backward; and one rank alone, of whose step several should take no longer. Then bucket by
-# bucket. On one card two ranks share it and the loopback, so the times are not those of two cards.
+# all communication after backward, once with few blocks for NCCL; and one rank alone, of whose step several should take
+# no longer. Then bucket by bucket. On one card two ranks share it and the loopback, so the times are not those of two
+# cards.
 section_overlap() {
     local ranks=2 batch=4 sharing=$sharing overlap
     if ((cards > 1)); then
@@ -188,6 +189,10 @@ section_overlap() {
     for overlap in true false; do
         train "overlap-$overlap" 40 "$ranks" "${common[@]}" run.timeline=15-16 "parallel.overlap=$overlap"
     done
+    if ((cards > 1)); then
+        # Fewer of NCCL's blocks leave more multiprocessors to what computes beside them.
+        switched NCCL_MAX_CTAS=8 train overlap-ctas 40 "$ranks" "${common[@]}" run.timeline=15-16
+    fi
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }
 

@@ -214,6 +214,8 @@ fn overlap_is_measured_where_each_rank_has_a_card_or_by_name() {
     assert!(log("overlap-true.log").contains("--nproc-per-node 4 "));
     assert!(log("overlap-true.log").ends_with(" ctas=\n"));
     assert!(log("overlap-alone.log").contains("--nproc-per-node 1 "));
+    assert!(log("overlap-ctas.log").contains("--nproc-per-node 4 "));
+    assert!(log("overlap-ctas.log").ends_with(" ctas=8\n"));
     assert!(log("ranks-2.log").ends_with(" ctas=2\n"));
     let shared = sections(1, "overlap");
     let log = |name: &str| text(shared.path(), name);

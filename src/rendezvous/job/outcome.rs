@@ -212,8 +212,8 @@ impl Job {
             "job `{}`: generation {generation} ended: {}; {next}",
             self.id, over.cause
         ));
-        if let Some(past) = self.history.end(now, &self.id, &over.cause) {
-            turn.tell_past(past);
+        if let Some(ended) = self.history.end(now, &self.id, &over.cause) {
+            turn.end_generation(ended);
         }
         self.numbering.end_attempt();
         self.roster.end_excuses(now);

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
@@ -19,7 +20,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 #[cfg(feature = "otlp")]
-use super::otlp::Ended;
+use super::otlp::WaitingSpans;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
 use crate::rendezvous::state::Census;
 
@@ -54,9 +55,11 @@ pub(in crate::rendezvous) struct Metrics {
     is_draining: Gauge,
     descriptors: Gauge,
     max_descriptors: Gauge,
+    /// Held while gauges are set and read, which belong together.
+    reading: Mutex<()>,
     /// Generations that a collector is to have.
     #[cfg(feature = "otlp")]
-    pub(super) past: Ended,
+    pub(super) spans: WaitingSpans,
 }
 
 impl Metrics {
@@ -79,8 +82,9 @@ impl Metrics {
             is_draining: Gauge::default(),
             descriptors: Gauge::default(),
             max_descriptors: Gauge::default(),
+            reading: Mutex::default(),
             #[cfg(feature = "otlp")]
-            past: Ended::default(),
+            spans: WaitingSpans::default(),
         };
         metrics.register_counters();
         metrics.register_gauges();
@@ -186,9 +190,9 @@ impl Metrics {
                 }
             }
             #[cfg(feature = "otlp")]
-            Effect::Past(past) => self.past.note(past),
+            Effect::GenerationEnded(ended) => self.spans.note(ended),
             #[cfg(not(feature = "otlp"))]
-            Effect::Past(_) => {}
+            Effect::GenerationEnded(_) => {}
             Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
         }
     }
@@ -208,8 +212,10 @@ impl Metrics {
         self.streams.set(streams as i64);
     }
 
-    /// Sets the gauges to the numbers of now.
-    fn set(&self, census: &Census) {
+    /// Sets the gauges to the numbers of now, until the result is dropped.
+    fn set(&self, census: &Census) -> MutexGuard<'_, ()> {
+        // Nothing panics that holds it.
+        let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
         for (state, count) in [
             ("gathering", census.gathering),
             ("recovering", census.recovering),
@@ -230,11 +236,12 @@ impl Metrics {
         self.is_draining.set(i64::from(census.is_draining));
         self.descriptors.set(open_descriptors().unwrap_or(-1));
         self.max_descriptors.set(max_descriptors().unwrap_or(-1));
+        reading
     }
 
     /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs.
     pub(super) fn text(&self, census: &Census) -> [String; 2] {
-        self.set(census);
+        let _reading = self.set(census);
         let mut text = String::new();
         // A `String` takes everything.
         let _ = encode_registry(&mut text, &self.registry);
@@ -252,7 +259,7 @@ impl Metrics {
 impl Metrics {
     /// All of it with the numbers of now and the names of jobs.
     pub(super) fn families(&self, census: &Census) -> Vec<prometheus_data_model::MetricFamily> {
-        self.set(census);
+        let _reading = self.set(census);
         let registries = [&self.registry, &generations(census)];
         let encoded = registries
             .into_iter()

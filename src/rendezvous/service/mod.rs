@@ -23,5 +23,5 @@ pub use http::Operators;
 pub use incoming::{Listener, OperatorTls, Transport, listen, listen_locally};
 pub use ledger::{Ledger, LedgerError};
 #[cfg(feature = "otlp")]
-pub use otlp::{Collector, CollectorError};
+pub use otlp::Collector;
 pub use server::{ServeError, serve, serve_with};

@@ -4,12 +4,16 @@
 //! OTLP over gRPC, without TLS: a collector on the same machine or in the same cluster takes it from there. What cannot
 //! be delivered costs the jobs nothing: metrics are lost, spans wait for the next attempt within their bound.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
+use std::error::Error as _;
 use std::str::FromStr as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use ddp_proto::printable;
+use ddp_proto::resolver::Resolver;
+use hyper_util::client::legacy::connect::HttpConnector;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_client::MetricsServiceClient;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -32,23 +36,31 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, timeout};
 use tonic::metadata::{Ascii, MetadataKey, MetadataMap, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
 
 use super::actor;
 use super::http::ask;
 use super::metrics::{MAX_LABELLED_JOBS, Metrics};
-use crate::rendezvous::event::Past;
+use crate::rendezvous::event::EndedGeneration;
+use crate::rendezvous::kv::clip;
 
 /// Where to send, as OpenTelemetry names it.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 const HEADERS: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 const TIMEOUT: &str = "OTEL_EXPORTER_OTLP_TIMEOUT";
+const PROTOCOL: &str = "OTEL_EXPORTER_OTLP_PROTOCOL";
 const INTERVAL: &str = "OTEL_METRIC_EXPORT_INTERVAL";
 const ATTRIBUTES: &str = "OTEL_RESOURCE_ATTRIBUTES";
 const NAME: &str = "OTEL_SERVICE_NAME";
+/// What is sent, each with the variable by which it is not wanted.
+const METRICS: (&str, &str) = ("metrics", "OTEL_METRICS_EXPORTER");
+const SPANS: (&str, &str) = ("spans", "OTEL_TRACES_EXPORTER");
 /// Generations that wait for the collector: 64 jobs that are restarted 16 times while it is away.
 const MAX_WAITING: usize = 1024;
 /// Spans of one message: with two reasons of 1 KiB each, a tenth of what collectors take.
 const MAX_SPANS: usize = 128;
+/// Bytes that are shown of a collector's words.
+const MAX_WORDS: usize = 256;
 /// How long the daemon stays for the last export.
 const LAST_EXPORT: Duration = Duration::from_secs(2);
 
@@ -56,108 +68,133 @@ const LAST_EXPORT: Duration = Duration::from_secs(2);
 #[derive(Clone, Debug)]
 pub struct Collector {
     endpoint: Endpoint,
+    connector: HttpConnector<Resolver>,
     headers: MetadataMap,
     every: Duration,
     resource: Resource,
+    wants: [bool; 2],
 }
 
-/// A variable of OpenTelemetry that cannot be used.
+/// A variable of OpenTelemetry that cannot be used: what it is set to, unless that may be a secret, and what was expected.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{variable} is `{value}`: {problem}")]
-pub struct CollectorError {
-    /// Its name.
-    pub variable: &'static str,
-    /// What it is set to, unless that may be a secret.
-    pub value: String,
-    /// What was expected.
-    pub problem: &'static str,
+struct Unusable {
+    variable: &'static str,
+    value: String,
+    problem: String,
 }
 
 impl Collector {
-    /// The one that the variables of OpenTelemetry name, read by `variable`; none if they name none.
-    pub fn from_environment(
-        variable: impl Fn(&str) -> Option<String>,
-    ) -> Result<Option<Self>, CollectorError> {
+    /// The one that the variables of OpenTelemetry name, read by `variable`. They may be meant for others: where one cannot
+    /// be used, a warning says so, and nothing is sent.
+    pub fn from_environment(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        Self::try_from_environment(variable).unwrap_or_else(|unusable| {
+            tracing::warn!("neither metrics nor spans are sent: {unusable}");
+            None
+        })
+    }
+
+    fn try_from_environment(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, Unusable> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let disabled = variable("OTEL_SDK_DISABLED").is_some_and(|value| value.eq_ignore_ascii_case("true"));
-        let Some(address) = variable(ENDPOINT).filter(|_| !disabled) else {
+        let is = |name, word: &str| variable(name).is_some_and(|value| value.eq_ignore_ascii_case(word));
+        let wants = [METRICS, SPANS].map(|(_, exporter)| !is(exporter, "none"));
+        let is_wanted = wants != [false; 2] && !is("OTEL_SDK_DISABLED", "true");
+        let Some(address) = variable(ENDPOINT).filter(|_| is_wanted) else {
             return Ok(None);
         };
+        if let Some(protocol) = variable(PROTOCOL).filter(|protocol| protocol != "grpc") {
+            return Err(unusable(PROTOCOL, &protocol, "this program has `grpc` only"));
+        }
         let millis = |name, default| match variable(name) {
             None => Ok(Duration::from_millis(default)),
             Some(text) => match text.parse() {
                 Ok(millis) if millis > 0 => Ok(Duration::from_millis(millis)),
-                _ => Err(wrong(name, &text, "expected milliseconds, 1 or more")),
+                _ => Err(unusable(name, &text, "expected milliseconds, 1 or more")),
             },
         };
-        let timeout = millis(TIMEOUT, 10_000)?;
-        if !address.starts_with("http://") {
-            let problem = "expected `http://host:4317`: OTLP over gRPC without TLS, to a collector nearby";
-            return Err(wrong(ENDPOINT, &address, problem));
-        }
-        let endpoint = Endpoint::from_shared(address.clone())
-            .map_err(|_| wrong(ENDPOINT, &address, "expected `http://host:4317`"))?
-            .connect_timeout(timeout)
-            .timeout(timeout);
+        let (endpoint, connector) = target(&address, millis(TIMEOUT, 10_000)?)?;
         let mut headers = MetadataMap::new();
         // What a header holds may be a secret.
-        let unusable = || wrong(HEADERS, "…", "expected `name=value,name=value`, percent-encoded");
-        for (name, value) in pairs(&variable(HEADERS).unwrap_or_default()).ok_or_else(unusable)? {
-            let name = MetadataKey::<Ascii>::from_str(&name).map_err(|_| unusable())?;
-            let mut value = MetadataValue::from_str(&value).map_err(|_| unusable())?;
+        let bad_headers = || unusable(HEADERS, "…", "expected `name=value,name=value`, percent-encoded");
+        for (name, value) in pairs(&variable(HEADERS).unwrap_or_default()).ok_or_else(bad_headers)? {
+            let name = MetadataKey::<Ascii>::from_str(&name).map_err(|_| bad_headers())?;
+            let mut value = MetadataValue::from_str(&value).map_err(|_| bad_headers())?;
             value.set_sensitive(true);
             headers.insert(name, value);
         }
         let text = variable(ATTRIBUTES).unwrap_or_default();
-        let given =
-            pairs(&text).ok_or_else(|| wrong(ATTRIBUTES, &text, "expected `name=value,name=value`"))?;
-        let mut attributes: HashMap<_, _> = given.into_iter().collect();
-        if let Some(name) = variable(NAME) {
-            attributes.insert("service.name".to_owned(), name);
-        }
-        let own = [
-            ("service.name", "ddp-rendezvous"),
-            ("service.version", env!("CARGO_PKG_VERSION")),
-        ];
-        for (name, value) in own {
-            attributes
-                .entry(name.to_owned())
-                .or_insert_with(|| value.to_owned());
-        }
-        let mut attributes: Vec<_> = attributes.into_iter().collect();
-        attributes.sort_unstable();
+        let bad_attributes = || unusable(ATTRIBUTES, &text, "expected `name=value,name=value`");
+        let given = pairs(&text).ok_or_else(bad_attributes)?;
         Ok(Some(Self {
             endpoint,
+            connector,
             headers,
             every: millis(INTERVAL, 60_000)?,
-            resource: Resource {
-                attributes: attributes
-                    .iter()
-                    .map(|(name, value)| text_attribute(name, value))
-                    .collect(),
-                ..Resource::default()
-            },
+            resource: resource(given, variable(NAME)),
+            wants,
         }))
     }
 }
 
-fn wrong(variable: &'static str, value: &str, problem: &'static str) -> CollectorError {
-    CollectorError {
-        variable,
-        value: value.to_owned(),
-        problem,
+/// What is given, and what this daemon says of itself where nothing is. No two daemons are of one name and instance: a
+/// collector would take the numbers of one for those of the other.
+fn resource(given: Vec<(String, String)>, name: Option<String>) -> Resource {
+    let host = nix::unistd::gethostname().unwrap_or_default();
+    let own = [
+        ("service.name", "ddp-rendezvous".to_owned()),
+        ("service.version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("service.instance.id", format!("{:032x}", rand::random::<u128>())),
+        ("host.name", host.to_string_lossy().into_owned()),
+    ];
+    let mut attributes: BTreeMap<_, _> = own.map(|(name, value)| (name.to_owned(), value)).into();
+    attributes.extend(given);
+    attributes.extend(name.map(|name| ("service.name".to_owned(), name)));
+    Resource {
+        attributes: attributes
+            .iter()
+            .map(|(name, value)| text_attribute(name, value))
+            .collect(),
+        ..Resource::default()
     }
 }
 
-/// `a=b,c=d` with values that are percent-encoded, as in the header `baggage` of W3C; none if it is not that.
+fn target(address: &str, timeout: Duration) -> Result<(Endpoint, HttpConnector<Resolver>), Unusable> {
+    let expected = "expected `http://host:4317`: OTLP over gRPC without TLS, to a collector nearby";
+    // With a user comes a password.
+    let shown = if address.contains('@') { "…" } else { address };
+    let wrong = || unusable(ENDPOINT, shown, expected);
+    if !address.starts_with("http://") || address.contains('@') {
+        return Err(wrong());
+    }
+    let endpoint = Endpoint::from_shared(address.to_owned()).map_err(|_| wrong())?;
+    let host = endpoint.uri().host().ok_or_else(wrong)?;
+    let resolver = Resolver::start(host).map_err(|error| unusable(ENDPOINT, shown, &error.to_string()))?;
+    let mut connector = HttpConnector::new_with_resolver(resolver);
+    connector.set_nodelay(true);
+    connector.set_connect_timeout(Some(timeout));
+    Ok((endpoint.connect_timeout(timeout).timeout(timeout), connector))
+}
+
+fn unusable(variable: &'static str, value: &str, problem: &str) -> Unusable {
+    Unusable {
+        variable,
+        value: printable::line(value).into_owned(),
+        problem: problem.to_owned(),
+    }
+}
+
+/// `a=b,c=d` percent-encoded, as in the header `baggage` of W3C; none if it is not that.
 fn pairs(text: &str) -> Option<Vec<(String, String)>> {
     let written = text.split(',').map(str::trim).filter(|pair| !pair.is_empty());
     written
         .map(|pair| {
             let (name, value) = pair.split_once('=')?;
-            let name = name.trim();
-            let value = percent_decode_str(value.trim()).decode_utf8().ok()?;
-            (!name.is_empty()).then(|| (name.to_owned(), value.into_owned()))
+            let decoded = |text: &str| {
+                let text = percent_decode_str(text.trim()).decode_utf8().ok()?;
+                Some(text.into_owned())
+            };
+            let (name, value) = (decoded(name)?, decoded(value)?);
+            (!name.is_empty()).then_some((name, value))
         })
         .collect()
 }
@@ -166,23 +203,41 @@ fn pairs(text: &str) -> Option<Vec<(String, String)>> {
 #[derive(Debug)]
 pub(super) struct Exporter {
     collector: Collector,
-    channel: Channel,
     requests: mpsc::Sender<actor::Request>,
     metrics: Arc<Metrics>,
     began: SystemTime,
-    /// The last attempt failed, and was told of. Held during an export: there is one at a time.
-    is_away: Mutex<bool>,
+    /// Of metrics and spans. Held during an export: there is one at a time.
+    reach: Mutex<[Reach; 2]>,
 }
 
-/// Generations that have ended, each with the time of its end: as many as may wait for a collector, if there is one.
+/// Whether something comes through to the collector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// As far as is known.
+    Through,
+    /// The last attempt failed, and was told of.
+    Away,
+    /// The collector takes none, or none is to be sent.
+    Unwanted,
+}
+
+/// Generations that have ended, each with the time of its end, until a collector has them, if there is one.
 #[derive(Debug, Default)]
-pub(super) struct Ended {
+pub(super) struct WaitingSpans {
     is_wanted: AtomicBool,
-    waiting: std::sync::Mutex<VecDeque<(SystemTime, Past)>>,
+    waiting: std::sync::Mutex<VecDeque<(SystemTime, EndedGeneration)>>,
 }
 
-impl Ended {
-    pub(super) fn note(&self, past: &Past) {
+impl WaitingSpans {
+    /// Whether any are kept from now on.
+    fn want(&self, is_wanted: bool) {
+        self.is_wanted.store(is_wanted, Ordering::Relaxed);
+        if !is_wanted {
+            self.waiting().clear();
+        }
+    }
+
+    pub(super) fn note(&self, ended: &EndedGeneration) {
         if !self.is_wanted.load(Ordering::Relaxed) {
             return;
         }
@@ -190,60 +245,69 @@ impl Ended {
         if waiting.len() >= MAX_WAITING {
             waiting.pop_front();
         }
-        waiting.push_back((SystemTime::now(), past.clone()));
+        waiting.push_back((SystemTime::now(), ended.clone()));
     }
 
     /// The first ones, as many as one message holds.
-    fn take(&self) -> Vec<(SystemTime, Past)> {
+    fn take(&self) -> Vec<(SystemTime, EndedGeneration)> {
         let mut waiting = self.waiting();
         let some = waiting.len().min(MAX_SPANS);
         waiting.drain(..some).collect()
     }
 
     /// They wait again, unless later ones have taken their room.
-    fn give_back(&self, ended: Vec<(SystemTime, Past)>) {
+    fn give_back(&self, ended: Vec<(SystemTime, EndedGeneration)>) {
         let mut waiting = self.waiting();
-        for past in ended.into_iter().rev() {
+        for generation in ended.into_iter().rev() {
             if waiting.len() < MAX_WAITING {
-                waiting.push_front(past);
+                waiting.push_front(generation);
             }
         }
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<(SystemTime, Past)>> {
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<(SystemTime, EndedGeneration)>> {
         // Nothing panics that holds it.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Exporter {
-    /// It exports again and again, as one of `tasks`.
+    /// Exports again and again, as one of `tasks`, if there is a collector.
     pub(super) fn start<E: Send + 'static>(
-        collector: Collector,
+        collector: Option<Collector>,
         requests: &mpsc::Sender<actor::Request>,
         metrics: &Arc<Metrics>,
         tasks: &mut JoinSet<Result<(), E>>,
-    ) -> Arc<Self> {
+    ) -> Option<Arc<Self>> {
+        let collector = collector?;
+        let reach = (collector.wants).map(|is_wanted| {
+            if is_wanted {
+                Reach::Through
+            } else {
+                Reach::Unwanted
+            }
+        });
+        metrics.spans.want(collector.wants[1]);
         let exporter = Arc::new(Self {
-            channel: collector.endpoint.connect_lazy(),
             collector,
             requests: requests.clone(),
             metrics: metrics.clone(),
             began: SystemTime::now(),
-            is_away: Mutex::default(),
+            reach: Mutex::new(reach),
         });
-        exporter.metrics.past.is_wanted.store(true, Ordering::Relaxed);
         let repeated = exporter.clone();
         tasks.spawn(async move {
             repeated.run().await;
             Ok(())
         });
-        exporter
+        Some(exporter)
     }
 
     /// Exports for the last time. What cannot be sent in time is lost: the jobs are over.
-    pub(super) async fn finish(&self) {
-        let _ = timeout(LAST_EXPORT, self.export()).await;
+    pub(super) async fn finish(exporter: Option<Arc<Self>>) {
+        if let Some(exporter) = exporter {
+            let _ = timeout(LAST_EXPORT, exporter.export()).await;
+        }
     }
 
     async fn run(&self) {
@@ -255,29 +319,52 @@ impl Exporter {
         }
     }
 
-    /// Sends what there is now. Tells when the collector goes away and when it is back, not at each attempt.
+    /// Sends what there is now, over a connection of its own: one that is kept may lead nowhere by the next time.
     async fn export(&self) {
-        let mut is_away = self.is_away.lock().await;
-        let exported = self.try_export().await;
-        let address = self.collector.endpoint.uri();
-        match exported {
-            Err(ref error) if !*is_away => {
-                let why = error.message();
-                tracing::warn!("metrics do not reach the collector at {address} ({ENDPOINT}): {why}");
-            }
-            Ok(()) if *is_away => tracing::info!("metrics reach the collector at {address} again"),
-            _ => {}
+        let mut reach = self.reach.lock().await;
+        let [metrics, spans] = &mut *reach;
+        let channel = (self.collector.endpoint).connect_with_connector_lazy(self.collector.connector.clone());
+        if *metrics != Reach::Unwanted {
+            let exported = self.export_metrics(channel.clone()).await;
+            self.tell(metrics, METRICS.0, exported);
         }
-        *is_away = exported.is_err();
+        if *spans != Reach::Unwanted {
+            let exported = self.export_spans(channel).await;
+            self.tell(spans, SPANS.0, exported);
+            self.metrics.spans.want(*spans != Reach::Unwanted);
+        }
     }
 
-    async fn try_export(&self) -> Result<(), tonic::Status> {
+    /// Tells when the collector goes away and when it is back, not at each attempt.
+    fn tell(&self, reach: &mut Reach, what: &str, exported: Result<(), Status>) {
+        let address = self.collector.endpoint.uri();
+        match exported {
+            Err(error) if error.code() == Code::Unimplemented => {
+                tracing::warn!("the collector at {address} ({ENDPOINT}) takes no {what}: none are sent");
+                *reach = Reach::Unwanted;
+            }
+            Err(error) => {
+                if *reach == Reach::Through {
+                    let why = why(&error);
+                    tracing::warn!("{what} do not reach the collector at {address} ({ENDPOINT}): {why}");
+                }
+                *reach = Reach::Away;
+            }
+            Ok(()) => {
+                if *reach == Reach::Away {
+                    tracing::info!("{what} reach the collector at {address} again");
+                }
+                *reach = Reach::Through;
+            }
+        }
+    }
+
+    async fn export_metrics(&self, channel: Channel) -> Result<(), Status> {
         let census = |answer| actor::Request::Census(MAX_LABELLED_JOBS, answer);
-        // An actor without time is asked again next time.
-        let Some(census) = ask(&self.requests, census).await else {
-            return Ok(());
-        };
-        let (began, now) = (nanos(self.began), nanos(SystemTime::now()));
+        let census = ask(&self.requests, census).await;
+        let census = census.ok_or_else(|| Status::unavailable("the daemon had no time for it"))?;
+        let began = nanos(self.began);
+        let now = nanos(SystemTime::now()).max(began);
         let families = self.metrics.families(&census).into_iter();
         let scope_metrics = ScopeMetrics {
             scope: Some(scope()),
@@ -291,42 +378,47 @@ impl Exporter {
                 ..ResourceMetrics::default()
             }],
         };
-        let mut metrics = MetricsServiceClient::new(self.channel.clone());
+        let mut metrics = MetricsServiceClient::new(channel);
         metrics.export(self.request(request)).await?;
-        self.export_spans().await
+        Ok(())
     }
 
-    /// The generations that have ended since. Those that could not be sent stay.
-    async fn export_spans(&self) -> Result<(), tonic::Status> {
+    /// The generations that have ended since. Those that could not be sent stay, unless the collector refuses them.
+    async fn export_spans(&self, channel: Channel) -> Result<(), Status> {
         loop {
-            let ended = self.metrics.past.take();
+            let ended = self.metrics.spans.take();
             if ended.is_empty() {
                 return Ok(());
             }
-            let spans = ended.iter().map(|(at, past)| self.span(*at, past));
-            if let Err(error) = self.send(spans.collect()).await {
-                self.metrics.past.give_back(ended);
+            let spans = ended.iter().map(|(at, ended)| self.span(*at, ended));
+            if let Err(error) = self.send(channel.clone(), spans.collect()).await {
+                if may_be_sent_again(error.code()) {
+                    self.metrics.spans.give_back(ended);
+                }
                 return Err(error);
             }
         }
     }
 
-    fn span(&self, at: SystemTime, past: &Past) -> Span {
-        let Past {
+    fn span(&self, at: SystemTime, ended: &EndedGeneration) -> Span {
+        let EndedGeneration {
             job,
             job_began,
             generation,
-        } = past;
+        } = ended;
         let before = |millis: u64| nanos(at).saturating_sub(millis.saturating_mul(1_000_000));
-        // The same for all generations of a job, and for no other job.
-        let mut trace = blake3::Hasher::new();
-        trace.update(&nanos(self.began).to_le_bytes());
-        trace.update(&job_began.as_nanos().to_le_bytes());
-        trace.update(job.as_bytes());
+        // The same for all generations of a job, and for no other job; and the same when one is sent again.
+        let mut hash = blake3::Hasher::new();
+        hash.update(&nanos(self.began).to_le_bytes());
+        hash.update(&job_began.as_nanos().to_le_bytes());
+        hash.update(job.as_bytes());
+        let trace_id = hash.finalize().as_bytes()[..16].to_vec();
+        hash.update(&generation.generation.to_le_bytes());
+        let span_id = hash.finalize().as_bytes()[16..24].to_vec();
         let whole = |number: u32| Value::IntValue(number.into());
         Span {
-            trace_id: trace.finalize().as_bytes()[..16].to_vec(),
-            span_id: rand::random::<[u8; 8]>().to_vec(),
+            trace_id,
+            span_id,
             name: format!("generation {}", generation.generation),
             kind: SpanKind::Internal.into(),
             start_time_unix_nano: before(generation.began_ms),
@@ -343,7 +435,7 @@ impl Exporter {
         }
     }
 
-    async fn send(&self, spans: Vec<Span>) -> Result<(), tonic::Status> {
+    async fn send(&self, channel: Channel, spans: Vec<Span>) -> Result<(), Status> {
         let request = ExportTraceServiceRequest {
             resource_spans: vec![ResourceSpans {
                 resource: Some(self.collector.resource.clone()),
@@ -355,7 +447,7 @@ impl Exporter {
                 ..ResourceSpans::default()
             }],
         };
-        let mut traces = TraceServiceClient::new(self.channel.clone());
+        let mut traces = TraceServiceClient::new(channel);
         traces.export(self.request(request)).await?;
         Ok(())
     }
@@ -365,6 +457,33 @@ impl Exporter {
         *request.metadata_mut() = self.collector.headers.clone();
         request
     }
+}
+
+/// As the specification of OTLP has it; what breaks on the way has the code of an unknown error or of a cancelled call.
+fn may_be_sent_again(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Cancelled
+            | Code::Unknown
+            | Code::DeadlineExceeded
+            | Code::ResourceExhausted
+            | Code::Aborted
+            | Code::OutOfRange
+            | Code::Unavailable
+            | Code::DataLoss
+    )
+}
+
+/// What went wrong, and what was behind it.
+fn why(error: &Status) -> String {
+    let causes = std::iter::successors(error.source(), |&error| error.source());
+    let mut words = error.message().to_owned();
+    if let Some(root) = causes.last().map(ToString::to_string)
+        && !words.contains(&root)
+    {
+        words = format!("{words}: {root}");
+    }
+    clip(&printable::line(&words), MAX_WORDS).to_owned()
 }
 
 fn scope() -> InstrumentationScope {
@@ -484,7 +603,7 @@ mod tests {
     };
     use tokio::net::TcpListener;
     use tokio_stream::wrappers::TcpListenerStream;
-    use tonic::{Request, Response, Status};
+    use tonic::{Request, Response};
 
     use super::*;
     use crate::rendezvous::event::{Effect, Observation};
@@ -528,8 +647,8 @@ mod tests {
         }
     }
 
-    fn collector(more: &[(&str, &str)]) -> Result<Option<Collector>, CollectorError> {
-        Collector::from_environment(|name| {
+    fn collector(more: &[(&str, &str)]) -> Result<Option<Collector>, Unusable> {
+        Collector::try_from_environment(|name| {
             let set = more.iter().find(|(set, _)| *set == name);
             set.map(|(_, value)| (*value).to_owned())
         })
@@ -552,7 +671,7 @@ mod tests {
         requests
     }
 
-    fn past(job: &str, number: u64) -> Effect {
+    fn ended(job: &str, number: u64) -> Effect {
         let generation = GenerationStatus {
             generation: number,
             nodes: 2,
@@ -562,19 +681,20 @@ mod tests {
             began_ms: 1000,
             ended_ms: Some(0),
         };
-        Effect::Past(Box::new(Past {
+        Effect::GenerationEnded(Box::new(EndedGeneration {
             job: job.into(),
             job_began: Duration::from_secs(1),
             generation,
         }))
     }
 
-    fn serve(listener: TcpListener) -> mpsc::UnboundedReceiver<Received> {
+    /// A collector that takes spans, and metrics if it is to.
+    fn serve(listener: TcpListener, takes_metrics: bool) -> mpsc::UnboundedReceiver<Received> {
         let (received, receive) = mpsc::unbounded_channel();
         let receiver = Receiver(received);
         let server = tonic::transport::Server::builder()
-            .add_service(MetricsServiceServer::new(receiver.clone()))
-            .add_service(TraceServiceServer::new(receiver))
+            .add_service(TraceServiceServer::new(receiver.clone()))
+            .add_optional_service(takes_metrics.then(|| MetricsServiceServer::new(receiver)))
             .serve_with_incoming(TcpListenerStream::new(listener));
         tokio::spawn(server);
         receive
@@ -584,12 +704,12 @@ mod tests {
         let address = format!("http://{address}");
         let mut variables = vec![(ENDPOINT, &*address), (INTERVAL, "3600000")];
         variables.extend_from_slice(more);
-        let collector = collector(&variables).unwrap().unwrap();
+        let collector = collector(&variables).unwrap();
         let metrics = Arc::new(Metrics::new());
         metrics.heartbeat(Duration::from_secs(3));
         metrics.heartbeat(Duration::from_mins(5));
         metrics.note(&Effect::Observed(Observation::Ended(78)));
-        Exporter::start::<()>(collector, &daemon(), &metrics, &mut JoinSet::new())
+        Exporter::start::<()>(collector, &daemon(), &metrics, &mut JoinSet::new()).unwrap()
     }
 
     fn number(metrics: &[Metric], name: &str, label: &str) -> f64 {
@@ -613,14 +733,14 @@ mod tests {
     async fn a_collector_is_sent_what_metrics_say_and_each_generation_once() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let mut receive = serve(listener);
+        let mut receive = serve(listener, true);
         let more = [
             (HEADERS, "tenant=team%20a"),
-            (ATTRIBUTES, "cluster=one"),
+            (ATTRIBUTES, "cluster=one,host.name=here,service.name=b"),
             (NAME, "nightly"),
         ];
         let exporter = exporter(&address, &more);
-        for effect in [past("a", 1), past("a", 2), past("b", 1)] {
+        for effect in [ended("a", 1), ended("a", 2), ended("b", 1)] {
             exporter.metrics.note(&effect);
         }
         exporter.export().await;
@@ -628,19 +748,20 @@ mod tests {
             panic!()
         };
         assert_eq!(tenant.unwrap(), "team a");
-        let resource = resources[0].resource.as_ref().unwrap();
-        assert_eq!(
-            resource.attributes,
-            [
-                text_attribute("cluster", "one"),
-                text_attribute("service.name", "nightly"),
-                text_attribute("service.version", env!("CARGO_PKG_VERSION")),
-            ]
-        );
+        let resource = &resources[0].resource.as_ref().unwrap().attributes;
+        let names: Vec<_> = resource.iter().map(|pair| pair.key.as_str()).collect();
+        let own = ["service.instance.id", "service.name", "service.version"];
+        assert_eq!(names, [&["cluster", "host.name"], &own[..]].concat());
+        for (name, value) in [
+            ("cluster", "one"),
+            ("host.name", "here"),
+            ("service.name", "nightly"),
+        ] {
+            assert!(resource.contains(&text_attribute(name, value)), "{name}");
+        }
         let metrics = &resources[0].scope_metrics[0].metrics;
         assert_eq!(number(metrics, "ddp_nodes", "away"), 1.0);
         assert_eq!(number(metrics, "ddp_jobs_ended_total", "closed"), 1.0);
-        assert_eq!(number(metrics, "ddp_jobs_ended_total", "success"), 0.0);
         assert_eq!(number(metrics, "ddp_job_generation", "a"), 3.0);
         assert_eq!(number(metrics, "ddp_build_info", env!("CARGO_PKG_VERSION")), 1.0);
         let ages = metrics
@@ -675,58 +796,78 @@ mod tests {
                 .contains(&text_attribute("ddp.ended", "rank 3 died"))
         );
 
-        exporter.finish().await;
+        Exporter::finish(Some(exporter)).await;
         assert!(matches!(receive.recv().await, Some(Received::Metrics(..))));
         assert!(receive.try_recv().is_err(), "no generation has ended since");
     }
 
     #[tokio::test]
-    async fn a_collector_that_is_away_is_told_of_once_and_gets_the_spans_later() {
+    async fn spans_wait_for_a_collector_that_is_away_and_go_to_one_that_takes_no_metrics() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);
         let exporter = exporter(&address.to_string(), &[]);
-        exporter.metrics.note(&past("a", 1));
+        exporter.metrics.note(&ended("a", 1));
         exporter.export().await;
-        assert!(*exporter.is_away.lock().await);
-        let mut receive = serve(TcpListener::bind(address).await.unwrap());
-        let spans = async {
-            loop {
-                exporter.export().await;
-                while let Ok(received) = receive.try_recv() {
-                    if let Received::Spans(spans) = received {
-                        return spans;
-                    }
-                }
-            }
+        assert_eq!(*exporter.reach.lock().await, [Reach::Away; 2]);
+        let mut receive = serve(TcpListener::bind(address).await.unwrap(), false);
+        exporter.export().await;
+        assert_eq!(*exporter.reach.lock().await, [Reach::Unwanted, Reach::Through]);
+        let Some(Received::Spans(spans)) = receive.recv().await else {
+            panic!()
         };
-        let spans = timeout(Duration::from_secs(30), spans).await.unwrap();
         assert_eq!(spans.len(), 1);
-        assert!(!*exporter.is_away.lock().await);
+    }
+
+    #[tokio::test]
+    async fn a_span_that_is_sent_again_is_the_same() {
+        let exporter = exporter("127.0.0.1:1", &[]);
+        exporter.metrics.note(&ended("a", 1));
+        let ids = || {
+            let waiting = exporter.metrics.spans.take();
+            let span = exporter.span(waiting[0].0, &waiting[0].1);
+            exporter.metrics.spans.give_back(waiting);
+            (span.trace_id, span.span_id)
+        };
+        let first = ids();
+        assert_eq!((first.0.len(), first.1.len()), (16, 8));
+        assert_eq!(first, ids());
+    }
+
+    #[test]
+    fn what_a_collector_says_is_one_line_with_its_cause() {
+        let mut error = Status::unavailable("away\n\x1b[31m");
+        error.set_source(Arc::new(std::io::Error::other("connection refused")));
+        assert_eq!(why(&error), "away\u{fffd}: connection refused");
+        assert!(may_be_sent_again(Code::Unavailable) && !may_be_sent_again(Code::InvalidArgument));
     }
 
     #[test]
     fn who_wants_no_generations_keeps_none_and_who_does_has_the_last_ones() {
-        let ended = Ended::default();
+        let spans = WaitingSpans::default();
         let note = |number| {
-            let Effect::Past(past) = past("a", number) else {
+            let Effect::GenerationEnded(ended) = ended("a", number) else {
                 panic!()
             };
-            ended.note(&past);
+            spans.note(&ended);
         };
-        let numbers = |some: &[(SystemTime, Past)]| -> Vec<_> {
-            some.iter().map(|(_, past)| past.generation.generation).collect()
+        let numbers = |some: &[(SystemTime, EndedGeneration)]| -> Vec<_> {
+            some.iter()
+                .map(|(_, ended)| ended.generation.generation)
+                .collect()
         };
         note(1);
-        assert!(ended.take().is_empty());
-        ended.is_wanted.store(true, Ordering::Relaxed);
+        assert!(spans.take().is_empty());
+        spans.want(true);
         (1..=MAX_WAITING as u64 + 2).for_each(note);
-        let first = ended.take();
+        let first = spans.take();
         assert_eq!(numbers(&first), (3..3 + MAX_SPANS as u64).collect::<Vec<_>>());
         note(5000);
-        ended.give_back(first);
-        assert_eq!(ended.waiting().len(), MAX_WAITING);
-        assert_eq!(ended.take()[0].1.generation.generation, 4, "the oldest made room");
+        spans.give_back(first);
+        assert_eq!(spans.waiting().len(), MAX_WAITING);
+        assert_eq!(spans.take()[0].1.generation.generation, 4, "the oldest made room");
+        spans.want(false);
+        assert!(spans.take().is_empty());
     }
 
     #[test]
@@ -735,13 +876,29 @@ mod tests {
         assert!(collector(&[(ENDPOINT, "")]).unwrap().is_none());
         let disabled = [(ENDPOINT, "http://a:4317"), ("OTEL_SDK_DISABLED", "True")];
         assert!(collector(&disabled).unwrap().is_none());
+        for off in [
+            [
+                ("OTEL_TRACES_EXPORTER", "none"),
+                ("OTEL_METRICS_EXPORTER", "none"),
+            ],
+            [(PROTOCOL, "grpc"), ("OTEL_SDK_DISABLED", "true")],
+        ] {
+            let variables = [&[(ENDPOINT, "http://127.0.0.1:4317")][..], &off].concat();
+            assert!(collector(&variables).unwrap().is_none());
+        }
+        let only_spans = [
+            (ENDPOINT, "http://127.0.0.1:4317"),
+            ("OTEL_METRICS_EXPORTER", "none"),
+        ];
+        assert_eq!(collector(&only_spans).unwrap().unwrap().wants, [false, true]);
         let refused = |name, value| {
-            let error = collector(&[(ENDPOINT, "http://a:4317"), (name, value)]).unwrap_err();
+            let error = collector(&[(ENDPOINT, "http://127.0.0.1:4317"), (name, value)]).unwrap_err();
             error.to_string()
         };
         let expected = "OTEL_METRIC_EXPORT_INTERVAL is `0`: expected milliseconds, 1 or more";
         assert_eq!(refused(INTERVAL, "0"), expected);
         assert!(refused(TIMEOUT, "10s").contains("OTEL_EXPORTER_OTLP_TIMEOUT is `10s`"));
+        assert!(refused(PROTOCOL, "http/protobuf").contains("`grpc` only"));
         assert!(refused(ATTRIBUTES, "cluster").contains("`cluster`: expected `name=value,name=value`"));
         for secret in [
             "authorization=a\nsecret",

@@ -93,15 +93,17 @@ pub async fn serve_with(
     let service = Service::new(requests.clone(), config.clone(), operators.admin);
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
-    let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
-    tasks.spawn(actor.run());
+    #[cfg(feature = "otlp")]
+    let exporter = Exporter::start(operators.collector, &requests, &service.metrics, &mut tasks);
+    tasks.spawn(
+        actor
+            .observed_by(service.metrics.clone(), operators.log_fields)
+            .run(),
+    );
     let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
     if let Some(listener) = operators.http {
         service.show(listener, operators.viewers, admission.pages(), &mut tasks);
     }
-    #[cfg(feature = "otlp")]
-    let exporter = (operators.collector)
-        .map(|collector| Exporter::start(collector, &requests, &service.metrics, &mut tasks));
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let rendezvous = RendezvousServer::new(service).max_decoding_message_size(limit);
     let room = Room::new(limit);
@@ -141,12 +143,12 @@ pub async fn serve_with(
     tokio::select! {
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
-        // Late ones are not waited for any longer.
-        _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
-    }
-    #[cfg(feature = "otlp")]
-    if let Some(exporter) = exporter {
-        exporter.finish().await;
+        () = async {
+            // Late ones are not waited for any longer.
+            let _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)).await;
+            #[cfg(feature = "otlp")]
+            Exporter::finish(exporter).await;
+        } => {}
     }
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
