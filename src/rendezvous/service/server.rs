@@ -95,11 +95,8 @@ pub async fn serve_with(
     let mut tasks = JoinSet::new();
     #[cfg(feature = "otlp")]
     let exporter = Exporter::start(operators.collector, &requests, &service.metrics, &mut tasks);
-    tasks.spawn(
-        actor
-            .observed_by(service.metrics.clone(), operators.log_fields)
-            .run(),
-    );
+    let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
+    tasks.spawn(actor.run());
     let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
     if let Some(listener) = operators.http {
         service.show(listener, operators.viewers, admission.pages(), &mut tasks);
@@ -144,8 +141,7 @@ pub async fn serve_with(
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
         () = async {
-            // Late ones are not waited for any longer.
-            let _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)).await;
+            reunited(&requests, lease).await;
             #[cfg(feature = "otlp")]
             Exporter::finish(exporter).await;
         } => {}
@@ -162,6 +158,11 @@ fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), Se
         Ok(written) => Ok(written?),
         Err(panic) => std::panic::resume_unwind(panic.into_panic()),
     }
+}
+
+/// Ends when no node is expected back. Late ones are not waited for any longer.
+async fn reunited(requests: &mpsc::Sender<Request>, lease: Duration) {
+    let _ = tokio::time::timeout(lease, answered(requests, Request::Reunite)).await;
 }
 
 /// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
