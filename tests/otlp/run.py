@@ -108,7 +108,7 @@ def check(programs, folder):
         assert run.returncode == 0, run.stderr
         return [line for line in run.stderr.splitlines() if "OTEL_" in line], time.monotonic() - began
 
-    # A collector that is away is told of once for each signal. One that never answers costs the job two seconds.
+    # A collector that is away costs one warning for each signal. One that never answers costs two seconds.
     said, usual = runs()
     assert len(said) == 2 and all("refused" in line for line in said), said
     print("a collector that is away:", *said, sep="\n  ")

@@ -206,16 +206,16 @@ pub(super) struct Exporter {
     requests: mpsc::Sender<actor::Request>,
     metrics: Arc<Metrics>,
     began: SystemTime,
-    /// Of metrics and spans. Held during an export: there is one at a time.
+    /// Of metrics, and of spans. Locked during an export: there is one at a time.
     reach: Mutex<[Reach; 2]>,
 }
 
-/// Whether something comes through to the collector.
+/// Whether metrics, or spans, reach the collector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reach {
-    /// As far as is known.
+    /// They do, as far as is known.
     Through,
-    /// The last attempt failed, and was told of.
+    /// The last attempt failed, and a warning said so.
     Away,
     /// The collector takes none, or none is to be sent.
     Unwanted,
