@@ -24,7 +24,7 @@ namespace {
 enum Status { OK = 0, INVALID = 7, NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, BF16 = 14 };
 enum Compute { COMPUTE_F32 = 68, COMPUTE_TF32 = 77 };
-enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128 };
+enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128, BGRADA = 512, BGRADB = 1024 };
 
 constexpr size_t WORKSPACE = 1 << 20, WORKSPACE_ALIGNMENT = 256;
 // Of the GELU's input: its address in bytes, and its leading dimension in elements.
@@ -36,6 +36,7 @@ struct Operation {
     unsigned epilogue = PLAIN;
     void *bias = nullptr, *aux = nullptr;
     int64_t aux_stride = 0;
+    int32_t multiprocessors = 0;
 };
 
 // By columns: element (i, j) at `i + j·stride`.
@@ -151,12 +152,29 @@ struct Product {
         return value;
     }
 
+    // The gradient of a bias: of each row of op(A), or column of op(B), the sum.
+    void sum_up(const std::vector<float> &rows, size_t count, size_t inner) const {
+        for (size_t i = 0; i < count; i++) {
+            float sum = 0.0f;
+            for (size_t k = 0; k < inner; k++) {
+                sum += rows[i * inner + k];
+            }
+            store(operation.bias, layouts[3].type, i, sum);
+        }
+    }
+
     void run() const {
         memset(workspace, 0xff, workspace_bytes);
         const bool tf32 = operation.compute == COMPUTE_TF32;
         const std::vector<float> left = packed(a, layouts[0], operation.transposed[0] == 0, tf32);
         const std::vector<float> right = packed(b, layouts[1], operation.transposed[1] != 0, tf32);
         const size_t inner = operation.transposed[0] ? layouts[0].rows : layouts[0].columns;
+        if (operation.epilogue & BGRADA) {
+            sum_up(left, layouts[3].rows, inner);
+        }
+        if (operation.epilogue & BGRADB) {
+            sum_up(right, layouts[3].columns, inner);
+        }
         for (size_t column = 0; column < layouts[3].columns; column++) {
             for (size_t row = 0; row < layouts[3].rows; row++) {
                 const float *x = &left[row * inner], *y = &right[column * inner];
@@ -191,7 +209,7 @@ uint32_t alignment(const void *at) {
 
 // What is wrong with the epilogue's pointers; null: nothing.
 const char *problem(const Operation &operation, const Layout &d) {
-    if ((operation.epilogue & BIAS) && !operation.bias) {
+    if ((operation.epilogue & (BIAS | BGRADA | BGRADB)) && !operation.bias) {
         return "an epilogue with a bias that is nowhere";
     }
     if (!(operation.epilogue & AUX)) {
@@ -265,6 +283,8 @@ API int cublasLtMatmulDescSetAttribute(Handle handle, int attribute, const void 
         return take(operation.aux);
     case 12:
         return take(operation.aux_stride);
+    case 15:
+        return take(operation.multiprocessors);
     default:
         return NOT_SUPPORTED;
     }

@@ -5,9 +5,10 @@
 # `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of `ranks`), `cards` (how many there are),
 # `sharing` (how ranks may share one: `nccl` or `hosts`), and `nccl_of_user` (NCCL's variables before the script set them).
 
-# What `speed` trains 124M with once more, each to be compared with 124M without: NAME VARIABLE=VALUE. report.py finds
-# them by their logs.
-switches=("fused DDP_FUSED_GELU=1" "timed DDP_TIMED_PRODUCTS=1")
+# What `speed` trains 124M with once more, each to be compared with 124M without: NAME, then VARIABLE=VALUE of the
+# environment or KEY=VALUE of the configuration. report.py finds them by their logs.
+switches=("fused DDP_FUSED_GELU=1" "timed DDP_TIMED_PRODUCTS=1" "bias DDP_FUSED_BIAS_GRADIENTS=1"
+    "logits DDP_SHARED_LOGITS=1" "kept train.recompute=never" "kept-fused train.recompute=never DDP_FUSED_GELU=1")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {
@@ -147,13 +148,15 @@ section_kernels() { binary gpu_kernels gpu_kernels 60 --tokens "$packed/python-r
 
 # The last two steps of the sizes have a timeline, which says what each operation took.
 section_speed() {
-    local size switch name assignment timeline="run.timeline=$((steps - 1))-$steps"
+    local size switch timeline="run.timeline=$((steps - 1))-$steps"
     for size in 124m 350m; do
         timed "speed-$size" "$size" "$timeline"
     done
+    # Fewer steps are enough to compare with.
+    local steps=$((steps * 2 / 5))
     for switch in "${switches[@]}"; do
-        read -r name assignment <<<"$switch"
-        switched "$assignment" timed "speed-124m-$name" 124m
+        read -ra switch <<<"$switch"
+        switched "${switch[@]:1}" timed "speed-124m-${switch[0]}" 124m
     done
 }
 
@@ -166,11 +169,14 @@ timed() {
         "train.precision=$precision" "$@"
 }
 
-# A command with one more variable in its environment: VARIABLE=VALUE COMMAND...
+# A command with more variables in its environment, or more keys at its end: VARIABLE=VALUE or KEY=VALUE... COMMAND...
 switched() {
-    local -x "${1?}"
-    shift
-    "$@"
+    local keys=()
+    while [[ $1 == *=* ]]; do
+        if [[ $1 == [A-Z]* ]]; then local -x "${1?}"; else keys+=("$1"); fi
+        shift
+    done
+    "$@" "${keys[@]}"
 }
 
 # How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
@@ -192,6 +198,8 @@ section_overlap() {
     if ((cards > 1)); then
         # Fewer of NCCL's blocks leave more multiprocessors to what computes beside them.
         switched NCCL_MAX_CTAS=8 train overlap-ctas 40 "$ranks" "${common[@]}" run.timeline=15-16
+        # And products that are made for those that are left: of 132 on an H100.
+        switched NCCL_MAX_CTAS=8 DDP_SM_COUNT_TARGET=124 train overlap-sms 40 "$ranks" "${common[@]}" run.timeline=15-16
     fi
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }

@@ -44,7 +44,7 @@ impl Work {
         Self {
             model: 3 * (2 * (matrices + vocabulary * width) + attention),
             repeated: match recompute {
-                Recompute::None => 0,
+                Recompute::Never | Recompute::None => 0,
                 // The first of the feed-forward layer's products.
                 Recompute::Selective => 2 * widen,
                 // All but the last one, whose output nobody reads.

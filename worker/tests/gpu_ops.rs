@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
 use ddp_worker::device::Device;
+use ddp_worker::device::cuda::KernelChoices;
 use op_cases::{Bench, Case, Size, Types, catalogue};
 
 /// Runs everything in every precision, and says everything that differs.
@@ -66,18 +67,36 @@ fn sizes_of_training_agree_with_the_cpu() {
     check(Size::Large);
 }
 
-/// On Hopper in one pass of cuBLASLt where it has one; elsewhere as without.
-#[test]
-fn gelus_within_products_agree_with_the_cpu() {
-    let Some(device) = gpu_support::open(true) else {
+/// In one pass of cuBLASLt where it has one (for GELUs on Hopper only), elsewhere as without; rows of logits in shared
+/// memory where they fit.
+fn check_other_kernels(size: Size) {
+    let Some(device) = gpu_support::open(KernelChoices {
+        fused_gelu: true,
+        fused_bias_gradients: true,
+        shared_logits: true,
+    }) else {
         return;
     };
-    for size in [Size::Small, Size::Large] {
+    for kind in [
+        "linear and gelu",
+        "linear dweight and dbias",
+        "cross entropy and gradient",
+    ] {
         let mut cases = catalogue(size);
-        cases.retain(|case| case.name.starts_with("linear and gelu"));
-        assert!(!cases.is_empty());
+        cases.retain(|case| case.name.starts_with(kind));
+        assert!(!cases.is_empty(), "{kind}");
         check_on(device.as_ref(), &cases);
     }
+}
+
+#[test]
+fn other_kernels_agree_with_the_cpu() {
+    check_other_kernels(Size::Small);
+}
+
+#[test]
+fn other_kernels_agree_with_the_cpu_at_sizes_of_training() {
+    check_other_kernels(Size::Large);
 }
 
 #[test]

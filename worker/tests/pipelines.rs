@@ -129,7 +129,8 @@ fn thirty_layers_on_four_stages_are_thirty_layers() {
 /// The halves of backward keep what they read, whatever was recomputed; masks are functions of the samples' numbers.
 #[test]
 fn recomputation_bf16_and_dropout_equal_one_rank() {
-    let variants: [(&str, Change); 4] = [
+    let variants: [(&str, Change); 5] = [
+        ("never", |c| c.train.recompute = Recompute::Never),
         ("selective", |c| c.train.recompute = Recompute::Selective),
         ("full", |c| c.train.recompute = Recompute::Full),
         ("bf16", |c| c.train.precision = Precision::Bf16),

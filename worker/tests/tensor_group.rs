@@ -397,6 +397,7 @@ impl<'a> TwoProducts<'a> {
                 dout: dout.clone(),
                 dweight: dweight.clone(),
                 accumulate: false,
+                dbias: None,
                 shape,
             });
             member.read(&dweight)

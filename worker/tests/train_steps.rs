@@ -47,7 +47,7 @@ fn recomputation_changes_no_bit_under_any_strategy() {
     for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
         let reference = run(Strategy::Ddp, Recompute::None, kind);
         for strategy in STRATEGIES {
-            for recompute in [Recompute::Selective, Recompute::Full] {
+            for recompute in [Recompute::Never, Recompute::Selective, Recompute::Full] {
                 let what = format!("{kind:?} {strategy:?} {recompute:?}");
                 assert_same(&reference, &run(strategy, recompute, kind), &what);
             }
@@ -96,6 +96,7 @@ fn recomputation_keeps_what_the_formula_says() {
     // 2 samples of 16 positions, 64 channels, 2 heads, f32.
     let (positions, channels, heads) = (2 * 16, 64, 2);
     for (recompute, numbers) in [
+        (Recompute::Never, 16 * channels + heads),
         (Recompute::None, 10 * channels + heads),
         (Recompute::Selective, 6 * channels + heads),
         (Recompute::Full, channels),

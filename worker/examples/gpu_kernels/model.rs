@@ -82,6 +82,22 @@ impl Model {
                     dout: bench.act(rows * outputs)?,
                     dweight: bench.act(inputs * outputs)?,
                     accumulate: false,
+                    dbias: None,
+                    shape,
+                })
+            })?;
+            bench.row("  … and of the bias", work, || {
+                let dout = bench.act(rows * outputs)?;
+                Ok(LinearDweight {
+                    inp: bench.act(rows * inputs)?,
+                    dout: dout.clone(),
+                    dweight: bench.act(inputs * outputs)?,
+                    accumulate: false,
+                    dbias: Some(ColumnSum {
+                        x: dout,
+                        out: bench.act(outputs)?,
+                        accumulate: false,
+                    }),
                     shape,
                 })
             })?;
@@ -132,6 +148,7 @@ impl Model {
                 gelu: GeluBackward {
                     inp_out: bench.act(4 * rows * c)?,
                     dout_dinp: dwide,
+                    makes_out: true,
                 },
             })
         })
@@ -193,6 +210,7 @@ impl Model {
             Ok(GeluBackward {
                 inp_out: bench.act(4 * n)?,
                 dout_dinp: bench.act(4 * n)?,
+                makes_out: true,
             })
         })?;
         bench.row("column sum of 3·C", moves(3 * n), || {

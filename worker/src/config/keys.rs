@@ -127,7 +127,7 @@ pub(super) const KEYS: &[Key] = &[
     key("train.precision", Or("f32"), Word(&["f32", "bf16", "tf32"])),
     key("train.on_nonfinite", Or("stop"), Word(&["stop", "skip"])),
     key("train.max_skips", Or("10"), STEPS),
-    key("train.recompute", Or("none"), Word(&["none", "selective", "full"])),
+    key("train.recompute", Or("none"), Word(&["never", "none", "selective", "full"])),
     key("train.grad_clip", Nullable(Some("1.0")), Number("a number above 0, or empty not to clip", |x| x > 0.0)),
     key("train.optimizer.kind", Or("adamw"), Word(OptimizerKind::WORDS)),
     key("train.optimizer.lr", Or("3e-4"), NOT_NEGATIVE),

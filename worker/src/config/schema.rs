@@ -443,7 +443,9 @@ pub enum OnNonFinite {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// Nothing.
+    /// Nothing at all.
+    Never,
+    /// No products: what is computed element by element.
     None,
     /// What takes much memory and little arithmetic.
     Selective,

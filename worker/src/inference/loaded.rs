@@ -51,11 +51,8 @@ pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Devic
         return Ok(Arc::new(CpuDevice::new(threads)?));
     }
     Ok(Arc::new(CudaDevice::open(CudaOptions {
-        ordinal: 0,
-        tf32: false,
-        fused_gelu: false,
-        timed_products: false,
         cache: KernelCache::of_user(),
+        ..CudaOptions::default()
     })?))
 }
 

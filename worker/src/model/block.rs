@@ -67,6 +67,11 @@ pub trait Block: Send + Sync {
         None
     }
 
+    /// The same block, whose backward recomputes nothing; none if it does not anyway.
+    fn keeping(&self) -> Option<Arc<dyn Block>> {
+        None
+    }
+
     /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
     /// input; none for a block whose input has no gradient (tokens).
     ///
@@ -121,21 +126,21 @@ pub trait GradSink {
     }
 }
 
-/// A contribution to the gradient of a parameter that is computed later.
+/// Contributions to the gradients of parameters that are computed later, together.
 pub struct WeightGradient {
-    /// Of which parameter.
-    pub(super) id: ParamId,
+    /// Of which parameters.
+    pub(super) ids: Vec<ParamId>,
     /// Of which block, once that has ended its half of backward.
     pub(super) block: usize,
     /// Kept until it has been computed.
     pub(super) reads: Vec<Activation>,
-    /// What computes it.
-    pub(super) op: Box<dyn FnOnce(GradSlot) -> Op + Send>,
+    /// What computes them, in the memory of each.
+    pub(super) op: Box<dyn FnOnce(Vec<GradSlot>) -> Op + Send>,
 }
 
 impl std::fmt::Debug for WeightGradient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "WeightGradient({:?}, of {:?})", self.id, self.reads)
+        write!(f, "WeightGradient({:?}, of {:?})", self.ids, self.reads)
     }
 }
 
@@ -194,26 +199,41 @@ impl Context<'_> {
         self.spanned(Kind::Operation, || name.into(), enqueue);
     }
 
-    /// Puts what computes this block's contribution to the gradient of `id` from `reads` on the compute stream, and reports
-    /// it; or puts it off.
-    pub fn contribute<O: Into<Op>>(
+    /// Puts what computes this block's contributions to the gradients of `ids` from `reads` on the compute stream, and
+    /// reports them; or puts it off. Parameters are in the order of gradient memory.
+    pub fn contribute<O: Into<Op>, const N: usize>(
         &self,
         grads: &mut dyn GradSink,
-        (id, reads): (ParamId, &[&Activation]),
-        op: impl FnOnce(GradSlot) -> O + Send + 'static,
+        (ids, reads): ([ParamId; N], &[&Activation]),
+        op: impl FnOnce([GradSlot; N]) -> O + Send + 'static,
     ) -> Result<(), DeviceError> {
-        if let Some(queue) = grads.put_off() {
-            queue.push(WeightGradient {
-                id,
-                block: usize::MAX,
-                reads: reads.iter().map(|&read| read.clone()).collect(),
-                op: Box::new(|slot| op(slot).into()),
-            });
-            return Ok(());
+        let all = |slots: Vec<GradSlot>| <[GradSlot; N]>::try_from(slots).expect("one for each parameter");
+        let later = WeightGradient {
+            ids: ids.to_vec(),
+            block: usize::MAX,
+            reads: reads.iter().map(|&read| read.clone()).collect(),
+            op: Box::new(move |slots| op(all(slots)).into()),
+        };
+        match grads.put_off() {
+            Some(queue) => {
+                queue.push(later);
+                Ok(())
+            }
+            None => self.contribute_now(grads, later),
         }
-        let slot = grads.grad(id)?;
-        self.enqueue(op(slot));
-        grads.contributed(id, self.record())
+    }
+
+    /// What [`Context::contribute`] has put off.
+    pub(super) fn contribute_now(
+        &self,
+        grads: &mut dyn GradSink,
+        WeightGradient { ids, reads, op, .. }: WeightGradient,
+    ) -> Result<(), DeviceError> {
+        let slots = ids.iter().map(|&id| grads.grad(id));
+        self.enqueue(op(slots.collect::<Result<_, _>>()?));
+        drop(reads);
+        ids.into_iter()
+            .try_for_each(|id| grads.contributed(id, self.record()))
     }
 
     /// Does some work, which is a span of the timeline if one is open.
@@ -368,6 +388,11 @@ impl Saved {
     /// Keeps an activation.
     pub fn put(&mut self, name: &'static str, activation: &Activation) {
         self.slots.insert(name, activation.clone());
+    }
+
+    /// Keeps all of another's.
+    pub(super) fn extend(&mut self, other: Self) {
+        self.slots.extend(other.slots);
     }
 
     /// Takes an activation out.

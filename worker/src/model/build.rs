@@ -74,7 +74,7 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
             outputs: vocab / part.tensor.1,
             layout: WeightLayout::OutIn,
         };
-        Arc::new(Head::new(NormedDense { norm, dense }))
+        Arc::new(Head::new(NormedDense::new(norm, dense)))
     });
     Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
@@ -467,10 +467,10 @@ impl<'a> Parts<'a> {
             let (fused, heads) = (stretches.iter().sum(), kind.heads * kind.head_size);
             let cut = Side::Outputs(&stretches);
             Attention {
-                qkv: NormedDense {
-                    norm: self.norm(group, &key(names.attention_norm), decoder),
-                    dense: self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
-                },
+                qkv: NormedDense::new(
+                    self.norm(group, &key(names.attention_norm), decoder),
+                    self.dense(group, &key(names.qkv), [channels, fused], cut, decoder),
+                ),
                 projection: self.dense(
                     group,
                     &key(names.attention_projection),
@@ -491,16 +491,16 @@ impl<'a> Parts<'a> {
             ActivationKind::SwiGlu => &halves,
         });
         let feed_forward = FeedForward {
-            widen: NormedDense {
-                norm: self.norm(group, &key(names.feed_forward_norm), decoder),
-                dense: self.dense(
+            widen: NormedDense::new(
+                self.norm(group, &key(names.feed_forward_norm), decoder),
+                self.dense(
                     group,
                     &key(names.widen),
                     [channels, decoder.widened()],
                     cut,
                     decoder,
                 ),
-            },
+            ),
             projection: self.dense(
                 group,
                 &key(names.narrow),
@@ -510,6 +510,7 @@ impl<'a> Parts<'a> {
             ),
             activation: decoder.activation,
             keeps_wide: true,
+            keeps_active: false,
             dropout,
         };
         TransformerBlock::new(name, attention, feed_forward)
@@ -526,15 +527,17 @@ pub struct ModelError {
     hint: String,
 }
 
-/// The same model, which keeps less for backward: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et
-/// al. 2022).
+/// The same model, which keeps less for backward, or more: memory of activations for arithmetic (Chen et al. 2016;
+/// Korthikanti et al. 2022).
 ///
 /// A transformer block of C channels keeps 10·C numbers a position for its backward, and one a head. What is computed
-/// element by element (normalisations, the output of the GELU) is never kept.
+/// element by element (normalisations, the output of the GELU) is kept with `never` only. That of SwiGLU never is: it comes
+/// with its gradient, in memory that is there anyway.
 ///
 /// | `train.recompute` | kept, numbers a position | computed again |
 /// |---|---|---|
-/// | `none` | 10·C + heads | nothing |
+/// | `never` | 16·C + heads | nothing |
+/// | `none` | 10·C + heads | normalisations and GELU: no products |
 /// | `selective` | 6·C + heads | the widened half of the feed-forward layer: a third of the block's products |
 /// | `full` | C, the block's input | all of the block but its last product, whose output is not read |
 ///
@@ -548,9 +551,14 @@ pub struct ModelError {
 pub fn recomputing(mut model: Model, what: Recompute) -> Model {
     match what {
         Recompute::None => {}
-        Recompute::Selective => {
+        Recompute::Never | Recompute::Selective => {
             for block in &mut model.blocks {
-                *block = block.selective().unwrap_or_else(|| block.clone());
+                let other = if what == Recompute::Never {
+                    block.keeping()
+                } else {
+                    block.selective()
+                };
+                *block = other.unwrap_or_else(|| block.clone());
             }
         }
         Recompute::Full => {

@@ -4,7 +4,7 @@
 //! Within a layer backward works in the reverse of the order in which parameters are listed, since that is the order of
 //! gradient memory: the bias, then the weight.
 
-use super::{Activation, Context, GradSink, GradSlot, ParamId};
+use super::{Activation, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
     self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LayerNormBackward, LayerNormForward, LinearDinp,
@@ -186,52 +186,75 @@ impl Dense {
         Ok((dinp, linear))
     }
 
-    /// Gradient of the bias.
-    pub(super) fn dbias(
+    /// Gradients of the bias and the weight. That of the bias sums up this rank's rows of the output's gradient, `own`, and
+    /// that of the weight needs all rows, `dout`.
+    pub(super) fn gradients(
         &self,
         ctx: &Context<'_>,
-        dout: &Activation,
+        [inp, dout, own]: [&Activation; 3],
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let Some(bias) = self.bias else {
-            return Ok(());
+        let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
+        let weight = move |slot: GradSlot, dbias| LinearDweight {
+            inp: inp_rows,
+            dout: dout_rows,
+            dweight: slot.buffer,
+            accumulate: slot.accumulate,
+            dbias,
+            shape,
         };
-        let x = dout.buffer().clone();
+        let Some(bias) = self.bias else {
+            let of = |[slot]: [GradSlot; 1]| weight(slot, None);
+            return ctx.contribute(grads, ([self.weight], &[inp, dout]), of);
+        };
+        let x = own.buffer().clone();
         let sum = move |slot: GradSlot| ColumnSum {
             x,
             out: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, (bias, &[dout]), sum)
-    }
-
-    /// Gradient of the weight.
-    pub(super) fn dweight(
-        &self,
-        ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
-        let of = move |slot: GradSlot| LinearDweight {
-            inp: inp_rows,
-            dout: dout_rows,
-            dweight: slot.buffer,
-            accumulate: slot.accumulate,
-            shape,
-        };
-        ctx.contribute(grads, (self.weight, &[inp, dout]), of)
+        if own.buffer().same(dout.buffer()) {
+            let of = |[dbias, dweight]: [GradSlot; 2]| weight(dweight, Some(sum(dbias)));
+            return ctx.contribute(grads, ([bias, self.weight], &[inp, dout]), of);
+        }
+        ctx.contribute(grads, ([bias], &[own]), |[slot]| sum(slot))?;
+        ctx.contribute(grads, ([self.weight], &[inp, dout]), |[slot]| weight(slot, None))
     }
 }
 
-/// A normalisation of the residual stream, and the linear layer that reads it. What lies between is not kept.
+/// A normalisation of the residual stream, and the linear layer that reads it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormedDense {
     pub(super) norm: Norm,
     pub(super) dense: Dense,
+    /// Name under which what lies between is kept for backward. None: it is computed again.
+    pub(super) kept_as: Option<&'static str>,
 }
 
 impl NormedDense {
+    pub(super) fn new(norm: Norm, dense: Dense) -> Self {
+        Self {
+            norm,
+            dense,
+            kept_as: None,
+        }
+    }
+
+    /// The same, which keeps what lies between under this name.
+    pub(super) fn keeping(self, name: &'static str) -> Self {
+        Self {
+            kept_as: Some(name),
+            ..self
+        }
+    }
+
+    /// Keeps what lies between, if it is kept.
+    pub(super) fn keep(&self, saved: &mut Saved, normalised: &Activation) {
+        if let Some(name) = self.kept_as {
+            saved.put(name, normalised);
+        }
+    }
+
     pub(super) fn params(&self) -> Vec<ParamId> {
         [self.norm.params(), self.dense.params()].concat()
     }
@@ -240,12 +263,13 @@ impl NormedDense {
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
-        inp: &Activation,
+        (inp, saved): (&Activation, &mut Saved),
         name: &str,
     ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
         let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
         ctx.enqueue(linear);
+        self.keep(saved, &normalised);
         Ok(out)
     }
 
@@ -254,12 +278,14 @@ impl NormedDense {
     pub(super) fn backward(
         &self,
         ctx: &Context<'_>,
-        [inp, dout]: [&Activation; 2],
+        ([inp, dout], saved): ([&Activation; 2], &mut Saved),
         stream: Option<&Activation>,
         grads: &mut dyn GradSink,
     ) -> Result<Activation, DeviceError> {
-        self.dense.dbias(ctx, dout, grads)?;
-        let normalised = self.norm.forward(ctx, inp)?;
+        let normalised = match self.kept_as {
+            Some(name) => saved.take(name)?,
+            None => self.norm.forward(ctx, inp)?,
+        };
         let gradient = || {
             let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
             ctx.enqueue(linear);
@@ -267,7 +293,7 @@ impl NormedDense {
         };
         // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
         let early = ctx.tensor.map(|_| gradient()).transpose()?;
-        self.dense.dweight(ctx, [&normalised, dout], grads)?;
+        self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;
         drop(normalised);
         let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
         let dinp = match stream {

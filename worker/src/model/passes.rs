@@ -171,12 +171,9 @@ impl Passes<'_> {
 
     /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
     pub fn weight_gradients(&self, flight: &mut Flight, grads: &mut dyn GradSink) -> Result<(), DeviceError> {
-        for WeightGradient { id, block, reads, op } in flight.put_off.drain(..) {
-            grads.enter(block);
-            let slot = grads.grad(id)?;
-            self.ctx.enqueue(op(slot));
-            drop(reads);
-            grads.contributed(id, self.ctx.record())?;
+        for later in flight.put_off.drain(..) {
+            grads.enter(later.block);
+            self.ctx.contribute_now(grads, later)?;
         }
         Ok(())
     }
@@ -224,7 +221,7 @@ impl Passes<'_> {
             let mut reported = reports.reported;
             for later in &mut put_off[first..] {
                 later.block = index;
-                reported.push(later.id);
+                reported.extend(&later.ids);
             }
             hooks.after(index, Pass::Backward, gradient.as_ref())?;
             let listed = block.params().iter().rev().copied();

@@ -104,6 +104,17 @@ impl Block for TransformerBlock {
         Some(Arc::new(leaner))
     }
 
+    fn keeping(&self) -> Option<Arc<dyn Block>> {
+        let mut richer = self.clone();
+        if let Some(attention) = &mut richer.attention {
+            attention.qkv = attention.qkv.keeping("attention normalised");
+        }
+        let feed_forward = &mut richer.feed_forward;
+        feed_forward.widen = feed_forward.widen.keeping("feed-forward normalised");
+        feed_forward.keeps_active = feed_forward.activation == ActivationKind::Gelu;
+        Some(Arc::new(richer))
+    }
+
     fn backward(
         &self,
         ctx: &Context<'_>,
@@ -235,7 +246,7 @@ impl Block for Embedding {
                 positions,
                 channels,
             };
-            ctx.contribute(grads, (wpe, &[&dout]), of)?;
+            ctx.contribute(grads, ([wpe], &[&dout]), |[slot]| of(slot))?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -246,7 +257,7 @@ impl Block for Embedding {
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
+        ctx.contribute(grads, ([self.wte], &[&tokens, &dout]), |[slot]| of(slot))?;
         Ok(None)
     }
 }
@@ -260,7 +271,7 @@ fn batch_and_positions(tokens: &Activation) -> Result<[usize; 2], DeviceError> {
 
 /// `[B, T, C]` to losses `[B·T]`: normalise, project on the vocabulary, cross-entropy with the context's targets. Backward
 /// begins in forward: losses and gradients of the logits are one operation.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Head {
     /// Its weight is `[V, C]`; may be the embedding's.
     projection: NormedDense,
@@ -325,6 +336,11 @@ impl Block for Head {
         &self.params
     }
 
+    fn keeping(&self) -> Option<Arc<dyn Block>> {
+        let projection = self.projection.keeping("head normalised");
+        Some(Arc::new(Self::new(projection)))
+    }
+
     /// Keeps the input and the logits' gradient, R·(C + V) elements; nothing if no backward follows.
     fn forward(
         &self,
@@ -332,9 +348,11 @@ impl Block for Head {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let logits = self.projection.forward(ctx, inp, "logits")?;
+        let mut kept = Saved::default();
+        let logits = self.projection.forward(ctx, (inp, &mut kept), "logits")?;
         let losses = self.losses(ctx, &logits)?;
         if ctx.dloss.is_some() {
+            saved.extend(kept);
             saved.put("head input", inp);
             saved.put("dlogits", &logits);
         }
@@ -347,7 +365,8 @@ impl Block for Head {
         inp: &Activation,
         _cache: &mut KvCache,
     ) -> Result<Activation, DeviceError> {
-        self.projection.forward(ctx, inp, "logits")
+        self.projection
+            .forward(ctx, (inp, &mut Saved::default()), "logits")
     }
 
     /// The factors, `dout`, are in the logits' gradient.
@@ -367,7 +386,9 @@ impl Block for Head {
             "the gradient of the losses is not the one that forward was given"
         );
         let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
-        let dinp = self.projection.backward(ctx, [&inp, &dlogits], None, grads)?;
+        let dinp = self
+            .projection
+            .backward(ctx, ([&inp, &dlogits], saved), None, grads)?;
         Ok(Some(dinp))
     }
 }
@@ -430,7 +451,7 @@ impl Attention {
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
         let shape = self.shape(ctx);
-        let qkv = self.qkv.forward(ctx, inp, "projected")?;
+        let qkv = self.qkv.forward(ctx, (inp, &mut *saved), "projected")?;
         self.rotate(ctx, &qkv, 0);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
@@ -458,7 +479,7 @@ impl Attention {
         cache: &KvCache,
     ) -> Result<Activation, DeviceError> {
         let (shape, first_position) = (self.shape(ctx), cache.positions);
-        let qkv = self.qkv.forward(ctx, inp, "projected")?;
+        let qkv = self.qkv.forward(ctx, (inp, &mut Saved::default()), "projected")?;
         self.rotate(ctx, &qkv, first_position);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         ctx.enqueue(AttentionDecode {
@@ -499,10 +520,11 @@ impl Attention {
             saved.take("attention")?,
             saved.take("attention lse")?,
         );
-        let dprojected = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
-        self.projection.dbias(ctx, &dprojected, grads)?;
-        let dprojected = ctx.gathered_rows("gradient of the projection", &dprojected)?;
-        self.projection.dweight(ctx, [&mixed, &dprojected], grads)?;
+        let own = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
+        let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
+        self.projection
+            .gradients(ctx, [&mixed, &dprojected, &own], grads)?;
+        drop(own);
         let (dmixed, linear) = self.projection.dinp(ctx, &dprojected)?;
         ctx.enqueue(linear);
         drop(dprojected);
@@ -525,7 +547,8 @@ impl Attention {
                 first_position: 0,
             });
         }
-        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)
+        self.qkv
+            .backward(ctx, ([&inp, &dqkv], saved), Some(stream), grads)
     }
 }
 
@@ -537,6 +560,8 @@ pub(super) struct FeedForward {
     pub(super) activation: ActivationKind,
     /// Otherwise backward widens again.
     pub(super) keeps_wide: bool,
+    /// The output of a GELU; otherwise backward computes it again.
+    pub(super) keeps_active: bool,
     pub(super) dropout: DropoutLayer,
 }
 
@@ -559,12 +584,12 @@ impl FeedForward {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<(), DeviceError> {
-        let wide = self.widen.forward(ctx, inp, "projected")?;
+        let wide = self.widen.forward(ctx, (inp, &mut *saved), "projected")?;
         self.keep(saved, inp, &wide);
         Ok(())
     }
 
-    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, or R·C without `keeps_wide`.
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, R·C without `keeps_wide`, 4·R·C more with `keeps_active`.
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
@@ -590,10 +615,14 @@ impl FeedForward {
                 });
             }
         }
+        self.widen.keep(saved, &normalised);
         drop(normalised);
         let dropout = (self.dropout, Site::FeedForwardResidual);
         let out = self.projection.forward_onto(ctx, &active, inp, dropout)?;
         self.keep(saved, inp, &wide);
+        if self.keeps_active {
+            saved.put("activated", &active);
+        }
         Ok(out)
     }
 
@@ -609,21 +638,23 @@ impl FeedForward {
         let wide = if self.keeps_wide {
             saved.take("wide")?
         } else {
-            self.widen.forward(ctx, &inp, "projected")?
+            self.widen
+                .forward(ctx, (&inp, &mut Saved::default()), "projected")?
         };
-        let dprojected = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
-        self.projection.dbias(ctx, &dprojected, grads)?;
-        let dprojected = ctx.gathered_rows("gradient of the projection", &dprojected)?;
+        let kept = self.keeps_active.then(|| saved.take("activated")).transpose()?;
+        let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
+        let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
         let (dactive, linear) = self.projection.dinp(ctx, &dprojected)?;
         let (active, dwide) = match self.activation {
             ActivationKind::Gelu => {
                 let gelu = GeluBackward {
                     inp_out: wide.buffer().clone(),
                     dout_dinp: dactive.buffer().clone(),
+                    makes_out: kept.is_none(),
                 };
                 ctx.enqueue(LinearGeluBackward { linear, gelu });
-                // From here on `wide` is the output of the GELU.
-                (wide, dactive)
+                // Without one that was kept, `wide` is the output of the GELU from here on.
+                (kept.unwrap_or(wide), dactive)
             }
             ActivationKind::SwiGlu => {
                 ctx.enqueue(linear);
@@ -636,8 +667,10 @@ impl FeedForward {
                 (dactive, wide)
             }
         };
-        self.projection.dweight(ctx, [&active, &dprojected], grads)?;
-        drop((active, dprojected));
-        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)
+        self.projection
+            .gradients(ctx, [&active, &dprojected, &own], grads)?;
+        drop((active, dprojected, own));
+        self.widen
+            .backward(ctx, ([&inp, &dwide], saved), Some(stream), grads)
     }
 }

@@ -2,14 +2,13 @@
 //! kernels of the sum are also the second stage of `LayerNorm`'s backward, and they add gradients
 //! to other gradients.
 
-use super::cpu::kernel::{Real, by_dtype, by_dtypes, kernel, update};
+use super::cpu::kernel::{Real, add_into, by_dtype, by_dtypes, kernel, update};
 use super::cpu::matrix::Matrix;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, expect_dtype, grad_defines,
     grad_units, kernels, width,
 };
-use super::linear::add_into;
 use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};

@@ -243,14 +243,16 @@ impl GeluForward {
     }
 }
 
-/// `dinp[i] = dout[i] · gelu′(inp[i])`, and `out[i] = gelu(inp[i])` once more, both in place: the output need not be
-/// kept from forward to backward.
+/// `dinp[i] = dout[i] · gelu′(inp[i])`, in place, and `out[i] = gelu(inp[i])` once more, in the place of the input: so the
+/// output need not be kept from forward to backward. Where it was, the input stays.
 #[derive(Clone, Debug)]
 pub struct GeluBackward {
-    /// `[n]`: `inp`, becomes `out`
+    /// `[n]`: `inp`, becomes `out` if that is wanted
     pub inp_out: Buffer,
     /// `[n]`: `dout`, becomes `dinp`
     pub dout_dinp: Buffer,
+    /// Whether the output is wanted.
+    pub makes_out: bool,
 }
 
 impl Operation for GeluBackward {
@@ -264,20 +266,34 @@ impl Operation for GeluBackward {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
         let buffers = [&self.inp_out, &self.dout_dinp];
         let call = elementwise(Self::NAME, &GELU_SOURCE, (&buffers, 0), 1)?;
-        Ok(call.write(buffers).u64([self.inp_out.len() as u64]).into())
+        let call = call.write(buffers).flag(self.makes_out);
+        Ok(call.u64([self.inp_out.len() as u64]).into())
     }
 }
 
 impl GeluBackward {
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
-        let mut inp_out = self.inp_out.host_mut::<S>()?;
         let mut dout_dinp = self.dout_dinp.host_mut::<S>()?;
+        let isa = cpu.isa();
+        if !self.makes_out {
+            let inp = self.inp_out.host::<S>()?;
+            let parts = inp
+                .chunks(GELU_PART)
+                .zip(dout_dinp.chunks_mut(GELU_PART))
+                .collect();
+            cpu.for_each_part(parts, |(inp, dout): (&[S], &mut [S])| {
+                S::read(isa, inp, |inp| {
+                    S::write(isa, dout, true, |dout| gelu_slope(isa, inp, dout));
+                });
+            });
+            return Ok(());
+        }
+        let mut inp_out = self.inp_out.host_mut::<S>()?;
         let parts = inp_out
             .chunks_mut(GELU_PART)
             .zip(dout_dinp.chunks_mut(GELU_PART))
             .collect();
-        let isa = cpu.isa();
         cpu.for_each_part(parts, |(inp, dout): (&mut [S], &mut [S])| {
             S::write(isa, inp, true, |inp| {
                 S::write(isa, dout, true, |dout| gelu_back(isa, inp, dout));
@@ -318,6 +334,26 @@ kernel! {
         for (x, d) in rest.iter_mut().zip(d_rest) {
             let gate = gate(*x);
             gate_back(x, d, gate);
+        }
+    }
+}
+
+kernel! {
+    /// [`gelu_back`] without the output.
+    fn gelu_slope<'a, T>(inp: &'a [T], dout_dinp: &'a mut [T]) -> () {
+        let (blocks, rest) = inp.as_chunks();
+        let (d_blocks, d_rest) = dout_dinp.as_chunks_mut::<EXPS>();
+        for (x, d) in blocks.iter().zip(d_blocks) {
+            let mut gates = *x;
+            gate_each(&mut gates);
+            for i in 0..EXPS {
+                let mut x = x[i];
+                gate_back(&mut x, &mut d[i], gates[i]);
+            }
+        }
+        for (&x, d) in rest.iter().zip(d_rest) {
+            let (gate, mut x) = (gate(x), x);
+            gate_back(&mut x, d, gate);
         }
     }
 }

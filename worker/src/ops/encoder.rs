@@ -6,13 +6,12 @@
 //! The sum over the ranks is bit-identical to the result with the whole table: all summands of an
 //! element but one or two are −0, which changes no number, not even +0.
 
-use super::cpu::kernel::{by_dtype, by_dtypes};
+use super::cpu::kernel::{add_into, by_dtype, by_dtypes};
 use super::cpu::matrix::MatrixMut;
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, grad_units, kernels, width,
 };
-use super::linear::add_into;
 use super::{Fill, Operation, expect_len, expect_tokens};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};

@@ -9,13 +9,13 @@
 
 use super::column_sum::Partials;
 use super::cpu::kernel::{
-    Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, update, update2, update3, with_scratch,
+    Real, add_into, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, update, update2, update3,
+    with_scratch,
 };
 use super::cpu::stored::Stored;
 use super::cuda::plan::{
     Call, Plan, Scratch, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
-use super::linear::add_into;
 use super::{Operation, expect_lens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};

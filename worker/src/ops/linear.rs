@@ -1,15 +1,15 @@
 //! A linear layer. Its backward is two operations, so that the gradient of the input can go ahead of that of the
-//! weight; the gradient of the bias is [`super::ColumnSum`]. On a GPU the products are cuBLASLt's.
+//! weight, with which goes that of the bias. On a GPU the products are cuBLASLt's.
 //!
 //! The layer with the GELU behind it, and its way back, are one operation each: where it is asked for and cuBLASLt knows
 //! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
-//! for bit.
+//! for bit. So are the gradients of weight and bias: the product reads what the bias's gradient sums up.
 
-use super::cpu::kernel::{Real, by_dtypes, kernel, update};
+use super::cpu::kernel::{Real, add_into, by_dtypes};
 use super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use super::cpu::row_product::row_product;
 use super::cpu::stored::Stored;
-use super::{GeluBackward, GeluForward, Operation, expect_len, expect_lens};
+use super::{ColumnSum, GeluBackward, GeluForward, Operation, expect_len, expect_lens};
 use crate::device::cuda::{DevicePtr, Epilogue, LaunchContext, Operand, Product};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
@@ -265,13 +265,6 @@ fn multiply_blocks<T: Real>(
     }
 }
 
-kernel! {
-    /// `y[i] += x[i]`
-    pub(super) fn add_into<'a, T>(x: &'a [T], y: &'a mut [T]) -> () {
-        update(y, x, |y, x| *y += x);
-    }
-}
-
 /// Elements of the inner dimension, and columns of a tile, that are widened at a time: with [`HEIGHT`] rows, 8 MiB a
 /// thread for both factors and the tile. A factor is widened once for each row or column of tiles, which is little
 /// beside the product.
@@ -421,6 +414,8 @@ pub struct LinearDweight {
     pub dweight: Buffer,
     /// Add to `dweight` instead of overwriting it.
     pub accumulate: bool,
+    /// The gradient of the bias: the sum over the rows of `dout`.
+    pub dbias: Option<ColumnSum>,
     /// Sizes.
     pub shape: LinearShape,
 }
@@ -429,15 +424,47 @@ impl Operation for LinearDweight {
     const NAME: &'static str = "linear_dweight";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        if let Some(dbias) = &self.dbias {
+            dbias.run(cpu)?;
+        }
         self.product().run(cpu)
     }
 
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product().launch(cx)
+        let product = self.product().product(cx)?;
+        if let Some(dbias) = &self.dbias {
+            if let Some(epilogue) = self.sums_bias(cx, dbias)?
+                && cx.try_multiply(&Product { epilogue, ..product })?
+            {
+                return Ok(());
+            }
+            dbias.launch(cx)?;
+        }
+        cx.multiply(&product)
     }
 }
 
 impl LinearDweight {
+    /// What sums up the bias's gradient while the product reads it; none where it is not asked for or cannot be. It is
+    /// written as the output is, and nothing can be added to it. Not in f32, where products are what costs.
+    fn sums_bias(&self, cx: &LaunchContext<'_>, dbias: &ColumnSum) -> Result<Option<Epilogue>, DeviceError> {
+        let dtype = self.dweight.dtype();
+        let can = cx.fuses_bias_gradients()
+            && self.inp.dtype() == DType::Bf16
+            && !dbias.accumulate
+            && dbias.x.same(&self.dout)
+            && dbias.out.dtype() == dtype
+            && dbias.out.len() == self.shape.outputs;
+        can.then(|| {
+            let bias = cx.ptr(&dbias.out, dtype)?;
+            Ok(match self.shape.layout {
+                WeightLayout::InOut => Epilogue::SumRhs(bias),
+                WeightLayout::OutIn => Epilogue::SumLhs(bias),
+            })
+        })
+        .transpose()
+    }
+
     fn product(&self) -> LinearProduct<'_> {
         let (inp, dout) = (
             self.shape.input("inp", &self.inp),
@@ -472,7 +499,7 @@ pub struct LinearGeluForward {
 }
 
 /// The way back through a layer and the GELU before it, `linear.dinp = gelu.dout_dinp`. The input of the GELU becomes its
-/// output, the layer's input, which need not be kept from forward to backward.
+/// output, the layer's input, where that was not kept from forward to backward.
 #[derive(Clone, Debug)]
 pub struct LinearGeluBackward {
     /// First.
@@ -550,7 +577,11 @@ impl Operation for LinearGeluBackward {
             let epilogue = Epilogue::GeluBackward { aux };
             if cx.try_multiply(&Product { epilogue, ..product })? {
                 let (inp, out) = (wide.clone(), wide.clone());
-                return GeluForward { inp, out }.launch(cx);
+                return if self.gelu.makes_out {
+                    GeluForward { inp, out }.launch(cx)
+                } else {
+                    Ok(())
+                };
             }
         }
         cx.multiply(&product)?;

@@ -9,12 +9,11 @@
 
 use super::column_sum::Partials;
 use super::cpu::kernel::{
-    Real, by_dtype, by_dtypes, kernel, sum_map, sum_map3, update2, update3, with_scratch,
+    Real, add_into, by_dtype, by_dtypes, kernel, sum_map, sum_map3, update2, update3, with_scratch,
 };
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, kernels, units_with, width};
 use super::layernorm::{RowThreads, rows};
-use super::linear::add_into;
 use super::{Operation, expect_lens};
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};

@@ -5,17 +5,17 @@
 
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache, KernelChoices};
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
-    open(false)
+    open(KernelChoices::default())
 }
 
-/// The same, with GELUs within products or without.
-pub(crate) fn open(fused_gelu: bool) -> Option<Arc<CudaDevice>> {
+/// The same, with other kernels than by default.
+pub(crate) fn open(kernels: KernelChoices) -> Option<Arc<CudaDevice>> {
     let options = CudaOptions {
-        fused_gelu,
+        kernels,
         cache: KernelCache::of_user(),
         ..CudaOptions::default()
     };

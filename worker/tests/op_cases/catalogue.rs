@@ -92,6 +92,7 @@ fn elementwise(size: Size) -> Vec<Case> {
             GeluBackward {
                 inp_out: b[0].clone(),
                 dout_dinp: b[1].clone(),
+                makes_out: true,
             }
         }));
         for (from, to) in [(ACT, GRAD), (GRAD, ACT), (F32, Kind::Fixed(DType::Bf16))] {

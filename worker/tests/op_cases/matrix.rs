@@ -1,7 +1,7 @@
 //! Matrix products, alone and with a GELU.
 
 use ddp_worker::ops::{
-    GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward,
+    ColumnSum, GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward,
     LinearGeluForward, LinearShape, WeightLayout,
 };
 
@@ -31,7 +31,9 @@ pub(super) fn linear(size: Size) -> Vec<Case> {
             cases.extend(adds.map(|adds| forward(shape, adds)));
             cases.push(dinp(shape));
             cases.extend([true, false].map(|accumulate| dweight(shape, accumulate)));
-            cases.extend([gelu_forward(shape), gelu_backward(shape)]);
+            cases.extend([true, false].map(|accumulate| dweight_and_dbias(shape, accumulate)));
+            cases.push(gelu_forward(shape));
+            cases.extend([true, false].map(|makes_out| gelu_backward(shape, makes_out)));
         }
     }
     cases
@@ -111,15 +113,24 @@ fn gelu_forward(shape: LinearShape) -> Case {
     })
 }
 
-fn gelu_backward(shape: LinearShape) -> Case {
+fn gelu_backward(shape: LinearShape, makes_out: bool) -> Case {
     let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
     let tensors = vec![
         tensor(Kind::Act, 1, rows * outputs, Outcome::Same),
         tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
-        tensor(Kind::Act, 3, rows * inputs, Outcome::Products),
+        tensor(
+            Kind::Act,
+            3,
+            rows * inputs,
+            if makes_out {
+                Outcome::Products
+            } else {
+                Outcome::Same
+            },
+        ),
         tensor(Kind::Act, 4, rows * inputs, Outcome::Products),
     ];
-    let name = format!("linear and gelu backward of {shape:?}");
+    let name = format!("linear and gelu backward of {shape:?}, output {makes_out}");
     Case::new(name, tensors, move |b| LinearGeluBackward {
         linear: LinearDinp {
             dout: b[0].clone(),
@@ -130,6 +141,7 @@ fn gelu_backward(shape: LinearShape) -> Case {
         gelu: GeluBackward {
             inp_out: b[2].clone(),
             dout_dinp: b[3].clone(),
+            makes_out,
         },
     })
 }
@@ -147,6 +159,31 @@ fn dweight(shape: LinearShape, accumulate: bool) -> Case {
         dout: b[1].clone(),
         dweight: b[2].clone(),
         accumulate,
+        dbias: None,
+        shape,
+    })
+}
+
+/// `accumulate` says whether both gradients are added to what is there.
+fn dweight_and_dbias(shape: LinearShape, accumulate: bool) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
+        tensor(Kind::Act, 2, rows * outputs, Outcome::Same),
+        tensor(Kind::Grad, 3, inputs * outputs, sum_outcome(accumulate)),
+        tensor(Kind::Grad, 4, outputs, Outcome::Close),
+    ];
+    let name = format!("linear dweight and dbias of {shape:?}, accumulate {accumulate}");
+    Case::new(name, tensors, move |b| LinearDweight {
+        inp: b[0].clone(),
+        dout: b[1].clone(),
+        dweight: b[2].clone(),
+        accumulate,
+        dbias: Some(ColumnSum {
+            x: b[1].clone(),
+            out: b[3].clone(),
+            accumulate,
+        }),
         shape,
     })
 }

@@ -120,6 +120,7 @@ fn linear_of(s: &Storage, shape: LinearShape, accumulate: bool) -> Vec<(&'static
         dout: dout.clone(),
         dweight: dweight.clone(),
         accumulate,
+        dbias: None,
         shape,
     });
     s.rig.run(ColumnSum {
@@ -316,6 +317,7 @@ fn gelu() {
         s.rig.run(GeluBackward {
             inp_out: inp.clone(),
             dout_dinp: dinp.clone(),
+            makes_out: true,
         });
         vec![("out", out), ("out once more", inp), ("dinp", dinp)]
     });

@@ -137,6 +137,7 @@ fn linear_bits(threads: usize, [rows, inputs, outputs]: [usize; 3], dtype: DType
         dout: out.clone(),
         dweight: weight.clone(),
         accumulate: true,
+        dbias: None,
         shape,
     });
     let all = [out, dinp, weight];

@@ -54,6 +54,7 @@ fn linear() {
                 dout: dout.clone(),
                 dweight: dweight.clone(),
                 accumulate: false,
+                dbias: None,
                 shape,
             });
             rig.run(ColumnSum {
@@ -122,6 +123,7 @@ fn accumulation_adds_to_what_is_there() {
             dout: dout.clone(),
             dweight: dweight.clone(),
             accumulate,
+            dbias: None,
             shape,
         });
         rig.run(ColumnSum {
@@ -220,6 +222,7 @@ fn gelu() {
         rig.run(GeluBackward {
             inp_out: inp_out.clone(),
             dout_dinp: dout_dinp.clone(),
+            makes_out: true,
         });
         assert_eq!(values::<f64>(&inp_out), forward(inputs), "the output once more");
         vec![values(&dout_dinp)]

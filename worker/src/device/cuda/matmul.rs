@@ -73,16 +73,23 @@ pub enum Epilogue {
         /// Input of the GELU.
         aux: DevicePtr,
     },
+    /// `sums[row] = Σ lhs[row, …]` is written too; elements as the output's.
+    SumLhs(DevicePtr),
+    /// `sums[column] = Σ rhs[…, column]`, the same.
+    SumRhs(DevicePtr),
 }
 
 impl Epilogue {
-    /// `cublasLtEpilogue_t`, and the addresses of bias and `aux`.
+    /// `cublasLtEpilogue_t`, and the addresses of bias (or its gradient) and `aux`. The library's A is the right operand,
+    /// its B the left one.
     const fn parts(self) -> (u32, DevicePtr, DevicePtr) {
         match self {
             Self::None => (1, DevicePtr::NULL, DevicePtr::NULL),
             Self::Bias(bias) => (4, bias, DevicePtr::NULL),
             Self::BiasGelu { bias, aux } => (32 | 4 | 128, bias, aux),
             Self::GeluBackward { aux } => (64 | 128, DevicePtr::NULL, aux),
+            Self::SumLhs(sums) => (1024, sums, DevicePtr::NULL),
+            Self::SumRhs(sums) => (512, sums, DevicePtr::NULL),
         }
     }
 }
@@ -178,6 +185,8 @@ pub(super) struct Products {
     context: Handle,
     /// Products of f32 may round their inputs to tf32.
     tf32: bool,
+    /// Multiprocessors for which algorithms are chosen; 0: all.
+    multiprocessors: i32,
     prepared: Mutex<HashMap<ProductShape, Prepared>>,
     /// What the library cannot do.
     refused: Mutex<HashSet<ProductShape>>,
@@ -190,13 +199,16 @@ unsafe impl Sync for Products {}
 
 impl Products {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
-    pub(super) fn open(tf32: bool) -> Result<Self, DeviceError> {
+    pub(super) fn open(tf32: bool, multiprocessors: i32) -> Result<Self, DeviceError> {
         let library = Library::open(LibraryKind::CublasLt)?;
         // Its first call would fail with a status that does not name versions.
         if let Some(newer) = library.newer_than_driver() {
             return Err(LibraryError::Newer(newer).into());
         }
-        let mut opened = Self::of(library, tf32)?;
+        let mut opened = Self {
+            multiprocessors,
+            ..Self::of(library, tf32)?
+        };
         // SAFETY: the function writes one pointer.
         let status = unsafe { (opened.functions.create)(&raw mut opened.context) };
         opened.check("has no context", status)?;
@@ -210,6 +222,7 @@ impl Products {
             library,
             context: ptr::null_mut(),
             tf32,
+            multiprocessors: 0,
             prepared: Mutex::default(),
             refused: Mutex::default(),
         })
@@ -397,6 +410,9 @@ impl Products {
         self.set(&operation, Attribute::TransposeA, i32::from(rhs_transposed))?;
         self.set(&operation, Attribute::TransposeB, i32::from(lhs_transposed))?;
         self.set(&operation, Attribute::Epilogue, shape.epilogue)?;
+        if self.multiprocessors > 0 {
+            self.set(&operation, Attribute::Multiprocessors, self.multiprocessors)?;
+        }
         let (_, _, aux) = product.epilogue.parts();
         if aux != DevicePtr::NULL {
             self.set(&operation, Attribute::AuxStride, out_stride as i64)?;
@@ -647,6 +663,7 @@ enum Attribute {
     BiasPointer = 8,
     AuxPointer = 11,
     AuxStride = 12,
+    Multiprocessors = 15,
 }
 
 /// `cublasLtMatmulPreferenceAttributes_t`
@@ -717,7 +734,15 @@ mod tests {
             lt.set(&operation, Attribute::TransposeA, 1_i32).unwrap();
             lt.set(&operation, Attribute::TransposeB, 0_i32).unwrap();
             lt.set(&operation, Attribute::Epilogue, 1_u32).unwrap();
+            for epilogue in [
+                Epilogue::SumLhs(DevicePtr::NULL),
+                Epilogue::SumRhs(DevicePtr::NULL),
+            ] {
+                lt.set(&operation, Attribute::Epilogue, epilogue.parts().0)
+                    .unwrap();
+            }
             lt.set(&operation, Attribute::AuxStride, 768_i64).unwrap();
+            lt.set(&operation, Attribute::Multiprocessors, 124_i32).unwrap();
             for attribute in [Attribute::BiasPointer, Attribute::AuxPointer] {
                 lt.set(&operation, attribute, ptr::null_mut::<c_void>()).unwrap();
             }

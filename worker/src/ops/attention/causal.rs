@@ -6,11 +6,11 @@
 //! the heads, in their order.
 //!
 //! The rows of one head lie a whole row of all heads apart. What several tiles read or add to is copied together first.
-//! Scratch memory of a thread, in numbers: forward 2·T·D and a tile of scores, 64·(T + 80) at most; backward 5·T·D and two
+//! Scratch memory of a thread, in numbers: forward 4·T·D and a tile of scores, 64·(T + 80) at most; backward 8·T·D and two
 //! such tiles.
 
 use super::launches::{BACKWARD, DKV, DQ, FORWARD, Launches, OUT};
-use super::panels::{Keys, scores, weighted, with_copy, with_keys};
+use super::panels::{Keys, scores, weighted, with_copies, with_keys};
 use super::shape::AttentionShape;
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 use crate::ops::cpu::kernel::{
@@ -141,7 +141,7 @@ pub(super) fn head_forward<T: Real>(
 ) {
     let (positions, past) = (out.row_count(), k.row_count() - out.row_count());
     let size = QUERIES.min(positions) * stride_of(past + positions);
-    let mut work = |keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
+    let mut work = |q: Matrix<'_, T>, keys: Keys<'_, T>, v: Matrix<'_, T>, tile: &mut [T]| {
         for first in (0..positions).step_by(QUERIES) {
             let end = positions.min(first + QUERIES);
             let (seen, stride) = (past + end, stride_of(past + end));
@@ -154,8 +154,10 @@ pub(super) fn head_forward<T: Real>(
             weighted(&mut out.rows_mut(first..end), weights, v);
         }
     };
-    with_keys(positions, k, |keys| {
-        with_copy(positions, v, |v| with_scratch(size, |tile| work(keys, v, tile)));
+    with_copies(positions, [q, k, v], |[q, k, v]| {
+        with_keys(positions, k, |keys| {
+            with_scratch(size, |tile| work(q, keys, v, tile));
+        });
     });
 }
 
@@ -375,9 +377,9 @@ fn head_backward<T: Real>(
     mask: HeadMask<'_>,
 ) {
     let queries = q.row_count();
-    with_keys(queries, k, |keys| {
-        with_keys(queries, v, |values| {
-            with_copy(queries, k, |k| {
+    with_copies(queries, [q, k, v, dout], |[q, k, v, dout]| {
+        with_keys(queries, k, |keys| {
+            with_keys(queries, v, |values| {
                 let forward = ([q, k, dout, out], [keys, values], lse);
                 tiles_backward(isa, forward, gradients, scale, mask);
             });

@@ -36,18 +36,34 @@ pub(super) fn with_keys<T: Real>(queries: usize, keys: Matrix<'_, T>, work: impl
     });
 }
 
-/// Calls `work` with the matrix, copied if it has gaps and there are queries enough.
-pub(super) fn with_copy<T: Real>(queries: usize, x: Matrix<'_, T>, work: impl FnOnce(Matrix<'_, T>)) {
-    if queries < FEW || x.is_dense() {
-        return work(x);
-    }
-    let (rows, channels) = (x.row_count(), x.col_count());
-    with_scratch(rows * channels, |copy| {
-        for (row, copy) in copy.chunks_exact_mut(channels).enumerate() {
-            copy.copy_from_slice(x.row(row));
+/// Calls `work` with the matrices, each copied if it has gaps and there are queries enough. Rows that lie far apart miss the
+/// caches one by one where a product reads them, and fall on one another in the first; a copy reads many at once.
+pub(super) fn with_copies<T: Real, const N: usize>(
+    queries: usize,
+    matrices: [Matrix<'_, T>; N],
+    work: impl FnOnce([Matrix<'_, T>; N]),
+) {
+    let size_of = |x: &Matrix<'_, T>| {
+        if queries < FEW || x.is_dense() {
+            0
+        } else {
+            x.row_count() * x.col_count()
         }
-        work(Matrix::dense(copy, rows, channels));
+    };
+    with_scratch(matrices.iter().map(size_of).sum(), |mut free| {
+        work(matrices.map(|x| match size_of(&x) {
+            0 => x,
+            size => copied(x, free.split_off_mut(..size).expect("room for all")),
+        }));
     });
+}
+
+fn copied<'a, T: Real>(x: Matrix<'_, T>, copy: &'a mut [T]) -> Matrix<'a, T> {
+    let (rows, channels) = (x.row_count(), x.col_count());
+    for (row, copy) in copy.chunks_exact_mut(channels).enumerate() {
+        copy.copy_from_slice(x.row(row));
+    }
+    Matrix::dense(copy, rows, channels)
 }
 
 fn transpose<T: Real>(keys: Matrix<'_, T>, panels: &mut [T]) {

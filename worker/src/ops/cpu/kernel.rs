@@ -379,6 +379,13 @@ pub(crate) fn update3<O, T: Copy>(out: &mut [O], [x, y, z]: [&[T]; 3], f: impl F
     }
 }
 
+kernel! {
+    /// `y[i] += x[i]`
+    pub(crate) fn add_into<'a, T>(x: &'a [T], y: &'a mut [T]) -> () {
+        update(y, x, |y, x| *y += x);
+    }
+}
+
 /// The largest element, NaN passed over. A maximum does not depend on its order.
 #[inline(always)]
 pub(crate) fn max_of<T: Real>(x: &[T]) -> T {

@@ -17,6 +17,13 @@ struct bf16 {
 #define VEC 8
 #endif
 
+// Shared memory of a block, as large as the launch says.
+#ifdef __CUDA_ARCH__
+#define SHARED_BYTES(name) extern __shared__ __align__(128) unsigned char name[]
+#else
+#define SHARED_BYTES(name) unsigned char *const name = dynamic_shared
+#endif
+
 constexpr u32 WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 

@@ -1,6 +1,6 @@
 // GELU in the tanh form: ½x(1 + tanh u) = x·σ(2u), u = √(2/π)(x + 0.044715x³).
 //
-// Bytes an element of s bytes: forward 2s, backward 4s (two arrays read and written).
+// Bytes an element of s bytes: forward 2s, backward 4s (two arrays read and written), or 3s without the output.
 
 #include "elementwise.cuh"
 
@@ -45,6 +45,7 @@ gelu_forward(const ACT *inp, ACT *out, u64 n) {
 struct Backward {
     ACT *inp_out;
     ACT *dout_dinp;
+    bool makes_out;
 
     template <int N> struct State {
         Pack<ACT, N> x;
@@ -68,13 +69,15 @@ struct Backward {
             d[i] *= gate + x[i] * gate * (1.0f - gate) * dw;
             x[i] *= gate;
         }
-        store(inp_out + at, x);
+        if (makes_out) {
+            store(inp_out + at, x);
+        }
         store(dout_dinp + at, d);
     }
 };
 
-// dout becomes dinp, inp becomes gelu(inp), both in place.
+// dout becomes dinp and, where that is wanted, inp becomes gelu(inp), both in place.
 extern "C" __global__ void __launch_bounds__(THREADS)
-gelu_backward(ACT *inp_out, ACT *dout_dinp, u64 n) {
-    each_pack<1>(Backward{inp_out, dout_dinp}, n);
+gelu_backward(ACT *inp_out, ACT *dout_dinp, u32 makes_out, u64 n) {
+    each_pack<1>(Backward{inp_out, dout_dinp, makes_out != 0}, n);
 }

@@ -7,9 +7,6 @@
 
 #ifdef __CUDA_ARCH__
 
-// Shared memory of a block, as large as the launch says.
-#define SHARED_BYTES(name) extern __shared__ __align__(128) unsigned char name[]
-
 __device__ __forceinline__ u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 __device__ __forceinline__ f32 exp2_fast(f32 x) {
@@ -65,8 +62,6 @@ __device__ __forceinline__ void multiply_add(f32 (&sum)[4], const u32 (&left)[4]
 }
 
 #else
-
-#define SHARED_BYTES(name) unsigned char *const name = dynamic_shared
 
 // Addresses count from here.
 static unsigned char shared_origin;

@@ -233,6 +233,11 @@ fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustm
 
 fn recomputing(now: &Change) -> Vec<Change> {
     let further: &[_] = match now.config.train.recompute {
+        Recompute::Never => &[
+            (Recompute::None, "none"),
+            (Recompute::Selective, "selective"),
+            (Recompute::Full, "full"),
+        ],
         Recompute::None => &[(Recompute::Selective, "selective"), (Recompute::Full, "full")],
         Recompute::Selective => &[(Recompute::Full, "full")],
         Recompute::Full => &[],

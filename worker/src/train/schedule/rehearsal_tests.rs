@@ -38,7 +38,12 @@ fn variants(config: &config::Model, part: &ModelPart) -> Vec<(String, Model)> {
     let made = |config: &config::Model| build_part(config, 256, part).unwrap();
     let mut models = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
-        for what in [Recompute::None, Recompute::Selective, Recompute::Full] {
+        for what in [
+            Recompute::Never,
+            Recompute::None,
+            Recompute::Selective,
+            Recompute::Full,
+        ] {
             let model = recomputing(made(config), what).with_dtype(dtype);
             models.push((format!("{} in {dtype}, {what:?}", model.name), model));
         }
