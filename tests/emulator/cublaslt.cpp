@@ -24,7 +24,7 @@ namespace {
 enum Status { OK = 0, INVALID = 7, NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, BF16 = 14 };
 enum Compute { COMPUTE_F32 = 68, COMPUTE_TF32 = 77 };
-enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128, BGRADA = 512, BGRADB = 1024 };
+enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128, BGRADA = 256, BGRADB = 512 };
 
 constexpr size_t WORKSPACE = 1 << 20, WORKSPACE_ALIGNMENT = 256;
 // Of the GELU's input: its address in bytes, and its leading dimension in elements.
@@ -209,6 +209,10 @@ uint32_t alignment(const void *at) {
 
 // What is wrong with the epilogue's pointers; null: nothing.
 const char *problem(const Operation &operation, const Layout &d) {
+    constexpr unsigned KNOWN = PLAIN | BIAS | GELU | DGELU | AUX | BGRADA | BGRADB;
+    if (operation.epilogue & ~KNOWN) {
+        return "an epilogue that there is not";
+    }
     if ((operation.epilogue & (BIAS | BGRADA | BGRADB)) && !operation.bias) {
         return "an epilogue with a bias that is nowhere";
     }

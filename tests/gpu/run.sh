@@ -33,7 +33,7 @@ declare -A calls=([call-1]="losses ops device kernels speed peers" [call-2]="ran
 # budget, `call-1` takes 500 and `call-2` 215 s: each is done within 600 s, whatever hangs.
 full_budget=540
 declare -A limits=([doctor]=15 [reference]=25 [losses]=35 [ops]=100 [device]=10 [ranks]=45 [kill9]=45 [nccl]=45
-    [sanitizer]=40 [kernels]=25 [speed]=115 [overlap]=45 [peers]=175)
+    [sanitizer]=40 [kernels]=25 [speed]=115 [overlap]=60 [peers]=175)
 
 export DDP_REQUIRE_GPU=1 DDP_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
 # Several ranks train on the one card: NCCL allows it from 2.30 on, and so do our workers.

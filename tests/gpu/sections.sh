@@ -153,7 +153,7 @@ section_speed() {
         timed "speed-$size" "$size" "$timeline"
     done
     # Fewer steps are enough to compare with.
-    local steps=$((steps * 2 / 5))
+    local steps=$((steps < 30 ? steps : 30))
     for switch in "${switches[@]}"; do
         read -ra switch <<<"$switch"
         switched "${switch[@]:1}" timed "speed-124m-${switch[0]}" 124m

@@ -295,7 +295,7 @@ fn each_switch_is_trained_with_once_and_a_new_one_is_an_entry_of_a_list() {
     ] {
         let log = text(logs.path(), &format!("speed-{run}.log"));
         assert!(log.trim_end().ends_with(switches), "{run}: {log}");
-        let steps = if run.contains('-') { "40" } else { "100" };
+        let steps = if run.contains('-') { "30" } else { "100" };
         assert!(log.contains(&format!("train.steps={steps} ")), "{run}: {log}");
         let kept = log.contains(" train.recompute=never ");
         assert_eq!(kept, run.contains("kept"), "{run}: {log}");

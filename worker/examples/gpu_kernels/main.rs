@@ -109,7 +109,8 @@ impl Plan {
             positions: 200,
             channels: 128,
             heads: 2,
-            vocab: 1_024,
+            // Rows that shared memory keeps: shorter ones are a warp's.
+            vocab: 4_096,
         };
         Self {
             effort: Effort {
@@ -148,7 +149,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         kernels: KernelChoices {
             fused_gelu: true,
             fused_bias_gradients: true,
-            ..KernelChoices::default()
+            shared_logits: purpose == Purpose::Sanitize,
         },
         ..CudaOptions::default()
     })?;

@@ -443,7 +443,7 @@ pub enum OnNonFinite {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// Nothing at all.
+    /// Nothing that takes a pass of its own.
     Never,
     /// No products: what is computed element by element.
     None,

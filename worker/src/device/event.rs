@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::DeviceError;
@@ -38,18 +38,12 @@ impl Event {
 
     /// An event that is reached already.
     pub fn reached() -> Self {
-        Self::over(Ok(()))
+        Self::new(Over(Ok(())))
     }
 
     /// An event that has failed already.
     pub fn failed(error: DeviceError) -> Self {
-        Self::over(Err(error))
-    }
-
-    fn over(result: Result<(), DeviceError>) -> Self {
-        let (event, signal) = Self::pair("nothing");
-        signal.set(result);
-        event
+        Self::new(Over(Err(error)))
     }
 
     /// An event that the host signals, and its signal.
@@ -57,7 +51,7 @@ impl Event {
     pub fn pair(what: impl Into<String>) -> (Self, Signal) {
         let shared = Arc::new(SignalState {
             what: what.into(),
-            result: Mutex::new(None),
+            progress: Mutex::default(),
             reached: Condvar::new(),
         });
         (Self(shared.clone()), Signal(shared))
@@ -83,26 +77,54 @@ impl fmt::Debug for Event {
     }
 }
 
+/// What is over already.
+struct Over(Result<(), DeviceError>);
+
+impl EventState for Over {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        Some(self.0.clone())
+    }
+
+    fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+        self.0.clone()
+    }
+}
+
 struct SignalState {
     what: String,
-    result: Mutex<Option<Result<(), DeviceError>>>,
+    progress: Mutex<Progress>,
     reached: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    result: Option<Result<(), DeviceError>>,
+    /// Threads that wait: to wake nobody is a system call too.
+    waiting: usize,
+}
+
+impl SignalState {
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl EventState for SignalState {
     fn poll(&self) -> Option<Result<(), DeviceError>> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.lock().result.clone()
     }
 
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
         let started = Instant::now();
         let left = deadline.saturating_duration_since(started);
-        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = self.lock();
+        progress.waiting += 1;
         let waited = self
             .reached
-            .wait_timeout_while(result, left, |result| result.is_none());
-        let (result, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        result.clone().unwrap_or_else(|| {
+            .wait_timeout_while(progress, left, |progress| progress.result.is_none());
+        let (mut progress, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        progress.waiting -= 1;
+        progress.result.clone().unwrap_or_else(|| {
             Err(DeviceError::TimedOut {
                 what: self.what.clone(),
                 waited_ms: started.elapsed().as_millis() as u64,
@@ -117,24 +139,23 @@ pub struct Signal(Arc<SignalState>);
 impl Signal {
     /// The event is reached, or failed.
     pub fn set(self, result: Result<(), DeviceError>) {
-        self.complete(result);
+        self.complete(|_| result);
     }
 
-    fn complete(&self, result: Result<(), DeviceError>) {
-        let mut slot = self.0.result.lock().unwrap_or_else(PoisonError::into_inner);
-        if slot.is_none() {
-            *slot = Some(result);
-            self.0.reached.notify_all();
+    fn complete(&self, result: impl FnOnce(&str) -> Result<(), DeviceError>) {
+        let mut progress = self.0.lock();
+        if progress.result.is_none() {
+            progress.result = Some(result(&self.0.what));
+            if progress.waiting > 0 {
+                self.0.reached.notify_all();
+            }
         }
     }
 }
 
 impl Drop for Signal {
     fn drop(&mut self) {
-        self.complete(Err(DeviceError::Upstream(format!(
-            "{} was given up",
-            self.0.what
-        ))));
+        self.complete(|what| Err(DeviceError::Upstream(format!("{what} was given up"))));
     }
 }
 

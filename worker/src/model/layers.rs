@@ -213,7 +213,7 @@ impl Dense {
             out: slot.buffer,
             accumulate: slot.accumulate,
         };
-        if own.buffer().same(dout.buffer()) {
+        if ctx.device.sums_biases_in_products() && own.buffer().same(dout.buffer()) {
             let of = |[dbias, dweight]: [GradSlot; 2]| weight(dweight, Some(sum(dbias)));
             return ctx.contribute(grads, ([bias, self.weight], &[inp, dout]), of);
         }

@@ -341,7 +341,8 @@ impl Block for Head {
         Some(Arc::new(Self::new(projection)))
     }
 
-    /// Keeps the input and the logits' gradient, R·(C + V) elements; nothing if no backward follows.
+    /// Keeps the input and the logits' gradient, R·(C + V) elements, and R·C where the normalised rows are kept; nothing if
+    /// no backward follows.
     fn forward(
         &self,
         ctx: &Context<'_>,
@@ -589,7 +590,8 @@ impl FeedForward {
         Ok(())
     }
 
-    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, R·C without `keeps_wide`, 4·R·C more with `keeps_active`.
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, R·C without `keeps_wide`, 4·R·C more with `keeps_active`; and
+    /// R·C where the normalised rows are kept.
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,

@@ -204,7 +204,7 @@ impl DeviceKernels {
         let wanted = shared + function.declared_shared;
         let most = self.context.facts().shared_per_block;
         if wanted > most {
-            // Only attention takes much.
+            // Only attention needs much: logits are kept there only if they fit.
             return Err(DeviceError::Driver {
                 doing: format!("operation `{op}`: kernel `{name}` is not for {}", self.context),
                 cause: format!(
@@ -253,7 +253,11 @@ impl DeviceKernels {
         })
     }
 
-    fn products(&self) -> Result<&Products, DeviceError> {
+    pub(super) const fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+
+    pub(super) fn products(&self) -> Result<&Products, DeviceError> {
         let open = || Products::open(self.options.tf32, self.options.product_multiprocessors);
         self.products.get_or_init(open).as_ref().map_err(Clone::clone)
     }

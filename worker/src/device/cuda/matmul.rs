@@ -88,8 +88,8 @@ impl Epilogue {
             Self::Bias(bias) => (4, bias, DevicePtr::NULL),
             Self::BiasGelu { bias, aux } => (32 | 4 | 128, bias, aux),
             Self::GeluBackward { aux } => (64 | 128, DevicePtr::NULL, aux),
-            Self::SumLhs(sums) => (1024, sums, DevicePtr::NULL),
-            Self::SumRhs(sums) => (512, sums, DevicePtr::NULL),
+            Self::SumLhs(sums) => (512, sums, DevicePtr::NULL),
+            Self::SumRhs(sums) => (256, sums, DevicePtr::NULL),
         }
     }
 }
@@ -228,6 +228,11 @@ impl Products {
         })
     }
 
+    /// How many kinds of products the library could not make.
+    pub(super) fn refusals(&self) -> usize {
+        self.refused().len()
+    }
+
     /// True of a product that the library cannot make.
     pub(super) fn has_refused(&self, product: &Product) -> bool {
         self.refused().contains(&self.shape(product))
@@ -329,7 +334,11 @@ impl Products {
             return Ok(());
         };
         let mut prepared = self.prepare(product, &shape, op)?;
-        let name = format!("{shape:?} on {gpu} by cuBLASLt {}", self.library.version()?);
+        let version = self.library.version()?;
+        let name = match self.multiprocessors {
+            0 => format!("{shape:?} on {gpu} by cuBLASLt {version}"),
+            some => format!("{shape:?} on {some} multiprocessors of {gpu} by cuBLASLt {version}"),
+        };
         let matrices = [&prepared.rhs, &prepared.lhs, &prepared.out];
         let candidates = self.candidates(&prepared.operation, matrices, shape.alignments, TRIED)?;
         let of_bytes = |bytes: &[u8]| candidates.iter().find(|one| one.algorithm_bytes() == bytes);
@@ -699,6 +708,8 @@ impl Drop for Owned {
 /// pass, unless `DDP_REQUIRE_CUBLASLT` is set.
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     /// Without a context, which would need a GPU.
@@ -725,7 +736,50 @@ mod tests {
         }
     }
 
-    /// Our numbers of attributes and the sizes of their values, which the library checks.
+    /// Our numbers are those of the header that comes with the library; it takes any epilogue.
+    #[test]
+    fn the_numbers_are_those_of_its_header() {
+        let Some(lt) = cublaslt() else { return };
+        let folder = lt.library.path().parent().and_then(Path::parent);
+        let header = folder.map(|folder| folder.join("include/cublasLt.h"));
+        let Some(text) = header.and_then(|path| std::fs::read_to_string(path).ok()) else {
+            assert!(std::env::var_os("DDP_REQUIRE_CUBLASLT").is_none(), "no header");
+            eprintln!("SKIPPED: no header beside the library");
+            return;
+        };
+        let expect = |name: &str, number: u32| {
+            let lines = text.lines().map(str::trim);
+            let mut values = lines.filter_map(|line| line.strip_prefix(&format!("CUBLASLT_{name} = ")));
+            let value = values.next().unwrap_or_else(|| panic!("no {name}"));
+            assert_eq!(value.trim_end_matches(','), number.to_string(), "{name}");
+        };
+        let nowhere = DevicePtr::NULL;
+        let of = |epilogue: Epilogue| epilogue.parts().0;
+        expect("EPILOGUE_DEFAULT", of(Epilogue::None));
+        expect("EPILOGUE_BIAS", of(Epilogue::Bias(nowhere)));
+        let (bias, aux) = (nowhere, nowhere);
+        // The sums of `GELU`, `BIAS`, and 128 for an auxiliary matrix; of `DGELU` and 128.
+        expect("EPILOGUE_GELU", of(Epilogue::BiasGelu { bias, aux }) - 128 - 4);
+        assert!(text.contains(&format!(
+            "CUBLASLT_EPILOGUE_DGELU = {} | 128",
+            of(Epilogue::GeluBackward { aux }) - 128
+        )));
+        expect("EPILOGUE_BGRADA", of(Epilogue::SumRhs(nowhere)));
+        expect("EPILOGUE_BGRADB", of(Epilogue::SumLhs(nowhere)));
+        for (name, attribute) in [
+            ("TRANSA", Attribute::TransposeA),
+            ("TRANSB", Attribute::TransposeB),
+            ("EPILOGUE", Attribute::Epilogue),
+            ("BIAS_POINTER", Attribute::BiasPointer),
+            ("EPILOGUE_AUX_POINTER", Attribute::AuxPointer),
+            ("EPILOGUE_AUX_LD", Attribute::AuxStride),
+            ("SM_COUNT_TARGET", Attribute::Multiprocessors),
+        ] {
+            expect(&format!("MATMUL_DESC_{name}"), attribute as u32);
+        }
+    }
+
+    /// Our attributes and the sizes of their values, which the library checks.
     #[test]
     fn it_takes_all_that_describes_a_product() {
         let Some(lt) = cublaslt() else { return };
@@ -734,13 +788,6 @@ mod tests {
             lt.set(&operation, Attribute::TransposeA, 1_i32).unwrap();
             lt.set(&operation, Attribute::TransposeB, 0_i32).unwrap();
             lt.set(&operation, Attribute::Epilogue, 1_u32).unwrap();
-            for epilogue in [
-                Epilogue::SumLhs(DevicePtr::NULL),
-                Epilogue::SumRhs(DevicePtr::NULL),
-            ] {
-                lt.set(&operation, Attribute::Epilogue, epilogue.parts().0)
-                    .unwrap();
-            }
             lt.set(&operation, Attribute::AuxStride, 768_i64).unwrap();
             lt.set(&operation, Attribute::Multiprocessors, 124_i32).unwrap();
             for attribute in [Attribute::BiasPointer, Attribute::AuxPointer] {

@@ -14,9 +14,6 @@ constexpr u32 BLOCK = ROW_THREADS == WARP ? 256 : ROW_THREADS;
 constexpr u32 ROWS = BLOCK / ROW_THREADS;
 constexpr u32 PACK = 16 / sizeof(ACT);
 
-#ifndef KEEPS_ROW
-#define KEEPS_ROW 0
-#endif
 static_assert(!KEEPS_ROW || ROWS == 1, "a block that keeps a row has one");
 
 // A row of `vocab` logits, as its threads see it.
