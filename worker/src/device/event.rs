@@ -99,7 +99,7 @@ struct SignalState {
 #[derive(Default)]
 struct Progress {
     result: Option<Result<(), DeviceError>>,
-    /// Threads that wait: to wake nobody is a system call too.
+    /// Threads that wait. Without one, the system call that wakes them is left out.
     waiting: usize,
 }
 

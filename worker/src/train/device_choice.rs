@@ -201,7 +201,7 @@ fn is_set(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value.trim() == "1")
 }
 
-/// A number of multiprocessors; 0 where nobody named one.
+/// A number of multiprocessors; 0 where the variable is not set.
 fn multiprocessors(value: Option<String>) -> Result<i32, TrainError> {
     let Some(value) = value else { return Ok(0) };
     let number = value.trim().parse().ok().filter(|number| *number > 0);
