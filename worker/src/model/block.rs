@@ -67,7 +67,7 @@ pub trait Block: Send + Sync {
         None
     }
 
-    /// The same block, whose backward recomputes nothing; none if it does not anyway.
+    /// The same block, which also keeps outputs of norms and GELUs for its backward; none if it has none.
     fn keeping(&self) -> Option<Arc<dyn Block>> {
         None
     }
