@@ -8,7 +8,7 @@
 # (XDG_CACHE_HOME), and emptied with a new libnvrtc.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-imitation=$here/../../worker/tests/cuda_on_cpu/cuda.hpp
+imitation=$here/../../worker/tests/kernels/cuda_on_cpu/cuda.hpp
 mkdir -p "${1:?folder for the libraries}"
 folder=$(cd "$1" && pwd)
 exec 9>"$folder/.lock"

@@ -1,5 +1,5 @@
 // An emulated libnvrtc: CUDA C goes through the system's C++ compiler ($CXX, or c++), with the imitation of CUDA that
-// the tests of single kernels have (worker/tests/cuda_on_cpu/cuda.hpp). What it gives for a CUBIN is an image for the
+// the tests of single kernels have (worker/tests/kernels/cuda_on_cpu/cuda.hpp). What it gives for a CUBIN is an image for the
 // emulated driver. All definitions are honoured, the architecture makes no difference.
 
 #include <cstdio>

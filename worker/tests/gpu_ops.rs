@@ -3,6 +3,7 @@
 //! Where there is no GPU the tests say so and pass, unless `DDP_REQUIRE_GPU=1` says that there must be one.
 
 mod gpu_support;
+#[path = "kernels/op_cases/mod.rs"]
 mod op_cases;
 
 use std::sync::Mutex;

@@ -1,0 +1,578 @@
+//! Reducer and norm on meshes of pipeline × data × tensor ranks: who adds up and counts what, without any model.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::collective_world::{PATIENCE, Rank, World};
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::WorldSize;
+use ddp_worker::collective::Executor;
+use ddp_worker::config::{self, Accumulate, ModelKind, Parallel, Pipeline, ShardGroup, Strategy, Train};
+use ddp_worker::device::{DType, Event};
+use ddp_worker::mesh::{Axis, DATA, Mesh, MeshShape};
+use ddp_worker::model::{self, AxisRole, GradSink, GroupId, Init, ModelPart, ParamId, ParamSpec};
+use ddp_worker::optim::Clip;
+use ddp_worker::parallel::{
+    GradSpec, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, ReduceError, Reducer,
+    ReducerConfig, ReplicaSet, ReshardPolicy, Sharding, is_counted,
+};
+
+/// Blocks of the whole model: an embedding, layers, and a head with the embedding's matrix.
+const BLOCKS: usize = 7;
+const TIED: &str = "wte";
+
+/// A mesh, and what its ranks hold.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    stages: usize,
+    tensor: usize,
+    replicate: usize,
+    shard: usize,
+    strategy: Strategy,
+    accumulate: Accumulate,
+    micro_batches: usize,
+}
+
+impl Case {
+    /// Data-parallel ranks alone.
+    const fn of(strategy: Strategy, [replicate, shard]: [usize; 2]) -> Self {
+        Self {
+            stages: 1,
+            tensor: 1,
+            replicate,
+            shard,
+            strategy,
+            accumulate: Accumulate::Full,
+            micro_batches: 3,
+        }
+    }
+
+    fn ranks(&self) -> usize {
+        self.stages * self.replicate * self.shard * self.tensor
+    }
+
+    fn mesh(&self) -> MeshShape {
+        let parallel = Parallel {
+            strategy: self.strategy,
+            shard_group: Some(ShardGroup::Ranks(self.shard)),
+            tensor: self.tensor,
+            pipeline: Pipeline {
+                stages: self.stages,
+                ..Pipeline::default()
+            },
+            ..Parallel::default()
+        };
+        let ranks = self.ranks() as u32;
+        let env = WorkerEnv {
+            world_size: WorldSize(ranks),
+            local_world_size: ranks,
+            ..WorkerEnv::single()
+        };
+        MeshShape::new(&parallel, &env).unwrap()
+    }
+
+    fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
+        match (self.strategy, self.accumulate) {
+            (Strategy::Ddp, _) => Sharding::replicated(layout),
+            (Strategy::Zero2, Accumulate::Sharded) => Sharding::of_parts(layout, self.shard, rank),
+            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, self.shard, rank),
+            (Strategy::Zero3, _) => Sharding::of_groups(layout, self.shard, rank),
+        }
+    }
+
+    /// What a rank of a stage holds; all blocks where there is one stage.
+    fn part(&self, stage: usize) -> Part {
+        let first = |stage: usize| stage * BLOCKS / self.stages;
+        Part::of(first(stage)..first(stage + 1), self.stages > 1)
+    }
+
+    fn layout(&self, part: &Part) -> GradientLayout {
+        let config = LayoutConfig {
+            first_bucket_bytes: 30_000,
+            bucket_bytes: 150_000,
+            ..LayoutConfig::new(self.replicate * self.shard)
+        };
+        let order: Vec<ParamId> = part.order();
+        GradientLayout::new(part.specs.clone(), &order, &config).unwrap()
+    }
+
+    fn norm_order(&self, rank: usize) -> NormOrder {
+        let mesh = self.mesh();
+        let whole = Case { stages: 1, ..*self };
+        let whole = whole.layout(&whole.part(0));
+        let members = mesh.members(rank, &ONE_COPY);
+        let chunks = members.into_iter().map(|member| {
+            let at = |axis| mesh.index(member, &[axis]);
+            let layout = self.layout(&self.part(at(Axis::Pipeline)));
+            let sharding = self.sharding(&layout, at(Axis::Shard));
+            let counts = |id| is_counted(&layout.spec(id).roles, at);
+            NormOrder::chunks((&layout, &sharding), at(Axis::Shard), &whole, counts)
+        });
+        NormOrder::new(&chunks.collect::<Vec<_>>())
+    }
+}
+
+/// Parameters of some blocks.
+struct Part {
+    specs: Vec<GradSpec>,
+    /// By block.
+    blocks: Vec<(usize, Vec<ParamId>)>,
+}
+
+impl Part {
+    fn of(blocks: std::ops::Range<usize>, is_stage: bool) -> Self {
+        let mut part = Self {
+            specs: Vec::new(),
+            blocks: Vec::new(),
+        };
+        for block in blocks {
+            let mut params = Vec::new();
+            match block {
+                0 => {
+                    params.push(part.add(block, TIED, 21_000, AxisRole::Cut));
+                    params.push(part.add(block, "wpe", 500, AxisRole::EqualGradients));
+                }
+                _ if block + 1 == BLOCKS => {
+                    params.push(part.add(block, "ln_f", 40, AxisRole::PartialGradients));
+                    params.push(part.add(block, TIED, 21_000, AxisRole::Cut));
+                }
+                layer => {
+                    for (name, len, role) in [
+                        ("ln", 90, AxisRole::PartialGradients),
+                        ("w", 18_000 + layer * 1000, AxisRole::Cut),
+                        ("bias", 33, AxisRole::EqualGradients),
+                        ("proj", 9000, AxisRole::Cut),
+                        ("proj.bias", 33, AxisRole::PartialGradients),
+                    ] {
+                        params.push(part.add(block, &format!("h.{layer}.{name}"), len, role));
+                    }
+                }
+            }
+            part.blocks.push((block, params));
+        }
+        for spec in part.specs.iter_mut().filter(|spec| is_stage && spec.name == TIED) {
+            spec.roles[Axis::Pipeline as usize] = AxisRole::PartialGradients;
+        }
+        part
+    }
+
+    fn add(&mut self, block: usize, name: &str, len: usize, along_tensor: AxisRole) -> ParamId {
+        if let Some(id) = self.specs.iter().position(|spec| spec.name == name) {
+            self.specs[id].blocks.push(block);
+            self.specs[id].contributions += 1;
+            return ParamId(id);
+        }
+        let mut spec = GradSpec::new(name, &[len]);
+        spec.blocks.push(block);
+        spec.roles[Axis::Tensor as usize] = along_tensor;
+        // The tied matrix is a group of its own.
+        spec.group = if name == TIED { BLOCKS } else { block };
+        self.specs.push(spec);
+        ParamId(self.specs.len() - 1)
+    }
+
+    /// In which backward finishes them.
+    fn order(&self) -> Vec<ParamId> {
+        let mut order: Vec<ParamId> = Vec::new();
+        for id in self.blocks.iter().flat_map(|(_, params)| params) {
+            if !order.contains(id) {
+                order.push(*id);
+            }
+        }
+        order.reverse();
+        order
+    }
+
+    fn params(&self) -> Vec<ParamSpec> {
+        let param = |spec: &GradSpec| ParamSpec {
+            key: spec.name.clone(),
+            global_shape: spec.shape.clone(),
+            cut: None,
+            roles: spec.roles,
+            dtype: DType::F32,
+            init: Init::Constant(0.0),
+            decay: true,
+            group: GroupId(spec.group),
+        };
+        self.specs.iter().map(param).collect()
+    }
+}
+
+/// Which contribution: of a use of a parameter, in a micro-batch of a rank.
+#[derive(Clone, Copy)]
+struct Of {
+    data: usize,
+    tensor: usize,
+    micro_batch: usize,
+    block: usize,
+}
+
+/// Element `i`: not a round number.
+fn contribution(spec: &GradSpec, of: Of, i: usize) -> f32 {
+    let tensor = match spec.roles[Axis::Tensor as usize] {
+        AxisRole::EqualGradients => 0,
+        _ => of.tensor,
+    };
+    let name: usize = spec.name.bytes().map(usize::from).sum();
+    let number = 1 + of.data * 7919 + tensor * 15_485_863 + of.micro_batch * 104_729;
+    let number = number + of.block * 179_424_673 + name * 1_299_709 + i * 31;
+    (number % 10_007) as f32 / 997.0 - 5.0
+}
+
+/// Element `i` of the sum that a rank with this index of its tensor group must have: micro-batches, then uses, tensor
+/// ranks if each has a part, then data-parallel ranks.
+fn expected(case: &Case, spec: &GradSpec, tensor: usize, i: usize) -> f32 {
+    let of_rank = |data: usize, tensor: usize| {
+        let of_use = |block: usize| {
+            let all = (0..case.micro_batches).map(|micro_batch| Of {
+                data,
+                tensor,
+                micro_batch,
+                block,
+            });
+            all.fold(0.0, |sum, of| sum + contribution(spec, of, i))
+        };
+        let uses = spec.blocks.iter().map(|block| of_use(*block));
+        uses.reduce(|sum, more| sum + more).unwrap()
+    };
+    let of_data = |data: usize| match spec.roles[Axis::Tensor as usize] {
+        AxisRole::PartialGradients => {
+            let parts = (0..case.tensor).map(|tensor| of_rank(data, tensor));
+            parts.reduce(|sum, more| sum + more).unwrap()
+        }
+        _ => of_rank(data, tensor),
+    };
+    let slices = (0..case.replicate).map(|copy| {
+        let group = (0..case.shard).map(|rank| of_data(copy * case.shard + rank));
+        group.reduce(|sum, more| sum + more).unwrap()
+    });
+    slices.reduce(|sum, more| sum + more).unwrap()
+}
+
+/// A rank with its mesh.
+struct Member {
+    case: Case,
+    rank: Rank,
+    shape: MeshShape,
+    part: Part,
+    set: ReplicaSet,
+    layout: Arc<GradientLayout>,
+    sharding: Arc<Sharding>,
+}
+
+impl Member {
+    fn new(case: Case, rank: Rank) -> Self {
+        let shape = case.mesh();
+        let at = |axis| shape.index(rank.rank(), &[axis]);
+        let part = case.part(at(Axis::Pipeline));
+        let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
+        let layout = case.layout(&part);
+        Self {
+            set: ReplicaSet::of(&mesh, &part.params()).unwrap(),
+            sharding: Arc::new(case.sharding(&layout, at(Axis::Shard))),
+            layout: Arc::new(layout),
+            case,
+            shape,
+            rank,
+            part,
+        }
+    }
+
+    fn reducer(&self) -> Result<Reducer, ReduceError> {
+        let device = &self.rank.device;
+        let config = ReducerConfig {
+            accumulate: self.case.accumulate,
+            micro_batches: self.case.micro_batches,
+            ..ReducerConfig::default()
+        };
+        let compute = (device, device.stream());
+        Reducer::over(&self.set, compute, self.layout.clone(), &self.sharding, config)
+    }
+
+    /// Gradients of all micro-batches.
+    fn backward(&self, step: &mut ddp_worker::parallel::Step<'_>) {
+        let index = |axes: &[Axis]| self.shape.index(self.rank.rank(), axes);
+        for micro_batch in 0..self.case.micro_batches {
+            for (block, params) in self.part.blocks.iter().rev() {
+                step.enter(*block);
+                for id in params.iter().rev() {
+                    let of = Of {
+                        data: index(&DATA),
+                        tensor: index(&[Axis::Tensor]),
+                        micro_batch,
+                        block: *block,
+                    };
+                    let spec = self.layout.spec(*id);
+                    let mut grad = step.grad_mut::<f32>(*id).unwrap();
+                    for (i, x) in grad.iter_mut().enumerate() {
+                        *x += contribution(spec, of, i);
+                    }
+                    drop(grad);
+                    step.ready(*id, Event::reached()).unwrap();
+                }
+            }
+        }
+    }
+
+    /// One step: what this rank owns of the sums, and the norm.
+    fn step(&self) -> Outcome {
+        let stream = self.rank.device.stream();
+        let mut reducer = self.reducer().unwrap();
+        let compute = (&self.rank.device, stream);
+        let order = self.case.norm_order(self.rank.rank());
+        let train = Train {
+            grad_clip: Some(1.0),
+            ..Train::default()
+        };
+        let clip = Clip::new(&self.set, compute, (&self.sharding, &order), &train).unwrap();
+        let mut outcome = None;
+        // The second one finds the memory of the first.
+        for _ in 0..2 {
+            let mut step = reducer.step(self.case.micro_batches).unwrap();
+            self.backward(&mut step);
+            let portion = step.finish(Instant::now() + PATIENCE).unwrap().portion();
+            if let Some(work) = clip.measure(stream, &portion) {
+                work.wait(Instant::now() + PATIENCE).unwrap();
+            }
+            clip.finish(stream, None);
+            let own = self.sharding.own_pieces().into_iter().map(|piece| {
+                let elements = portion.slice(&piece.place).host::<f32>().unwrap().to_vec();
+                (piece.param, piece.elements.start, elements)
+            });
+            let own = own.collect();
+            let norm = clip.norm().host::<f32>().unwrap()[0];
+            let found = Outcome { own, norm };
+            assert_eq!(outcome.get_or_insert(found.clone()), &found);
+        }
+        outcome.unwrap()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Outcome {
+    own: Vec<(ParamId, usize, Vec<f32>)>,
+    norm: f32,
+}
+
+/// Runs a step on all ranks, and checks every sum. Returns the norm, which all ranks have.
+fn norm_of(case: Case) -> f32 {
+    let world = World::of(&[case.ranks()]);
+    let outcomes = world.run(Executor::Thread, |rank| Member::new(case, rank).step());
+    let (mesh, whole) = (case.mesh(), Case { stages: 1, ..case }.part(0));
+    let specs: BTreeMap<&str, &GradSpec> = (whole.specs.iter())
+        .map(|spec| (spec.name.as_str(), spec))
+        .collect();
+    let mut squares = 0.0;
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        let at = |axis| mesh.index(rank, &[axis]);
+        let part = case.part(at(Axis::Pipeline));
+        for (id, start, elements) in &outcome.own {
+            let spec = &part.specs[id.0];
+            let is_one = is_counted(&spec.roles, at) && at(Axis::Replicate) == 0;
+            for (i, found) in elements.iter().enumerate() {
+                let expected = expected(&case, specs[spec.name.as_str()], at(Axis::Tensor), start + i);
+                assert_eq!(
+                    found.to_bits(),
+                    expected.to_bits(),
+                    "{case:?}, rank {rank}: `{}` element {}",
+                    spec.name,
+                    start + i
+                );
+                squares += if is_one { f64::from(*found).powi(2) } else { 0.0 };
+            }
+        }
+        assert_eq!(outcome.norm.to_bits(), outcomes[0].norm.to_bits(), "rank {rank}");
+    }
+    let (norm, expected) = (outcomes[0].norm, squares.sqrt());
+    let error = (f64::from(norm) - expected).abs() / expected;
+    assert!(error < 1e-6, "{case:?}: {norm}, expected {expected}");
+    norm
+}
+
+/// Each with as many stages as it says: the sums are checked, and the norms must have the same bits.
+fn assert_same_norm(cases: impl IntoIterator<Item = Case>) {
+    let norms: Vec<(Case, f32)> = cases.into_iter().map(|case| (case, norm_of(case))).collect();
+    for (case, norm) in &norms {
+        assert_eq!(norm.to_bits(), norms[0].1.to_bits(), "{case:?}: {norms:?}");
+    }
+}
+
+#[test]
+fn stages_and_shards_change_no_bit_of_sums_and_norm() {
+    let zero = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
+    let sharded = zero.map(|strategy| Case::of(strategy, [1, 2]));
+    let cases = [Case::of(Strategy::Ddp, [2, 1])].into_iter().chain(sharded);
+    assert_same_norm(cases.flat_map(|case| [1, 2, 3].map(|stages| Case { stages, ..case })));
+}
+
+#[test]
+fn with_one_micro_batch_too() {
+    let one = Case {
+        micro_batches: 1,
+        ..Case::of(Strategy::Ddp, [2, 1])
+    };
+    let in_slots = [Strategy::Zero2, Strategy::Zero3].map(|strategy| Case {
+        strategy,
+        accumulate: Accumulate::Sharded,
+        replicate: 1,
+        shard: 2,
+        ..one
+    });
+    let stages = [2, 3].map(|stages| Case { stages, ..one });
+    assert_same_norm([one].into_iter().chain(in_slots).chain(stages));
+}
+
+#[test]
+fn tensor_ranks_sum_what_each_has_a_part_of() {
+    let ddp = Case {
+        tensor: 2,
+        ..Case::of(Strategy::Ddp, [2, 1])
+    };
+    let zero = [Strategy::Zero1, Strategy::Zero3].map(|strategy| Case {
+        tensor: 2,
+        ..Case::of(strategy, [1, 2])
+    });
+    let stages = [2, 3].map(|stages| Case { stages, ..zero[1] });
+    assert_same_norm([ddp].into_iter().chain(zero).chain(stages));
+}
+
+#[test]
+fn tensor_ranks_sum_in_every_micro_batch_where_each_is_reduced() {
+    let sharded = |tensor| Case {
+        tensor,
+        accumulate: Accumulate::Sharded,
+        micro_batches: 1,
+        ..Case::of(Strategy::Zero2, [1, 2])
+    };
+    for tensor in [2, 3] {
+        norm_of(sharded(tensor));
+    }
+}
+
+#[test]
+fn copies_of_shards_are_summed_with_stages_and_tensor_ranks_too() {
+    let case = Case {
+        tensor: 2,
+        ..Case::of(Strategy::Zero3, [2, 2])
+    };
+    assert_same_norm([1, 2].map(|stages| Case { stages, ..case }));
+}
+
+#[test]
+fn later_uses_of_a_tied_parameter_take_memory_where_micro_batches_are_added_up() {
+    let world = World::of(&[1]);
+    let bytes = |micro_batches, accumulate| {
+        let case = Case {
+            accumulate,
+            micro_batches,
+            ..Case::of(Strategy::Ddp, [1, 1])
+        };
+        let bytes = world.run(Executor::Inline, |rank| {
+            let member = Member::new(case, rank);
+            let reducer = member.reducer().unwrap();
+            assert_eq!(reducer.sum_bytes(), 4 * member.layout.len());
+            assert_eq!(reducer.in_flight_bytes(), 0);
+            reducer.bytes() - reducer.sum_bytes()
+        });
+        bytes[0]
+    };
+    assert_eq!(bytes(1, Accumulate::Full), 0);
+    assert_eq!(bytes(2, Accumulate::Full), 4 * 21_000);
+}
+
+#[test]
+fn a_tied_parameter_of_two_stages_is_not_reduced_in_every_micro_batch() {
+    let case = Case {
+        stages: 2,
+        accumulate: Accumulate::Sharded,
+        ..Case::of(Strategy::Zero2, [1, 2])
+    };
+    let errors = World::of(&[4]).run(Executor::Thread, |rank| {
+        Member::new(case, rank).reducer().err().unwrap().to_string()
+    });
+    for error in errors {
+        assert_eq!(
+            error,
+            "two stages of the pipeline share `wte`, and its gradient cannot be reduced in every micro-batch\n  hint: set `parallel.accumulate: full`"
+        );
+    }
+}
+
+/// Makes one of four ranks differ in parameter `key`, and returns what each of them says.
+fn differences(case: Case, policy: ReshardPolicy, (key, culprit): (&str, usize)) -> Vec<Option<String>> {
+    let config = config::Model {
+        kind: ModelKind::Gpt2,
+        n_layer: 2,
+        n_head: 2,
+        n_embd: 8,
+        block_size: 8,
+        vocab_size: None,
+        dropout: 0.0,
+        ..config::Model::default()
+    };
+    World::of(&[4]).run(Executor::Thread, |rank| {
+        let shape = case.mesh();
+        let at = |axis| shape.index(rank.rank(), &[axis]);
+        let blocks = [0..2, 2..4][at(Axis::Pipeline)].clone();
+        let part = ModelPart {
+            tensor: (at(Axis::Tensor), case.tensor),
+            sequence: case.tensor > 1,
+            chunks: (case.stages > 1).then(|| vec![blocks]),
+        };
+        let model = model::build_part(&config, 4096, &part).unwrap();
+        let mesh = Mesh::new(shape, rank.comm.clone(), Executor::Thread);
+        let set = ReplicaSet::of(&mesh, &model.params).unwrap();
+        let config = LayoutConfig::new(case.replicate * case.shard);
+        let layout = GradientLayout::of_model(&model, &config).unwrap();
+        let sharding = Arc::new(case.sharding(&layout, at(Axis::Shard)));
+        let compute = (&rank.device, rank.device.stream());
+        let comms = (&set, &set.reduce);
+        let parameters = Parameters::new(comms, compute, &model, &sharding, policy).unwrap();
+        assert_eq!(parameters.difference(0).unwrap(), None);
+        let mut own = sharding.own_pieces().into_iter();
+        let place = own.find(|piece| model.params[piece.param.0].key == key);
+        if let Some(piece) = place.filter(|_| rank.rank() == culprit) {
+            let place = parameters.own().slice(&piece.place);
+            place.host_mut::<f32>().unwrap()[0] = 1.0;
+        }
+        let difference = parameters.difference(5).unwrap();
+        difference.map(|difference| difference.to_string())
+    })
+}
+
+#[test]
+fn copies_beyond_the_data_parallel_ranks_are_compared() {
+    let release = ReshardPolicy::Release {
+        after_forward: true,
+        persist_below: 0,
+    };
+    let stages = Case {
+        stages: 2,
+        ..Case::of(Strategy::Ddp, [2, 1])
+    };
+    let tensor = Case {
+        tensor: 2,
+        ..Case::of(Strategy::Ddp, [2, 1])
+    };
+    let zero3 = |case| Case {
+        strategy: Strategy::Zero3,
+        replicate: 1,
+        shard: 2,
+        ..case
+    };
+    // Whose parameter is wrong, whom it is compared with, and who does not hold it.
+    for (case, policy, key, [culprit, reference, other]) in [
+        (stages, ReshardPolicy::KeepAll, "wte.weight", [3, 2, 0]),
+        (zero3(stages), release, "wte.weight", [3, 1, 0]),
+        (tensor, ReshardPolicy::KeepAll, "h.1.ln_2.weight", [3, 1, 0]),
+        (zero3(tensor), release, "h.0.ln_1.bias", [3, 2, 0]),
+    ] {
+        let found = differences(case, policy, (key, culprit));
+        let expected =
+            format!("parameter `{key}` of rank {culprit} differs from rank {reference} after step 5");
+        let of_culprit = found[culprit].as_ref().unwrap();
+        assert!(of_culprit.starts_with(&expected), "{case:?}: {of_culprit}");
+        assert_eq!(found[other], None, "{case:?}");
+    }
+}

@@ -1,0 +1,47 @@
+//! Whole networks against finite differences, in f64.
+
+use ddp_worker::config::{Model, ModelKind};
+use ddp_worker::device::DType;
+use ddp_worker::model::build;
+
+use super::rig::{Rank, Rig, assert_close, config, mean, numbers, values};
+
+fn check(config: &Model) {
+    let model = build(config, 11).unwrap();
+    let mut rank = Rank::new(Rig::new(), model, DType::F64, [1, 2, 5]);
+    // Larger than the first values, so that every path carries a gradient.
+    let whole = rank.params.whole();
+    let start: Vec<f64> = numbers(3, whole.len()).iter().map(|x| 0.7 * x).collect();
+    whole.host_mut::<f64>().unwrap().copy_from_slice(&start);
+    rank.step(0);
+    assert_eq!(rank.grads.contributions(), rank.model.uses());
+    let found = values::<f64>(&rank.grads.whole());
+    for (i, &found) in found.iter().enumerate() {
+        const STEP: f64 = 1e-5;
+        let at = |x: f64| {
+            whole.host_mut::<f64>().unwrap()[i] = x;
+            mean(&rank.forward(0).0)
+        };
+        let expected = (at(start[i] + STEP) - at(start[i] - STEP)) / (2.0 * STEP);
+        whole.host_mut::<f64>().unwrap()[i] = start[i];
+        assert_close(found, expected, 1e-6, &format!("element {i} of all parameters"));
+    }
+}
+
+#[test]
+fn gpt2() {
+    check(&config(ModelKind::Gpt2));
+}
+
+#[test]
+fn mlp() {
+    check(&config(ModelKind::Mlp));
+}
+
+#[test]
+fn gpt2_with_dropout() {
+    check(&Model {
+        dropout: 0.3,
+        ..config(ModelKind::Gpt2)
+    });
+}

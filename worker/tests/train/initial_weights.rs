@@ -1,0 +1,333 @@
+//! `model.init_from`: runs that begin with weights that another one has exported.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::train_support::{Job, Trained, assert_same};
+use ddp_worker::checkpoint::{Disk, Reader, Storage, TensorKind, Which, export};
+use ddp_worker::config::{self, ModelKind, Precision, Resume, Strategy, TrainConfig};
+use ddp_worker::train::TrainError;
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::{SafeTensors, serialize};
+use tempfile::TempDir;
+
+/// Bits of all parameters, by name.
+type Parameters = BTreeMap<String, Vec<u32>>;
+
+/// A model that was trained a little, so that no two of its weights are the same by their making.
+struct Exported {
+    folder: TempDir,
+    trained: Trained,
+    /// What was exported.
+    parameters: Parameters,
+}
+
+impl Exported {
+    fn new(change: impl FnOnce(&mut TrainConfig)) -> Self {
+        Self::by(1, change)
+    }
+
+    fn by(ranks: u32, change: impl FnOnce(&mut TrainConfig)) -> Self {
+        let job = Job::with(change);
+        let trained = job.train(ranks);
+        let folder = tempfile::tempdir().unwrap();
+        let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
+        let disk: Arc<dyn Storage> = Arc::new(Disk);
+        export(&disk, &reader, &folder.path().join("model")).unwrap();
+        Self {
+            folder,
+            trained,
+            parameters: parameters(&job),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("model")
+    }
+
+    /// By the names of the file.
+    fn tensors(&self) -> Parameters {
+        let bytes = fs::read(self.path().join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let bits = |(name, tensor): (String, TensorView<'_>)| (name, words(tensor.data()));
+        tensors.tensors().into_iter().map(bits).collect()
+    }
+
+    /// The same numbers in another type, rounded, as one file; and what they are then.
+    fn rounded(&self, dtype: Dtype) -> (PathBuf, Parameters) {
+        let round = |bits: u32| {
+            let value = f32::from_bits(bits);
+            match dtype {
+                Dtype::F16 => half::f16::from_f32(value).to_bits(),
+                _ => half::bf16::from_f32(value).to_bits(),
+            }
+        };
+        let widen = |bits: u16| match dtype {
+            Dtype::F16 => half::f16::from_bits(bits).to_f32().to_bits(),
+            _ => half::bf16::from_bits(bits).to_f32().to_bits(),
+        };
+        let whole = fs::read(self.path().join("model.safetensors")).unwrap();
+        let shapes = SafeTensors::deserialize(&whole).unwrap();
+        let stored: Vec<(String, Vec<u16>)> = self
+            .tensors()
+            .into_iter()
+            .map(|(name, bits)| (name, bits.into_iter().map(round).collect()))
+            .collect();
+        let views = stored.iter().map(|(name, bits)| {
+            let shape = shapes.tensor(name).unwrap().shape().to_vec();
+            (
+                name,
+                TensorView::new(dtype, shape, bytemuck::cast_slice(bits)).unwrap(),
+            )
+        });
+        let path = self.folder.path().join(format!("{dtype:?}.safetensors"));
+        fs::write(&path, serialize(views, None).unwrap()).unwrap();
+        let expected = stored
+            .iter()
+            .map(|(name, bits)| (name.clone(), bits.iter().copied().map(widen).collect()));
+        (path, expected.collect())
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
+        .collect()
+}
+
+/// A run of one step that changes nothing.
+fn standing_still(path: &Path, change: impl FnOnce(&mut TrainConfig)) -> Job {
+    Job::with(|c| {
+        c.model.init_from = Some(path.to_owned());
+        c.train.steps = 1;
+        c.train.optimizer.lr = 0.0;
+        change(c);
+    })
+}
+
+/// What the latest checkpoint holds.
+fn parameters(job: &Job) -> Parameters {
+    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
+    let tensors = reader.manifest().tensors.iter();
+    let own = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
+    own.map(|tensor| {
+        let bytes = reader.read_whole(&tensor.name).unwrap();
+        (tensor.name.key.clone(), words(&bytes))
+    })
+    .collect()
+}
+
+#[test]
+fn every_strategy_begins_with_the_bits_of_the_file_on_any_number_of_ranks() {
+    let source = Exported::new(|_| ());
+    let expected = source.tensors();
+    for precision in [Precision::F32, Precision::Bf16] {
+        for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3] {
+            for ranks in [1, 2, 4] {
+                let job = standing_still(&source.path(), |c| {
+                    c.train.precision = precision;
+                    c.parallel.strategy = strategy;
+                });
+                job.train(ranks);
+                assert!(
+                    parameters(&job) == expected,
+                    "{precision:?}, {strategy:?}, {ranks} ranks"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_that_comes_back_has_the_loss_with_which_it_went() {
+    let mut before = 0.0;
+    for (strategy, ranks) in [(Strategy::Ddp, 1), (Strategy::Ddp, 2), (Strategy::Zero3, 2)] {
+        let source = Exported::by(ranks, |c| c.parallel.strategy = strategy);
+        before = source.trained.summary.val_loss.expect("a validation loss");
+        let job = standing_still(&source.path(), |c| c.parallel.strategy = strategy);
+        let after = job.train(ranks).summary.val_loss.expect("a validation loss");
+        assert_eq!(after.to_bits(), before.to_bits(), "{strategy:?} on {ranks}");
+    }
+    let job = Job::with(|c| c.train.steps = 1);
+    let random = job.train(1).summary.val_loss.expect("a validation loss");
+    assert!(
+        random > before + 0.1,
+        "{random} without weights, {before} with them"
+    );
+}
+
+#[test]
+fn halves_are_widened_into_the_masters() {
+    let source = Exported::new(|_| ());
+    for dtype in [Dtype::F16, Dtype::BF16] {
+        let (path, expected) = source.rounded(dtype);
+        assert_ne!(expected, source.tensors());
+        for (strategy, precision) in [
+            (Strategy::Ddp, Precision::F32),
+            (Strategy::Zero3, Precision::Bf16),
+        ] {
+            let job = standing_still(&path, |c| {
+                c.parallel.strategy = strategy;
+                c.train.precision = precision;
+            });
+            job.train(2);
+            assert!(parameters(&job) == expected, "{dtype:?}, {strategy:?}");
+        }
+    }
+}
+
+#[test]
+fn rows_that_the_file_has_not_are_those_of_a_run_without_it() {
+    let source = Exported::new(|_| ());
+    let padded = |c: &mut TrainConfig| {
+        c.model.vocab_size = Some(304);
+        c.model.block_size = 12;
+    };
+    let random = Job::with(|c| {
+        c.train.steps = 1;
+        c.train.optimizer.lr = 0.0;
+        padded(c);
+    });
+    random.train(1);
+    let (random, known) = (parameters(&random), source.tensors());
+    for (strategy, ranks) in [(Strategy::Ddp, 1), (Strategy::Zero3, 4)] {
+        let job = standing_still(&source.path(), |c| {
+            c.parallel.strategy = strategy;
+            padded(c);
+        });
+        job.train(ranks);
+        let found = parameters(&job);
+        let channels = job.config.model.n_embd;
+        let (table, positions) = (&found["wte.weight"], &found["wpe.weight"]);
+        assert_eq!(table[..256 * channels], known["wte.weight"]);
+        assert_eq!(table[256 * channels..], random["wte.weight"][256 * channels..]);
+        assert_eq!(positions[..], known["wpe.weight"][..12 * channels]);
+        assert_eq!(found["h.0.mlp.c_fc.weight"], known["h.0.mlp.c_fc.weight"]);
+    }
+}
+
+#[test]
+fn a_model_with_a_head_of_its_own_comes_back() {
+    let source = Exported::new(|c| c.model.kind = ModelKind::Mlp);
+    let text = fs::read_to_string(source.path().join("config.json")).unwrap();
+    let job = standing_still(&source.path(), |c| c.model.kind = ModelKind::Mlp);
+    job.train(2);
+    assert_eq!(parameters(&job), source.tensors());
+    // Where the weights of a run came from is no part of the model.
+    let again = tempfile::tempdir().unwrap();
+    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
+    let disk: Arc<dyn Storage> = Arc::new(Disk);
+    export(&disk, &reader, &again.path().join("model")).unwrap();
+    assert_eq!(
+        fs::read_to_string(again.path().join("model/config.json")).unwrap(),
+        text
+    );
+}
+
+/// Sizes and parts of a model that are not GPT-2's.
+type Change = fn(&mut config::Model);
+
+const OTHERS: [(&str, Change); 5] = [
+    ("gpt2 with a head and a width of its own", |model| {
+        (model.tied, model.n_inner) = (Some(false), Some(24));
+    }),
+    ("llama", |model| model.kind = ModelKind::Llama),
+    ("llama with grouped queries", |model| {
+        (model.kind, model.n_head, model.n_kv_head) = (ModelKind::Llama, 4, Some(2));
+        (model.n_inner, model.norm_eps) = (Some(24), 1e-6);
+    }),
+    ("tied llama with scaled positions", |model| {
+        (model.kind, model.tied, model.rope_theta) = (ModelKind::Llama, Some(true), 500_000.0);
+        model.rope_scaling = Some(config::RopeScaling {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_positions: 8,
+        });
+    }),
+    ("tied mlp", |model| {
+        (model.kind, model.tied) = (ModelKind::Mlp, Some(true));
+    }),
+];
+
+#[test]
+fn every_model_that_is_exported_comes_back_bit_by_bit() {
+    for (what, change) in OTHERS {
+        let source = Exported::new(|c| change(&mut c.model));
+        for (strategy, ranks) in [(Strategy::Ddp, 1), (Strategy::Zero3, 4)] {
+            let job = standing_still(&source.path(), |c| {
+                change(&mut c.model);
+                c.parallel.strategy = strategy;
+            });
+            let again = job.train(ranks);
+            assert!(parameters(&job) == source.parameters, "{what}, {strategy:?}");
+            if ranks == 1 {
+                assert_eq!(again.summary.val_loss, source.trained.summary.val_loss, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_does_not_look_for_the_weights() {
+    for strategy in [Strategy::Ddp, Strategy::Zero2] {
+        let source = Exported::new(|_| ());
+        let run = |steps| {
+            Job::with(|c| {
+                c.model.init_from = Some(source.path());
+                c.run.resume = Resume::Auto;
+                c.train.schedule.kind = ddp_worker::config::LearningRate::Constant;
+                c.train.steps = steps;
+                c.parallel.strategy = strategy;
+            })
+        };
+        let undisturbed = run(6).train(2);
+        let mut resumed = run(3);
+        resumed.train(2);
+        fs::remove_dir_all(source.path()).unwrap();
+        resumed.config.train.steps = 6;
+        assert_same(&resumed.train(2), &undisturbed, &format!("{strategy:?}"));
+        // Without the key, with another number of ranks: the checkpoint has what became of the weights.
+        resumed.config.model.init_from = None;
+        resumed.config.train.steps = 7;
+        resumed.train(1);
+        // A restart of the job, too, in a folder that was to be overwritten.
+        resumed.config.model.init_from = Some(source.path());
+        (resumed.config.run.resume, resumed.config.run.overwrite) = (Resume::Never, true);
+        (resumed.config.train.steps, resumed.restarts) = (8, 1);
+        resumed.train(1);
+    }
+}
+
+#[test]
+fn weights_that_are_refused_leave_the_run_that_was_to_be_overwritten() {
+    let mut job = Job::with(|c| c.train.steps = 1);
+    job.train(1);
+    let before = parameters(&job);
+    job.config.run.overwrite = true;
+    job.config.model.init_from = Some(job.out_dir_beside("absent"));
+    let error = job.run(1).remove(0).expect_err("it should fail");
+    assert!(matches!(error, TrainError::Pretrained(_)), "{error}");
+    assert_eq!(parameters(&job), before);
+}
+
+#[test]
+fn ranks_with_different_weights_do_not_begin() {
+    let [one, other] = [1, 2].map(|seed| Exported::new(|c| c.run.seed = seed));
+    let job = standing_still(&one.path(), |c| c.parallel.strategy = Strategy::Zero3);
+    let outcomes = job.run_with(2, |rank, config| {
+        if rank == 1 {
+            config.model.init_from = Some(other.path());
+        }
+    });
+    for outcome in outcomes {
+        let error = outcome.expect_err("it should fail").to_string();
+        assert!(
+            error.contains("rank 1 does not agree with rank 0: content of `model.init_from` is"),
+            "{error}"
+        );
+    }
+}

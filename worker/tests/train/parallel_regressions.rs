@@ -1,0 +1,613 @@
+//! What others ran into with tensor, sequence and pipeline parallelism: an issue of theirs each, or a scenario of their
+//! tests, on whole runs. What shows without a run is beside the code: schedules in `worker/src/parallel/pipeline`, layers
+//! that are cut in `tensor_group.rs`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::train_support::faulty::{FaultyDevice, Spoilt};
+use crate::train_support::{Job, Trained, assert_same, assert_within, copy_folder};
+use ddp_worker::checkpoint::{Disk, Reader, Storage, Which, export};
+use ddp_worker::config::{
+    Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
+    Rescale, Resume, Strategy, TrainConfig,
+};
+use ddp_worker::train::Estimate;
+
+/// Ranks along each axis, and what they do.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    stages: usize,
+    schedule: PipelineSchedule,
+    data: usize,
+    strategy: Strategy,
+    tensor: usize,
+    sequence: bool,
+}
+
+const ALONE: Layout = Layout {
+    stages: 1,
+    schedule: PipelineSchedule::OneFOneB,
+    data: 1,
+    strategy: Strategy::Ddp,
+    tensor: 1,
+    sequence: false,
+};
+
+const fn piped(stages: usize, schedule: PipelineSchedule) -> Layout {
+    Layout {
+        stages,
+        schedule,
+        ..ALONE
+    }
+}
+
+const fn cut(tensor: usize, sequence: bool) -> Layout {
+    Layout {
+        tensor,
+        sequence,
+        ..ALONE
+    }
+}
+
+/// Each axis alone, and together.
+const LAYOUTS: [Layout; 7] = [
+    piped(2, PipelineSchedule::OneFOneB),
+    piped(2, PipelineSchedule::Zbv),
+    piped(4, PipelineSchedule::ZbH1),
+    cut(2, false),
+    cut(4, true),
+    Layout {
+        data: 2,
+        strategy: Strategy::Zero3,
+        ..cut(2, true)
+    },
+    Layout {
+        schedule: PipelineSchedule::Interleaved,
+        stages: 2,
+        data: 2,
+        strategy: Strategy::Zero1,
+        ..cut(2, true)
+    },
+];
+
+const SCHEDULES: [PipelineSchedule; 7] = [
+    PipelineSchedule::GPipe,
+    PipelineSchedule::OneFOneB,
+    PipelineSchedule::Interleaved,
+    PipelineSchedule::ZbH1,
+    PipelineSchedule::Zbv,
+    PipelineSchedule::DualPipeV,
+    PipelineSchedule::Greedy,
+];
+
+/// Micro-batches of all data-parallel ranks in a step.
+const MICRO_BATCHES: usize = 8;
+
+impl Layout {
+    fn ranks(self) -> u32 {
+        (self.stages * self.data * self.tensor) as u32
+    }
+
+    /// Whether the contract promises the bits of one rank.
+    fn has_the_bits_of_one_rank(self) -> bool {
+        self.data == 1 && self.tensor == 1
+    }
+
+    fn apply(self, c: &mut TrainConfig) {
+        c.train.grad_accumulation = MICRO_BATCHES / self.data;
+        c.parallel.strategy = self.strategy;
+        c.parallel.tensor = self.tensor;
+        c.parallel.sequence = self.sequence;
+        c.parallel.pipeline.stages = self.stages;
+        c.parallel.pipeline.schedule = self.schedule;
+    }
+
+    /// A tied GPT-2 of four blocks. The updates of SGD have the scale of the gradients, which Adam would hide.
+    fn job(self, change: impl FnOnce(&mut TrainConfig)) -> Job {
+        Job::with(|c| {
+            c.model.n_layer = 4;
+            c.model.n_head = 4;
+            c.model.n_embd = 32;
+            c.train.steps = 3;
+            c.train.grad_clip = None;
+            c.train.optimizer.kind = OptimizerKind::Sgd;
+            c.train.optimizer.lr = 0.05;
+            self.apply(c);
+            change(c);
+        })
+    }
+
+    fn train(self, change: impl FnOnce(&mut TrainConfig)) -> Trained {
+        self.job(change).train(self.ranks())
+    }
+}
+
+/// The numbers of one rank: their bits where they are promised, else losses and norms to 1e-5.
+fn assert_equal(layout: Layout, one: &Trained, other: &Trained) {
+    let what = format!("{layout:?}");
+    if layout.has_the_bits_of_one_rank() {
+        return assert_same(one, other, &what);
+    }
+    assert_within(1e-5, one, other, &what);
+    for (one, other) in one.metrics.iter().zip(&other.metrics) {
+        let error = (one.grad_norm - other.grad_norm).abs() / one.grad_norm;
+        assert!(error < 1e-5, "step {}, {what}: norm off by {error}", one.step);
+    }
+}
+
+/// All layouts against one rank.
+fn every_layout_equals_one_rank(change: impl Fn(&mut TrainConfig)) -> Trained {
+    let alone = ALONE.train(&change);
+    for layout in LAYOUTS {
+        assert_equal(layout, &alone, &layout.train(&change));
+    }
+    alone
+}
+
+/// How far the parameters are apart, in parts of what training changed.
+fn distance(one: &Job, other: &Job, start: &Job) -> f64 {
+    let [one, other, start] = [one, other, start].map(Job::parameters);
+    let squares = |from: &BTreeMap<String, Vec<f32>>| -> f64 {
+        let pairs = one.iter().flat_map(|(key, values)| values.iter().zip(&from[key]));
+        pairs.map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum()
+    };
+    (squares(&other) / squares(&start)).sqrt()
+}
+
+/// torchtitan 775: a step with fewer micro-batches than stages hung.
+#[test]
+fn fewer_micro_batches_than_stages_do_not_hang() {
+    for micro_batches in 1..=3 {
+        let change = |c: &mut TrainConfig| {
+            c.model.n_layer = 8;
+            c.train.grad_accumulation = micro_batches;
+            // On one rank both uses of a tied matrix add to one sum where nothing else is added up.
+            c.model.tied = Some(micro_batches > 1);
+        };
+        let alone = ALONE.train(change);
+        // `DualPipeV` needs twice as many as there are stages, and is refused in words.
+        for schedule in SCHEDULES
+            .into_iter()
+            .filter(|kind| *kind != PipelineSchedule::DualPipeV)
+        {
+            let found = piped(4, schedule).train(change);
+            assert_same(
+                &alone,
+                &found,
+                &format!("{schedule:?}, {micro_batches} micro-batches"),
+            );
+        }
+    }
+}
+
+/// torchtitan 2972: gradients under a pipeline were the sums over the micro-batches, not their means.
+#[test]
+fn gradients_under_a_pipeline_have_the_scale_of_one_pass() {
+    let one_step = |c: &mut TrainConfig| c.train.steps = 1;
+    let start = ALONE.job(|c| {
+        one_step(c);
+        c.train.optimizer.lr = 0.0;
+    });
+    start.train(1);
+    // The same samples in a single micro-batch.
+    let whole = ALONE.job(|c| {
+        one_step(c);
+        c.train.micro_batch *= MICRO_BATCHES;
+        c.train.grad_accumulation = 1;
+    });
+    let expected = whole.train(1);
+    for layout in LAYOUTS.into_iter().filter(|layout| layout.stages > 1) {
+        let job = layout.job(one_step);
+        assert_within(
+            1e-6,
+            &expected,
+            &job.train(layout.ranks()),
+            &format!("{layout:?}"),
+        );
+        let error = distance(&whole, &job, &start);
+        assert!(error < 1e-4, "{layout:?}: the update is off by {error}");
+    }
+}
+
+/// torchtitan 596: each stage clipped by the norm of its own gradients. nanotron: `test_clip_grads_with_pp` and
+/// `test_clip_grads_with_tp`.
+#[test]
+fn gradients_are_clipped_by_the_norm_of_the_whole_model() {
+    const MOST: f32 = 0.05;
+    let clipped = every_layout_equals_one_rank(|c| {
+        c.model.tied = Some(false);
+        c.train.grad_clip = Some(MOST);
+    });
+    let norms: Vec<f64> = clipped.metrics.iter().map(|line| line.grad_norm).collect();
+    assert!(
+        norms.iter().all(|norm| *norm > f64::from(MOST)),
+        "each is clipped: {norms:?}"
+    );
+    let unclipped = ALONE.train(|c| c.model.tied = Some(false));
+    assert_ne!(clipped.losses()[2], unclipped.losses()[2]);
+}
+
+/// nanotron: `test_clip_grads_tied_weights`. A matrix that two stages hold has one gradient, which counts once.
+#[test]
+fn a_tied_weight_counts_once_in_the_norm() {
+    every_layout_equals_one_rank(|c| c.train.grad_clip = Some(0.05));
+}
+
+/// torchtitan 2252: tied weights were refused under a pipeline, or each stage trained its own.
+#[test]
+fn tied_weights_are_one_matrix_under_a_pipeline() {
+    for kind in [ModelKind::Gpt2, ModelKind::Llama] {
+        let tied = |c: &mut TrainConfig| {
+            c.model.kind = kind;
+            c.model.n_layer = 8;
+            c.model.tied = Some(true);
+            // Both stages' copies are compared after each step.
+            c.train.verify_every = 1;
+        };
+        let job = ALONE.job(tied);
+        let alone = job.train(1);
+        let table = job.parameters();
+        assert!(
+            !table.keys().any(|key| key.starts_with("lm_head")),
+            "{:?}",
+            table.keys()
+        );
+        for (stages, schedule) in [
+            (2, PipelineSchedule::Interleaved),
+            (2, PipelineSchedule::DualPipeV),
+            (4, PipelineSchedule::OneFOneB),
+            (4, PipelineSchedule::Zbv),
+        ] {
+            let found = piped(stages, schedule).train(tied);
+            assert_same(&alone, &found, &format!("{kind:?}, {schedule:?} on {stages}"));
+        }
+    }
+}
+
+/// pytorch 136766: zero-bubble schedules with recomputation ran out of memory, since each micro-batch kept its graph.
+#[test]
+fn zero_bubble_with_recomputation_keeps_no_more_than_its_flights() {
+    let activations = |layout: Layout, recompute, micro_batches, rank| {
+        let job = layout.job(|c| {
+            c.model.n_layer = 8;
+            c.model.n_embd = 128;
+            c.model.block_size = 64;
+            c.train.recompute = recompute;
+            c.train.grad_accumulation = micro_batches;
+        });
+        let estimate = Estimate::of(&job.config, &job.env(rank, layout.ranks())).unwrap();
+        estimate.held.activations
+    };
+    for schedule in [
+        PipelineSchedule::ZbH1,
+        PipelineSchedule::Zbv,
+        PipelineSchedule::DualPipeV,
+    ] {
+        let layout = piped(2, schedule);
+        for rank in 0..2 {
+            let what = format!("{schedule:?}, rank {rank}");
+            let bytes = |recompute| activations(layout, recompute, 8, rank);
+            let (none, full) = (bytes(Recompute::None), bytes(Recompute::Full));
+            // Between its halves of backward a micro-batch keeps what was computed again.
+            assert!(
+                full < none,
+                "{what}: {full} bytes, and {none} without recomputation"
+            );
+            // What is kept is that of the micro-batches in the air, however many a step has.
+            for recompute in [Recompute::None, Recompute::Full] {
+                let (eight, more) = (bytes(recompute), activations(layout, recompute, 32, rank));
+                let most = eight + eight / 20;
+                assert!(
+                    more <= most,
+                    "{what}, {recompute:?}: {more} bytes, and {eight} for 8"
+                );
+            }
+        }
+    }
+}
+
+/// torchtitan, "evaluation before training": stages knew the shapes of their messages from the first training step.
+#[test]
+fn evaluation_before_any_training_has_the_loss_of_one_rank() {
+    let evaluated = |layout: Layout| {
+        let mut job = ALONE.job(|c| {
+            c.train.rescale = Rescale::KeepMicroBatch;
+            c.run.resume = Resume::Auto;
+        });
+        let trained = job.train(1);
+        // Its steps are done: the next process has only the evaluation left.
+        layout.apply(&mut job.config);
+        let again = job.train(layout.ranks());
+        assert_eq!(again.metrics.len(), trained.metrics.len(), "nothing was trained");
+        [trained, again].map(|run| run.summary.val_loss.unwrap())
+    };
+    for layout in LAYOUTS {
+        let [trained, again] = evaluated(layout);
+        let error = (trained - again).abs() / trained;
+        let most = if layout.has_the_bits_of_one_rank() {
+            0.0
+        } else {
+            1e-6
+        };
+        assert!(error <= most, "{layout:?}: {again}, not {trained}");
+    }
+}
+
+/// pytorch 196641: gradients that were accumulated over calls of a schedule depended on the schedule.
+#[test]
+fn accumulation_is_the_same_under_every_schedule() {
+    let side_by_side = |stages, schedule| Layout {
+        data: 2,
+        strategy: Strategy::Zero2,
+        ..piped(stages, schedule)
+    };
+    let whole = |c: &mut TrainConfig| c.parallel.accumulate = Accumulate::Full;
+    let reference = side_by_side(1, PipelineSchedule::OneFOneB).train(whole);
+    for schedule in SCHEDULES {
+        let found = side_by_side(2, schedule).train(whole);
+        assert_same(&reference, &found, &format!("{schedule:?}"));
+    }
+}
+
+/// pytorch 168058: first values and masks of dropout depended on how the model was sharded. torchtitan 3029: one seed, 18
+/// layouts, losses of the first step between 12.0325 and 12.0797.
+#[test]
+fn first_values_and_masks_are_those_of_the_seed_under_any_layout() {
+    for kind in [ModelKind::Gpt2, ModelKind::Llama] {
+        let first = |dropout: f32| {
+            move |c: &mut TrainConfig| {
+                c.model.kind = kind;
+                c.model.dropout = dropout;
+                c.train.steps = 1;
+                c.train.optimizer.lr = 0.0;
+                c.train.optimizer.momentum = Some(0.0);
+            }
+        };
+        let [alone, without] = [0.2, 0.0].map(|dropout| ALONE.train(first(dropout)));
+        assert_ne!(alone.losses(), without.losses());
+        for layout in LAYOUTS {
+            let found = layout.train(first(0.2));
+            assert_eq!(found.state, alone.state, "first values: {kind:?}, {layout:?}");
+            assert_within(1e-6, &alone, &found, &format!("masks: {kind:?}, {layout:?}"));
+        }
+    }
+}
+
+/// torchtitan 1306, pytorch 150336: sequence parallelism with positions that the ranks do not divide.
+#[test]
+fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
+    let odd = |samples: usize| {
+        move |c: &mut TrainConfig| {
+            c.model.block_size = 15;
+            c.train.micro_batch = samples;
+        }
+    };
+    // Rows are shared, of all samples: 30 of them.
+    let alone = ALONE.train(odd(2));
+    for layout in [cut(2, false), cut(4, false), cut(2, true)] {
+        assert_equal(layout, &alone, &layout.train(odd(2)));
+    }
+    // One that fails first ends it for the other.
+    let outcomes = cut(2, true).job(odd(1)).run(2);
+    let words = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
+    let own: Vec<String> = words.filter(|words| words.contains("1 × 15")).collect();
+    insta::assert_snapshot!(own[0], @r"
+    `parallel.sequence`: the 1 × 15 positions of a micro-batch cannot be divided evenly over 2 ranks
+      hint: use `train.micro_batch: 2` or `model.block_size: 16`, or leave out `parallel.sequence`
+    ");
+}
+
+/// transformers 39648, Megatron-LM 673: the loss was averaged over the ranks that share a sample, and each rank's mean weighed
+/// the same, however many targets it had.
+#[test]
+fn the_loss_is_the_mean_over_all_targets_under_any_layout() {
+    // What the epoch leaves over is not the same for all data-parallel ranks.
+    let change = |c: &mut TrainConfig| {
+        c.data.last_batch = LastBatch::Short;
+        c.model.block_size = 128;
+        c.train.micro_batch = 3;
+        c.train.steps = 5;
+    };
+    let alone = every_layout_equals_one_rank(change);
+    let tokens: Vec<u64> = alone.metrics.iter().map(|line| line.tokens).collect();
+    let sizes: Vec<u64> = tokens.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(
+        sizes.iter().any(|size| *size < tokens[0]),
+        "a step is short: {tokens:?}"
+    );
+}
+
+/// A run under `to` that loads what `from` has saved, has nothing to do but to skip a step, and saves it again.
+fn saved_again(from: &Job, to: Layout) -> Trained {
+    let mut again = Job::new();
+    let data = again.config.data.clone();
+    again.config = from.config.clone();
+    again.config.data = data;
+    again.config.run.out_dir = Some(again.out_dir_beside("again"));
+    copy_folder(&from.out_dir(), &again.out_dir());
+    to.apply(&mut again.config);
+    again.config.train.steps += 1;
+    again.config.train.on_nonfinite = OnNonFinite::Skip;
+    let spoilt = Spoilt::in_passes(u64::MAX);
+    again.device = Some(Box::new(move |_| FaultyDevice::going_wrong(spoilt, 1)));
+    let trained = again.train(to.ranks());
+    assert_eq!(trained.metrics.last().unwrap().skipped, 1, "{to:?}");
+    trained
+}
+
+/// Megatron-LM 1517, and its `test_optimizer_resharding`: the optimizer's state could not be read by other tensor and pipeline
+/// ranks.
+#[test]
+fn optimizer_state_is_read_by_other_layouts() {
+    let all: Vec<Layout> = std::iter::once(ALONE).chain(LAYOUTS).collect();
+    for (i, from) in all.iter().enumerate() {
+        let job = from.job(|c| {
+            c.train.steps = 2;
+            c.train.optimizer.kind = OptimizerKind::Adamw;
+            c.train.optimizer.lr = 1e-3;
+            c.train.verify_every = 0;
+            c.train.rescale = Rescale::KeepMicroBatch;
+            c.run.resume = Resume::Auto;
+        });
+        let before = job.train(from.ranks());
+        assert!(
+            before
+                .state
+                .keys()
+                .any(|name| name.starts_with("optimizer.exp_avg_sq"))
+        );
+        // 24 of the 64 pairs: each is read by one rank, and by the layouts one place and three places further.
+        for to in [all[(i + 1) % all.len()], all[(i + 3) % all.len()], ALONE] {
+            let after = saved_again(&job, to);
+            assert_eq!(before.state, after.state, "{from:?} to {to:?}");
+        }
+    }
+}
+
+/// nanotron: `test_save_and_load_with_changed_topology`. The loss goes on as if nothing had changed.
+#[test]
+fn a_run_goes_on_with_other_stages_and_tensor_ranks() {
+    let constant = |c: &mut TrainConfig| {
+        c.train.steps = 5;
+        c.train.optimizer.kind = OptimizerKind::Adamw;
+        c.train.optimizer.lr = 1e-3;
+        c.train.schedule.kind = LearningRate::Constant;
+        c.run.resume = Resume::Auto;
+    };
+    let undisturbed = ALONE.train(constant);
+    let mut job = ALONE.job(constant);
+    for (steps, layout) in [
+        (1, LAYOUTS[6]),
+        (2, LAYOUTS[2]),
+        (3, LAYOUTS[5]),
+        (4, LAYOUTS[1]),
+        (5, LAYOUTS[4]),
+    ] {
+        layout.apply(&mut job.config);
+        job.config.train.steps = steps;
+        job.train(layout.ranks());
+    }
+    let lines = job.metrics();
+    assert_eq!(
+        lines.iter().map(|line| line.world_size).collect::<Vec<_>>(),
+        [8, 4, 4, 2, 4]
+    );
+    for (one, other) in undisturbed.metrics.iter().zip(&lines) {
+        let error = (one.loss - other.loss).abs() / one.loss;
+        assert!(error < 1e-5, "step {}: {} and {}", one.step, one.loss, other.loss);
+        assert_eq!(one.tokens, other.tokens);
+    }
+}
+
+/// Megatron-LM: `test_vocab_size_padding_change`. Rows of padding follow from the configuration, never from the number of
+/// ranks: a checkpoint has the same table under any layout.
+#[test]
+fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
+    let padded = |c: &mut TrainConfig| {
+        c.model.vocab_size = Some(264);
+        c.train.steps = 1;
+    };
+    let rows = |job: &Job| job.parameters()["wte.weight"].len() / job.config.model.n_embd;
+    let alone = ALONE.job(padded);
+    alone.train(1);
+    for layout in LAYOUTS {
+        let job = layout.job(padded);
+        job.train(layout.ranks());
+        assert_eq!([rows(&alone), rows(&job)], [264; 2], "{layout:?}");
+    }
+    // Published weights may have fewer rows; the others have the first values of a run without weights.
+    let disk: Arc<dyn Storage> = Arc::new(Disk);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    let reader = Reader::open(&alone.out_dir(), Which::Latest).unwrap();
+    export(&disk, &reader, &path).unwrap();
+    let wider = |c: &mut TrainConfig| {
+        c.model.vocab_size = Some(280);
+        c.train.steps = 1;
+        c.train.optimizer.lr = 0.0;
+    };
+    let fresh = ALONE.job(wider);
+    fresh.train(1);
+    let known = 264 * alone.config.model.n_embd;
+    let expected = [
+        &alone.parameters()["wte.weight"][..],
+        &fresh.parameters()["wte.weight"][known..],
+    ]
+    .concat();
+    for layout in [ALONE, cut(2, true), cut(4, false), LAYOUTS[6]] {
+        let job = layout.job(|c| {
+            wider(c);
+            c.model.init_from = Some(path.clone());
+        });
+        job.train(layout.ranks());
+        assert_eq!(job.parameters()["wte.weight"], expected, "{layout:?}");
+    }
+    let refused = cut(4, false)
+        .job(|c| c.model.vocab_size = Some(258))
+        .run(4)
+        .remove(0);
+    insta::assert_snapshot!(refused.unwrap_err(), @r"
+    `model.vocab_size` (258) cannot be divided over 4 tensor ranks
+      hint: set `model.vocab_size: 260`, or a different `parallel.tensor`
+    ");
+}
+
+/// Megatron-LM: `uneven_interleaving`. Neither the layers nor the micro-batches are the same for all stages and rounds.
+#[test]
+fn interleaving_with_uneven_layers_and_rounds_equals_one_rank() {
+    let change = |c: &mut TrainConfig| {
+        c.model.n_layer = 9;
+        c.train.grad_accumulation = 5;
+    };
+    let alone = ALONE.train(change);
+    for (stages, layers) in [
+        (2, vec![1, 3, 2, 3]),
+        (3, vec![1, 2, 1, 3, 1, 1]),
+        (2, vec![2, 1, 1, 2, 1, 2]),
+    ] {
+        let found = piped(stages, PipelineSchedule::Interleaved).train(|c| {
+            change(c);
+            c.parallel.pipeline.chunks = Some(layers.len() / stages);
+            c.parallel.pipeline.layers = Some(layers.clone());
+        });
+        assert_same(&alone, &found, &format!("{layers:?} on {stages} ranks"));
+    }
+}
+
+/// A planner of others was 32 % low on stages of different sizes: it took the mean. Here each rank is laid out by itself.
+#[test]
+fn what_is_planned_of_uneven_stages_is_what_each_holds() {
+    for layers in [vec![1, 7], vec![7, 1]] {
+        let layout = piped(2, PipelineSchedule::OneFOneB);
+        let job = layout.job(|c| {
+            c.model.n_layer = 8;
+            c.model.tied = Some(false);
+            c.train.steps = 1;
+            c.parallel.pipeline.layers = Some(layers.clone());
+        });
+        let planned = [0, 1].map(|rank| Estimate::of(&job.config, &job.env(rank, 2)).unwrap().held);
+        // Lines of the metrics are rank 0's.
+        let measured = &job.train(2).metrics[0].memory;
+        let held = planned[0];
+        assert_eq!(
+            [held.params, held.grads, held.optimizer, held.activations],
+            [
+                measured.params,
+                measured.grads,
+                measured.optimizer,
+                measured.activations
+            ],
+            "{layers:?}"
+        );
+        let (few, many) = (
+            planned[usize::from(layers[0] > 1)],
+            planned[usize::from(layers[0] == 1)],
+        );
+        let mean = u64::midpoint(few.total(), many.total());
+        assert!(
+            many.total() * 100 > mean * 132,
+            "{layers:?}: {many:?}, {mean} on average"
+        );
+    }
+}
