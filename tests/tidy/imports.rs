@@ -5,8 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::lengths::without_tests;
-use crate::rust_text::{code_only, is_name_byte, is_word_at};
+use crate::rust_text::{code_only, is_name_byte, is_word_at, without_tests};
 use crate::tree;
 
 type Path = Vec<String>;
@@ -218,23 +217,29 @@ fn circles(imports: &BTreeMap<Path, BTreeSet<Path>>) -> BTreeSet<BTreeSet<Path>>
         .collect()
 }
 
+/// Where the code of each package is.
+const PACKAGES: [&str; 4] = ["launcher/src/", "proto/src/", "src/", "worker/src/"];
+
 #[test]
 fn imports_form_no_circles() {
-    let circles = circles(&Package::of("worker/src/").imports());
-    let lines: Vec<String> = circles
-        .iter()
-        .map(|circle| {
-            circle
-                .iter()
-                .map(|path| path.join("::"))
-                .collect::<Vec<_>>()
-                .join(", ")
-        })
-        .collect();
+    let named = |circle: BTreeSet<Path>| {
+        circle
+            .iter()
+            .map(|path| path.join("::"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let circles_of = |root: &str| {
+        circles(&Package::of(root).imports())
+            .into_iter()
+            .map(named)
+            .collect::<Vec<_>>()
+    };
+    let found: Vec<String> = PACKAGES.into_iter().flat_map(circles_of).collect();
     assert!(
-        lines.is_empty(),
+        found.is_empty(),
         "files that import each other:\n{}",
-        lines.join("\n\n")
+        found.join("\n\n")
     );
 }
 
@@ -263,12 +268,17 @@ fn between_rooms(imports: &BTreeMap<Path, BTreeSet<Path>>) -> BTreeMap<Path, BTr
 
 #[test]
 fn rooms_of_a_folder_import_each_other_in_one_direction() {
-    let circles = circles(&between_rooms(&Package::of("worker/src/").imports()));
-    assert!(circles.is_empty(), "folders that import each other: {circles:?}");
+    for root in PACKAGES {
+        let circles = circles(&between_rooms(&Package::of(root).imports()));
+        assert!(
+            circles.is_empty(),
+            "folders of {root} that import each other: {circles:?}"
+        );
+    }
 }
 
 #[test]
-fn a_circle_of_rooms_is_found() {
+fn circles_are_found() {
     let imports = [
         ("train::step::trainer", &["train::saving::thread"][..]),
         ("train::saving::thread", &["train::saving::disk"]),
@@ -276,26 +286,23 @@ fn a_circle_of_rooms_is_found() {
         ("train::step::batch", &[]),
         ("train::world", &[]),
     ];
-    let imports = imports.map(|(from, to)| (words(from), to.iter().map(|name| words(name)).collect()));
-    let imports = imports.into_iter().collect();
+    let all = |names: &[&str]| names.iter().map(|name| words(name)).collect::<BTreeSet<Path>>();
+    let mut imports: BTreeMap<Path, BTreeSet<Path>> = imports
+        .map(|(from, to)| (words(from), all(to)))
+        .into_iter()
+        .collect();
     assert!(circles(&imports).is_empty());
-    let expected = BTreeSet::from([words("train::saving"), words("train::step")]);
-    assert_eq!(circles(&between_rooms(&imports)), BTreeSet::from([expected]));
-}
-
-#[test]
-fn a_circle_is_found() {
-    let path = |name: &str| vec![name.to_owned()];
-    let imports = [("a", &["b"][..]), ("b", &["c"]), ("c", &["b", "d"]), ("d", &[])];
-    let imports = imports.map(|(from, to)| (path(from), to.iter().map(|name| path(name)).collect()));
-    let found = circles(&imports.into_iter().collect());
-    assert_eq!(found, BTreeSet::from([BTreeSet::from([path("b"), path("c")])]));
+    let rooms = all(&["train::saving", "train::step"]);
+    assert_eq!(circles(&between_rooms(&imports)), BTreeSet::from([rooms]));
+    imports.insert(words("train::step::batch"), all(&["train::saving::disk"]));
+    let files = all(&["train::saving::disk", "train::step::batch"]);
+    assert_eq!(circles(&imports), BTreeSet::from([files]));
 }
 
 #[test]
 fn uses_are_understood() {
-    let named: Vec<String> = uses("use a::{b, c::{d as e, self}};\npub use super::f;\n")
-        .into_iter()
+    let found = uses("use a::{b, c::{d as e, self}};\npub use super::f;\n").into_iter();
+    let named: Vec<String> = found
         .map(|(path, name, is_passed_on)| format!("{} {name} {is_passed_on}", path.join("::")))
         .collect();
     assert_eq!(

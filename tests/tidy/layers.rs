@@ -1,139 +1,77 @@
-//! `src → launcher, worker → proto`, never sideways, never upward.
+//! `src → launcher, worker → proto`, never sideways, never upward. Cargo refuses code that uses a package which its
+//! manifest does not name, so the manifests are enough.
 
-use crate::rust_text::{code_only, is_word_at, line_of};
+use crate::rust_text::code_only;
 use crate::{Breach, assert_none, tree};
 
-/// A package, its folder, and the packages of this repository that it may know.
-struct Layer {
-    package: &'static str,
-    folder: &'static str,
-    may_use: &'static [&'static str],
-}
-
-const LAYERS: [Layer; 5] = [
-    Layer {
-        package: "ddp-proto",
-        folder: "proto/",
-        may_use: &[],
-    },
-    Layer {
-        package: "ddp-launcher",
-        folder: "launcher/",
-        may_use: &["ddp-proto"],
-    },
-    Layer {
-        package: "ddp-worker",
-        folder: "worker/",
-        may_use: &["ddp-proto"],
-    },
-    Layer {
-        package: "custom-worker",
-        folder: "examples/custom-worker/",
-        may_use: &["ddp-worker", "ddp-proto"],
-    },
-    Layer {
-        package: "ddp-run",
-        folder: "src/",
-        may_use: &["ddp-launcher", "ddp-worker", "ddp-proto"],
-    },
+/// Manifest of a package, and the packages of this repository that it may depend on.
+const LAYERS: [(&str, &[&str]); 5] = [
+    ("proto/Cargo.toml", &[]),
+    ("launcher/Cargo.toml", &["ddp-proto"]),
+    ("worker/Cargo.toml", &["ddp-proto"]),
+    ("examples/custom-worker/Cargo.toml", &["ddp-worker", "ddp-proto"]),
+    ("Cargo.toml", &["ddp-launcher", "ddp-worker", "ddp-proto"]),
 ];
 
-/// Packages that `manifest` depends on, those for tests included, with their lines.
+/// Modules of the worker that a command about files of a run knows.
+const KNOWN_MODULES: [(&str, &str); 5] = [
+    ("src/cli/train/ckpt/", "checkpoint"),
+    ("src/cli/train/inference/", "inference"),
+    ("src/cli/train/plot.rs", "metrics"),
+    ("src/cli/train/schedule.rs", "parallel::pipeline"),
+    ("src/cli/train/tokenize.rs", "tokenize"),
+];
+
+/// Packages of this repository that a manifest depends on, those for tests included, with their lines.
 fn dependencies(manifest: &str) -> Vec<(usize, String)> {
     let mut in_dependencies = false;
     let mut found = Vec::new();
     for (index, line) in manifest.lines().map(str::trim).enumerate() {
         if let Some(section) = line.strip_prefix('[') {
-            in_dependencies =
-                section.trim_end_matches(']').ends_with("dependencies") && !section.contains("workspace");
-        } else if in_dependencies && !line.starts_with('#') {
-            let name: String = line
-                .chars()
-                .take_while(|c| c.is_alphanumeric() || matches!(c, '-' | '_'))
-                .collect();
-            found.push((index + 1, name));
+            let section = section.trim_end_matches(']');
+            in_dependencies = section.ends_with("dependencies") && !section.contains("workspace");
+        } else if in_dependencies && line.starts_with("ddp-") {
+            let end = line.find(['.', ' ', '=']).unwrap_or(line.len());
+            found.push((index + 1, line[..end].to_owned()));
         }
     }
     found
 }
 
-fn manifest_breaches(layer: &Layer, path: &str, manifest: &str) -> Vec<Breach> {
-    let forbidden = |name: &str| LAYERS.iter().any(|l| l.package == name) && !layer.may_use.contains(&name);
-    dependencies(manifest)
-        .into_iter()
-        .filter(|(_, name)| forbidden(name))
-        .map(|(line, name)| Breach::new(path, line, format!("`{}` must not know `{name}`", layer.package)))
+fn breaches(path: &str, manifest: &str, may_use: &[&str]) -> Vec<Breach> {
+    let found = dependencies(manifest).into_iter();
+    found
+        .filter(|(_, name)| !may_use.contains(&name.as_str()))
+        .map(|(line, name)| Breach::new(path, line, format!("must not depend on `{name}`")))
         .collect()
-}
-
-fn source_breaches(layer: &Layer, path: &str, text: &str) -> Vec<Breach> {
-    let code = code_only(text);
-    let mut breaches = Vec::new();
-    for other in LAYERS.iter().filter(|other| other.package != layer.package) {
-        let name = other.package.replace('-', "_");
-        let uses = code
-            .match_indices(&format!("{name}::"))
-            .map(|(at, _)| at)
-            .collect::<Vec<_>>();
-        for at in uses.into_iter().filter(|at| is_word_at(&code, *at, &name)) {
-            if !layer.may_use.contains(&other.package) {
-                let what = format!("`{}` must not know `{}`", layer.package, other.package);
-                breaches.push(Breach::new(path, line_of(&code, at), what));
-            }
-        }
-    }
-    breaches
 }
 
 #[test]
 fn packages_depend_in_one_direction() {
-    let files = tree::files();
-    let mut breaches = Vec::new();
-    for layer in &LAYERS {
-        let manifest_path = if layer.folder == "src/" {
-            "Cargo.toml".to_owned()
-        } else {
-            format!("{}Cargo.toml", layer.folder)
-        };
-        let manifest = files
-            .iter()
-            .find(|f| f.path == manifest_path)
-            .expect("a manifest");
+    for (path, may_use) in LAYERS {
+        let manifest = tree::text_of(path);
         assert!(
-            !dependencies(&manifest.text).is_empty(),
-            "`{manifest_path}` was not understood"
+            may_use.is_empty() || !dependencies(&manifest).is_empty(),
+            "{path}"
         );
-        breaches.extend(manifest_breaches(layer, &manifest_path, &manifest.text));
-        let sources = files
-            .iter()
-            .filter(|f| f.is_rust() && f.path.starts_with(layer.folder));
-        breaches.extend(sources.flat_map(|f| source_breaches(layer, &f.path, &f.text)));
+        assert_none(&breaches(path, &manifest, may_use));
     }
-    assert_none(&breaches);
 }
 
 #[test]
 fn only_one_file_calls_the_training_of_the_worker() {
-    let files = tree::rust_files();
-    // Commands about files of the worker, which no training has to do with.
-    let knows_only_files = |path: &str, code: &str| {
-        let known = [
-            ("src/cli/train/ckpt/", "checkpoint"),
-            ("src/cli/train/inference/", "inference"),
-            ("src/cli/train/plot.rs", "metrics"),
-            ("src/cli/train/schedule.rs", "parallel::pipeline"),
-            ("src/cli/train/tokenize.rs", "tokenize"),
-        ];
-        known.iter().any(|(folder, module)| {
-            let known = code.matches(&format!("ddp_worker::{module}::")).count();
-            path.starts_with(folder) && code.matches("ddp_worker::").count() == known
-        })
+    let knows_one_module = |path: &str, code: &str| {
+        let uses = |module: &str| code.matches(&format!("ddp_worker::{module}")).count();
+        let mut known = KNOWN_MODULES.iter().filter(|(place, _)| path.starts_with(place));
+        known.any(|(_, module)| uses(&format!("{module}::")) == uses(""))
     };
-    let callers = files.iter().filter(|f| {
-        let code = code_only(&f.text);
-        f.path.starts_with("src/") && code.contains("ddp_worker::") && !knows_only_files(&f.path, &code)
+    let files = tree::rust_files();
+    let callers = files.iter().filter(|file| {
+        let code = code_only(&file.text);
+        let is_caller = file.path.starts_with("src/") && code.contains("ddp_worker::");
+        is_caller && !knows_one_module(&file.path, &code)
     });
-    let paths: Vec<_> = callers.map(|f| f.path.as_str()).collect();
+    let paths: Vec<_> = callers.map(|file| file.path.as_str()).collect();
     assert_eq!(
         paths,
         ["src/cli/native.rs"],
@@ -143,10 +81,10 @@ fn only_one_file_calls_the_training_of_the_worker() {
 
 #[test]
 fn a_dependency_upward_is_caught() {
-    let worker = LAYERS.iter().find(|l| l.package == "ddp-worker").expect("listed");
     let manifest = "[package]\nname = \"ddp-worker\"\n[dependencies]\nddp-proto.workspace = true\n[dev-dependencies]\nddp-launcher = { path = \"..\" }\n";
-    assert_eq!(manifest_breaches(worker, "worker/Cargo.toml", manifest).len(), 1);
-    let source = "// ddp_launcher::run\nuse ddp_proto::env;\nuse ddp_launcher::run;\n";
-    let breaches = source_breaches(worker, "worker/src/a.rs", source);
-    assert_eq!(breaches.iter().map(|b| b.line).collect::<Vec<_>>(), [3]);
+    let lines: Vec<_> = breaches("a", manifest, &["ddp-proto"])
+        .iter()
+        .map(|breach| breach.line)
+        .collect();
+    assert_eq!(lines, [6]);
 }

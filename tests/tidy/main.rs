@@ -2,20 +2,18 @@
 //!
 //! | module | rule |
 //! |---|---|
-//! | [`lengths`] | files of at most 700 lines of code, functions of at most 70, files named for one noun |
 //! | [`words`] | no leftovers, no sleeping tests, no paths of one machine, no private names |
-//! | [`documents`] | lines of Markdown end before column 120, the glossary has every public type |
+//! | [`documents`] | lines of Markdown end before column 120 and name files that exist |
 //! | [`links`] | links of Markdown files lead to files and headings that exist |
 //! | [`layers`] | packages depend on each other in one direction |
-//! | [`imports`] | files of the worker do not import each other in a circle |
-//! | [`size`] | lines and files of the product, files of a folder, short files |
+//! | [`imports`] | files of a package do not import each other in a circle |
+//! | [`size`] | lines of the product, of a file, files of a folder, short files |
 //!
 //! [`tree`] lists the files, which are all text; [`rust_text`] tells code from comments and strings.
 
 mod documents;
 mod imports;
 mod layers;
-mod lengths;
 mod links;
 mod rust_text;
 mod size;

@@ -141,6 +141,20 @@ pub(crate) fn closing(code: &str, open: usize) -> Option<usize> {
     None
 }
 
+/// The code of a file without its `#[cfg(test)] mod … { … }`.
+pub(crate) fn without_tests(code: &str) -> String {
+    let attribute = code.find("#[cfg(test)]\nmod ");
+    let block = attribute.and_then(|start| {
+        let open = start + code[start..].find(['{', ';'])?;
+        let in_this_file = code.as_bytes()[open] == b'{';
+        in_this_file.then_some((start, closing(code, open)? + 1))
+    });
+    block.map_or_else(
+        || code.to_owned(),
+        |(start, end)| code[..start].to_owned() + &code[end..],
+    )
+}
+
 #[test]
 fn literals_and_comments_are_blanked() {
     for (text, expected) in [

@@ -1,13 +1,12 @@
-//! How large the product is: lines of production code, files, files in a folder. `.ci/run lines` prints the table.
+//! How large the product is: lines of production code, of a file, files in a folder. `.ci/run lines` prints the table.
 //!
-//! A line of production code is neither blank nor a comment nor part of a test. Lines of Rust have a limit; those of CUDA
-//! are counted beside them. A limit only goes down.
+//! A line of production code is neither blank nor a comment nor part of a test, and a person wrote it. Lines of Rust have a
+//! limit; those of CUDA are counted beside them. A limit only goes down. `../shared/limits.toml` may set a lower one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::lengths::without_tests;
-use crate::rust_text::code_only;
+use crate::rust_text::{code_only, without_tests};
 use crate::tree::{self, SourceFile};
 use crate::{Breach, assert_none};
 
@@ -45,6 +44,16 @@ const SHORT_FILES: [&str; 18] = [
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
 const CROWDED_FOLDERS: usize = 1;
+/// Lines of code in a file: without blanks, comments and the tests in it.
+const FILE_LINES: usize = 700;
+/// All lines of a file, whatever it is written in.
+const FILE_TEXT_LINES: usize = 900;
+/// Endings of files that are programs.
+const PROGRAMS: [&str; 12] = [
+    "rs", "cu", "cuh", "cpp", "hpp", "h", "c", "py", "sh", "js", "css", "html",
+];
+/// Names under which code gathers that belongs nowhere.
+const NAMELESS: [&str; 6] = ["util", "utils", "common", "helper", "helpers", "misc"];
 
 /// A file of the product.
 #[derive(Debug)]
@@ -134,6 +143,60 @@ fn limit(what: &str, number: usize, most: usize) -> Option<Breach> {
     (number > most).then(|| Breach::new(what, number, format!("at most {most}")))
 }
 
+/// The limit of lines in a text like `limits.toml`.
+fn outer_limit(text: &str) -> Option<usize> {
+    let lines = text
+        .lines()
+        .find_map(|line| line.strip_prefix("production_lines"))?;
+    let number = lines.trim_start().strip_prefix('=')?.trim_start();
+    let end = number
+        .find(|c: char| !c.is_ascii_digit() && c != '_')
+        .unwrap_or(number.len());
+    number[..end].replace('_', "").parse().ok()
+}
+
+/// Most lines of production code: the limit of this file, or a lower one beside the checkout.
+fn line_limit() -> usize {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/limits.toml");
+    let Ok(text) = std::fs::read_to_string(&file) else {
+        return LINES;
+    };
+    let outer = outer_limit(&text);
+    LINES.min(outer.unwrap_or_else(|| panic!("{} has no `production_lines`", file.display())))
+}
+
+/// A file that is too long, or whose name names nothing.
+fn file_breaches(file: &SourceFile) -> Vec<Breach> {
+    let path = file.path.as_str();
+    let all = file.text.lines().count();
+    let code = if file.is_rust() { count(&file.text) } else { 0 };
+    let (rest, stem) = path.rsplit_once('/').unwrap_or(("", path));
+    let folder = rest.rsplit_once('/').map_or(rest, |(_, folder)| folder);
+    let stem = stem.split('.').next().unwrap_or(stem);
+    let nameless = NAMELESS.contains(&stem) || NAMELESS.contains(&folder);
+    let named = nameless.then(|| Breach::new(path, 1, "its name names no noun"));
+    let breaches = [
+        limit(path, all, FILE_TEXT_LINES),
+        limit(path, code, FILE_LINES),
+        named,
+    ];
+    breaches.into_iter().flatten().collect()
+}
+
+#[test]
+fn files_are_short_and_have_a_name() {
+    let is_program =
+        |file: &&SourceFile| PROGRAMS.contains(&file.path.rsplit('.').next().unwrap_or_default());
+    let files = tree::files();
+    assert_none(
+        &files
+            .iter()
+            .filter(is_program)
+            .flat_map(file_breaches)
+            .collect::<Vec<_>>(),
+    );
+}
+
 #[test]
 fn the_product_does_not_grow_beyond_its_limits() {
     let files = tree::files();
@@ -161,7 +224,7 @@ fn the_product_does_not_grow_beyond_its_limits() {
     );
     let worker = Size::of(&files, "worker/src");
     let breaches = [
-        limit("lines of Rust", Size::of(&files, "").rust, LINES),
+        limit("lines of Rust", Size::of(&files, "").rust, line_limit()),
         limit("files of worker/src", worker.files, WORKER_FILES),
         limit("crowded folders", crowded.len(), CROWDED_FOLDERS),
     ];
@@ -223,4 +286,22 @@ fn crowded_folders_are_caught() {
     assert_eq!(crowded(&all), [("src/a", MAX_FILES_OF_A_FOLDER + 1)]);
     assert_eq!(crowded(&all[1..]), []);
     assert!(limit("files", 2, 1).is_some() && limit("files", 1, 1).is_none());
+    assert_eq!(
+        outer_limit("# a\nproduction_lines = 73_700   # b\n"),
+        Some(73_700)
+    );
+    assert_eq!(outer_limit("lines = 1\n"), None);
+    let file = |path: &str, text: String| SourceFile {
+        path: path.to_owned(),
+        text,
+    };
+    let breaches =
+        |path: &str, line: &str, lines: usize| file_breaches(&file(path, line.repeat(lines))).len();
+    assert_eq!(breaches("a/b.rs", "f();\n", FILE_LINES), 0);
+    assert_eq!(breaches("a/b.rs", "f();\n", FILE_LINES + 1), 1);
+    assert_eq!(breaches("a/b.py", "# b\n", FILE_TEXT_LINES + 1), 1);
+    assert_eq!(
+        breaches("common/mod.rs", "", 1) + breaches("a/utils.rs", "", 1),
+        2
+    );
 }

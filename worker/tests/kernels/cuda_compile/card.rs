@@ -54,6 +54,14 @@ pub(crate) const CARDS: [Card; 4] = [
     },
 ];
 
+/// The cards whose kernels a test compiles: the one of sm_90a, which has the most kernels of its own, or all of them with
+/// `DDP_CUDA_ARCHS=all`, which takes four times as long.
+pub(crate) fn tested() -> Vec<Card> {
+    let all = std::env::var("DDP_CUDA_ARCHS").is_ok_and(|archs| archs == "all");
+    let is_tested = |card: &Card| all || card.arch == Arch::SM_90A;
+    CARDS.into_iter().filter(is_tested).collect()
+}
+
 impl Card {
     /// Shared memory of a block of this launch in bytes: of the kernel, and of the launch.
     pub(crate) const fn shared_by(&self, kernel: &Resources, call: &Call) -> usize {
