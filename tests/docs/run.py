@@ -17,7 +17,7 @@ tracked files and ends with the first error. Comments above a block, which reade
 
 `target/release` in the copy is the directory given with --programs. `cargo build` does nothing there, and `cargo run
 --release --` is `ddp-run`. `python3` is $PYTHON. After `few 20`, native training has 20 steps and little to validate
-on. Flags of the three programs must be in their `--help`, keys after `--set` in docs/configuration.md. This is checked
+on. Flags of the three programs must be in their `--help`, keys after `--set` in docs/reference.md. This is checked
 for all blocks, and for code within paragraphs.
 """
 import argparse
@@ -43,7 +43,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = re.compile(r"README\.md|docs/[^/]+\.md|(examples|deploy)/(.+/)?README\.md")
 COMMENT = re.compile(r"\s*<!-- (not run|run by|needs|first|file): (.+) -->")
 PYTHON = os.environ.get("PYTHON", "python3")
-CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+KEYS = (ROOT / "docs/reference.md").read_text()
 FEW = """few() { STEPS=$1 VAL=$PWD/val.txt; head -c 4000 examples/data/python-reference.txt >val.txt; }
 ddp-run() { command ddp-run "$@" ${STEPS:+--set train.steps=$STEPS --set data.val=$VAL}; }"""
 DEADLINE = 120  # seconds for a block
@@ -138,8 +138,8 @@ def wrong_flags(line, directory):
             if word[0] == "-" and re.fullmatch(r"-[a-z]|--[a-z].*", flag) and not re.search(rf"(?<![\w-]){flag}(?![\w-])", text):
                 yield f"`{' '.join(command)}` has no flag `{word}`"
             key = "".join(words[at + 1 : at + 2]).split("=")[0]
-            if word == "--set" and key not in ("", "KEY", "section.key") and f"`{key}`" not in CONFIGURATION:
-                yield f"docs/configuration.md has no key `{key}`"
+            if word == "--set" and key not in ("", "KEY", "section.key") and f"`{key}`" not in KEYS:
+                yield f"docs/reference.md has no key `{key}`"
 
 
 def check_page(blocks, prose, directory):

@@ -148,8 +148,6 @@ def check_looks(page, pictures):
     assert (light, dark) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)"), (light, dark)
     page.resize(390, 844)
     assert page.ask("document.documentElement.scrollWidth") <= 390, "a phone does not scroll sideways"
-    if pictures:
-        page.picture(pictures / "status-phone.png")
 
 
 def main():

@@ -573,7 +573,7 @@ mod tests {
             );
         }
         assert!(whole.iter().any(|line| line.starts_with("Exit codes: ")));
-        let mut sections = include_str!("../../../docs/reference.md").split("## ");
+        let mut sections = include_str!("../../../docs/launching.md").split("## ");
         let table = sections.find(|section| section.starts_with("Exit codes"));
         let table = table.expect("a section");
         let codes = table
