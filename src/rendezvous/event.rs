@@ -253,17 +253,17 @@ pub(super) struct Speech {
     pub(super) incarnation: String,
     /// 0: none.
     pub(super) generation: u64,
-    /// Which assignment of that generation; empty from older builds.
+    /// Which assignment of that generation; empty with generation 0.
     pub(super) assignment_id: String,
 }
 
-/// Sends a node away, or all of them.
-pub(super) fn refusal(code: impl Into<i32>, reason: String) -> Body {
-    Body::Refused(Refused {
+/// Refuses a node, or all of them.
+pub(super) fn refusal(code: impl Into<i32>, reason: String) -> Refused {
+    Refused {
         code: code.into(),
         reason,
-        failures: None,
-    })
+        ..Refused::default()
+    }
 }
 
 /// The end of a generation for which no restart is spent.

@@ -8,8 +8,7 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
-//! | `nodes` | indexes and the list of nodes | who is ready, who is away, whose lease ends next, without a look at all |
-//! | `node_list` | the nodes of a generation | what each is told of the others, and the list on request |
+//! | `nodes` | indexes and the list of nodes | which node is ready or away, whose lease ends next, without a look at all |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
@@ -18,7 +17,6 @@
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
 //! | `deadlines` | deadlines by time | which is next |
-//! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
 //! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
@@ -28,7 +26,6 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
-mod difference;
 mod event;
 mod history;
 mod isolation;

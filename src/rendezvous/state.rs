@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_proto::printable::{self, Clean as _};
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
-    StatusReply, StatusRequest, refused::Code,
+    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, Refused, StatusReply,
+    StatusRequest, refused::Code,
 };
 use ddp_proto::trust::token::is_same_secret;
 use ddp_proto::words::counted;
@@ -190,24 +190,9 @@ impl State {
         self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
-    /// The list of all nodes of a generation that runs, encoded, for one of them.
-    pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
-        let job = self.daemon.jobs.get(&request.job_id);
-        let job = job.filter(|job| job.has(&request.incarnation));
-        job.ok_or_else(|| unknown(&request.job_id))?.node_list(request)
-    }
-
     /// True if no agent is at this daemon, connected or expected back.
     pub fn is_idle(&self) -> bool {
         self.daemon.is_idle()
-    }
-
-    /// How long nodes are expected back that fell silent: a launcher that was suspended comes for the verdict on its
-    /// job. None if there are none; it may be in the past.
-    pub fn expects_until(&self) -> Option<Duration> {
-        let jobs = self.daemon.jobs.values().map(Job::silent);
-        let all = jobs.chain(self.daemon.finished.iter().map(Finished::silent));
-        all.flat_map(BTreeMap::values).max().copied()
     }
 }
 
@@ -280,8 +265,7 @@ impl Daemon {
         }
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
-        message.clean();
+    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
         let AgentMessage {
             job_id,
             incarnation,
@@ -295,8 +279,8 @@ impl Daemon {
             job: job_id,
             incarnation,
         };
-        if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
-            return refuse(turn, conn, code, reason);
+        if let Err(refused) = self.identify(turn, conn, &speaker, &body) {
+            return refuse(turn, conn, refused);
         }
         let job_id = speaker.job;
         self.speak_of(turn, &job_id, &speaker.incarnation, &body);
@@ -308,7 +292,7 @@ impl Daemon {
         if let Body::Join(join) = body {
             if let Err(reason) = self.check_token(turn.config, &job_id, &join.token_proof) {
                 self.speakers.remove(&conn);
-                return refuse(turn, conn, Code::Unauthenticated, reason);
+                return refuse(turn, conn, refusal(Code::Unauthenticated, reason));
             }
             let joining = Joining {
                 conn,
@@ -330,8 +314,8 @@ impl Daemon {
         conn: ConnId,
         speaker: &Speaker,
         body: &Body,
-    ) -> Result<(), (Code, String)> {
-        let invalid = |reason: &str| Err((Code::Invalid, reason.to_owned()));
+    ) -> Result<(), Refused> {
+        let invalid = |reason: &str| Err(refusal(Code::Invalid, reason.to_owned()));
         match self.speakers.get(&conn) {
             Some(known) if known == speaker => Ok(()),
             Some(_) => invalid("a stream belongs to one node of one job"),
@@ -344,11 +328,11 @@ impl Daemon {
         }
     }
 
-    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), (Code, String)> {
+    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), Refused> {
         let max = turn.config.max_name_bytes;
         if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
             let reason = format!("a job name has 1 to {max} bytes, and each agent needs its own name");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
         if let Some(reason) = turn.config.refuses(&speaker.job) {
             let hint =
@@ -360,13 +344,13 @@ impl Daemon {
                     clip(&speaker.job, 128)
                 ),
             };
-            return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
+            return Err(refusal(Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         let is_new = !self.jobs.contains_key(&speaker.job);
         if is_new && self.jobs.len() >= turn.config.max_jobs {
             let count = self.jobs.len();
             let reason = format!("this daemon already has {count} jobs, the maximum");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
         Ok(())
     }
@@ -390,7 +374,7 @@ impl Daemon {
     }
 
     fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
-        let mut finished = self.finished.iter_mut().rev();
+        let mut finished = self.finished.iter().rev();
         let config = turn.config;
         let missed =
             finished.find(|f| f.is_of(job_id) && f.is_open_to(config, &joining) && f.concerns(&joining));
@@ -403,9 +387,9 @@ impl Daemon {
             self.forget(turn, job_id);
         }
         if !self.jobs.contains_key(job_id)
-            && let Err((code, reason)) = self.admit_job(config, joining.peer.remote)
+            && let Err(refused) = self.admit_job(config, joining.peer.remote)
         {
-            return refuse(turn, joining.conn, code, reason);
+            return refuse(turn, joining.conn, refused);
         }
         // Another run of this name continues to count generations, also if it is another user's: what is left of the old
         // run stays fenced off.
@@ -417,11 +401,11 @@ impl Daemon {
     }
 
     /// Whether a node at this address may begin another job.
-    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), (Code, String)> {
+    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), Refused> {
         if self.is_draining {
             let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
                           hint: start the job at a different daemon, or when this one has been replaced";
-            return Err((Code::Draining, reason.to_owned()));
+            return Err(refusal(Code::Draining, reason.to_owned()));
         }
         let Some(owner) = owner_of(config, from) else {
             return Ok(());
@@ -433,7 +417,7 @@ impl Daemon {
             .count();
         if own >= part_of(config.max_jobs) {
             let reason = format!("this daemon already has {own} jobs from `{from}`, the most of one address");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
         Ok(())
     }
@@ -492,7 +476,7 @@ impl Daemon {
     fn close(&mut self, turn: &mut Turn<'_>, job_id: &str, reason: &str) {
         if let Some(job) = self.jobs.get_mut(job_id) {
             turn.about = job.about("");
-            job.close(turn, &printable::text(reason));
+            job.close(turn, reason);
             self.forget(turn, job_id);
         }
     }
@@ -637,8 +621,8 @@ fn unknown(job_id: &str) -> KvError {
     ))
 }
 
-fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {
-    turn.decided(format!("refused a stream: {reason}"));
-    turn.send(Some(conn), 0, refusal(code, reason));
+fn refuse(turn: &mut Turn<'_>, conn: ConnId, refused: Refused) {
+    turn.decided(format!("refused a stream: {}", refused.reason));
+    turn.send(Some(conn), 0, Reply::Refused(refused));
     turn.close(Some(conn));
 }

@@ -7,8 +7,8 @@ use tonic::{Code, Status};
 use super::SEND_QUEUE;
 use super::connector::handshake_failure;
 use crate::exit;
+use crate::look_up::LookUpError;
 use crate::printable;
-use crate::resolver::{LookUpError, NoThread};
 use crate::trust::tls::{NOT_LET_IN, TlsError};
 
 /// Why the daemon could not be reached, or what it answered instead.
@@ -26,7 +26,7 @@ pub enum ClientError {
     },
     /// Its host is a name, and there is no thread to look it up.
     #[error(transparent)]
-    NoThread(#[from] NoThread),
+    NoThread(LookUpError),
     /// Certificates or keys cannot be used.
     #[error("{0}")]
     Tls(String),
@@ -277,15 +277,19 @@ impl Setback {
 
     pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
         let failed = handshake_failure(error);
-        let layers = std::iter::successors(Some(error), |error| error.source());
-        let mut layers = layers.filter(|error| error.is::<LookUpError>());
-        let hint = layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
+        let hint = look_up_failure(error).map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
         Self {
             cause: root_cause(error),
             hint: failed.and_then(|failure| failure.hint).unwrap_or(hint),
             is_distrust: failed.is_some_and(|failure| failure.is_final),
         }
     }
+}
+
+/// The failed look-up below an error, if that is what it was.
+pub(super) fn look_up_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LookUpError> {
+    let layers = std::iter::successors(Some(error), |error| error.source());
+    layers.filter_map(|error| error.downcast_ref()).next()
 }
 
 /// The innermost words of an error: the layers around it only say "transport error".

@@ -96,7 +96,7 @@ fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
     given.map(|given| &given.source)
 }
 
-fn range(nodes: NodeRange) -> String {
+pub(super) fn range(nodes: NodeRange) -> String {
     if nodes.min == nodes.max {
         nodes.max.to_string()
     } else {

@@ -17,11 +17,6 @@ use crate::rendezvous::ranks;
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;
 
-/// Whether two names may be of one assignment: agents and daemons of older builds give none.
-fn is_same(a: &str, b: &str) -> bool {
-    a.is_empty() || b.is_empty() || a == b
-}
-
 impl Job {
     /// Starts the next generation with the nodes that are ready, or the best of them.
     pub(super) fn start(&mut self, turn: &mut Turn<'_>, reason: &str) {
@@ -38,7 +33,7 @@ impl Job {
         let (assignment, nodes) = self.assignment(turn, reason);
         self.begin_period(turn, &assignment.reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
-        let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
+        let running = Running::new(assignment, nodes, turn.at.now, Duration::ZERO);
         self.phase = Phase::Running(Box::new(running));
         self.record(turn, Stage::Running);
         self.send_assignments(turn);
@@ -58,7 +53,7 @@ impl Job {
         self.history.begin(turn.at.now, generation, nodes, ranks, why);
     }
 
-    /// What all nodes are told alike, and the list of them.
+    /// The part of the assignment that all nodes receive, and the list of nodes.
     fn assignment(&self, turn: &Turn<'_>, reason: String) -> (Assignment, NodeList) {
         let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
         let far = members.iter().find_map(|node| node.far_address());
@@ -99,14 +94,15 @@ impl Job {
     /// Whether this generation has another assignment here than the one of this name.
     pub(super) fn is_of_another_assignment(&self, generation: u64, assignment_id: &str) -> bool {
         self.own_assignment(generation)
-            .is_some_and(|own| !is_same(own, assignment_id))
+            .is_some_and(|own| own != assignment_id)
     }
 
-    /// The name of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up.
+    /// The id of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up, and the
+    /// id is known.
     fn own_assignment(&self, generation: u64) -> Option<&str> {
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
-                Some(recovery.assignment_id())
+                Some(recovery.assignment_id()).filter(|id| !id.is_empty())
             }
             _ if generation == self.numbering.generation() => Some(self.numbering.assignment_id()),
             _ => None,
@@ -129,10 +125,7 @@ impl Job {
             && let Some(node_rank) = self.roster.rank_of(incarnation)
             && let Some(node) = self.roster.get(incarnation)
         {
-            let takes_totals = node.join().takes_totals;
-            let assignment = running
-                .nodes()
-                .tell(running.assignment(), node_rank, takes_totals);
+            let assignment = running.nodes().assignment_of(running.assignment(), node_rank);
             node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
         }
     }

@@ -126,14 +126,9 @@ impl Job {
         let Some(node) = self.roster.get(incarnation) else {
             return;
         };
-        let (why, is_silent) = node.lease_words(turn);
-        let fell_silent = is_silent && !matches!(self.phase, Phase::Over(_));
+        let why = node.lease_words(turn);
         let cause = format!("{} was lost: {why}", self.roster.name_of(incarnation));
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
-        if fell_silent {
-            let until = turn.at.now + turn.config.lease;
-            self.roster.fell_silent(incarnation, until);
-        }
     }
 
     /// A member of the running generation tells what a worker of it saw of another node's rank.

@@ -180,6 +180,6 @@ impl Job {
             max,
         }
         .words();
-        self.end(turn, refusal(Code::TimedOut, reason));
+        self.end(turn, Reply::Refused(refusal(Code::TimedOut, reason)));
     }
 }

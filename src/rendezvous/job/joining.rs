@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
+use ddp_proto::agreed::{self, ARGUMENTS};
 use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{GenerationOver, Join, refused::Code};
+use ddp_proto::rendezvous::{GenerationOver, Join, Refused, refused::Code};
 
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
-use crate::rendezvous::difference::{between_jobs, disagreement};
 use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::shares::owner_of;
@@ -21,6 +21,9 @@ const PROTOCOL: u32 = 1;
 /// Highest generation that an agent may claim, beyond those that this daemon has counted itself. Generations are below
 /// 2^31, because workers parse 32 bits: as many again may follow.
 pub(super) const MAX_GENERATION: u64 = (1 << 30) - 1;
+
+/// Bytes of a key that a message quotes.
+const MAX_KEY_BYTES: usize = 160;
 
 /// A `Join` and where it comes from.
 pub(in crate::rendezvous) struct Joining {
@@ -60,14 +63,13 @@ impl Job {
             self.kv.end(turn, "a new run of the job has started");
             *self = Self::new(&self.id, self.numbering.highest(), turn.at.now);
         }
-        self.roster.came_back(&joining.from.incarnation);
         self.lose_if_assigned_elsewhere(turn, &joining);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
             _ => self.admit(turn, &joining),
         };
-        if let Err((code, reason)) = admitted {
-            self.refuse(turn, &joining, code, reason);
+        if let Err(refused) = admitted {
+            self.refuse(turn, &joining, refused);
         } else if let Phase::Over(_) = self.phase {
             self.join_when_over(turn, &joining);
         } else if self.roster.nodes().contains_key(&joining.from.incarnation) {
@@ -93,26 +95,28 @@ impl Job {
     }
 
     /// Checks a join against the bounds, against the other nodes and against the job.
-    fn admit(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> Result<(), (Code, String)> {
+    fn admit(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> Result<(), Refused> {
+        let invalid = |reason| Err(refusal(Code::Invalid, reason));
         let Joining { from, join, .. } = joining;
         let max_generation = MAX_GENERATION.max(self.numbering.highest());
-        check_bounds(turn.config, joining, max_generation).map_err(|reason| (Code::Invalid, reason))?;
+        check_bounds(turn.config, joining, max_generation).or_else(invalid)?;
         let max_nodes = turn.config.max_nodes;
         if !self.roster.nodes().contains_key(&from.incarnation)
             && self.roster.nodes().len() >= max_nodes as usize
         {
             let max = words::nodes(max_nodes);
-            let reason = format!("job `{}` already has {max}, the maximum", self.id);
-            return Err((Code::Invalid, reason));
+            return invalid(format!("job `{}` already has {max}, the maximum", self.id));
         }
         self.send_rivals_away(turn, joining);
         let other = self.roster.others(&from.incarnation).next();
-        if let Some(reason) = other.and_then(|(_, node)| disagreement(&self.id, node.join(), join)) {
-            return Err((Code::Disagree, reason));
-        }
-        let mistaken = self.met_by_chance(turn.config, joining);
-        if let Some(reason) = mistaken.or_else(|| self.mistaken_for(joining)) {
-            return Err((Code::Disagree, reason));
+        let refused = other.and_then(|(_, node)| disagreement(&self.id, node.join(), join));
+        let refused = refused.or_else(|| self.met_by_chance(turn.config, joining));
+        let mistaken = || {
+            self.mistaken_for(joining)
+                .map(|reason| refusal(Code::Disagree, reason))
+        };
+        if let Some(refused) = refused.or_else(mistaken) {
+            return Err(refused);
         }
         let Some(asked) = join.node_rank else {
             self.replace_restarted(turn, joining);
@@ -122,8 +126,7 @@ impl Job {
             return Ok(());
         };
         if node.is_connected() {
-            let words = words::same_rank(&self.id, asked, &join.hostname, node.hostname());
-            return Err((Code::Invalid, words));
+            return invalid(words::same_rank(&self.id, asked, &join.hostname, node.hostname()));
         }
         // Its connection is gone and its place is claimed: a new process took over.
         let cause = format!("node `{}` was restarted", node.hostname());
@@ -154,12 +157,12 @@ impl Job {
             let rank = node.join().node_rank.filter(|rank| own.node_rank == Some(*rank));
             let same_rank = rank.map(|rank| {
                 let words = words::same_rank(&self.id, rank, node.hostname(), &own.hostname);
-                (Code::Invalid, words)
+                refusal(Code::Invalid, words)
             });
-            let disagrees = disagreement(&self.id, own, node.join()).map(|words| (Code::Disagree, words));
-            if let Some((code, reason)) = disagrees.or(same_rank) {
-                turn.decided(format!("refused {}: {reason}", self.roster.name_of(incarnation)));
-                node.send(turn, self.numbering.generation(), refusal(code, reason));
+            if let Some(refusal) = disagreement(&self.id, own, node.join()).or(same_rank) {
+                let name = self.roster.name_of(incarnation);
+                turn.decided(format!("refused {name}: {}", refusal.reason));
+                node.send(turn, self.numbering.generation(), Reply::Refused(refusal));
                 refused.push(incarnation.clone());
             }
         }
@@ -188,20 +191,19 @@ impl Job {
 
     /// Nodes without `--rdzv-id` at a daemon of any jobs that run the same program with other arguments: those of one
     /// job may differ in them, but these are more likely two jobs.
-    fn met_by_chance(&self, config: &Config, joining: &Joining) -> Option<String> {
+    fn met_by_chance(&self, config: &Config, joining: &Joining) -> Option<Refused> {
         if config.only_job.is_some() || self.id != DEFAULT_JOB_ID {
             return None;
         }
         let Joining { from, join, .. } = joining;
         // All of them run the same: each has been compared with one that was there.
         let (_, other) = self.roster.others(&from.incarnation).next()?;
-        if other.join().job_description == join.job_description {
-            return None;
-        }
-        Some(format!(
-            "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
-            between_jobs(other.join(), join)
-        ))
+        disagree(other.join(), join, differing(other.join(), join), |what| {
+            format!(
+                "two jobs without `--rdzv-id` meet at one rendezvous: {what}\n  \
+                 hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one"
+            )
+        })
     }
 
     /// A newcomer to a full job of fixed size that has no name, or one node: more likely a node of another
@@ -235,14 +237,18 @@ impl Job {
         self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
     }
 
-    fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, code: Code, reason: String) {
-        turn.decided(format!("refused node `{}`: {reason}", joining.join.hostname));
-        let refused = refusal(code, reason);
+    fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, refused: Refused) {
+        turn.decided(format!(
+            "refused node `{}`: {}",
+            joining.join.hostname, refused.reason
+        ));
+        let disagrees = refused.code() == Code::Disagree;
+        let refused = Reply::Refused(refused);
         turn.send(Some(joining.conn), self.numbering.generation(), refused.clone());
-        // Before the first generation it is unknown which of them is right: all of them end, with the same code. But who
-        // has shown nothing ends only itself.
+        // Before the first generation it is unknown which node is right: all of them end, with the same code. But a peer
+        // that has proved nothing ends only itself.
         let undecided = self.is_undecided() && turn.config.callers != Callers::Anybody;
-        if code == Code::Disagree && undecided {
+        if disagrees && undecided {
             self.end(turn, refused);
         }
         turn.close(Some(joining.conn));
@@ -396,6 +402,67 @@ impl Job {
     }
 }
 
+/// The keys whose values differ between two nodes.
+fn differing(first: &Join, second: &Join) -> Vec<String> {
+    let mut keys = agreed::differing(&first.agreed, &second.agreed);
+    let nodes = |join: &Join| (join.min_nodes, join.max_nodes);
+    let flags = [
+        ("--nnodes", nodes(first) != nodes(second)),
+        ("--max-restarts", first.max_restarts != second.max_restarts),
+    ];
+    for (flag, _) in flags.into_iter().filter(|(_, differs)| *differs) {
+        if !keys.iter().any(|key| key == flag) {
+            keys.push(flag.to_owned());
+        }
+    }
+    keys
+}
+
+/// What two nodes of one job disagree on; none if they agree. The arguments of a program may differ.
+fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Refused> {
+    let mut keys = differing(first, second);
+    keys.retain(|key| key != ARGUMENTS);
+    disagree(first, second, keys, |what| {
+        let two_jobs = if job == DEFAULT_JOB_ID {
+            ", or give each job its own `--rdzv-id`"
+        } else {
+            ""
+        };
+        let earlier_start = if first.hostname == second.hostname {
+            "; a launcher of an earlier start may still run on that node"
+        } else {
+            ""
+        };
+        format!(
+            "nodes disagree on job `{job}`: {what}\n  \
+             hint: start every node with the same target, configuration and flags{two_jobs}{earlier_start}"
+        )
+    })
+}
+
+/// Refuses a node whose values of these keys differ from those of another; none without keys. The launchers print the
+/// values: the daemon has only hashes.
+fn disagree(
+    first: &Join,
+    second: &Join,
+    keys: Vec<String>,
+    message: impl FnOnce(String) -> String,
+) -> Option<Refused> {
+    let verb = if keys.len() == 1 { "differs" } else { "differ" };
+    let quoted = keys.iter().map(|key| clip(key, MAX_KEY_BYTES));
+    let names = words::list(quoted.collect::<Vec<_>>());
+    let between = if first.hostname == second.hostname {
+        format!("two launchers on node `{}`", first.hostname)
+    } else {
+        format!("node `{}` and node `{}`", first.hostname, second.hostname)
+    };
+    let reason = message(format!("{names} {verb} between {between}"));
+    (!keys.is_empty()).then(|| Refused {
+        differing: keys,
+        ..refusal(Code::Disagree, reason)
+    })
+}
+
 /// How long an agent lets the daemon wait for other nodes, within the daemon's bound.
 pub(super) fn join_timeout(config: &Config, join: &Join) -> Duration {
     Duration::from_millis(join.join_timeout_ms.into()).min(config.join_timeout_cap)
@@ -420,7 +487,6 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     let names = [
         &join.hostname,
         &join.local_addr,
-        &join.job_signature,
         &join.run_token,
         &join.role,
         &joining.from.incarnation,
@@ -432,9 +498,10 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
             config.max_name_bytes
         ));
     }
-    if join.job_description.len() > config.max_description_bytes {
+    let agreed_bytes: usize = join.agreed.keys().map(|key| key.len() + size_of::<u64>()).sum();
+    if agreed_bytes > config.max_description_bytes {
         return Err(format!(
-            "description of the job on node `{host}` is longer than {} bytes",
+            "the keys that node `{host}` compares are longer than {} bytes",
             config.max_description_bytes
         ));
     }

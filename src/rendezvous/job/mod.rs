@@ -39,17 +39,15 @@ mod scale;
 mod silence;
 mod verdict;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, HeartbeatAck, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest,
-    NodeStopped, NodesRequest, StatusReply,
+    GenerationOver, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
+    StatusReply,
 };
-use prost::bytes::Bytes;
 
 use super::event::{About, CallId, ConnId, KvError, Speech, Turn, regrouping};
 use super::history::History;
@@ -168,11 +166,6 @@ impl Job {
         self.roster.nodes().is_empty()
     }
 
-    /// Nodes that fell silent, and how long each is expected back.
-    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
-        self.roster.silent()
-    }
-
     /// The node is one of this job, or was and may still speak of it.
     pub(super) fn has(&self, incarnation: &str) -> bool {
         let roster = &self.roster;
@@ -237,13 +230,12 @@ impl Job {
 
     fn heartbeat(&mut self, turn: &mut Turn<'_>, from: &Speech, heartbeat: &Heartbeat) {
         let generation = self.numbering.generation();
-        self.roster.change(&from.incarnation, |node| {
-            if from.generation == generation {
+        if from.generation == generation {
+            self.roster.change(&from.incarnation, |node| {
                 node.reached(heartbeat.step);
                 node.note_progress(turn, heartbeat);
-            }
-            node.send(turn, generation, Reply::HeartbeatAck(HeartbeatAck {}));
-        });
+            });
+        }
         self.note_loss(from, heartbeat);
         self.note_sighting(turn, from, heartbeat.lost_rank);
         if self.is_of_member(from)
@@ -449,21 +441,6 @@ impl Job {
         self.next_wake = deadlines.into_iter().flatten().min();
     }
 
-    /// All nodes of the generation, if that is the one that runs, encoded.
-    pub(super) fn node_list(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
-        let generation = request.generation;
-        self.check_store(&request.incarnation, generation, &request.assignment_id)?;
-        let recovering = || {
-            KvError::Unknown(format!(
-                "the nodes of generation {generation} have not all reconnected yet"
-            ))
-        };
-        self.phase
-            .running()
-            .map(|running| running.nodes().encoded())
-            .ok_or_else(recovering)
-    }
-
     /// The store is open to the members of this assignment of this generation, if that runs.
     fn check_store(&self, incarnation: &str, generation: u64, assignment_id: &str) -> Result<(), KvError> {
         if self.is_of_another_assignment(generation, assignment_id) {
@@ -474,7 +451,7 @@ impl Job {
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
                 let is_member = recovery.has(incarnation) || recovery.is_of(incarnation);
-                if !is_member || recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
+                if !is_member {
                     return Err(KvError::Unknown(format!(
                         "no node of generation {generation} of job `{id}` has reconnected yet"
                     )));

@@ -332,19 +332,18 @@ impl Node {
         }
     }
 
-    /// Why it is lost when its lease has run out, and whether it fell silent on an open stream.
-    pub(super) fn lease_words(&self, turn: &Turn<'_>) -> (String, bool) {
+    /// Why it is lost when its lease has run out.
+    pub(super) fn lease_words(&self, turn: &Turn<'_>) -> String {
         // Longer than usual, if its lease was renewed.
         let silence = turn.at.now.saturating_sub(self.last_word);
         if self.excuse.is_some() && !self.was_closed {
-            (format!("no word of it for {:.1} s", silence.as_secs_f64()), true)
+            format!("no word of it for {:.1} s", silence.as_secs_f64())
         } else if self.is_connected() {
             let lease = turn.config.lease.max(silence).as_secs_f64();
-            (format!("no heartbeat for {lease:.1} s"), true)
+            format!("no heartbeat for {lease:.1} s")
         } else {
             let grace = turn.config.reconnect_grace.max(silence).as_secs_f64();
-            let words = format!("its connection broke and it did not reconnect within {grace:.1} s");
-            (words, false)
+            format!("its connection broke and it did not reconnect within {grace:.1} s")
         }
     }
 }

@@ -16,7 +16,7 @@ const TOKENS: f64 = (1_u64 << 53) as f64;
 pub(super) struct Numbering {
     /// Last generation that was assigned; 0: none yet.
     generation: u64,
-    /// Random name of its assignment; empty if an earlier daemon of an older build has assigned it.
+    /// Random id of its assignment.
     assignment_id: String,
     /// Last generation of a run or a daemon before this one.
     floor: u64,
@@ -91,9 +91,9 @@ impl Numbering {
     }
 
     /// A generation that an earlier daemon has assigned runs here from now on.
-    pub(super) fn take_up(&mut self, generation: u64, assignment_id: String, told: &Assignment) {
+    pub(super) fn take_up(&mut self, generation: u64, told: &Assignment) {
         self.generation = generation;
-        self.assignment_id = assignment_id;
+        self.assignment_id.clone_from(&told.assignment_id);
         self.attempts = told.attempt;
         self.run_token.clone_from(&told.run_token);
     }

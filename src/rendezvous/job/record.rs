@@ -72,7 +72,7 @@ impl Record {
                 reason,
                 ..JobOver::default()
             })),
-            Stage::Refused { code, reason } => Some(refusal(code, reason)),
+            Stage::Refused { code, reason } => Some(Reply::Refused(refusal(code, reason))),
         }
     }
 }

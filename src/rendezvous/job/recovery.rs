@@ -39,7 +39,7 @@ const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 #[derive(Debug)]
 pub(super) struct Recovery {
     generation: u64,
-    /// Random name of its assignment; empty while that is not known, and from older builds.
+    /// Id of its assignment; empty while no node has reported it.
     assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
@@ -61,9 +61,8 @@ pub(super) struct Recovery {
 /// What all nodes of the generation were told.
 #[derive(Debug)]
 struct Run {
-    /// Without the nodes, without a node rank, and without its name.
+    /// Without the place of a node.
     assignment: Assignment,
-    node_count: u32,
     /// How long it has run.
     ran: Duration,
     rank_limits: Option<RankLimits>,
@@ -169,7 +168,10 @@ impl Recovery {
     /// How many nodes the generation has, if that is known.
     fn node_count(&self) -> Option<u32> {
         let recorded = self.is_recorded().then_some(self.recorded.len() as u32);
-        self.run.as_ref().map(|run| run.node_count).or(recorded)
+        self.run
+            .as_ref()
+            .map(|run| run.assignment.node_count)
+            .or(recorded)
     }
 
     /// The node of this rank has not come back.
@@ -188,7 +190,7 @@ impl Recovery {
         // No rank is claimed beyond the number of nodes.
         self.run
             .as_ref()
-            .is_some_and(|run| self.claims.len() == run.node_count as usize)
+            .is_some_and(|run| self.claims.len() == run.assignment.node_count as usize)
     }
 
     /// Ranks follow from each other in order of node rank.
@@ -204,14 +206,15 @@ impl Recovery {
     /// Gives a node its place; false if it disagrees with those that are there.
     fn claim(&mut self, incarnation: &str, place: &Place) -> bool {
         let told = place.assignment.as_ref();
-        let Some((told, node)) = told.and_then(|told| Some((told, told.nodes.first()?))) else {
+        let Some((told, node)) = told.and_then(|told| Some((told, told.own.as_ref()?))) else {
             return false;
         };
         let assignment = Assignment {
             node_rank: 0,
-            // Nodes of older builds do not tell it.
-            assignment_id: String::new(),
-            ..told.without_totals()
+            own: None,
+            role_first_rank: 0,
+            role_world_size: 0,
+            ..told.clone()
         };
         if self.assignment_id.is_empty() {
             self.assignment_id.clone_from(&told.assignment_id);
@@ -220,7 +223,6 @@ impl Recovery {
         let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
         let run = self.run.get_or_insert_with(|| Run {
             assignment: assignment.clone(),
-            node_count: place.node_count,
             ran: Duration::ZERO,
             rank_limits: None,
         });
@@ -230,7 +232,7 @@ impl Recovery {
             .claims
             .get(&told.node_rank)
             .is_some_and(|claim| claim.incarnation != incarnation);
-        if run.assignment != assignment || run.node_count != place.node_count || is_taken {
+        if run.assignment != assignment || is_taken {
             return false;
         }
         let claim = Claim {
@@ -251,7 +253,7 @@ impl Recovery {
     fn members(&mut self) -> (Vec<Member>, Vec<NodeAssignment>) {
         let mut nodes = Vec::with_capacity(self.claims.len());
         let mut recorded = std::mem::take(&mut self.recorded).into_iter();
-        let members = (0..self.run.as_ref().map_or(0, |run| run.node_count)).map(|rank| {
+        let members = (0..self.run.as_ref().map_or(0, |run| run.assignment.node_count)).map(|rank| {
             let absent = recorded.next();
             let claim = self.claims.remove(&rank).map(|Claim { incarnation, node }| {
                 let hostname = node.hostname.clone();
@@ -535,21 +537,15 @@ impl Job {
         let Some(run) = recovery.run.take() else {
             return held;
         };
-        let assignment_id = std::mem::take(&mut recovery.assignment_id);
-        self.numbering
-            .take_up(recovery.generation, assignment_id.clone(), &run.assignment);
+        self.numbering.take_up(recovery.generation, &run.assignment);
         self.roster.take_up(members, run.rank_limits);
         let assignment = Assignment {
             lease_ms: turn.config.lease_ms(),
-            assignment_id,
             ..run.assignment
         };
         self.begin_period(turn, &assignment.reason);
-        self.phase = Phase::Running(Box::new(Running::new(
-            (assignment, NodeList::new(nodes)),
-            turn.at.now,
-            run.ran,
-        )));
+        let running = Running::new(assignment, NodeList::new(nodes), turn.at.now, run.ran);
+        self.phase = Phase::Running(Box::new(running));
         held
     }
 }
@@ -572,10 +568,10 @@ fn check_place<'a>(
     else {
         return Err("it has no assignment");
     };
-    let [node] = told.nodes.as_slice() else {
-        return Err("it lists other nodes than its own");
+    let Some(node) = &told.own else {
+        return Err("it has no node");
     };
-    if !(join.min_nodes..=join.max_nodes).contains(&place.node_count) || told.node_rank >= place.node_count {
+    if !(join.min_nodes..=join.max_nodes).contains(&told.node_count) || told.node_rank >= told.node_count {
         return Err("its node rank or number of nodes is invalid");
     }
     if node.hostname != join.hostname || node.workers != join.workers || node.role != join.role {
@@ -600,10 +596,10 @@ fn check_place<'a>(
     if told.run_token.is_empty() || told.run_token != join.run_token {
         return Err("it belongs to a different run");
     }
-    if told.assignment_id != assignment_id {
+    if told.assignment_id.is_empty() || told.assignment_id != assignment_id {
         return Err("it belongs to a different assignment");
     }
-    if !told.data_key.is_empty() && DataKey::of_assignment(&told.data_key).is_none() {
+    if DataKey::of_assignment(&told.data_key).is_none() {
         return Err("its data key is invalid");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {

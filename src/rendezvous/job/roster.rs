@@ -30,9 +30,6 @@ pub(super) struct Roster {
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
     lost: VecDeque<String>,
-    /// Nodes that fell silent on an open stream, and how long each is expected back: their launchers may have been
-    /// suspended.
-    silent: BTreeMap<String, Duration>,
     /// Nodes that ever came, which numbers their arrival.
     arrivals: u64,
     /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
@@ -114,21 +111,6 @@ impl Roster {
 
     pub(super) fn is_lost(&self, incarnation: &str) -> bool {
         self.lost.iter().any(|lost| lost == incarnation)
-    }
-
-    /// The node fell silent, and may come back until then.
-    pub(super) fn fell_silent(&mut self, incarnation: &str, until: Duration) {
-        if self.silent.len() < MAX_LOST {
-            self.silent.insert(incarnation.to_owned(), until);
-        }
-    }
-
-    pub(super) fn came_back(&mut self, incarnation: &str) {
-        self.silent.remove(incarnation);
-    }
-
-    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
-        &self.silent
     }
 
     /// All nodes that the end of the job concerns.

@@ -45,11 +45,7 @@ struct Suspect {
 
 impl Running {
     /// One that begins now, or has run for some time under an earlier daemon.
-    pub(super) fn new(
-        (assignment, nodes): (Assignment, NodeList),
-        now: Duration,
-        ran_before: Duration,
-    ) -> Self {
+    pub(super) fn new(assignment: Assignment, nodes: NodeList, now: Duration, ran_before: Duration) -> Self {
         Self {
             assignment,
             nodes,

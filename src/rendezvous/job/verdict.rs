@@ -1,6 +1,6 @@
 //! The end of a job: every node is told the same verdict, and those that were away are told it when they come back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ddp_proto::exit;
@@ -34,8 +34,6 @@ pub(in crate::rendezvous) struct Finished {
     job: String,
     owner: Owner,
     told: BTreeSet<String>,
-    /// Nodes that fell silent, and how long each is expected back.
-    silent: BTreeMap<String, Duration>,
     run_token: String,
     /// Shows who has the job's token; empty where jobs have none.
     token_proof: Vec<u8>,
@@ -67,7 +65,6 @@ impl Finished {
         let told = record.members.iter().map(|member| member.incarnation.clone());
         Self {
             told: told.collect(),
-            silent: BTreeMap::new(),
             verdict: record.verdict(),
             run_token: record.run_token,
             token_proof: record.token_proof,
@@ -94,10 +91,6 @@ impl Finished {
         self.generation
     }
 
-    pub(in crate::rendezvous) fn silent(&self) -> &BTreeMap<String, Duration> {
-        &self.silent
-    }
-
     /// Where jobs have tokens of their own, the verdict is for those with the same one.
     pub(in crate::rendezvous) fn is_open_to(&self, config: &Config, joining: &Joining) -> bool {
         config.callers != Callers::OfJobs || is_same_secret(&self.token_proof, &joining.join.token_proof)
@@ -113,11 +106,10 @@ impl Finished {
     }
 
     /// Tells a node the verdict, and sends it away; false if there is none.
-    pub(in crate::rendezvous) fn tell(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
+    pub(in crate::rendezvous) fn tell(&self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
         let Some(verdict) = &self.verdict else {
             return false;
         };
-        self.silent.remove(&joining.from.incarnation);
         turn.send(Some(joining.conn), self.generation, verdict.clone());
         turn.close(Some(joining.conn));
         true
@@ -180,7 +172,7 @@ impl Job {
                 "job `{}` has ended: {}\n  hint: to run it again, start its nodes after all previous launchers have exited",
                 self.id, over.reason
             );
-            refusal(Code::JobOver, reason)
+            Reply::Refused(refusal(Code::JobOver, reason))
         };
         turn.send(Some(joining.conn), self.numbering.generation(), reply);
         let known = self.roster.change(&joining.from.incarnation, |node| {
@@ -204,7 +196,6 @@ impl Job {
         let generation = self.numbering.highest();
         (generation > 0 || verdict.is_some()).then(|| Finished {
             told,
-            silent: self.roster.silent().clone(),
             run_token: self.numbering.run_token().to_owned(),
             token_proof: self.token_proof,
             generation,

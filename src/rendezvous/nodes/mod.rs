@@ -3,7 +3,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`index`] | who is ready, who is away, whose lease ends next |
-//! | [`list`] | the list of a generation's nodes: made once, as bytes, with a digest |
+//! | [`list`] | the nodes of a generation, and the assignment of each |
 //! | [`deadlines`] | the next of many deadlines |
 
 pub(super) mod deadlines;
