@@ -6,7 +6,6 @@
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
 //! | [`mod@look_up`] | host names to addresses, for the client and for `--listen` | – |
-//! | [`agreed`] | hashes of what all nodes of a job must have alike | agent → daemon |
 //! | [`mounts`] | finds a control group in the mount table, for launcher and worker | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`codec`] | encodes the messages of that service with small buffers | – |
@@ -21,7 +20,6 @@
 //! This package knows nothing of processes, tensors or training.
 #![forbid(unsafe_code)]
 
-pub mod agreed;
 pub mod client;
 pub mod codec;
 pub mod control;
@@ -44,6 +42,19 @@ pub mod rendezvous {
 
     /// Workers that failed, and workers that were stopped, in one `NodeStopped`.
     pub const MAX_EXITS_OF_A_KIND: usize = 32;
+
+    /// The key in `Join.agreed` of a program's arguments. They may differ between the nodes of one job.
+    pub const ARGUMENTS: &str = "arguments";
+
+    /// The hash of a value in `Join.agreed`. Equal values of two keys have different hashes.
+    pub fn agreed_hash(key: &str, value: &str) -> u64 {
+        let mut hasher = blake3::Hasher::new_derive_key("ddp-run value that all nodes agree on");
+        hasher.update(&(key.len() as u64).to_le_bytes());
+        hasher.update(key.as_bytes()).update(value.as_bytes());
+        let mut short = [0; 8];
+        hasher.finalize_xof().fill(&mut short);
+        u64::from_le_bytes(short)
+    }
 
     /// Leaves the data key out.
     impl std::fmt::Debug for Assignment {
@@ -74,6 +85,21 @@ pub mod rendezvous {
 
 #[cfg(test)]
 mod tests {
+    use super::rendezvous::agreed_hash;
+
+    #[test]
+    fn a_key_and_its_value_make_the_hash() {
+        let hashes =
+            [("a", "b"), ("ab", ""), ("a", "c"), ("b", "b")].map(|(key, value)| agreed_hash(key, value));
+        assert!(
+            hashes
+                .iter()
+                .enumerate()
+                .all(|(i, hash)| !hashes[..i].contains(hash))
+        );
+        assert_eq!(hashes[0], agreed_hash("a", "b"));
+    }
+
     #[test]
     fn the_generated_code_is_of_the_committed_protocol() {
         let source = blake3::hash(include_bytes!("../proto/rendezvous.proto"));

@@ -15,7 +15,7 @@ use ddp_proto::rendezvous::{
 use prost::bytes::Bytes;
 
 use super::config::Config;
-use super::job::Record;
+use super::record::Record;
 use super::shares::{Answers, Owner};
 
 /// One stream of an agent. Never used again for another stream.

@@ -8,12 +8,13 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
-//! | `nodes` | indexes and the list of nodes | which node is ready or away, whose lease ends next, without a look at all |
+//! | `node_list` | the nodes of a generation | their ranks, and the assignment of each |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
 //! | `stragglers` | slow ranks | which ones, by their step times |
-//! | `isolation` | a daemon that receives nothing | whether its own network is down |
+//! | `partition` | a daemon that hears no node | whether its own network may be down |
+//! | `record` | [`Record`] | what the ledger keeps of a job |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
 //! | `deadlines` | deadlines by time | which is next |
@@ -26,14 +27,16 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
+mod deadlines;
 mod event;
 mod history;
-mod isolation;
 mod job;
 mod kv;
-mod nodes;
+mod node_list;
+mod partition;
 mod policy;
 mod ranks;
+mod record;
 pub mod report;
 mod service;
 mod shares;
@@ -49,11 +52,12 @@ pub use event::{
     About, At, CallId, ConnId, Effect, EndedGeneration, Event, KvError, Observation, Peer, RestartReason,
     Secret, Weight,
 };
-pub use job::Record;
+pub use record::Record;
+pub use report::Census;
 #[cfg(feature = "otlp")]
 pub use service::Collector;
 pub use service::{
     Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
     listen_locally, serve, serve_with,
 };
-pub use state::{Census, State, apply};
+pub use state::{State, apply};

@@ -15,11 +15,13 @@ use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
+use super::deadlines::Deadlines;
 use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
-use super::isolation::Isolation;
-use super::job::{Finished, Job, Joining, Record};
+use super::job::{Finished, Job, Joining};
 use super::kv::clip;
-use super::nodes::deadlines::Deadlines;
+use super::partition::PartitionSuspicion;
+use super::record::Record;
+use super::report::Census;
 use super::shares::{Answers, Load, Owner, Shares, first_of_largest, owner_of, part_of};
 
 /// Jobs that a list holds.
@@ -40,8 +42,8 @@ pub struct State {
 
 /// The same without the settings, which a [`Turn`] borrows.
 #[derive(Debug, Default)]
-pub(super) struct Daemon {
-    pub(super) jobs: BTreeMap<String, Job>,
+struct Daemon {
+    jobs: BTreeMap<String, Job>,
     /// When each job has something to do next.
     wakes: Deadlines,
     /// Who speaks on a stream, once it has joined.
@@ -52,40 +54,9 @@ pub(super) struct Daemon {
     finished: VecDeque<Finished>,
     /// No less than the stores of all jobs take.
     shares: Shares,
-    pub(super) isolation: Isolation,
+    partition: PartitionSuspicion,
     /// An operator wants no new jobs here.
     is_draining: bool,
-}
-
-/// All jobs of a daemon in numbers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Nodes are to come before the next generation.
-    pub gathering: u64,
-    /// An earlier daemon's generation runs, whose nodes have not all come back.
-    pub recovering: u64,
-    /// A generation runs.
-    pub running: u64,
-    /// The job is over, and some nodes have not left.
-    pub over: u64,
-    /// Nodes that are there.
-    pub nodes: u64,
-    /// Those of them that are connected.
-    pub connected: u64,
-    /// Ranks of running generations.
-    pub ranks: u64,
-    /// Bytes in the key-value stores.
-    pub kv_bytes: u64,
-    /// For how long the quietest node has said nothing.
-    pub longest_silence: Duration,
-    /// For how long the nodes of a job have been waited for, of the job that waits longest.
-    pub longest_gathering: Duration,
-    /// The daemon's own network may be down.
-    pub suspects_network: bool,
-    /// The daemon takes no new jobs.
-    pub is_draining: bool,
-    /// Generations of the first jobs that run one, as many as were asked for.
-    pub generations: Vec<(String, u64)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -190,6 +161,11 @@ impl State {
         self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        self.daemon.jobs.values().for_each(Job::assert_counts);
+    }
+
     /// True if no agent is at this daemon, connected or expected back.
     pub fn is_idle(&self) -> bool {
         self.daemon.is_idle()
@@ -212,7 +188,10 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         answers: std::mem::take(answers),
     };
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
-    if event.is_contact(daemon.isolation.silence(at.now), &turn, has_joined) {
+    if daemon
+        .partition
+        .ends_with(&event, at.now, turn.config, has_joined)
+    {
         daemon.note_contact(&mut turn);
     }
     match event {
@@ -244,7 +223,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
 
 impl Daemon {
     /// No job has nodes.
-    pub(super) fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.jobs.values().all(Job::is_idle)
     }
 
@@ -256,13 +235,6 @@ impl Daemon {
     fn replan(&mut self, job_id: &str) {
         let wake = self.jobs.get(job_id).and_then(Job::next_wake);
         self.wakes.note(job_id, wake);
-    }
-
-    /// The same of all jobs.
-    pub(super) fn replan_all(&mut self) {
-        for (id, job) in &self.jobs {
-            self.wakes.note(id, job.next_wake());
-        }
     }
 
     fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
@@ -446,7 +418,7 @@ impl Daemon {
             ));
             self.renew_leases(now + turn.config.lease);
         } else {
-            self.consider_isolation(turn);
+            self.consider_partition(turn);
         }
         let Self { jobs, wakes, .. } = self;
         let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
@@ -456,6 +428,48 @@ impl Daemon {
                 job.tick(turn);
                 self.forget(turn, &id);
             }
+        }
+    }
+
+    /// The daemon's own network may be down. A suspicion ends with the last node.
+    fn suspects_network(&self, now: Duration, config: &Config) -> bool {
+        self.partition.holds(now, config) && !self.is_idle()
+    }
+
+    fn note_contact(&mut self, turn: &mut Turn<'_>) {
+        let silence = self.partition.silence(turn.at.now);
+        if self.partition.note_contact(turn.at.now) && !self.is_idle() {
+            turn.decided(format!(
+                "the daemon hears from nodes again after {:.1} s; all leases are renewed",
+                silence.as_secs_f64()
+            ));
+            self.renew_leases(turn.at.now + turn.config.lease);
+        }
+    }
+
+    /// Gives all nodes more time if the daemon hears none of them, though streams are open.
+    fn consider_partition(&mut self, turn: &mut Turn<'_>) {
+        let (now, config) = (turn.at.now, turn.config);
+        let has_streams = || self.jobs.values().any(Job::has_open_streams);
+        if !self.partition.is_due(now, config, has_streams) {
+            return;
+        }
+        if self.partition.begin() {
+            turn.decided(format!(
+                "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, \
+                 for up to {:.0} s",
+                self.partition.silence(now).as_secs_f64(),
+                config.outage_timeout.as_secs_f64()
+            ));
+        }
+        self.renew_leases(now + config.heartbeat_interval());
+    }
+
+    /// No node loses its lease before `until`.
+    fn renew_leases(&mut self, until: Duration) {
+        for (id, job) in &mut self.jobs {
+            job.renew_leases(until);
+            self.wakes.note(id, job.next_wake());
         }
     }
 

@@ -207,8 +207,10 @@ fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
         node.target("tiny.yaml").start()
     };
     for (node, seed) in [(node(&job), 7), (node(&other), 8)] {
-        let finished = node.finish().expect_exit(76);
-        let finished = finished.expect_stderr("nodes disagree on job `j`: `run.seed` differs between ");
+        let finished = node.finish();
+        finished
+            .expect_exit(76)
+            .expect_stderr("nodes disagree on job `j`: `run.seed` differs between ");
         let words = finished.stderr();
         assert!(
             words.contains(&format!("`run.seed` on this node: `{seed}`")),

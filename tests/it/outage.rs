@@ -162,7 +162,8 @@ fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
     host.wait_for("no heartbeat for 9.0 s");
     host.finish().expect_exit(75);
     late.signal(Signal::SIGCONT);
-    let late = late.finish().expect_stderr("this launcher was stalled for ");
+    let late = late.finish();
+    late.expect_stderr("this launcher was stalled for ");
     // The host's last message may still be in the socket.
     let said = late.transcript();
     let knows = said.contains("(node rank 1) was lost: no heartbeat for 9.0 s");

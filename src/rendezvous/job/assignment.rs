@@ -6,13 +6,13 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
 use super::node::Node;
-use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::event::{Observation, Turn};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::nodes::list::NodeList;
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::ranks;
+use crate::rendezvous::record::Stage;
 
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;

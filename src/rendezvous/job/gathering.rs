@@ -117,7 +117,7 @@ impl Job {
             Phase::Over(over) => return over.reason().to_owned(),
         };
         let ready = self.roster.ready();
-        let names = words::list(self.roster.ready_hosts());
+        let names = words::list(self.roster.ready_hosts(), ready as usize);
         let (min, max) = self.roster.limits();
         let mut words = format!("{}: {names}", words::joined(ready, min, max));
         if ready < min {

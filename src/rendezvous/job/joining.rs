@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use ddp_proto::agreed::{self, ARGUMENTS};
 use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{GenerationOver, Join, Refused, refused::Code};
+use ddp_proto::rendezvous::{ARGUMENTS, GenerationOver, Join, Refused, refused::Code};
 
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
@@ -226,7 +225,7 @@ impl Job {
                     1 => "its only node".to_owned(),
                     several => format!("all of its {}", words::nodes(several)),
                 },
-                words::list(self.roster.hosts(|_| true)),
+                words::list(self.roster.hosts(|_| true), self.roster.nodes().len()),
                 join.hostname
             )
         })
@@ -402,9 +401,15 @@ impl Job {
     }
 }
 
-/// The keys whose values differ between two nodes.
+/// The keys whose values differ between two nodes, or which only one node has.
 fn differing(first: &Join, second: &Join) -> Vec<String> {
-    let mut keys = agreed::differing(&first.agreed, &second.agreed);
+    let only_second = second
+        .agreed
+        .keys()
+        .filter(|key| !first.agreed.contains_key(*key));
+    let keys = first.agreed.keys().chain(only_second);
+    let differ = keys.filter(|key| first.agreed.get(*key) != second.agreed.get(*key));
+    let mut keys: Vec<String> = differ.cloned().collect();
     let nodes = |join: &Join| (join.min_nodes, join.max_nodes);
     let flags = [
         ("--nnodes", nodes(first) != nodes(second)),
@@ -450,7 +455,7 @@ fn disagree(
 ) -> Option<Refused> {
     let verb = if keys.len() == 1 { "differs" } else { "differ" };
     let quoted = keys.iter().map(|key| clip(key, MAX_KEY_BYTES));
-    let names = words::list(quoted.collect::<Vec<_>>());
+    let names = words::list(quoted, keys.len());
     let between = if first.hostname == second.hostname {
         format!("two launchers on node `{}`", first.hostname)
     } else {

@@ -54,9 +54,10 @@ use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
+use super::record::Record;
+use super::report::Census;
 use super::shares::{Load, Owner};
 use super::size::RankLimits;
-use super::state::Census;
 use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
@@ -70,9 +71,6 @@ use verdict::Over;
 #[cfg(test)]
 pub(super) use failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
 pub(super) use joining::Joining;
-pub use record::Record;
-#[cfg(test)]
-pub(super) use record::Stage;
 pub(super) use verdict::Finished;
 
 /// One job at the daemon.
@@ -160,6 +158,11 @@ impl Job {
 
     pub(super) fn next_wake(&self) -> Option<Duration> {
         self.next_wake
+    }
+
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        self.roster.assert_counts();
     }
 
     pub(super) fn is_idle(&self) -> bool {

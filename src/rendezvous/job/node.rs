@@ -10,7 +10,6 @@ use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProg
 use super::joining::Joining;
 use crate::rendezvous::event::{ConnId, Peer, Turn};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::nodes::index::Facts;
 use crate::rendezvous::ranks::Candidate;
 
 /// Workers of a node whose progress is kept.
@@ -207,19 +206,6 @@ impl Node {
         self.ranks.extend(told);
         self.ranks_at = turn.at.now;
         clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
-    }
-
-    /// What the job counts of its nodes.
-    pub(super) fn facts(&self) -> Facts {
-        Facts {
-            is_ready: self.is_ready(),
-            is_connected: self.is_connected(),
-            is_stopping: self.is_stopping(),
-            is_away: self.is_away(),
-            asked: self.join.node_rank,
-            last_call_ms: self.join.last_call_ms,
-            lease_until: self.lease_until,
-        }
     }
 
     pub(super) fn send_shared(&self, turn: &mut Turn<'_>, message: &Arc<DaemonMessage>) {

@@ -2,8 +2,8 @@
 
 use ddp_proto::rendezvous::Assignment;
 
-use super::record::{Record, Stage};
 use crate::rendezvous::event::Turn;
+use crate::rendezvous::record::{Record, Stage};
 
 /// Beyond it, what a node says of its log files is not believed.
 const MAX_ATTEMPT: u32 = 1 << 20;

@@ -8,13 +8,13 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, WorkerExit};
 
 use super::gathering::Gathering;
 use super::node::Node;
-use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Observation, RestartReason, Speech, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::policy::{Ended, Verdict, Why};
+use crate::rendezvous::record::Stage;
 use crate::rendezvous::words;
 
 /// What ended a generation.

@@ -21,14 +21,14 @@ use ddp_proto::trust::data_key::DataKey;
 
 use super::gathering::Gathering;
 use super::joining::MAX_GENERATION;
-use super::record::{Record, Stage};
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Speech, Turn, regrouping, shared};
-use crate::rendezvous::nodes::list::NodeList;
+use crate::rendezvous::node_list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
+use crate::rendezvous::record::{Record, Stage};
 use crate::rendezvous::size::RankLimits;
 use crate::rendezvous::words;
 

@@ -1,6 +1,6 @@
 //! The nodes of a job: who is there, who was in the last assignment, who is gone, and how many are needed.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -9,8 +9,8 @@ use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
+use crate::rendezvous::deadlines::Deadlines;
 use crate::rendezvous::event::{Turn, shared};
-use crate::rendezvous::nodes::index::NodeIndex;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
 use crate::rendezvous::words;
@@ -25,7 +25,13 @@ const MAX_LISTED: usize = 1024;
 #[derive(Debug, Default)]
 pub(super) struct Roster {
     nodes: BTreeMap<String, Node>,
-    index: NodeIndex,
+    /// How many of them are ready, and how many are stopping.
+    ready: usize,
+    stopping: usize,
+    away: BTreeSet<String>,
+    leases: Deadlines,
+    /// Node rank of each member.
+    ranks: HashMap<String, u32>,
     /// Nodes of the last assignment, by node rank: ranks are sticky.
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
@@ -38,7 +44,37 @@ pub(super) struct Roster {
     rank_limits: RankLimits,
 }
 
+/// What is counted of a node; all false for one that is not there.
+#[derive(Clone, Copy, Debug, Default)]
+struct NodeFlags {
+    is_ready: bool,
+    is_stopping: bool,
+    is_away: bool,
+}
+
+impl NodeFlags {
+    fn of(node: Option<&Node>) -> Self {
+        node.map_or_else(Self::default, |node| Self {
+            is_ready: node.is_ready(),
+            is_stopping: node.is_stopping(),
+            is_away: node.is_away(),
+        })
+    }
+}
+
 impl Roster {
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        let count = |flag: fn(&Node) -> bool| self.nodes.values().filter(|node| flag(node)).count();
+        assert_eq!(
+            (self.ready, self.stopping),
+            (count(Node::is_ready), count(Node::is_stopping))
+        );
+        assert_eq!(self.away.len(), count(Node::is_away));
+        let earliest = self.nodes.values().map(Node::lease_until).min();
+        assert!(self.leases.next() <= earliest, "a lease would be forgotten");
+    }
+
     pub(super) fn get(&self, incarnation: &str) -> Option<&Node> {
         self.nodes.get(incarnation)
     }
@@ -46,10 +82,24 @@ impl Roster {
     /// Changes a node; none if it is not there.
     pub(super) fn change<T>(&mut self, incarnation: &str, change: impl FnOnce(&mut Node) -> T) -> Option<T> {
         let node = self.nodes.get_mut(incarnation)?;
-        let before = node.facts();
+        let before = NodeFlags::of(Some(node));
         let result = change(node);
-        self.index.update(incarnation, Some(before), Some(node.facts()));
+        self.count(incarnation, before);
         Some(result)
+    }
+
+    /// Keeps the counts up to date after a node has come, gone or changed, so that no message looks at all nodes.
+    fn count(&mut self, incarnation: &str, before: NodeFlags) {
+        let node = self.nodes.get(incarnation);
+        self.leases.note(incarnation, node.map(Node::lease_until));
+        let after = NodeFlags::of(node);
+        self.ready = self.ready + usize::from(after.is_ready) - usize::from(before.is_ready);
+        self.stopping = self.stopping + usize::from(after.is_stopping) - usize::from(before.is_stopping);
+        if after.is_away && !before.is_away {
+            self.away.insert(incarnation.to_owned());
+        } else if before.is_away && !after.is_away {
+            self.away.remove(incarnation);
+        }
     }
 
     pub(super) fn nodes(&self) -> &BTreeMap<String, Node> {
@@ -70,15 +120,13 @@ impl Roster {
     }
 
     pub(super) fn add(&mut self, incarnation: &str, node: Node) {
-        let after = node.facts();
         let before = self.nodes.insert(incarnation.to_owned(), node);
-        let before = before.as_ref().map(Node::facts);
-        self.index.update(incarnation, before, Some(after));
+        self.count(incarnation, NodeFlags::of(before.as_ref()));
     }
 
     pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
         if let Some(node) = self.nodes.remove(incarnation) {
-            self.index.update(incarnation, Some(node.facts()), None);
+            self.count(incarnation, NodeFlags::of(Some(&node)));
             node.close(turn);
         }
     }
@@ -94,7 +142,7 @@ impl Roster {
 
     pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
         for (incarnation, node) in std::mem::take(&mut self.nodes) {
-            self.index.update(&incarnation, Some(node.facts()), None);
+            self.count(&incarnation, NodeFlags::of(Some(&node)));
             node.close(turn);
         }
     }
@@ -122,7 +170,7 @@ impl Roster {
     pub(super) fn expired(&mut self, turn: &Turn<'_>) -> Vec<String> {
         let lease_of = |incarnation: &str| self.nodes.get(incarnation).map(Node::lease_until);
         let slack = turn.config.lease / 8;
-        self.index.expired(turn.at.now, slack, lease_of)
+        self.leases.expired(turn.at.now, slack, lease_of)
     }
 
     /// The daemon was stalled: no lease runs out before. The index may be early.
@@ -132,12 +180,12 @@ impl Roster {
 
     /// No lease runs out before; it may be early, never late.
     pub(super) fn next_lease(&self) -> Option<Duration> {
-        self.index.next_lease()
+        self.leases.next()
     }
 
     /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
     pub(super) fn end_excuses(&mut self, now: Duration) {
-        for incarnation in self.index.away().clone() {
+        for incarnation in self.away.clone() {
             self.change(&incarnation, |node| node.end_excuse(now));
         }
     }
@@ -167,25 +215,24 @@ impl Roster {
 
     /// Nodes that are out of reach.
     pub(super) fn away(&self) -> impl Iterator<Item = (&String, &Node)> {
-        self.index
-            .away()
+        self.away
             .iter()
             .filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
     pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
-        self.index.rank_of(incarnation)
+        self.ranks.get(incarnation).copied()
     }
 
     /// Another node that asked for this rank.
     pub(super) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<(&String, &Node)> {
-        let other = self.index.other_with_rank(rank, incarnation)?;
-        self.nodes.get_key_value(other)
+        let mut others = self.others(incarnation);
+        others.find(|(_, node)| node.join().node_rank == Some(rank))
     }
 
     /// How many nodes have a connection.
     pub(super) fn connected(&self) -> usize {
-        self.index.connected()
+        self.nodes.values().filter(|node| node.is_connected()).count()
     }
 
     /// How people call a node: its host, with its rank if it has one.
@@ -210,8 +257,10 @@ impl Roster {
     }
 
     fn set_members(&mut self, members: Vec<Member>) {
-        self.index
-            .set_members(members.iter().map(|member| member.incarnation.as_str()));
+        self.ranks.clear();
+        for (member, rank) in members.iter().zip(0..) {
+            self.ranks.entry(member.incarnation.clone()).or_insert(rank);
+        }
         self.members = members;
     }
 
@@ -231,19 +280,24 @@ impl Roster {
     pub(super) fn mark_left(&mut self, incarnation: &str) {
         if let Some(rank) = self.rank_of(incarnation) {
             self.members[rank as usize].has_left = true;
-            self.index.mark_left(incarnation);
         }
     }
 
     /// All nodes of the last generation are ready for the next one, unless they have left.
     pub(super) fn are_all_ready(&self) -> bool {
-        self.index.are_members_ready()
+        let left = self.members.iter().filter(|member| member.has_left).count();
+        // Most of the time too few nodes are ready for a look at each member.
+        self.ready >= self.members.len() - left && self.are_members(Node::is_ready)
     }
 
     /// They are there, ready or not.
     pub(super) fn are_all_there(&self) -> bool {
+        self.are_members(|_| true)
+    }
+
+    fn are_members(&self, wanted: impl Fn(&Node) -> bool) -> bool {
         let mut expected = self.members.iter().filter(|member| !member.has_left);
-        !self.members.is_empty() && expected.all(|member| self.nodes.contains_key(&member.incarnation))
+        !self.members.is_empty() && expected.all(|member| self.get(&member.incarnation).is_some_and(&wanted))
     }
 
     /// Hosts of nodes of the last generation that are gone. A daemon that was restarted may never have learned the name
@@ -263,24 +317,23 @@ impl Roster {
 
     /// Workers of an ended generation may still run.
     pub(super) fn is_stopping(&self) -> bool {
-        self.index.has_stopping()
+        self.stopping > 0
     }
 
     /// Hosts of the nodes that are free for the next generation.
-    pub(super) fn ready_hosts(&self) -> impl ExactSizeIterator<Item = &str> {
-        let ready = self.index.ready().iter();
-        ready.map(|incarnation| self.nodes.get(incarnation).map_or("", Node::hostname))
+    pub(super) fn ready_hosts(&self) -> impl Iterator<Item = &str> {
+        let ready = self.nodes.values().filter(|node| node.is_ready());
+        ready.map(Node::hostname)
     }
 
     /// How many of them there are.
     pub(super) fn ready(&self) -> u32 {
-        self.index.ready().len() as u32
+        self.ready as u32
     }
 
     /// Nodes that are free for the next generation.
     pub(super) fn candidates(&self) -> Vec<Candidate> {
-        let ready = self.index.ready().iter();
-        let ready = ready.filter_map(|incarnation| self.nodes.get_key_value(incarnation));
+        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
         ready
             .map(|(incarnation, node)| node.candidate(incarnation))
             .collect()
@@ -288,8 +341,8 @@ impl Roster {
 
     /// Nodes that are ready while a generation runs without them.
     pub(super) fn spares(&self) -> impl Iterator<Item = (&String, &Node)> {
-        let spares = self.index.spares().iter();
-        spares.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
+        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
+        ready.filter(|(incarnation, _)| !self.ranks.contains_key(*incarnation))
     }
 
     pub(super) fn step(&self) -> Option<u64> {
@@ -310,7 +363,7 @@ impl Roster {
 
     /// How long more nodes are waited for; `default` if the job does not say.
     pub(super) fn last_call(&self, default: Duration) -> Duration {
-        match self.index.last_call_ms() {
+        match self.nodes.values().map(|node| node.join().last_call_ms).max() {
             None | Some(0) => default,
             Some(ms) => Duration::from_millis(ms.into()),
         }

@@ -10,7 +10,7 @@ use super::outcome::GenerationEnd;
 use super::silence::Progress;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Turn;
-use crate::rendezvous::nodes::list::NodeList;
+use crate::rendezvous::node_list::NodeList;
 
 /// The running generation.
 #[derive(Debug)]

@@ -37,7 +37,7 @@ impl Job {
             return;
         };
         if running.grows(turn.at.now, taken.len(), is_full) {
-            let hosts = words::list(taken.iter().map(|c| c.hostname.as_str()));
+            let hosts = words::list(taken.iter().map(|c| c.hostname.as_str()), taken.len());
             let cause = format!("{hosts} joined; continuing with {}", words::nodes(after as u32));
             self.change_nodes(turn, cause);
         }

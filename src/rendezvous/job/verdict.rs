@@ -10,10 +10,10 @@ use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::trust::token::is_same_secret;
 
 use super::joining::Joining;
-use super::record::{Record, Stage};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{Observation, Turn, refusal};
+use crate::rendezvous::record::{Record, Stage};
 use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.
@@ -65,7 +65,7 @@ impl Finished {
         let told = record.members.iter().map(|member| member.incarnation.clone());
         Self {
             told: told.collect(),
-            verdict: record.verdict(),
+            verdict: verdict_of(record.stage),
             run_token: record.run_token,
             token_proof: record.token_proof,
             generation: record.generation,
@@ -113,6 +113,19 @@ impl Finished {
         turn.send(Some(joining.conn), self.generation, verdict.clone());
         turn.close(Some(joining.conn));
         true
+    }
+}
+
+/// The verdict of a job that has ended; none if it continues, or is not decided.
+fn verdict_of(stage: Stage) -> Option<Reply> {
+    match stage {
+        Stage::Running | Stage::Ended | Stage::Abandoned => None,
+        Stage::JobOver { exit_code, reason } => Some(Reply::JobOver(JobOver {
+            exit_code,
+            reason,
+            ..JobOver::default()
+        })),
+        Stage::Refused { code, reason } => Some(Reply::Refused(refusal(code, reason))),
     }
 }
 

@@ -18,7 +18,8 @@ use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{About, At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
-use crate::rendezvous::state::{Census, State, apply};
+use crate::rendezvous::report::Census;
+use crate::rendezvous::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use prometheus_client::registry::Registry;
 #[cfg(feature = "otlp")]
 use super::otlp::WaitingSpans;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
-use crate::rendezvous::state::Census;
+use crate::rendezvous::report::Census;
 
 /// Jobs whose generation has a sample of its own.
 pub(super) const MAX_LABELLED_JOBS: usize = 64;

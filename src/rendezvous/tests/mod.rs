@@ -3,8 +3,8 @@
 mod failures;
 mod fences;
 mod gathering;
-mod isolation;
 mod outcomes;
+mod partition;
 mod reconnects;
 mod records;
 mod recovery;
@@ -20,7 +20,6 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::agreed::hash;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
@@ -28,7 +27,9 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, StatusRequest, WorkerExit,
 };
 
-use super::job::Stage;
+use ddp_proto::rendezvous::agreed_hash;
+
+use super::record::Stage;
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, Secret, State, apply};
 
 const JOB: &str = "job1";
@@ -108,6 +109,7 @@ impl Scene {
                 Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
             }
         }
+        self.state.assert_counts();
     }
 
     /// The state machine's random number. No two daemons have the same.
@@ -388,7 +390,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
 fn agreed(entries: &[(&str, &str)]) -> BTreeMap<String, u64> {
     let hashed = entries
         .iter()
-        .map(|(key, value)| ((*key).to_owned(), hash(key, value)));
+        .map(|(key, value)| ((*key).to_owned(), agreed_hash(key, value)));
     hashed.collect()
 }
 
