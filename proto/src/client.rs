@@ -27,7 +27,7 @@ mod error;
 pub use admin::AdminToken;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use connector::{Access, UNIX_PREFIX};
-pub use error::ClientError;
+pub use error::{CallError, ClientError};
 
 use std::time::Duration;
 
@@ -209,7 +209,7 @@ impl Client {
                     error if !error.is_broken() => return Err(error),
                     _ => Setback::of(&status),
                 },
-                Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
+                Ok(Err(status)) => return Err(self.refused("open a stream", &status)),
                 Err(_) => Setback::silence("no answer to the opened stream"),
             };
             attempts.failed(setback).await?;
@@ -292,11 +292,11 @@ impl Client {
         };
         let encoded = self.bounded(&what, timeout + READ_MARGIN, gather).await?;
         let entries = encoded.map(|encoded| KvEntries::decode(encoded.as_slice()));
-        entries.transpose().map_err(|error| ClientError::Refused {
+        entries.transpose().map_err(|error| ClientError::Call {
             what,
             endpoint: self.endpoint.clone(),
-            unauthenticated: false,
             cause: format!("its answer cannot be read: {error}"),
+            why: CallError::Refused,
         })
     }
 
@@ -318,51 +318,27 @@ impl Client {
         match tokio::time::timeout(within, call).await {
             Ok(Ok(reply)) => Ok(reply.into_inner()),
             Ok(Err(status)) if is_transport(&status) => Err(broken(&self.endpoint, &status)),
-            Ok(Err(status)) => Err(self.refused(what, within, &status)),
-            Err(_) => Err(ClientError::TimedOut {
+            Ok(Err(status)) => Err(self.refused(what, &status)),
+            Err(_) => Err(ClientError::Call {
                 what: what.to_owned(),
                 endpoint: self.endpoint.clone(),
-                waited: within,
                 cause: format!("no answer within {within:?}"),
+                why: CallError::TimedOut,
             }),
         }
     }
 
-    fn refused(&self, what: &str, waited: Duration, status: &Status) -> ClientError {
-        let (what, endpoint, cause) = (
-            what.to_owned(),
-            self.endpoint.clone(),
-            printable::text(status.message()).into_owned(),
-        );
+    fn refused(&self, what: &str, status: &Status) -> ClientError {
+        let (what, endpoint) = (what.to_owned(), self.endpoint.clone());
+        let cause = printable::text(status.message()).into_owned();
         match status.code() {
             Code::Aborted => ClientError::Superseded { cause },
-            Code::DeadlineExceeded => ClientError::TimedOut {
-                what,
-                endpoint,
-                waited,
-                cause,
-            },
-            Code::FailedPrecondition => ClientError::Forgotten {
-                what,
-                endpoint,
-                cause,
-            },
             Code::Unimplemented => ClientError::Stranger { endpoint, cause },
-            Code::AlreadyExists => ClientError::Conflict {
+            code => ClientError::Call {
                 what,
                 endpoint,
                 cause,
-            },
-            Code::NotFound => ClientError::UnknownJob {
-                what,
-                endpoint,
-                cause,
-            },
-            code => ClientError::Refused {
-                what,
-                endpoint,
-                unauthenticated: matches!(code, Code::Unauthenticated | Code::PermissionDenied),
-                cause,
+                why: CallError::of(code),
             },
         }
     }

@@ -8,8 +8,7 @@ use std::time::Duration;
 use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, GenerationOver, GenerationStatus, KvGatherRequest, KvGetRequest,
-    KvPutRequest, Refused,
+    AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
 };
 
 use prost::bytes::Bytes;
@@ -168,19 +167,6 @@ pub enum Effect {
     },
     /// Something to be counted.
     Observed(Observation),
-    /// A generation is over.
-    GenerationEnded(Box<EndedGeneration>),
-}
-
-/// A generation that is over, for those who look back.
-#[derive(Clone, Debug, PartialEq)]
-pub struct EndedGeneration {
-    /// The job.
-    pub job: String,
-    /// When the first generation of the job began, on the daemon's clock.
-    pub job_began: Duration,
-    /// What was, and how long ago.
-    pub generation: GenerationStatus,
 }
 
 /// What a note speaks of; empty where it speaks of none.
@@ -348,9 +334,5 @@ impl Turn<'_> {
 
     pub(super) fn observe(&mut self, observation: Observation) {
         self.effects.push(Effect::Observed(observation));
-    }
-
-    pub(super) fn end_generation(&mut self, ended: EndedGeneration) {
-        self.effects.push(Effect::GenerationEnded(Box::new(ended)));
     }
 }

@@ -49,8 +49,7 @@ mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, EndedGeneration, Event, KvError, Observation, Peer, RestartReason,
-    Secret, Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Secret, Weight,
 };
 pub use record::Record;
 pub use report::Census;

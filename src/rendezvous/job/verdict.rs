@@ -160,9 +160,7 @@ impl Job {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        if let Some(ended) = self.history.end(turn.at.now, &self.id, &reason) {
-            turn.end_generation(ended);
-        }
+        self.history.end(turn.at.now, &reason);
         self.roster.end_excuses(turn.at.now);
         self.roster.send_all(turn, self.numbering.generation(), &verdict);
         self.kv.end(turn, &format!("the job has ended: {reason}"));

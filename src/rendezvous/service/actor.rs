@@ -224,7 +224,7 @@ impl Actor {
         for effect in effects {
             self.metrics.note(&effect);
             match effect {
-                Effect::Record(_) | Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Record(_) | Effect::Observed(_) => {}
                 Effect::Send { conn, message } => self.send(conn, message),
                 Effect::Close { conn } => {
                     // Dropping the sender ends the stream after what is queued.

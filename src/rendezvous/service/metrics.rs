@@ -189,10 +189,6 @@ impl Metrics {
                     self.refused(code);
                 }
             }
-            #[cfg(feature = "otlp")]
-            Effect::GenerationEnded(ended) => self.spans.note(ended),
-            #[cfg(not(feature = "otlp"))]
-            Effect::GenerationEnded(_) => {}
             Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
         }
     }
