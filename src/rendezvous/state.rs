@@ -40,22 +40,22 @@ pub struct State {
     answers: Answers,
 }
 
-/// The same without the settings, which a [`Turn`] borrows.
+/// All jobs, without the settings, which a [`Turn`] borrows.
 #[derive(Debug, Default)]
 struct Daemon {
     jobs: BTreeMap<String, Job>,
     /// When each job has something to do next.
     wakes: Deadlines,
-    /// Who speaks on a stream, once it has joined.
+    /// The node of each stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
-    /// Streams that the daemon has ended, while messages may still come in from them.
+    /// Streams that the daemon has ended, and whose last messages may still arrive.
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
     /// No less than the stores of all jobs take.
     shares: Shares,
     partition: PartitionSuspicion,
-    /// An operator wants no new jobs here.
+    /// An operator drains the daemon.
     is_draining: bool,
 }
 
@@ -66,7 +66,7 @@ struct Speaker {
 }
 
 impl State {
-    /// A daemon that knows no job.
+    /// A daemon without jobs.
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -75,7 +75,7 @@ impl State {
         }
     }
 
-    /// A daemon that starts with what its ledger has of each job, oldest first.
+    /// A daemon that starts with the records of its ledger, oldest first.
     pub fn recall(config: Config, records: Vec<Record>, now: Duration) -> Self {
         let mut daemon = Daemon::default();
         for record in records {
@@ -100,18 +100,18 @@ impl State {
         self.daemon.next_wake()
     }
 
-    /// What people and tools may know of a job.
+    /// The status of a job.
     pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
     }
 
-    /// The same for a caller, who has to be a node of the job or an operator.
+    /// The status of a job for a node of it or an operator.
     pub fn status_for(&self, now: Duration, request: &StatusRequest, is_admin: bool) -> Option<StatusReply> {
         let job = self.daemon.jobs.get(&request.job_id)?;
         (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
     }
 
-    /// All jobs, for operators.
+    /// The list of jobs, for operators.
     pub fn jobs(&self, now: Duration) -> JobsReply {
         let Daemon {
             jobs, is_draining, ..
@@ -156,7 +156,7 @@ impl State {
         self.daemon.jobs.len()
     }
 
-    /// No new jobs are taken, and none is left.
+    /// The daemon is draining, and its last job is gone.
     pub fn is_drained(&self) -> bool {
         self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
@@ -231,7 +231,7 @@ impl Daemon {
         self.wakes.next()
     }
 
-    /// The job may have something to do earlier than before.
+    /// Updates the deadline of a job after a change.
     fn replan(&mut self, job_id: &str) {
         let wake = self.jobs.get(job_id).and_then(Job::next_wake);
         self.wakes.note(job_id, wake);
@@ -279,7 +279,7 @@ impl Daemon {
         self.forget(turn, &job_id);
     }
 
-    /// A stream begins with `Join`, and speaks for one node from then on.
+    /// A stream begins with `Join`, and belongs to that node from then on.
     fn identify(
         &mut self,
         turn: &Turn<'_>,
@@ -327,7 +327,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Where jobs have tokens of their own, a node needs that of its job.
+    /// Where each job has its own token, a node needs the token of its job.
     fn check_token(&self, config: &Config, job_id: &str, proof: &[u8]) -> Result<(), String> {
         if config.callers != Callers::OfJobs {
             return Ok(());
@@ -473,7 +473,7 @@ impl Daemon {
         }
     }
 
-    /// The notes of this turn speak of this job, and of the node that has sent the message.
+    /// Sets the subject of the notes: the job, and the node that sent the message.
     fn speak_of(&self, turn: &mut Turn<'_>, job_id: &str, incarnation: &str, body: &Body) {
         turn.about = match self.jobs.get(job_id) {
             Some(job) => job.about(incarnation),
@@ -592,7 +592,7 @@ impl Daemon {
         self.replan(of.0);
     }
 
-    /// Begins a read. One that has to wait is given up again if too many do.
+    /// Begins a read. Cancels it if it has to wait and too many reads wait already.
     fn try_read(
         &mut self,
         turn: &mut Turn<'_>,
@@ -615,7 +615,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// The job, for one of its nodes. Others learn nothing of it.
+    /// The job, for one of its nodes.
     fn job(&mut self, job_id: &str, incarnation: &str) -> Result<&mut Job, KvError> {
         let Self { jobs, finished, .. } = self;
         let is_over = || finished.iter().any(|f| f.is_of(job_id) && f.has(incarnation));
@@ -627,7 +627,7 @@ impl Daemon {
     }
 }
 
-/// What all callers are told that are no nodes of the job, whether there is one or not.
+/// The answer to callers that are no nodes of the job. It does not tell whether the job exists.
 fn unknown(job_id: &str) -> KvError {
     KvError::Unknown(format!(
         "this daemon has no job `{}` with this node",

@@ -1,4 +1,4 @@
-//! Nodes that go: they leave, are stopped by a signal, or are lost.
+//! Nodes that leave, are stopped by a signal, or are lost.
 //!
 //! A node that is stopped by a signal leaves as others come: at a step boundary, for no restart, if MIN nodes are left
 //! without it, with which the workers can go on. Else the job is over when its workers are gone. So it is when a node
@@ -30,7 +30,7 @@ impl Job {
         let is_needed = !self.is_spare(incarnation);
         match leave.signal {
             _ if matches!(self.phase, Phase::Over(_)) => {}
-            // Who has shown nothing does not end a job that has not begun.
+            // A peer that has proved nothing does not end a job that has not begun.
             Some(_) if self.is_undecided() && turn.config.callers == Callers::Anybody => {}
             Some(signal) if is_needed && self.can_go_on_without(turn.config, incarnation) => {
                 self.node_left(turn, incarnation, signal);
@@ -71,7 +71,7 @@ impl Job {
         self.consider_start(turn);
     }
 
-    /// The job does as well without this node.
+    /// The job does not need this node.
     fn is_spare(&self, incarnation: &str) -> bool {
         match &self.phase {
             Phase::Running(_) => !self.is_member(incarnation),
@@ -107,7 +107,7 @@ impl Job {
         self.roster.mark_left(incarnation);
     }
 
-    /// True if enough nodes are there without this one, in a number that the workers can go on with.
+    /// True if the other nodes are enough, in a number that the workers support.
     fn can_go_on_without(&self, config: &Config, incarnation: &str) -> bool {
         // As long as nodes are to come back to a daemon that was restarted, it is not known who is left. The job ends
         // then, rather than wait for nodes that may never come.
@@ -131,7 +131,7 @@ impl Job {
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
     }
 
-    /// A member of the running generation tells what a worker of it saw of another node's rank.
+    /// A member of the running generation reports that a worker lost its connection to a rank of another node.
     pub(super) fn note_sighting(&mut self, turn: &mut Turn<'_>, from: &Speech, seen: Option<LostRank>) {
         if let Some(seen) = seen
             && self.is_of_member(from)
@@ -144,7 +144,7 @@ impl Job {
         }
     }
 
-    /// Loses members that two witnesses saw die.
+    /// Loses a member whose own connection broke and that a peer reported lost.
     pub(super) fn believe_witnesses(&mut self, turn: &mut Turn<'_>) {
         let is_gone = |node_rank: u32| {
             let incarnation = &self.roster.members().get(node_rank as usize)?.incarnation;
@@ -162,7 +162,7 @@ impl Job {
         }
     }
 
-    /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
+    /// A node is lost. If it was needed, the generation ends; `exit_code` is the job's if no restart is left.
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
         self.note_node_gone(turn, incarnation, cause);
         if let Phase::Recovering(recovery) = &mut self.phase {

@@ -89,7 +89,7 @@ impl Failures {
         self.listed.push(new);
     }
 
-    /// So many more are not in the list.
+    /// Counts failures and stopped workers that the list does not hold.
     fn count(&mut self, failures: u32, victims: u32) {
         self.unlisted = self.unlisted.saturating_add(failures);
         self.unlisted_victims = self.unlisted_victims.saturating_add(victims);
@@ -112,7 +112,7 @@ impl Failures {
         later.or(first)
     }
 
-    /// The list as it goes over the wire; none while nothing has failed.
+    /// The list as a message; none while nothing has failed.
     pub(super) fn told(&self) -> Option<rendezvous::Failures> {
         // Both times count from here, so that no report comes before its event.
         let first = self.listed.first()?.arrived_ns;
@@ -136,7 +136,7 @@ fn is_victim(failure: &Failure) -> bool {
 }
 
 impl Job {
-    /// Takes down how workers ended, whatever was decided meanwhile.
+    /// Adds ended workers to the list, whatever was decided meanwhile.
     pub(super) fn note_exits(&mut self, turn: &Turn<'_>, from: &Speech, exits: &[WorkerExit]) {
         let ran = 0 < from.generation && from.generation <= self.numbering.highest();
         if let (true, Some(node)) = (ran, self.roster.get(&from.incarnation)) {
@@ -147,7 +147,7 @@ impl Job {
         }
     }
 
-    /// Takes down that a node is gone that had a part in the generation that runs or ran last.
+    /// Adds a lost member of the running or last generation to the list.
     pub(super) fn note_node_gone(&mut self, turn: &Turn<'_>, incarnation: &str, why: &str) {
         let has_part = self.roster.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
         if let (true, Some(node)) = (has_part, self.roster.get(incarnation)) {

@@ -1,4 +1,4 @@
-//! Gathering: when a generation starts, and what the nodes that are there wait for.
+//! Gathering: decides when a generation starts, and tells waiting nodes why it does not yet.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -17,15 +17,15 @@ use crate::rendezvous::words;
 #[derive(Debug)]
 pub(super) struct Gathering {
     began: Duration,
-    /// The job is over if the nodes are not there by then; `MAX` until the first one has joined.
+    /// Deadline for the nodes to join; `MAX` until the first one has.
     until: Duration,
-    /// Back-off: nothing starts before.
+    /// End of the back-off.
     not_before: Duration,
-    /// MIN nodes are there: start with them at this moment.
+    /// MIN nodes are there: the generation starts at this time.
     last_call: Option<Duration>,
 }
 
-/// What follows from who is there.
+/// What the daemon does next.
 enum Step {
     Wait,
     /// For this reason.
@@ -34,7 +34,7 @@ enum Step {
 }
 
 impl Gathering {
-    /// Nothing starts before `not_before`, and then nodes have so long to come.
+    /// Nothing starts before `not_before`; after that, nodes have `timeout` to join.
     pub(super) fn new(now: Duration, not_before: Duration, timeout: Duration) -> Self {
         Self {
             began: now,
@@ -44,7 +44,7 @@ impl Gathering {
         }
     }
 
-    /// The nodes have until then to come.
+    /// Sets the deadline for the nodes to join.
     pub(super) fn wait_until(&mut self, until: Duration) {
         self.until = until;
     }
@@ -58,12 +58,12 @@ impl Gathering {
         now.saturating_sub(self.began)
     }
 
-    /// What is left of the pause before the restart.
+    /// Remaining back-off.
     pub(super) fn backoff_left(&self, now: Duration) -> Duration {
         self.not_before.saturating_sub(now)
     }
 
-    /// When there is something to decide again, if no node comes or goes.
+    /// The next deadline, if no node joins or leaves.
     pub(super) fn next_step(&self) -> Duration {
         // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
         let backoff = (self.not_before > self.began).then_some(self.not_before);
@@ -73,7 +73,7 @@ impl Gathering {
             .fold(self.until, Duration::min)
     }
 
-    /// Whether generation `last` is followed by another one now.
+    /// Decides whether the generation after `last` starts now.
     fn decide(&mut self, turn: &Turn<'_>, roster: &Roster, last: u64) -> Step {
         let now = turn.at.now;
         if now < self.not_before {
@@ -108,7 +108,7 @@ impl Gathering {
 }
 
 impl Job {
-    /// What the nodes that are there wait for, as of `now`.
+    /// What the nodes wait for, as a message.
     pub(super) fn waiting_words(&self, now: Duration) -> String {
         let gathering = match &self.phase {
             Phase::Gathering(gathering) => gathering,
@@ -140,7 +140,7 @@ impl Job {
         words
     }
 
-    /// Tells a node that has no part in anything yet why.
+    /// Tells a waiting node what it waits for.
     pub(super) fn tell_waiting(&self, turn: &mut Turn<'_>, incarnation: &str, reason: String) {
         if let Some(node) = self.roster.get(incarnation) {
             let waiting = Waiting {

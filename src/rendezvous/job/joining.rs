@@ -1,4 +1,4 @@
-//! Joining: who may take part, who comes back, who is refused and why.
+//! Joining: admits new nodes, takes nodes back after a reconnect, refuses others with a reason.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ const MAX_KEY_BYTES: usize = 160;
 pub(in crate::rendezvous) struct Joining {
     pub(in crate::rendezvous) conn: ConnId,
     pub(in crate::rendezvous) peer: Peer,
-    /// Of the generation that the agent was in last.
+    /// The agent's last assignment.
     pub(in crate::rendezvous) from: Speech,
     pub(in crate::rendezvous) join: Join,
 }
@@ -41,7 +41,7 @@ impl Joining {
 }
 
 impl Job {
-    /// Lets all nodes go if they have died without a word: the one that comes is no part of their run. True if so.
+    /// Forgets all nodes if none of them is alive and the new node does not belong to their run. True if it did.
     pub(in crate::rendezvous) fn is_cleared_for(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
         let is_known = self.roster.nodes().contains_key(&joining.from.incarnation);
         let is_new = !is_known && joining.from.generation == 0 && joining.join.latest_generation == 0;
@@ -53,7 +53,7 @@ impl Job {
         is_left
     }
 
-    /// Takes a node in, takes it back after a reconnect, or refuses it by name.
+    /// Admits a node, takes it back after a reconnect, or refuses it.
     pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
         if self.roster.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
@@ -134,8 +134,7 @@ impl Job {
         Ok(())
     }
 
-    /// A node of the generation that is waited for comes back. Those that have no part in it and cannot be there together
-    /// with it were only too early: they are refused, as they are once it is there.
+    /// A node of the recorded generation comes back. Refuses earlier newcomers that conflict with it.
     fn send_rivals_away(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
         let Phase::Recovering(recovery) = &self.phase else {
             return;
@@ -170,8 +169,7 @@ impl Job {
         }
     }
 
-    /// A new launcher comes from the host of a member whose connection is gone, and there is no room for both: it takes
-    /// the other's place.
+    /// A new launcher on the host of a member whose connection is gone takes its place, if there is no room for both.
     fn replace_restarted(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
         let Joining { from, join, .. } = joining;
         let is_full = self.roster.nodes().len() >= join.max_nodes as usize;
@@ -231,7 +229,7 @@ impl Job {
         })
     }
 
-    /// No generation was assigned yet.
+    /// True before the first generation is assigned.
     pub(super) fn is_undecided(&self) -> bool {
         self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
     }
@@ -300,7 +298,7 @@ impl Job {
         }
     }
 
-    /// Whether a node that comes back may keep its place in its generation; if not, why.
+    /// Whether a node that reconnects keeps its place in its generation; if not, why.
     fn place_of(&mut self, turn: &mut Turn<'_>, from: &Speech, join: &Join) -> Result<(), String> {
         let own = self.numbering.generation();
         if self.is_of_another_assignment(from.generation, &from.assignment_id) {
@@ -345,7 +343,7 @@ impl Job {
         }
     }
 
-    /// A node that is known: back after a broken connection, or ready after its workers were stopped.
+    /// A known node reconnects, or is ready after its workers were stopped.
     fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) {
         let incarnation = joining.from.incarnation.clone();
         let member = self.is_member(&incarnation);
@@ -383,7 +381,7 @@ impl Job {
         }
     }
 
-    /// A node is ready: start, or tell it what it waits for.
+    /// A node is ready: starts the generation, or tells the node what it waits for.
     fn joined(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
         let before = self.numbering.generation();
         self.consider_start(turn);
@@ -468,7 +466,7 @@ fn disagree(
     })
 }
 
-/// How long an agent lets the daemon wait for other nodes, within the daemon's bound.
+/// How long the daemon may wait for other nodes, within its own bound.
 pub(super) fn join_timeout(config: &Config, join: &Join) -> Duration {
     Duration::from_millis(join.join_timeout_ms.into()).min(config.join_timeout_cap)
 }

@@ -2,26 +2,26 @@
 //!
 //! | file | part | knows |
 //! |---|---|---|
-//! | `numbering` | the generations | their numbers and names, those of earlier daemons, the run |
+//! | `numbering` | the generations | their numbers and assignment ids, the id of the run |
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
-//! | `roster` | all nodes | who is there, who was in the last assignment, who is gone, how many are needed |
+//! | `roster` | all nodes | which are there, which were in the last assignment, how many the job needs |
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
-//! | `running` | the running generation | who is done, which failure is held back, who was seen to die |
-//! | `verdict` | the end of the job | what every node is told, and what is kept for those that missed it |
+//! | `running` | the running generation | which nodes succeeded, which failure waits for its cause, which peers were reported lost |
+//! | `verdict` | the end of the job | the verdict for every node, also for nodes that come back later |
 //! | `failures` | all failures | their order, and which are listed |
 //!
-//! What is decided about several of them:
+//! Decisions that involve several parts:
 //!
 //! | file | noun | knows |
 //! |---|---|---|
-//! | `joining` | joining | who may take part, who comes back, who is refused |
-//! | `assignment` | the start | what every node receives |
+//! | `joining` | joining | admission, reconnects, refusals |
+//! | `assignment` | the start | the assignment of each node |
 //! | `outcome` | the end of a generation | failures, success, restarts |
-//! | `departure` | nodes that go | who leaves, who is lost, whose death two witnesses saw |
+//! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
-//! | `silence` | silent members | whose peers vouch for them, and for how long |
-//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
+//! | `silence` | silent members | extends their leases while their peers make progress |
+//! | `record` | the ledger | writes [`Record`]s, and takes a job up from one |
 
 mod assignment;
 mod departure;
@@ -82,9 +82,9 @@ pub(super) struct Job {
     phase: Phase,
     account: Account,
     failures: Failures,
-    /// Why the last generation is over; none while the first one has not been assigned.
+    /// Why the last generation ended; none before the first assignment.
     last_over: Option<GenerationOver>,
-    /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
+    /// The record of an earlier daemon; valid until this daemon assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
     /// Of its first node; empty where nodes prove nothing of the kind.
@@ -92,7 +92,7 @@ pub(super) struct Job {
     /// None until its first node has come to this daemon, too.
     owner: Owner,
     history: History,
-    /// No deadline of this job is before this moment; it may be early, never late.
+    /// The next deadline of this job; it may be early, never late.
     next_wake: Option<Duration>,
 }
 
@@ -100,18 +100,18 @@ pub(super) struct Job {
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "a job has one")]
 enum Phase {
-    /// Nodes are to come before the next generation can start.
+    /// The job waits for nodes before it starts the next generation.
     Gathering(Gathering),
-    /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
+    /// A generation of an earlier daemon runs; not all of its nodes have reconnected yet.
     Recovering(Recovery),
     /// A generation runs.
     Running(Box<Running>),
-    /// Every node was sent the end, or will be when it comes back.
+    /// The job has ended; nodes that come back receive the verdict.
     Over(Over),
 }
 
 impl Phase {
-    /// As people and tools read it.
+    /// The name of the phase in the status.
     fn name(&self) -> &'static str {
         match self {
             Self::Gathering(_) => "gathering",
@@ -137,7 +137,7 @@ impl Phase {
 }
 
 impl Job {
-    /// A job that no node has joined yet, and whose generations come after `floor`.
+    /// A job without nodes, whose generations are numbered after `floor`.
     pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
         Self {
             id: id.to_owned(),
@@ -169,7 +169,7 @@ impl Job {
         self.roster.nodes().is_empty()
     }
 
-    /// The node is one of this job, or was and may still speak of it.
+    /// The node belongs to this job, or did and may still report about it.
     pub(super) fn has(&self, incarnation: &str) -> bool {
         let roster = &self.roster;
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_of(incarnation));
@@ -194,7 +194,7 @@ impl Job {
         self.kv.load()
     }
 
-    /// Nobody waits for the answer of this read any more.
+    /// Cancels a read whose caller is gone.
     pub(super) fn cancel(&mut self, call: CallId) {
         self.kv.cancel(call);
     }
@@ -268,8 +268,8 @@ impl Job {
         }
     }
 
-    /// What a node says of another assignment of the same generation changes nothing, but that the node is there, that
-    /// its workers are gone, and that it leaves.
+    /// Reduces a message about another assignment of the same generation: it proves only that the node is alive, that its
+    /// workers are gone, or that it leaves.
     fn without_claims(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
         match body {
             Body::Heartbeat(_) => Some(Body::Heartbeat(Heartbeat::default())),
@@ -287,7 +287,7 @@ impl Job {
         }
     }
 
-    /// Says why a message changes nothing.
+    /// Logs why a message changes nothing.
     fn ignore(&self, turn: &mut Turn<'_>, from: &Speech, what: &str) {
         let phase = match self.phase {
             Phase::Gathering(_) if !self.numbering.has_begun() => "not assigned yet",
@@ -305,7 +305,7 @@ impl Job {
         ));
     }
 
-    /// The stream of a node is gone.
+    /// The stream of a node ended or broke.
     pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
         let node = self.roster.get(incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
@@ -327,7 +327,7 @@ impl Job {
         self.plan_wake();
     }
 
-    /// Does what is due: expired leases, the end of the back-off, last call, time-outs.
+    /// Handles what is due: expired leases, the end of the back-off, the last call, time-outs.
     pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
         let now = turn.at.now;
         self.kv.expire(turn);
@@ -349,7 +349,7 @@ impl Job {
         self.plan_wake();
     }
 
-    /// A node looks connected.
+    /// True if any node seems to be connected.
     pub(super) fn has_open_streams(&self) -> bool {
         self.roster.connected() > 0
     }
@@ -363,7 +363,7 @@ impl Job {
         self.plan_wake();
     }
 
-    /// Computes the next deadline; heartbeats only move deadlines away and need no new plan.
+    /// Computes the next deadline. Heartbeats only move deadlines away and need no new one.
     fn plan_wake(&mut self) {
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
@@ -388,17 +388,17 @@ impl Job {
             }
     }
 
-    /// The node is in the generation that runs.
+    /// The node is a member of the running generation.
     fn is_member(&self, incarnation: &str) -> bool {
         self.phase.running().is_some() && self.roster.rank_of(incarnation).is_some()
     }
 
-    /// It is, and not done.
+    /// The node is a member of the running generation and has not succeeded yet.
     fn is_at_work(&self, incarnation: &str) -> bool {
         self.is_member(incarnation) && !self.has_succeeded(incarnation)
     }
 
-    /// A member speaks of the generation that runs.
+    /// The sender is a member, and its message is about the running generation.
     fn is_of_member(&self, from: &Speech) -> bool {
         from.generation == self.numbering.generation() && self.is_member(&from.incarnation)
     }
@@ -444,7 +444,7 @@ impl Job {
         self.next_wake = deadlines.into_iter().flatten().min();
     }
 
-    /// The store is open to the members of this assignment of this generation, if that runs.
+    /// Only members of the running assignment may use the store.
     fn check_store(&self, incarnation: &str, generation: u64, assignment_id: &str) -> Result<(), KvError> {
         if self.is_of_another_assignment(generation, assignment_id) {
             let words = self.another_assignment_words(generation, assignment_id);
@@ -479,7 +479,7 @@ impl Job {
         }
     }
 
-    /// Of what the notes of a turn speak.
+    /// The subject of notes about this job.
     pub(super) fn about(&self, incarnation: &str) -> About {
         let node = self.roster.get(incarnation);
         About {
@@ -489,7 +489,7 @@ impl Job {
         }
     }
 
-    /// Number of the generation that runs; none if none does.
+    /// Number of the running generation, if one runs.
     pub(super) fn running_generation(&self) -> Option<u64> {
         self.phase.running().map(|_| self.numbering.generation())
     }
@@ -558,7 +558,7 @@ impl Job {
         }
     }
 
-    /// What people and tools may know.
+    /// The status of the job.
     pub(super) fn status(&self, now: Duration) -> StatusReply {
         let (min_nodes, max_nodes) = self.roster.limits();
         let mut reply = StatusReply {

@@ -1,4 +1,4 @@
-//! One agent process, as the daemon knows it: its stream, its lease, and how far it is from running workers.
+//! One agent process as the daemon sees it: its stream, its lease, and whether it is free to run workers.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::rendezvous::event::{ConnId, Peer, Turn};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::ranks::Candidate;
 
-/// Workers of a node whose progress is kept.
+/// Number of workers of a node whose progress the daemon keeps.
 const MAX_RANKS: usize = 256;
 
 /// A node.
@@ -24,38 +24,38 @@ pub(super) struct Node {
     /// Number of its arrival at the job.
     arrival: u64,
     lease_until: Duration,
-    /// When it spoke last, or its connection broke.
+    /// Time of its last message, or when its connection broke.
     last_word: Duration,
-    /// Its connection was closed by the other end, or by a machine between.
+    /// The other end, or a machine between, closed its connection.
     was_closed: bool,
-    /// Why it is not lost although its lease has run out.
+    /// Why it is not lost although its lease has ended.
     excuse: Option<Excuse>,
     readiness: Readiness,
     step: Option<u64>,
-    /// How far each of its workers has come, for people, and when it said so.
+    /// The progress of each of its workers, for the status, and when it was reported.
     ranks: Vec<RankProgress>,
     ranks_at: Duration,
-    /// Where the logs of its workers lie, as it says.
+    /// The log directory of its workers, as it reported it.
     log_dir: String,
 }
 
-/// How far a node is from running workers of the next generation.
+/// Whether a node is free for the next generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {
-    /// Joined; in the running generation or free for the next one.
+    /// Joined: in the running generation, or free for the next one.
     Joined,
-    /// Told that this generation is over, has not confirmed that its workers are gone.
+    /// It has not confirmed yet that its workers of this generation are gone.
     Stopping(u64),
-    /// Its workers are gone, it has not joined again.
+    /// Its workers are gone, and it has not joined again.
     Stopped,
 }
 
-/// A silent node that is not lost yet.
+/// Why a silent node is not lost yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Excuse {
-    /// Its peers are to show that training advances.
+    /// The daemon waits for its peers to report progress.
     Asked,
-    /// They have.
+    /// Its peers reported progress.
     Proven,
 }
 
@@ -112,12 +112,12 @@ impl Node {
         self.conn == Some(conn)
     }
 
-    /// Its peers have shown that it is at work, though it is silent.
+    /// Its peers made progress, so it is at work though it is silent.
     pub(super) fn is_proven(&self) -> bool {
         self.excuse == Some(Excuse::Proven)
     }
 
-    /// Its connection did not fall silent, as on a cut link, but was closed.
+    /// Its connection was closed, rather than silent as on a cut link.
     pub(super) fn was_closed(&self) -> bool {
         self.was_closed
     }
@@ -136,7 +136,7 @@ impl Node {
         self.readiness == Readiness::Joined && self.conn.is_some()
     }
 
-    /// As one that may take part in the next generation.
+    /// The node as a candidate for the next generation.
     pub(super) fn candidate(&self, incarnation: &str) -> Candidate {
         Candidate {
             incarnation: incarnation.to_owned(),
@@ -163,7 +163,7 @@ impl Node {
         }
     }
 
-    /// Its address, seen without the others.
+    /// Its address, without regard to the other nodes.
     fn address_alone(&self) -> String {
         if self.join.local_addr.is_empty() {
             self.peer.remote.to_string()
@@ -172,7 +172,7 @@ impl Node {
         }
     }
 
-    /// What people and tools may know of it.
+    /// Its status.
     pub(super) fn status(&self, now: Duration, node_rank: Option<u32>) -> NodeStatus {
         NodeStatus {
             hostname: self.join.hostname.clone(),
@@ -189,12 +189,12 @@ impl Node {
         }
     }
 
-    /// How far each of its workers has come, and when it said so.
+    /// The progress of each of its workers, and when it was reported.
     pub(super) fn ranks(&self) -> impl Iterator<Item = (Duration, &RankProgress)> {
         self.ranks.iter().map(|rank| (self.ranks_at, rank))
     }
 
-    /// Keeps what it tells of its workers for people, within bounds.
+    /// Keeps the reported progress of its workers, within bounds.
     pub(super) fn note_progress(&mut self, turn: &Turn<'_>, heartbeat: &Heartbeat) {
         let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
         let told = heartbeat.ranks.iter().take(MAX_RANKS).map(|rank| RankProgress {
@@ -220,7 +220,7 @@ impl Node {
         turn.close(self.conn);
     }
 
-    /// It speaks on this stream from now on. True if that is a new one, which ends the other.
+    /// Moves the node to this stream, and ends the other one. True if the stream is new.
     pub(super) fn connect(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer) -> bool {
         let is_new = self.conn != Some(conn);
         if is_new {
@@ -230,7 +230,7 @@ impl Node {
         is_new
     }
 
-    /// Its stream is gone. False if that is nothing new: what is silent for long is cut off at some time.
+    /// Its stream ended or broke. False if the node was out of reach before.
     pub(super) fn disconnect(&mut self, turn: &Turn<'_>) -> bool {
         self.conn = None;
         if self.excuse.is_some() {
@@ -244,7 +244,7 @@ impl Node {
         true
     }
 
-    /// It has spoken. Returns how long it was silent, if that was worth an excuse.
+    /// A message arrived. Returns how long the node was silent, if its lease had been extended for that.
     pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
         let silence = turn.at.now.saturating_sub(self.last_word);
         self.last_word = turn.at.now;
@@ -275,7 +275,7 @@ impl Node {
         self.readiness = Readiness::Joined;
     }
 
-    /// Its workers are to stop: their generation is over, as the message says.
+    /// Sends the message that ends the generation; the node has to stop its workers.
     pub(super) fn stop_workers(
         &mut self,
         turn: &mut Turn<'_>,
@@ -295,7 +295,7 @@ impl Node {
         is_expected
     }
 
-    /// Its workers have come to this step; none in a generation that begins.
+    /// Its workers reached this step; none at the start of a generation.
     pub(super) fn reached(&mut self, step: Option<u64>) {
         self.step = step;
         self.ranks.clear();
@@ -305,7 +305,7 @@ impl Node {
         self.lease_until = self.lease_until.max(until);
     }
 
-    /// Though its lease has run out, it is not lost before `until`. True if that is news.
+    /// Extends its lease to `until`. True if that changes why.
     pub(super) fn excuse(&mut self, excuse: Excuse, until: Duration) -> bool {
         self.lease_until = until;
         let before = self.excuse.replace(excuse);

@@ -1,17 +1,17 @@
-//! The numbers and names of a job's generations. No number is used twice, under any daemon.
+//! The numbers and assignment ids of a job's generations. No daemon uses a number twice.
 
 use ddp_proto::rendezvous::Assignment;
 
 use crate::rendezvous::event::Turn;
 use crate::rendezvous::record::{Record, Stage};
 
-/// Beyond it, what a node says of its log files is not believed.
+/// The highest attempt number that the daemon accepts from a node.
 const MAX_ATTEMPT: u32 = 1 << 20;
 
-/// How many names a run may have: as many as a die has faces.
+/// Number of different run tokens.
 const TOKENS: f64 = (1_u64 << 53) as f64;
 
-/// The generations of one job, as they are counted.
+/// Counts the generations of one job.
 #[derive(Debug, Default)]
 pub(super) struct Numbering {
     /// Last generation that was assigned; 0: none yet.
@@ -30,7 +30,7 @@ pub(super) struct Numbering {
 }
 
 impl Numbering {
-    /// Of a run whose generations come after `floor`.
+    /// For a run whose generations are numbered after `floor`.
     pub(super) fn after(floor: u64) -> Self {
         Self {
             floor,
@@ -39,7 +39,7 @@ impl Numbering {
         }
     }
 
-    /// As an earlier daemon has written it down.
+    /// Continues from the record of an earlier daemon.
     pub(super) fn recalled(record: &Record) -> Self {
         Self {
             highest_ended: record.generation - u64::from(record.stage == Stage::Running),
@@ -121,7 +121,7 @@ impl Numbering {
         self.highest_ended = self.highest_ended.max(generation);
     }
 
-    /// All nodes of the run are gone: what comes is a new one.
+    /// All nodes of the run are gone: the next node begins a new run.
     pub(super) fn forget_run(&mut self) {
         self.attempts = 0;
         self.run_token.clear();

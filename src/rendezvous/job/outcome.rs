@@ -1,4 +1,4 @@
-//! How generations end: failures, success, restarts within the budget.
+//! Ends generations: failures, success, restarts within the budget.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::rendezvous::policy::{Ended, Verdict, Why};
 use crate::rendezvous::record::Stage;
 use crate::rendezvous::words;
 
-/// What ended a generation.
+/// Why a generation ended.
 #[derive(Debug)]
 pub(super) struct GenerationEnd {
     cause: String,
@@ -83,7 +83,7 @@ impl Job {
         }
     }
 
-    /// Members that are out of reach before they are done, with their ranks, in no order.
+    /// Members that are out of reach and have not succeeded, with their ranks, in no order.
     pub(super) fn away(&self) -> impl Iterator<Item = (u32, &Node)> {
         let members = self.roster.members_away();
         let at_work = members.filter(|(_, incarnation, _)| !self.has_succeeded(incarnation));
@@ -95,7 +95,7 @@ impl Job {
         self.away().map(|(_, node)| node.lease_until())
     }
 
-    /// All workers of a node ended with 0; when that is true of every node, the job has succeeded.
+    /// All workers of a node ended with 0. The job succeeds with the last node.
     pub(super) fn node_succeeded(&mut self, turn: &mut Turn<'_>, from: &Speech) {
         if !self.is_of_member(from) {
             return self.ignore(turn, from, "success");
@@ -113,13 +113,13 @@ impl Job {
         }
     }
 
-    /// The node has done its part of the running generation.
+    /// All workers of the node ended with 0 in the running generation.
     pub(super) fn has_succeeded(&self, incarnation: &str) -> bool {
         let running = self.phase.running();
         running.is_some_and(|running| running.has_succeeded(incarnation))
     }
 
-    /// The generation cannot go on as it is, and no worker is to blame: the next one follows.
+    /// Ends the generation without a failure; the next one follows.
     pub(super) fn break_up(&mut self, turn: &mut Turn<'_>, cause: String) {
         let end = GenerationEnd::without_a_node(cause, exit::RENDEZVOUS_TIMED_OUT, Why::Membership);
         self.end_generation(turn, end);
@@ -240,7 +240,7 @@ impl GenerationEnd {
         }
     }
 
-    /// A node is gone, or is to go.
+    /// A node is gone, or leaves.
     pub(super) fn without_a_node(cause: String, exit_code: u8, why: Why) -> Self {
         Self {
             cause,

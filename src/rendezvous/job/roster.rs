@@ -1,4 +1,4 @@
-//! The nodes of a job: who is there, who was in the last assignment, who is gone, and how many are needed.
+//! The nodes of a job: which are there, which were in the last assignment, which are lost, and how many it needs.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
 use crate::rendezvous::words;
 
-/// Lost nodes that a job remembers, to give them the verdict should they come back.
+/// Lost nodes that a job remembers: one that comes back receives the verdict.
 const MAX_LOST: usize = 4096;
 
 /// Nodes that a list for people holds.
@@ -36,11 +36,11 @@ pub(super) struct Roster {
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
     lost: VecDeque<String>,
-    /// Nodes that ever came, which numbers their arrival.
+    /// Number of nodes that ever joined: the next arrival number.
     arrivals: u64,
-    /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
+    /// The longest `--rdzv-conf join_timeout` of all nodes so far: used while no node is there.
     patience: Duration,
-    /// The numbers of ranks that the workers can go on with, as they last said.
+    /// The numbers of ranks that the workers support, as they reported last.
     rank_limits: RankLimits,
 }
 
@@ -111,7 +111,7 @@ impl Roster {
         self.nodes.iter().filter(move |(other, _)| *other != incarnation)
     }
 
-    /// A node is about to come. Returns the number of its arrival, and how long it lets the daemon wait for others.
+    /// A node is about to join. Returns its arrival number, and how long the daemon may wait for other nodes.
     pub(super) fn expect(&mut self, config: &Config, join: &Join) -> (u64, Duration) {
         let timeout = join_timeout(config, join);
         self.patience = self.patience.max(timeout);
@@ -131,7 +131,7 @@ impl Roster {
         }
     }
 
-    /// Nodes are there, but none has been connected or has spoken for longer than a lease.
+    /// No node has been connected or heard for longer than a lease, though the job has nodes.
     pub(super) fn is_deserted(&self, turn: &Turn<'_>) -> bool {
         let is_gone = |node: &Node| {
             let silence = turn.at.now.saturating_sub(node.last_word());
@@ -166,24 +166,24 @@ impl Roster {
         self.nodes.keys().chain(&self.lost).cloned().collect()
     }
 
-    /// Nodes whose leases have ended: each is to be excused or lost.
+    /// Nodes whose leases have ended. The caller extends each lease or loses the node.
     pub(super) fn expired(&mut self, turn: &Turn<'_>) -> Vec<String> {
         let lease_of = |incarnation: &str| self.nodes.get(incarnation).map(Node::lease_until);
         let slack = turn.config.lease / 8;
         self.leases.expired(turn.at.now, slack, lease_of)
     }
 
-    /// The daemon was stalled: no lease runs out before. The index may be early.
+    /// No lease ends before `until`.
     pub(super) fn renew_leases(&mut self, until: Duration) {
         self.nodes.values_mut().for_each(|node| node.renew_lease(until));
     }
 
-    /// No lease runs out before; it may be early, never late.
+    /// The next end of a lease; it may be early, never late.
     pub(super) fn next_lease(&self) -> Option<Duration> {
         self.leases.next()
     }
 
-    /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
+    /// Ends all lease extensions: the generation is over, or a failure may follow from a silent node.
     pub(super) fn end_excuses(&mut self, now: Duration) {
         for incarnation in self.away.clone() {
             self.change(&incarnation, |node| node.end_excuse(now));
@@ -201,13 +201,13 @@ impl Roster {
         &self.members
     }
 
-    /// Those of them that are there.
+    /// Members that are there.
     pub(super) fn members_there(&self) -> impl Iterator<Item = (&String, &Node)> {
         let members = self.members.iter().map(|member| &member.incarnation);
         members.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
-    /// Those of them that are there and out of reach, with their ranks, in no order.
+    /// Members that are there but out of reach, with their ranks, in no order.
     pub(super) fn members_away(&self) -> impl Iterator<Item = (u32, &String, &Node)> {
         self.away()
             .filter_map(|(incarnation, node)| Some((self.rank_of(incarnation)?, incarnation, node)))
@@ -230,12 +230,12 @@ impl Roster {
         others.find(|(_, node)| node.join().node_rank == Some(rank))
     }
 
-    /// How many nodes have a connection.
+    /// Number of connected nodes.
     pub(super) fn connected(&self) -> usize {
         self.nodes.values().filter(|node| node.is_connected()).count()
     }
 
-    /// How people call a node: its host, with its rank if it has one.
+    /// The name of a node in messages: its host, and its rank if it has one.
     pub(super) fn name_of(&self, incarnation: &str) -> String {
         let rank = self.rank_of(incarnation);
         let member = rank.map(|rank| self.members[rank as usize].hostname.as_str());
@@ -243,14 +243,14 @@ impl Roster {
         words::node(host.unwrap_or("unknown"), rank)
     }
 
-    /// These nodes make the next generation, in order of their ranks.
+    /// Makes these nodes the members of the next generation, in order of their ranks.
     pub(super) fn assign(&mut self, chosen: Vec<Candidate>) {
         let members = chosen.into_iter();
         self.set_members(members.map(|c| Member::new(c.incarnation, c.hostname)).collect());
         self.nodes.values_mut().for_each(|node| node.reached(None));
     }
 
-    /// These nodes make a generation that runs already.
+    /// These nodes are the members of a generation that runs already.
     pub(super) fn take_up(&mut self, members: Vec<Member>, rank_limits: Option<RankLimits>) {
         self.set_members(members);
         self.rank_limits = rank_limits.unwrap_or(self.rank_limits);
@@ -276,7 +276,7 @@ impl Roster {
         self.members = members;
     }
 
-    /// The node will not come back: the next generation does not wait for it.
+    /// The node left for good: the next generation does not wait for it.
     pub(super) fn mark_left(&mut self, incarnation: &str) {
         if let Some(rank) = self.rank_of(incarnation) {
             self.members[rank as usize].has_left = true;
@@ -290,7 +290,7 @@ impl Roster {
         self.ready >= self.members.len() - left && self.are_members(Node::is_ready)
     }
 
-    /// They are there, ready or not.
+    /// All nodes of the last generation are there, ready or not, unless they have left.
     pub(super) fn are_all_there(&self) -> bool {
         self.are_members(|_| true)
     }
@@ -326,7 +326,7 @@ impl Roster {
         ready.map(Node::hostname)
     }
 
-    /// How many of them there are.
+    /// Number of nodes that are free for the next generation.
     pub(super) fn ready(&self) -> u32 {
         self.ready as u32
     }
@@ -375,7 +375,7 @@ impl Roster {
         first.map_or(0, |join| join.max_restarts)
     }
 
-    /// What people may know of the nodes, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
+    /// The status of each node, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
     pub(super) fn statuses(&self, now: Duration, runs: bool) -> Vec<NodeStatus> {
         let mut first_rank = 0;
         let members = (0..)
@@ -406,7 +406,7 @@ impl Roster {
         listed
     }
 
-    /// How many nodes the job needs and takes.
+    /// MIN and MAX nodes of the job.
     pub(super) fn limits(&self) -> (u32, u32) {
         let first = self.nodes.values().next().map(Node::join);
         first.map_or((0, 0), |join| (join.min_nodes, join.max_nodes))
@@ -422,7 +422,7 @@ impl Roster {
         }
     }
 
-    /// The workers say which numbers of ranks they can go on with. True if that is news.
+    /// Sets the numbers of ranks that the workers support. True if they changed.
     pub(super) fn limit_ranks(&mut self, limits: RankLimits) -> bool {
         std::mem::replace(&mut self.rank_limits, limits) != limits
     }

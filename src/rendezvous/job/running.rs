@@ -1,4 +1,4 @@
-//! A generation that runs: who is done, how far it has come, and what may end it.
+//! The running generation: which members succeeded, its progress, and what may end it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,31 +15,31 @@ use crate::rendezvous::node_list::NodeList;
 /// The running generation.
 #[derive(Debug)]
 pub(super) struct Running {
-    /// What all nodes are told alike.
+    /// The part of the assignment that all nodes receive.
     assignment: Assignment,
     nodes: NodeList,
     /// Members whose workers all ended with 0, by incarnation.
     succeeded: BTreeSet<String>,
-    /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
+    /// A failure that another rank caused, or that may follow from a member whose connection is broken.
     suspect: Option<Suspect>,
-    /// By node rank: members to which a data connection broke.
+    /// By node rank: members that a peer reported lost.
     sightings: BTreeMap<u32, LostRank>,
     progress: Progress,
-    /// When this daemon has assigned it, or taken it up.
+    /// When this daemon assigned it, or took it up.
     since: Duration,
     /// How long it ran before that, under an earlier daemon.
     ran_before: Duration,
-    /// Nodes have come that the job has room for: it goes on with them at this moment.
+    /// The time at which the job grows by the nodes that have joined.
     scale_up: Option<Duration>,
 }
 
-/// What ends the generation if nothing better comes.
+/// A failure that ends the generation unless its cause is reported in time.
 #[derive(Debug)]
 struct Suspect {
     end: GenerationEnd,
-    /// How long it waits for a better cause, if no member's connection is broken.
+    /// Deadline for the cause, if no member's connection is broken.
     until: Duration,
-    /// How long it waits at most.
+    /// Last deadline.
     latest: Duration,
 }
 
@@ -72,7 +72,7 @@ impl Running {
         now.saturating_sub(self.since) + self.ran_before
     }
 
-    /// All workers of a member ended with 0. Returns of how many members that is true.
+    /// All workers of a member ended with 0. Returns the number of such members.
     pub(super) fn succeed(&mut self, incarnation: &str, now: Duration) -> usize {
         self.succeeded.insert(incarnation.to_owned());
         self.progress.succeed(now);
@@ -91,13 +91,14 @@ impl Running {
         self.progress.note(now, step);
     }
 
-    /// What speaks for a silent member, and until when. Nothing does once a worker has failed.
+    /// Why the lease of a silent member may be extended, and until when. Never once a worker has failed.
     pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
         let progress = self.suspect.is_none().then_some(&self.progress);
         progress.and_then(|progress| progress.excuse(config, node))
     }
 
-    /// A member tells what a worker of it saw of another node's rank. True if that is news.
+    /// A member reports that a worker lost its connection to a rank of another node. True if that node was not reported
+    /// before.
     pub(super) fn note_sighting(&mut self, own: u32, seen: LostRank) -> bool {
         let Some(node_rank) = self.nodes.node_of(seen.rank) else {
             return false;
@@ -110,12 +111,12 @@ impl Running {
         is_news
     }
 
-    /// Members to which a data connection broke, by node rank.
+    /// Members that a peer reported lost, by node rank.
     pub(super) fn sightings(&self) -> &BTreeMap<u32, LostRank> {
         &self.sightings
     }
 
-    /// A failure is held back, for the time being.
+    /// A failure waits for its cause.
     pub(super) fn has_suspect(&self) -> bool {
         self.suspect.is_some()
     }
@@ -133,7 +134,7 @@ impl Running {
         true
     }
 
-    /// What a member has to report follows, and may be the cause.
+    /// Waits longer for the cause: a member has reconnected, and its reports follow.
     pub(super) fn await_reports(&mut self, turn: &Turn<'_>) {
         if let Some(suspect) = &mut self.suspect {
             suspect.until = suspect.until.max(turn.at.now + turn.config.culprit_wait);
@@ -162,12 +163,12 @@ impl Running {
         cause.map(|suspect| suspect.end)
     }
 
-    /// Nodes have come: those that come until then are waited for, if not for an earlier one already.
+    /// Nodes have joined: the job grows at this time, unless it does so earlier.
     pub(super) fn plan_scale_up(&mut self, at: Duration) {
         self.scale_up.get_or_insert(at);
     }
 
-    /// Whether the generation goes on with so many newcomers now. It forgets them if they are none.
+    /// True if the job grows by the newcomers now.
     pub(super) fn grows(&mut self, now: Duration, newcomers: usize, is_full: bool) -> bool {
         if newcomers == 0 {
             self.scale_up = None;

@@ -1,4 +1,4 @@
-//! Members that fall silent while training goes on: their peers are asked before they are lost.
+//! Heartbeat leases of members that fall silent: extended while their peers still make progress.
 //!
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
 //! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
@@ -16,14 +16,14 @@ use super::node::{Excuse, Node};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{Turn, shared};
 
-/// Steps within which peers have to show that they advance.
+/// Peers have to report progress within the time of this many steps.
 const PATIENCE_STEPS: u32 = 3;
 
 /// A launcher that lives connects again within this time. Steps prove less than it seems where ranks do not train in
 /// lock-step.
 const RECONNECT_LIMIT: Duration = Duration::from_mins(1);
 
-/// How long a silent node is waited for at most.
+/// The longest time that the daemon waits for a silent node.
 fn limit(config: &Config, node: &Node) -> Duration {
     if node.was_closed() {
         config.outage_timeout.min(RECONNECT_LIMIT)
@@ -32,7 +32,7 @@ fn limit(config: &Config, node: &Node) -> Duration {
     }
 }
 
-/// How far the generation has come, by the heartbeats of all members.
+/// The progress of the generation, by the heartbeats of all members.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// The last two times at which the highest step had grown, and that step; the latest first.
@@ -46,7 +46,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// A member tells its highest step.
+    /// A member reports its highest step.
     pub(super) fn note(&mut self, now: Duration, step: u64) {
         let [last, before] = self.seen;
         let Some((at, reached)) = last else {
@@ -56,7 +56,7 @@ impl Progress {
         if step <= reached {
             return;
         }
-        // Over two of them: members tell of the same step at different times.
+        // Over two reports: members report the same step at different times.
         let (since, from) = before.unwrap_or((at, reached));
         let steps = u32::try_from(step - from).unwrap_or(u32::MAX);
         self.step_time = Some(now.saturating_sub(since) / steps);
@@ -73,13 +73,13 @@ impl Progress {
         self.success = Some(now);
     }
 
-    /// How long a silent member is waited for while no step ends; none if no steps are reported.
+    /// How long the daemon waits for a silent member while no step ends; none if workers report no steps.
     fn patience(&self, config: &Config) -> Option<Duration> {
         let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
         Some(config.lease.max(peers_time))
     }
 
-    /// What speaks for a silent member, and until when.
+    /// Why the lease of a silent member may be extended, and until when.
     pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
         let last_word = node.last_word();
         let patience = self.patience(config)?;
@@ -102,7 +102,7 @@ impl Progress {
 }
 
 impl Job {
-    /// What a node's silence is worth saying when it is over.
+    /// Tells the other nodes that a silent one is back.
     pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
         if let Some(silence) = silence {
             let name = self.roster.name_of(incarnation);
@@ -123,7 +123,7 @@ impl Job {
         }
     }
 
-    /// The lease of a node has run out: gives it more time if its peers vouch for it, and returns whether they do.
+    /// The lease of a node has ended: extends it if its peers make progress, and returns whether it did.
     pub(super) fn excuse(&mut self, turn: &mut Turn<'_>, incarnation: &str) -> bool {
         let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
         if !is_at_work || self.roster.members().len() == 1 {

@@ -1,4 +1,4 @@
-//! The end of a job: every node is told the same verdict, and those that were away are told it when they come back.
+//! The end of a job: every node receives the same verdict, nodes that were away when they come back.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -19,16 +19,16 @@ use crate::rendezvous::shares::Owner;
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
 pub(super) struct Over {
-    /// What every node is told: `JobOver` or `Refused`.
+    /// `JobOver` or `Refused`, the same for every node.
     verdict: Reply,
     reason: String,
-    /// All incarnations that the verdict concerns.
+    /// Incarnations of the nodes that the verdict concerns.
     told: BTreeSet<String>,
-    /// Nodes that have not left by then are forgotten.
+    /// When the daemon forgets nodes that have not left.
     until: Duration,
 }
 
-/// What is kept of a job without nodes, for those that missed its verdict.
+/// A finished job without nodes: its verdict, for nodes that missed it.
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Finished {
     job: String,
@@ -38,7 +38,7 @@ pub(in crate::rendezvous) struct Finished {
     /// Shows who has the job's token; empty where jobs have none.
     token_proof: Vec<u8>,
     generation: u64,
-    /// None if none was reached: only the number of the generation is of interest then.
+    /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
 }
 
@@ -51,7 +51,7 @@ impl Over {
         self.until
     }
 
-    /// Whether the verdict is on this node too.
+    /// Whether the verdict concerns this node.
     fn concerns(&self, joining: &Joining, run_token: &str) -> bool {
         self.told.contains(&joining.from.incarnation)
             || joining.is_of_run(run_token)
@@ -60,7 +60,7 @@ impl Over {
 }
 
 impl Finished {
-    /// As the ledger has it.
+    /// Takes a finished job from the ledger.
     pub(in crate::rendezvous) fn recalled(record: Record) -> Self {
         let told = record.members.iter().map(|member| member.incarnation.clone());
         Self {
@@ -82,7 +82,7 @@ impl Finished {
         self.job == job
     }
 
-    /// The verdict is on this node too.
+    /// The verdict concerns this node.
     pub(in crate::rendezvous) fn has(&self, incarnation: &str) -> bool {
         self.told.contains(incarnation)
     }
@@ -173,7 +173,7 @@ impl Job {
         });
     }
 
-    /// A node comes to a job that is over.
+    /// A node joins a job that is over.
     pub(super) fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
         let Phase::Over(over) = &self.phase else { return };
         let reply = if over.concerns(joining, self.numbering.run_token()) {
@@ -195,7 +195,7 @@ impl Job {
         }
     }
 
-    /// What is left of the job when no node needs it; none if that is nothing.
+    /// What remains of the job when its last node has left, if anything.
     pub(in crate::rendezvous) fn finish(self, turn: &mut Turn<'_>) -> Option<Finished> {
         if !matches!(self.phase, Phase::Over(_)) {
             self.record(turn, Stage::Abandoned);
