@@ -235,7 +235,7 @@ pub enum KvError {
 
 /// The sender of a message, and the assignment that the message is about.
 #[derive(Clone, Debug)]
-pub(super) struct Speech {
+pub(super) struct Origin {
     pub(super) incarnation: String,
     /// 0 before the first assignment.
     pub(super) generation: u64,
@@ -270,7 +270,7 @@ pub(super) fn shared(generation: u64, body: Body) -> Arc<DaemonMessage> {
 }
 
 /// One call of `apply`: its parameters, and the effects that it collects.
-pub(super) struct Turn<'a> {
+pub(super) struct ApplyContext<'a> {
     pub(super) at: At,
     pub(super) config: &'a Config,
     pub(super) effects: Vec<Effect>,
@@ -282,7 +282,7 @@ pub(super) struct Turn<'a> {
     pub(super) answers: Answers,
 }
 
-impl Turn<'_> {
+impl ApplyContext<'_> {
     /// The id of a new assignment. One event may start two jobs.
     pub(super) fn assignment_id(&mut self) -> String {
         let id = self.at.id;

@@ -18,7 +18,7 @@
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
 //! | `deadlines` | deadlines by time | which is next |
-//! | `words` | messages | what people read |
+//! | `messages` | texts | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
 //! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
 //!
@@ -32,6 +32,7 @@ mod event;
 mod history;
 mod job;
 mod kv;
+mod messages;
 mod node_list;
 mod partition;
 mod policy;
@@ -45,7 +46,6 @@ mod state;
 mod stragglers;
 #[cfg(test)]
 mod tests;
-mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{

@@ -16,7 +16,7 @@ use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
 use super::deadlines::Deadlines;
-use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
+use super::event::{About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, refusal};
 use super::job::{Finished, Job, Joining};
 use super::kv::clip;
 use super::partition::PartitionSuspicion;
@@ -40,7 +40,7 @@ pub struct State {
     answers: Answers,
 }
 
-/// All jobs, without the settings, which a [`Turn`] borrows.
+/// All jobs, without the settings, which a [`ApplyContext`] borrows.
 #[derive(Debug, Default)]
 struct Daemon {
     jobs: BTreeMap<String, Job>,
@@ -179,7 +179,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         daemon,
         answers,
     } = state;
-    let mut turn = Turn {
+    let mut context = ApplyContext {
         at,
         config,
         effects: Vec::new(),
@@ -190,35 +190,35 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
     if daemon
         .partition
-        .ends_with(&event, at.now, turn.config, has_joined)
+        .ends_with(&event, at.now, context.config, has_joined)
     {
-        daemon.note_contact(&mut turn);
+        daemon.note_contact(&mut context);
     }
     match event {
         Event::Message { conn, .. } if daemon.ended.contains(&conn) => {
-            turn.detail("ignored a message on an ended stream");
+            context.detail("ignored a message on an ended stream");
         }
-        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, *message),
-        Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
-        Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
-        Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
+        Event::Message { conn, peer, message } => daemon.message(&mut context, conn, peer, *message),
+        Event::Closed { conn, clean } => daemon.closed(&mut context, conn, clean),
+        Event::KvPut { call, request } => daemon.kv_put(&mut context, call, request),
+        Event::KvGet { call, request } => daemon.kv_get(&mut context, call, request),
         Event::KvCancel { call, job } => {
             if let Some(job) = daemon.jobs.get_mut(&job) {
                 job.cancel(call);
             }
         }
-        Event::Close { job, reason } => daemon.close(&mut turn, &job, &reason),
-        Event::Drain => daemon.drain(&mut turn),
-        Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
-        Event::Tick => daemon.tick(&mut turn),
+        Event::Close { job, reason } => daemon.close(&mut context, &job, &reason),
+        Event::Drain => daemon.drain(&mut context),
+        Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, request),
+        Event::Tick => daemon.tick(&mut context),
     }
-    for effect in &turn.effects {
+    for effect in &context.effects {
         if let Effect::Close { conn } = effect {
             daemon.ended.insert(*conn);
         }
     }
-    *answers = turn.answers;
-    turn.effects
+    *answers = context.answers;
+    context.effects
 }
 
 impl Daemon {
@@ -237,7 +237,7 @@ impl Daemon {
         self.wakes.note(job_id, wake);
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
+    fn message(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
         let AgentMessage {
             job_id,
             incarnation,
@@ -251,20 +251,20 @@ impl Daemon {
             job: job_id,
             incarnation,
         };
-        if let Err(refused) = self.identify(turn, conn, &speaker, &body) {
-            return refuse(turn, conn, refused);
+        if let Err(refused) = self.identify(context, conn, &speaker, &body) {
+            return refuse(context, conn, refused);
         }
         let job_id = speaker.job;
-        self.speak_of(turn, &job_id, &speaker.incarnation, &body);
-        let from = Speech {
+        self.speak_of(context, &job_id, &speaker.incarnation, &body);
+        let from = Origin {
             incarnation: speaker.incarnation,
             generation,
             assignment_id,
         };
         if let Body::Join(join) = body {
-            if let Err(reason) = self.check_token(turn.config, &job_id, &join.token_proof) {
+            if let Err(reason) = self.check_token(context.config, &job_id, &join.token_proof) {
                 self.speakers.remove(&conn);
-                return refuse(turn, conn, refusal(Code::Unauthenticated, reason));
+                return refuse(context, conn, refusal(Code::Unauthenticated, reason));
             }
             let joining = Joining {
                 conn,
@@ -272,17 +272,17 @@ impl Daemon {
                 from,
                 join,
             };
-            self.join(turn, &job_id, joining);
+            self.join(context, &job_id, joining);
         } else if let Some(job) = self.jobs.get_mut(&job_id) {
-            job.receive(turn, conn, &from, body);
+            job.receive(context, conn, &from, body);
         }
-        self.forget(turn, &job_id);
+        self.forget(context, &job_id);
     }
 
     /// A stream begins with `Join`, and belongs to that node from then on.
     fn identify(
         &mut self,
-        turn: &Turn<'_>,
+        context: &ApplyContext<'_>,
         conn: ConnId,
         speaker: &Speaker,
         body: &Body,
@@ -292,7 +292,7 @@ impl Daemon {
             Some(known) if known == speaker => Ok(()),
             Some(_) => invalid("a stream belongs to one node of one job"),
             None if matches!(body, Body::Join(_)) => {
-                self.admit_speaker(turn, speaker)?;
+                self.admit_speaker(context, speaker)?;
                 self.speakers.insert(conn, speaker.clone());
                 Ok(())
             }
@@ -300,16 +300,16 @@ impl Daemon {
         }
     }
 
-    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), Refused> {
-        let max = turn.config.max_name_bytes;
+    fn admit_speaker(&self, context: &ApplyContext<'_>, speaker: &Speaker) -> Result<(), Refused> {
+        let max = context.config.max_name_bytes;
         if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
             let reason = format!("a job name has 1 to {max} bytes, and each agent needs its own name");
             return Err(refusal(Code::Invalid, reason));
         }
-        if let Some(reason) = turn.config.refuses(&speaker.job) {
+        if let Some(reason) = context.config.refuses(&speaker.job) {
             let hint =
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
-            let reason = match turn.config.callers {
+            let reason = match context.config.callers {
                 Callers::Proven => format!("the rendezvous at this address {reason}"),
                 _ => format!(
                     "the rendezvous at this address does not serve job `{}`",
@@ -319,7 +319,7 @@ impl Daemon {
             return Err(refusal(Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         let is_new = !self.jobs.contains_key(&speaker.job);
-        if is_new && self.jobs.len() >= turn.config.max_jobs {
+        if is_new && self.jobs.len() >= context.config.max_jobs {
             let count = self.jobs.len();
             let reason = format!("this daemon already has {count} jobs, the maximum");
             return Err(refusal(Code::Invalid, reason));
@@ -345,31 +345,31 @@ impl Daemon {
         Ok(())
     }
 
-    fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
+    fn join(&mut self, context: &mut ApplyContext<'_>, job_id: &str, joining: Joining) {
         let mut finished = self.finished.iter().rev();
-        let config = turn.config;
+        let config = context.config;
         let missed =
             finished.find(|f| f.is_of(job_id) && f.is_open_to(config, &joining) && f.concerns(&joining));
-        if missed.is_some_and(|missed| missed.tell(turn, &joining)) {
+        if missed.is_some_and(|missed| missed.tell(context, &joining)) {
             return;
         }
         let job = self.jobs.get_mut(job_id);
-        if job.is_some_and(|job| job.is_cleared_for(turn, &joining)) {
+        if job.is_some_and(|job| job.is_cleared_for(context, &joining)) {
             // Its verdict is kept for those that were away when it was told.
-            self.forget(turn, job_id);
+            self.forget(context, job_id);
         }
         if !self.jobs.contains_key(job_id)
             && let Err(refused) = self.admit_job(config, joining.peer.remote)
         {
-            return refuse(turn, joining.conn, refused);
+            return refuse(context, joining.conn, refused);
         }
         // Another run of this name continues to count generations, also if it is another user's: what is left of the old
         // run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
-        let new = || Job::new(job_id, earlier.unwrap_or(0), turn.at.now);
+        let new = || Job::new(job_id, earlier.unwrap_or(0), context.at.now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
-        job.join(turn, joining);
+        job.join(context, joining);
     }
 
     /// Whether a node at this address may begin another job.
@@ -394,39 +394,39 @@ impl Daemon {
         Ok(())
     }
 
-    fn closed(&mut self, turn: &mut Turn<'_>, conn: ConnId, clean: bool) {
+    fn closed(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, clean: bool) {
         self.ended.remove(&conn);
         if let Some(speaker) = self.speakers.remove(&conn)
             && let Some(job) = self.jobs.get_mut(&speaker.job)
         {
-            turn.about = job.about(&speaker.incarnation);
-            job.closed(turn, &speaker.incarnation, conn, clean);
-            self.forget(turn, &speaker.job);
+            context.about = job.about(&speaker.incarnation);
+            job.closed(context, &speaker.incarnation, conn, clean);
+            self.forget(context, &speaker.job);
         }
     }
 
-    fn tick(&mut self, turn: &mut Turn<'_>) {
-        let now = turn.at.now;
+    fn tick(&mut self, context: &mut ApplyContext<'_>) {
+        let now = context.at.now;
         // A timer that is very late means that the daemon itself was stalled (a stopped process, a paused
         // machine): heartbeats may wait unread.
         if let Some(late) = self.next_wake().and_then(|due| now.checked_sub(due))
-            && late > turn.config.heartbeat_interval()
+            && late > context.config.heartbeat_interval()
         {
-            turn.decided(format!(
+            context.decided(format!(
                 "the daemon was stalled for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
-            self.renew_leases(now + turn.config.lease);
+            self.renew_leases(now + context.config.lease);
         } else {
-            self.consider_partition(turn);
+            self.consider_partition(context);
         }
         let Self { jobs, wakes, .. } = self;
         let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
-                turn.about = job.about("");
-                job.tick(turn);
-                self.forget(turn, &id);
+                context.about = job.about("");
+                job.tick(context);
+                self.forget(context, &id);
             }
         }
     }
@@ -436,26 +436,26 @@ impl Daemon {
         self.partition.holds(now, config) && !self.is_idle()
     }
 
-    fn note_contact(&mut self, turn: &mut Turn<'_>) {
-        let silence = self.partition.silence(turn.at.now);
-        if self.partition.note_contact(turn.at.now) && !self.is_idle() {
-            turn.decided(format!(
+    fn note_contact(&mut self, context: &mut ApplyContext<'_>) {
+        let silence = self.partition.silence(context.at.now);
+        if self.partition.note_contact(context.at.now) && !self.is_idle() {
+            context.decided(format!(
                 "the daemon hears from nodes again after {:.1} s; all leases are renewed",
                 silence.as_secs_f64()
             ));
-            self.renew_leases(turn.at.now + turn.config.lease);
+            self.renew_leases(context.at.now + context.config.lease);
         }
     }
 
     /// Gives all nodes more time if the daemon hears none of them, though streams are open.
-    fn consider_partition(&mut self, turn: &mut Turn<'_>) {
-        let (now, config) = (turn.at.now, turn.config);
+    fn consider_partition(&mut self, context: &mut ApplyContext<'_>) {
+        let (now, config) = (context.at.now, context.config);
         let has_streams = || self.jobs.values().any(Job::has_open_streams);
         if !self.partition.is_due(now, config, has_streams) {
             return;
         }
         if self.partition.begin() {
-            turn.decided(format!(
+            context.decided(format!(
                 "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, \
                  for up to {:.0} s",
                 self.partition.silence(now).as_secs_f64(),
@@ -474,8 +474,8 @@ impl Daemon {
     }
 
     /// Sets the subject of the notes: the job, and the node that sent the message.
-    fn speak_of(&self, turn: &mut Turn<'_>, job_id: &str, incarnation: &str, body: &Body) {
-        turn.about = match self.jobs.get(job_id) {
+    fn speak_of(&self, context: &mut ApplyContext<'_>, job_id: &str, incarnation: &str, body: &Body) {
+        context.about = match self.jobs.get(job_id) {
             Some(job) => job.about(incarnation),
             None => About {
                 job: job_id.to_owned(),
@@ -483,37 +483,37 @@ impl Daemon {
             },
         };
         if let Body::Join(join) = body {
-            clip(&join.hostname, turn.config.max_name_bytes).clone_into(&mut turn.about.node);
+            clip(&join.hostname, context.config.max_name_bytes).clone_into(&mut context.about.node);
         }
     }
 
-    fn close(&mut self, turn: &mut Turn<'_>, job_id: &str, reason: &str) {
+    fn close(&mut self, context: &mut ApplyContext<'_>, job_id: &str, reason: &str) {
         if let Some(job) = self.jobs.get_mut(job_id) {
-            turn.about = job.about("");
-            job.close(turn, reason);
-            self.forget(turn, job_id);
+            context.about = job.about("");
+            job.close(context, reason);
+            self.forget(context, job_id);
         }
     }
 
-    fn drain(&mut self, turn: &mut Turn<'_>) {
+    fn drain(&mut self, context: &mut ApplyContext<'_>) {
         if !std::mem::replace(&mut self.is_draining, true) {
             let end = match self.jobs.len() {
                 0 => "now".to_owned(),
                 jobs => format!("after {}", counted(jobs as u32, "job")),
             };
-            turn.decided(format!(
+            context.decided(format!(
                 "the daemon is drained: it takes no new jobs, and ends {end}"
             ));
         }
     }
 
     /// Drops a job that no node needs; its verdict is kept for agents that missed it.
-    fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
+    fn forget(&mut self, context: &mut ApplyContext<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
-        if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
+        if !job.is_some_and(|job| job.is_forgotten(context.at.now)) {
             return self.replan(job_id);
         }
-        let finished = self.jobs.remove(job_id).and_then(|job| job.finish(turn));
+        let finished = self.jobs.remove(job_id).and_then(|job| job.finish(context));
         self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
@@ -531,23 +531,23 @@ impl Daemon {
         }
     }
 
-    fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
-        let result = self.put(turn, request).map(|()| Bytes::new());
-        turn.effects.push(Effect::Answer { call, result });
+    fn kv_put(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvPutRequest) {
+        let result = self.put(context, request).map(|()| Bytes::new());
+        context.effects.push(Effect::Answer { call, result });
     }
 
-    fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+    fn put(&mut self, context: &mut ApplyContext<'_>, request: KvPutRequest) -> Result<(), KvError> {
         let more = Load {
             entries: 1,
             bytes: request.key.len() + request.value.len(),
             waiters: 0,
         };
-        turn.owner = self.job(&request.job_id, &request.incarnation)?.owner();
-        self.check_room(turn.config, turn.owner, more)?;
+        context.owner = self.job(&request.job_id, &request.incarnation)?.owner();
+        self.check_room(context.config, context.owner, more)?;
         let job = self.job(&request.job_id, &request.incarnation)?;
-        job.put(turn, request)?;
+        job.put(context, request)?;
         // A key that was there before is counted twice, until the next count.
-        self.shares.add(turn.owner, more);
+        self.shares.add(context.owner, more);
         Ok(())
     }
 
@@ -564,30 +564,30 @@ impl Daemon {
         self.shares.check(&config.kv, owner, more)
     }
 
-    fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
+    fn kv_get(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGetRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(turn, call, (&job_id, &caller), |job, turn| {
-            job.get(turn, call, request)
+        self.read(context, call, (&job_id, &caller), |job, context| {
+            job.get(context, call, request)
         });
     }
 
-    fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
+    fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGatherRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(turn, call, (&job_id, &caller), |job, turn| {
-            job.gather(turn, call, request)
+        self.read(context, call, (&job_id, &caller), |job, context| {
+            job.gather(context, call, request)
         });
     }
 
     fn read(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         of: (&str, &str),
-        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) {
-        if let Err(error) = self.try_read(turn, call, of, begin) {
+        if let Err(error) = self.try_read(context, call, of, begin) {
             let result = Err(error);
-            turn.effects.push(Effect::Answer { call, result });
+            context.effects.push(Effect::Answer { call, result });
         }
         self.replan(of.0);
     }
@@ -595,22 +595,22 @@ impl Daemon {
     /// Begins a read. Cancels it if it has to wait and too many reads wait already.
     fn try_read(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         (job_id, caller): (&str, &str),
-        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) -> Result<(), KvError> {
-        turn.owner = self.job(job_id, caller)?.owner();
-        let room = self.check_room(turn.config, turn.owner, Load::READ);
+        context.owner = self.job(job_id, caller)?.owner();
+        let room = self.check_room(context.config, context.owner, Load::READ);
         let job = self.job(job_id, caller)?;
         let before = job.load().waiters;
-        begin(job, turn)?;
+        begin(job, context)?;
         if job.load().waiters > before {
             if let Err(full) = room {
                 job.cancel(call);
                 return Err(full);
             }
-            self.shares.add(turn.owner, Load::READ);
+            self.shares.add(context.owner, Load::READ);
         }
         Ok(())
     }
@@ -635,8 +635,8 @@ fn unknown(job_id: &str) -> KvError {
     ))
 }
 
-fn refuse(turn: &mut Turn<'_>, conn: ConnId, refused: Refused) {
-    turn.decided(format!("refused a stream: {}", refused.reason));
-    turn.send(Some(conn), 0, Reply::Refused(refused));
-    turn.close(Some(conn));
+fn refuse(context: &mut ApplyContext<'_>, conn: ConnId, refused: Refused) {
+    context.decided(format!("refused a stream: {}", refused.reason));
+    context.send(Some(conn), 0, Reply::Refused(refused));
+    context.close(Some(conn));
 }

@@ -11,7 +11,7 @@ use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, Wor
 
 use super::Job;
 use super::node::Node;
-use crate::rendezvous::event::{Speech, Turn};
+use crate::rendezvous::event::{ApplyContext, Origin};
 use crate::rendezvous::kv::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
@@ -137,33 +137,39 @@ fn is_victim(failure: &Failure) -> bool {
 
 impl Job {
     /// Adds ended workers to the list, whatever was decided meanwhile.
-    pub(super) fn note_exits(&mut self, turn: &Turn<'_>, from: &Speech, exits: &[WorkerExit]) {
-        let ran = 0 < from.generation && from.generation <= self.numbering.highest();
-        if let (true, Some(node)) = (ran, self.roster.get(&from.incarnation)) {
+    pub(super) fn note_exits(&mut self, context: &ApplyContext<'_>, from: &Origin, exits: &[WorkerExit]) {
+        let ran = 0 < from.generation && from.generation <= self.counter.highest();
+        if let (true, Some(node)) = (ran, self.table.get(&from.incarnation)) {
             for exit in exits.iter().take(MAX_TAKEN) {
                 self.failures
-                    .worker(turn.at.now, from.generation, node.hostname(), exit);
+                    .worker(context.at.now, from.generation, node.hostname(), exit);
             }
         }
     }
 
     /// Adds a lost member of the running or last generation to the list.
-    pub(super) fn note_node_gone(&mut self, turn: &Turn<'_>, incarnation: &str, why: &str) {
-        let has_part = self.roster.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
-        if let (true, Some(node)) = (has_part, self.roster.get(incarnation)) {
-            let generation = self.numbering.generation();
-            self.failures.node(turn.at.now, generation, node.hostname(), why);
+    pub(super) fn note_node_gone(&mut self, context: &ApplyContext<'_>, incarnation: &str, why: &str) {
+        let has_part = self.table.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
+        if let (true, Some(node)) = (has_part, self.table.get(incarnation)) {
+            let generation = self.counter.generation();
+            self.failures
+                .node(context.at.now, generation, node.hostname(), why);
         }
     }
 
     /// All workers of a node are gone.
-    pub(super) fn node_stopped(&mut self, turn: &mut Turn<'_>, from: &Speech, stopped: &NodeStopped) {
-        self.note_exits(turn, from, &stopped.exits);
+    pub(super) fn node_stopped(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        from: &Origin,
+        stopped: &NodeStopped,
+    ) {
+        self.note_exits(context, from, &stopped.exits);
         let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
-        if self.roster.change(&from.incarnation, confirm) == Some(true) {
+        if self.table.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
-            self.ignore(turn, from, "NodeStopped");
+            self.ignore(context, from, "NodeStopped");
         }
     }
 }

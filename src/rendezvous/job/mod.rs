@@ -2,9 +2,9 @@
 //!
 //! | file | part | knows |
 //! |---|---|---|
-//! | `numbering` | the generations | their numbers and assignment ids, the id of the run |
+//! | `generation_counter` | the generations | their numbers and assignment ids, the id of the run |
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
-//! | `roster` | all nodes | which are there, which were in the last assignment, how many the job needs |
+//! | `node_table` | all nodes | which are there, which were in the last assignment, how many the job needs |
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
 //! | `running` | the running generation | which nodes succeeded, which failure waits for its cause, which peers were reported lost |
@@ -20,23 +20,23 @@
 //! | `outcome` | the end of a generation | failures, success, restarts |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
-//! | `silence` | silent members | extends their leases while their peers make progress |
+//! | `lease_extension` | silent members | extends their leases while their peers make progress |
 //! | `record` | the ledger | writes [`Record`]s, and takes a job up from one |
 
 mod assignment;
 mod departure;
 mod failures;
 mod gathering;
+mod generation_counter;
 mod joining;
+mod lease_extension;
 mod node;
-mod numbering;
+mod node_table;
 mod outcome;
 mod record;
 mod recovery;
-mod roster;
 mod running;
 mod scale;
-mod silence;
 mod verdict;
 
 use std::time::Duration;
@@ -49,7 +49,7 @@ use ddp_proto::rendezvous::{
     StatusReply,
 };
 
-use super::event::{About, CallId, ConnId, KvError, Speech, Turn, regrouping};
+use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, regrouping};
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
@@ -61,10 +61,10 @@ use super::size::RankLimits;
 use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
+use generation_counter::GenerationCounter;
 use node::Node;
-use numbering::Numbering;
+use node_table::NodeTable;
 use recovery::Recovery;
-use roster::Roster;
 use running::Running;
 use verdict::Over;
 
@@ -77,8 +77,8 @@ pub(super) use verdict::Finished;
 #[derive(Debug)]
 pub(super) struct Job {
     id: String,
-    numbering: Numbering,
-    roster: Roster,
+    counter: GenerationCounter,
+    table: NodeTable,
     phase: Phase,
     account: Account,
     failures: Failures,
@@ -141,8 +141,8 @@ impl Job {
     pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
         Self {
             id: id.to_owned(),
-            numbering: Numbering::after(floor),
-            roster: Roster::default(),
+            counter: GenerationCounter::after(floor),
+            table: NodeTable::default(),
             phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
             account: Account::default(),
             failures: Failures::default(),
@@ -162,21 +162,21 @@ impl Job {
 
     #[cfg(test)]
     pub(super) fn assert_counts(&self) {
-        self.roster.assert_counts();
+        self.table.assert_counts();
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.roster.nodes().is_empty()
+        self.table.nodes().is_empty()
     }
 
     /// The node belongs to this job, or did and may still report about it.
     pub(super) fn has(&self, incarnation: &str) -> bool {
-        let roster = &self.roster;
+        let table = &self.table;
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_of(incarnation));
         is_awaited
-            || roster.get(incarnation).is_some()
-            || roster.rank_of(incarnation).is_some()
-            || roster.is_lost(incarnation)
+            || table.get(incarnation).is_some()
+            || table.rank_of(incarnation).is_some()
+            || table.is_lost(incarnation)
     }
 
     /// Shows who has the job's token; empty if none was registered.
@@ -200,69 +200,75 @@ impl Job {
     }
 
     /// A message of a node, other than `Join`.
-    pub(super) fn receive(&mut self, turn: &mut Turn<'_>, conn: ConnId, from: &Speech, body: Body) {
-        let node = self.roster.get(&from.incarnation);
+    pub(super) fn receive(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        conn: ConnId,
+        from: &Origin,
+        body: Body,
+    ) {
+        let node = self.table.get(&from.incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
-            self.ignore(turn, from, "a message on an old stream");
+            self.ignore(context, from, "a message on an old stream");
         } else if !self.is_of_another_assignment(from.generation, &from.assignment_id) {
-            self.message(turn, from, body);
-        } else if let Some(body) = self.without_claims(turn, from, body) {
-            self.message(turn, from, body);
+            self.message(context, from, body);
+        } else if let Some(body) = self.without_claims(context, from, body) {
+            self.message(context, from, body);
         }
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) {
-        let Some(silence) = self.roster.change(&from.incarnation, |node| node.heard(turn)) else {
+    fn message(&mut self, context: &mut ApplyContext<'_>, from: &Origin, body: Body) {
+        let Some(silence) = self.table.change(&from.incarnation, |node| node.heard(context)) else {
             return;
         };
-        self.tell_back(turn, &from.incarnation, silence);
-        let Some(body) = self.hold(turn, from, body) else {
+        self.tell_back(context, &from.incarnation, silence);
+        let Some(body) = self.hold(context, from, body) else {
             return;
         };
         match body {
-            Body::Heartbeat(heartbeat) => return self.heartbeat(turn, from, &heartbeat),
-            Body::NodeStopped(stopped) => self.node_stopped(turn, from, &stopped),
-            Body::WorkerExit(exit) => self.worker_exit(turn, from, exit),
-            Body::NodeSucceeded(_) => self.node_succeeded(turn, from),
-            Body::NodeLeaving(leaving) => self.node_leaving(turn, from, leaving.signal),
-            Body::Leave(leave) => self.leave(turn, &from.incarnation, &leave),
+            Body::Heartbeat(heartbeat) => return self.heartbeat(context, from, &heartbeat),
+            Body::NodeStopped(stopped) => self.node_stopped(context, from, &stopped),
+            Body::WorkerExit(exit) => self.worker_exit(context, from, exit),
+            Body::NodeSucceeded(_) => self.node_succeeded(context, from),
+            Body::NodeLeaving(leaving) => self.node_leaving(context, from, leaving.signal),
+            Body::Leave(leave) => self.leave(context, &from.incarnation, &leave),
             Body::Join(_) => {}
         }
         self.plan_wake();
     }
 
-    fn heartbeat(&mut self, turn: &mut Turn<'_>, from: &Speech, heartbeat: &Heartbeat) {
-        let generation = self.numbering.generation();
+    fn heartbeat(&mut self, context: &mut ApplyContext<'_>, from: &Origin, heartbeat: &Heartbeat) {
+        let generation = self.counter.generation();
         if from.generation == generation {
-            self.roster.change(&from.incarnation, |node| {
+            self.table.change(&from.incarnation, |node| {
                 node.reached(heartbeat.step);
-                node.note_progress(turn, heartbeat);
+                node.note_progress(context, heartbeat);
             });
         }
         self.note_loss(from, heartbeat);
-        self.note_sighting(turn, from, heartbeat.lost_rank);
+        self.note_lost_peer(context, from, heartbeat.lost_rank);
         if self.is_of_member(from)
             && let (Some(running), Some(step)) = (self.phase.running_mut(), heartbeat.step)
         {
-            running.note_step(turn.at.now, step);
+            running.note_step(context.at.now, step);
         }
         // Also of a generation that an earlier daemon assigned.
-        if from.generation == self.numbering.highest()
+        if from.generation == self.counter.highest()
             && let Some(limits) = RankLimits::of(heartbeat)
         {
-            self.limit_sizes(turn, limits);
+            self.limit_sizes(context, limits);
         }
     }
 
     /// Rank 0 is on the first node.
-    fn note_loss(&mut self, from: &Speech, heartbeat: &Heartbeat) {
+    fn note_loss(&mut self, from: &Origin, heartbeat: &Heartbeat) {
         let rank_0 = heartbeat.ranks.first().filter(|first| first.rank == 0);
         let is_first =
             |members: &[Member]| members.first().is_some_and(|m| m.incarnation == from.incarnation);
         if let Some((rank_0, loss)) = rank_0.and_then(|rank_0| Some((rank_0, rank_0.loss?)))
-            && from.generation == self.numbering.generation()
+            && from.generation == self.counter.generation()
             && self.phase.running().is_some()
-            && is_first(self.roster.members())
+            && is_first(self.table.members())
         {
             self.history.note_loss(rank_0.step, loss);
         }
@@ -270,17 +276,17 @@ impl Job {
 
     /// Reduces a message about another assignment of the same generation: it proves only that the node is alive, that its
     /// workers are gone, or that it leaves.
-    fn without_claims(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
+    fn without_claims(&mut self, context: &mut ApplyContext<'_>, from: &Origin, body: Body) -> Option<Body> {
         match body {
             Body::Heartbeat(_) => Some(Body::Heartbeat(Heartbeat::default())),
             Body::NodeStopped(_) => Some(Body::NodeStopped(NodeStopped::default())),
             Body::Leave(leave) => Some(Body::Leave(leave)),
             Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
                 let cause = self.another_assignment_words(from.generation, &from.assignment_id);
-                self.ignore(turn, from, &format!("a report ({cause})"));
-                let node = self.roster.get(&from.incarnation);
+                self.ignore(context, from, &format!("a report ({cause})"));
+                let node = self.table.get(&from.incarnation);
                 if let Some(node) = node.filter(|node| !node.is_stopping()) {
-                    node.send(turn, from.generation, Reply::GenerationOver(regrouping(cause)));
+                    node.send(context, from.generation, Reply::GenerationOver(regrouping(cause)));
                 }
                 None
             }
@@ -288,61 +294,67 @@ impl Job {
     }
 
     /// Logs why a message changes nothing.
-    fn ignore(&self, turn: &mut Turn<'_>, from: &Speech, what: &str) {
+    fn ignore(&self, context: &mut ApplyContext<'_>, from: &Origin, what: &str) {
         let phase = match self.phase {
-            Phase::Gathering(_) if !self.numbering.has_begun() => "not assigned yet",
+            Phase::Gathering(_) if !self.counter.has_begun() => "not assigned yet",
             Phase::Gathering(_) => "over; nodes are gathering for the next one",
             Phase::Recovering(_) => "unknown; the daemon is recovering an earlier one",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over, and so is the job",
         };
-        turn.detail(format!(
+        context.detail(format!(
             "job `{}`: ignored {what} of {} for generation {}: generation {} is {phase}",
             self.id,
-            self.roster.name_of(&from.incarnation),
+            self.table.name_of(&from.incarnation),
             from.generation,
-            self.numbering.generation(),
+            self.counter.generation(),
         ));
     }
 
     /// The stream of a node ended or broke.
-    pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
-        let node = self.roster.get(incarnation);
+    pub(super) fn closed(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        incarnation: &str,
+        conn: ConnId,
+        clean: bool,
+    ) {
+        let node = self.table.get(incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
             return;
         }
-        let is_news = self.roster.change(incarnation, |node| node.disconnect(turn));
+        let is_news = self.table.change(incarnation, |node| node.disconnect(context));
         let is_news = is_news.unwrap_or(false);
         if clean && matches!(self.phase, Phase::Over(_)) {
-            self.roster.dismiss(turn, incarnation);
+            self.table.dismiss(context, incarnation);
         } else if is_news {
-            turn.detail(format!(
+            context.detail(format!(
                 "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
                 self.id,
-                self.roster.get(incarnation).map_or("", Node::hostname),
-                turn.config.reconnect_grace.as_secs_f64()
+                self.table.get(incarnation).map_or("", Node::hostname),
+                context.config.reconnect_grace.as_secs_f64()
             ));
-            self.believe_witnesses(turn);
+            self.believe_witnesses(context);
         }
         self.plan_wake();
     }
 
     /// Handles what is due: expired leases, the end of the back-off, the last call, time-outs.
-    pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
-        let now = turn.at.now;
-        self.kv.expire(turn);
-        for incarnation in self.roster.expired(turn) {
-            if !self.excuse(turn, &incarnation) {
-                self.lease_lost(turn, &incarnation);
+    pub(super) fn tick(&mut self, context: &mut ApplyContext<'_>) {
+        let now = context.at.now;
+        self.kv.expire(context);
+        for incarnation in self.table.expired(context) {
+            if !self.extend_lease(context, &incarnation) {
+                self.lease_lost(context, &incarnation);
             }
         }
         match &self.phase {
-            Phase::Gathering(_) => self.consider_start(turn),
-            Phase::Recovering(recovery) if recovery.until() <= now => self.recovery_timed_out(turn),
-            Phase::Over(over) if over.until() <= now => self.roster.dismiss_all(turn),
+            Phase::Gathering(_) => self.consider_start(context),
+            Phase::Recovering(recovery) if recovery.until() <= now => self.recovery_timed_out(context),
+            Phase::Over(over) if over.until() <= now => self.table.dismiss_all(context),
             Phase::Running(_) => {
-                self.judge_suspect(turn);
-                self.consider_scale_up(turn);
+                self.judge_suspect(context);
+                self.consider_scale_up(context);
             }
             Phase::Over(_) | Phase::Recovering(_) => {}
         }
@@ -351,12 +363,12 @@ impl Job {
 
     /// True if any node seems to be connected.
     pub(super) fn has_open_streams(&self) -> bool {
-        self.roster.connected() > 0
+        self.table.connected() > 0
     }
 
     /// The daemon itself was stalled, or cut off: no node loses its lease for that.
     pub(super) fn renew_leases(&mut self, until: Duration) {
-        self.roster.renew_leases(until);
+        self.table.renew_leases(until);
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery.wait_at_least(until);
         }
@@ -371,18 +383,18 @@ impl Job {
             Phase::Over(over) => Some(over.until()),
             Phase::Running(running) => running.next_step(self.away_until()),
         };
-        let deadlines = [self.roster.next_lease(), phase, self.kv.next_deadline()];
+        let deadlines = [self.table.next_lease(), phase, self.kv.next_deadline()];
         self.next_wake = deadlines.into_iter().flatten().min();
     }
 
     /// True if no node needs this job any more.
     pub(super) fn is_forgotten(&self, now: Duration) -> bool {
-        self.roster.nodes().is_empty()
+        self.table.nodes().is_empty()
             && match &self.phase {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
                 Phase::Gathering(gathering) => {
-                    !self.numbering.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
+                    !self.counter.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
                 }
                 Phase::Recovering(_) | Phase::Running(_) => false,
             }
@@ -390,7 +402,7 @@ impl Job {
 
     /// The node is a member of the running generation.
     fn is_member(&self, incarnation: &str) -> bool {
-        self.phase.running().is_some() && self.roster.rank_of(incarnation).is_some()
+        self.phase.running().is_some() && self.table.rank_of(incarnation).is_some()
     }
 
     /// The node is a member of the running generation and has not succeeded yet.
@@ -399,27 +411,31 @@ impl Job {
     }
 
     /// The sender is a member, and its message is about the running generation.
-    fn is_of_member(&self, from: &Speech) -> bool {
-        from.generation == self.numbering.generation() && self.is_member(&from.incarnation)
+    fn is_of_member(&self, from: &Origin) -> bool {
+        from.generation == self.counter.generation() && self.is_member(&from.incarnation)
     }
 
     /// Writes an entry of the store.
-    pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+    pub(super) fn put(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        request: KvPutRequest,
+    ) -> Result<(), KvError> {
         self.check_store(&request.incarnation, request.generation, &request.assignment_id)?;
         // A write may answer reads: then the next deadline is early, which is harmless.
-        self.kv.put(turn, request.key, request.value)
+        self.kv.put(context, request.key, request.value)
     }
 
     /// Reads an entry of the store, now or later.
     pub(super) fn get(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         read: KvGetRequest,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
-        self.kv.get(turn, call, read.key, timeout);
+        self.kv.get(context, call, read.key, timeout);
         self.wake_for_store();
         Ok(())
     }
@@ -427,14 +443,14 @@ impl Job {
     /// Reads all entries of the store with one prefix, now or when there are enough.
     pub(super) fn gather(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         read: KvGatherRequest,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         let wanted = (read.prefix, read.count as usize);
-        self.kv.gather(turn, call, wanted, timeout);
+        self.kv.gather(context, call, wanted, timeout);
         self.wake_for_store();
         Ok(())
     }
@@ -450,7 +466,7 @@ impl Job {
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(KvError::Superseded(words));
         }
-        let (own, id) = (self.numbering.generation(), &self.id);
+        let (own, id) = (self.counter.generation(), &self.id);
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
                 let is_member = recovery.has(incarnation) || recovery.is_of(incarnation);
@@ -481,17 +497,17 @@ impl Job {
 
     /// The subject of notes about this job.
     pub(super) fn about(&self, incarnation: &str) -> About {
-        let node = self.roster.get(incarnation);
+        let node = self.table.get(incarnation);
         About {
             job: self.id.clone(),
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             node: node.map_or_else(String::new, |node| node.hostname().to_owned()),
         }
     }
 
     /// Number of the running generation, if one runs.
     pub(super) fn running_generation(&self) -> Option<u64> {
-        self.phase.running().map(|_| self.numbering.generation())
+        self.phase.running().map(|_| self.counter.generation())
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -499,13 +515,13 @@ impl Job {
     }
 
     /// An operator ends the job.
-    pub(super) fn close(&mut self, turn: &mut Turn<'_>, reason: &str) {
+    pub(super) fn close(&mut self, context: &mut ApplyContext<'_>, reason: &str) {
         if !self.is_over() {
             let words = match reason {
                 "" => "an operator closed the job".to_owned(),
                 reason => format!("an operator closed the job: {reason}"),
             };
-            self.job_over(turn, exit::CLOSED, words);
+            self.job_over(context, exit::CLOSED, words);
             self.plan_wake();
         }
     }
@@ -524,7 +540,7 @@ impl Job {
         }
         census.ranks += u64::from(self.ranks());
         census.kv_bytes += self.kv.load().bytes as u64;
-        for node in self.roster.nodes().values() {
+        for node in self.table.nodes().values() {
             census.nodes += 1;
             census.connected += u64::from(node.is_connected());
             let silence = now.saturating_sub(node.last_word());
@@ -534,7 +550,7 @@ impl Job {
 
     /// Ranks of the generation that runs.
     fn ranks(&self) -> u32 {
-        let members = self.phase.running().map(|_| self.roster.members_there());
+        let members = self.phase.running().map(|_| self.table.members_there());
         members
             .into_iter()
             .flatten()
@@ -547,12 +563,12 @@ impl Job {
         JobSummary {
             job_id: self.id.clone(),
             phase: self.phase.name().into(),
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             restart_count: self.account.spent(),
-            max_restarts: self.roster.max_restarts(),
-            nodes: self.roster.nodes().len() as u32,
+            max_restarts: self.table.max_restarts(),
+            nodes: self.table.nodes().len() as u32,
             ranks: self.ranks(),
-            step: self.roster.step(),
+            step: self.table.step(),
             reason: self.waiting_words(now),
             kv_bytes: self.kv.load().bytes as u64,
         }
@@ -560,23 +576,23 @@ impl Job {
 
     /// The status of the job.
     pub(super) fn status(&self, now: Duration) -> StatusReply {
-        let (min_nodes, max_nodes) = self.roster.limits();
+        let (min_nodes, max_nodes) = self.table.limits();
         let mut reply = StatusReply {
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             phase: self.phase.name().into(),
             restart_count: self.account.spent(),
-            max_restarts: self.roster.max_restarts(),
-            assignment_id: self.numbering.assignment_id().to_owned(),
-            nodes: self.roster.statuses(now, self.phase.running().is_some()),
+            max_restarts: self.table.max_restarts(),
+            assignment_id: self.counter.assignment_id().to_owned(),
+            nodes: self.table.statuses(now, self.phase.running().is_some()),
             reason: self.waiting_words(now),
             min_nodes,
             max_nodes,
             kv_bytes: self.kv.load().bytes as u64,
             ..StatusReply::default()
         };
-        reply.more_nodes = (self.roster.nodes().len() - reply.nodes.len()) as u32;
+        reply.more_nodes = (self.table.nodes().len() - reply.nodes.len()) as u32;
         self.history.tell(now, &mut reply);
-        let nodes = self.roster.nodes().values();
+        let nodes = self.table.nodes().values();
         stragglers::tell(nodes.flat_map(Node::ranks), &mut reply);
         reply
     }

@@ -8,7 +8,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
 use super::joining::Joining;
-use crate::rendezvous::event::{ConnId, Peer, Turn};
+use crate::rendezvous::event::{ApplyContext, ConnId, Peer};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::ranks::Candidate;
 
@@ -29,7 +29,7 @@ pub(super) struct Node {
     /// The other end, or a machine between, closed its connection.
     was_closed: bool,
     /// Why it is not lost although its lease has ended.
-    excuse: Option<Excuse>,
+    extension: Option<LeaseExtension>,
     readiness: Readiness,
     step: Option<u64>,
     /// The progress of each of its workers, for the status, and when it was reported.
@@ -52,7 +52,7 @@ pub(super) enum Readiness {
 
 /// Why a silent node is not lost yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Excuse {
+pub(super) enum LeaseExtension {
     /// The daemon waits for its peers to report progress.
     Asked,
     /// Its peers reported progress.
@@ -60,7 +60,7 @@ pub(super) enum Excuse {
 }
 
 impl Node {
-    pub(super) fn new(turn: &Turn<'_>, joining: Joining, arrival: u64) -> Self {
+    pub(super) fn new(context: &ApplyContext<'_>, joining: Joining, arrival: u64) -> Self {
         let mut join = joining.join;
         let place = join.place.take();
         Self {
@@ -68,10 +68,10 @@ impl Node {
             peer: joining.peer,
             join,
             arrival,
-            lease_until: turn.at.now + turn.config.lease,
-            last_word: turn.at.now,
+            lease_until: context.at.now + context.config.lease,
+            last_word: context.at.now,
             was_closed: false,
-            excuse: None,
+            extension: None,
             readiness: Readiness::Joined,
             step: place.and_then(|place| place.heartbeat?.step),
             ranks: Vec::new(),
@@ -114,7 +114,7 @@ impl Node {
 
     /// Its peers made progress, so it is at work though it is silent.
     pub(super) fn is_proven(&self) -> bool {
-        self.excuse == Some(Excuse::Proven)
+        self.extension == Some(LeaseExtension::Proven)
     }
 
     /// Its connection was closed, rather than silent as on a cut link.
@@ -123,7 +123,7 @@ impl Node {
     }
 
     pub(super) fn is_away(&self) -> bool {
-        self.conn.is_none() || self.excuse.is_some()
+        self.conn.is_none() || self.extension.is_some()
     }
 
     /// Not free for the next generation: workers of an ended one may still run there.
@@ -195,7 +195,7 @@ impl Node {
     }
 
     /// Keeps the reported progress of its workers, within bounds.
-    pub(super) fn note_progress(&mut self, turn: &Turn<'_>, heartbeat: &Heartbeat) {
+    pub(super) fn note_progress(&mut self, context: &ApplyContext<'_>, heartbeat: &Heartbeat) {
         let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
         let told = heartbeat.ranks.iter().take(MAX_RANKS).map(|rank| RankProgress {
             step_time_s: rank.step_time_s.filter(is_time),
@@ -204,59 +204,65 @@ impl Node {
         });
         self.ranks.clear();
         self.ranks.extend(told);
-        self.ranks_at = turn.at.now;
-        clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
+        self.ranks_at = context.at.now;
+        clip(&heartbeat.log_dir, context.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }
 
-    pub(super) fn send_shared(&self, turn: &mut Turn<'_>, message: &Arc<DaemonMessage>) {
-        turn.send_shared(self.conn, message);
+    pub(super) fn send_shared(&self, context: &mut ApplyContext<'_>, message: &Arc<DaemonMessage>) {
+        context.send_shared(self.conn, message);
     }
 
-    pub(super) fn send(&self, turn: &mut Turn<'_>, generation: u64, body: Reply) {
-        turn.send(self.conn, generation, body);
+    pub(super) fn send(&self, context: &mut ApplyContext<'_>, generation: u64, body: Reply) {
+        context.send(self.conn, generation, body);
     }
 
-    pub(super) fn close(&self, turn: &mut Turn<'_>) {
-        turn.close(self.conn);
+    pub(super) fn close(&self, context: &mut ApplyContext<'_>) {
+        context.close(self.conn);
     }
 
     /// Moves the node to this stream, and ends the other one. True if the stream is new.
-    pub(super) fn connect(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer) -> bool {
+    pub(super) fn connect(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, peer: Peer) -> bool {
         let is_new = self.conn != Some(conn);
         if is_new {
-            self.close(turn);
+            self.close(context);
             (self.conn, self.peer) = (Some(conn), peer);
         }
         is_new
     }
 
     /// Its stream ended or broke. False if the node was out of reach before.
-    pub(super) fn disconnect(&mut self, turn: &Turn<'_>) -> bool {
+    pub(super) fn disconnect(&mut self, context: &ApplyContext<'_>) -> bool {
         self.conn = None;
-        if self.excuse.is_some() {
+        if self.extension.is_some() {
             return false;
         }
         // After a longer silence, the daemon's own pings may have ended it.
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        self.was_closed = silence < turn.config.http2_keepalive_interval;
-        self.last_word = turn.at.now;
-        self.lease_until = self.lease_until.min(turn.at.now + turn.config.reconnect_grace);
+        let silence = context.at.now.saturating_sub(self.last_word);
+        self.was_closed = silence < context.config.http2_keepalive_interval;
+        self.last_word = context.at.now;
+        self.lease_until = self
+            .lease_until
+            .min(context.at.now + context.config.reconnect_grace);
         true
     }
 
     /// A message arrived. Returns how long the node was silent, if its lease had been extended for that.
-    pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        self.last_word = turn.at.now;
+    pub(super) fn heard(&mut self, context: &ApplyContext<'_>) -> Option<Duration> {
+        let silence = context.at.now.saturating_sub(self.last_word);
+        self.last_word = context.at.now;
         self.was_closed = false;
-        self.lease_until = turn.at.now + turn.config.lease;
-        self.excuse.take().map(|_| silence)
+        self.lease_until = context.at.now + context.config.lease;
+        self.extension.take().map(|_| silence)
     }
 
     /// It joins again, on the same stream or on a new one; the rank that it asked for first stands. Returns what
     /// [`heard`](Self::heard) does.
-    pub(super) fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) -> Option<Duration> {
-        let is_new_stream = self.connect(turn, joining.conn, joining.peer);
+    pub(super) fn join_again(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        joining: Joining,
+    ) -> Option<Duration> {
+        let is_new_stream = self.connect(context, joining.conn, joining.peer);
         self.join = Join {
             node_rank: self.join.node_rank,
             place: None,
@@ -268,7 +274,7 @@ impl Node {
             // same stream its `Join` may have crossed the assignment.
             self.readiness = Readiness::Stopped;
         }
-        self.heard(turn)
+        self.heard(context)
     }
 
     pub(super) fn become_free(&mut self) {
@@ -278,12 +284,12 @@ impl Node {
     /// Sends the message that ends the generation; the node has to stop its workers.
     pub(super) fn stop_workers(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         generation: u64,
         message: &Arc<DaemonMessage>,
     ) {
         self.readiness = Readiness::Stopping(generation);
-        self.send_shared(turn, message);
+        self.send_shared(context, message);
     }
 
     /// Its workers of this generation are gone. False if that was not expected.
@@ -306,29 +312,29 @@ impl Node {
     }
 
     /// Extends its lease to `until`. True if that changes why.
-    pub(super) fn excuse(&mut self, excuse: Excuse, until: Duration) -> bool {
+    pub(super) fn extend_lease(&mut self, extension: LeaseExtension, until: Duration) -> bool {
         self.lease_until = until;
-        let before = self.excuse.replace(excuse);
-        before != Some(excuse) && before != Some(Excuse::Proven)
+        let before = self.extension.replace(extension);
+        before != Some(extension) && before != Some(LeaseExtension::Proven)
     }
 
-    pub(super) fn end_excuse(&mut self, now: Duration) {
-        if self.excuse.is_some() {
+    pub(super) fn end_lease_extension(&mut self, now: Duration) {
+        if self.extension.is_some() {
             self.lease_until = self.lease_until.min(now);
         }
     }
 
     /// Why it is lost when its lease has run out.
-    pub(super) fn lease_words(&self, turn: &Turn<'_>) -> String {
+    pub(super) fn lease_words(&self, context: &ApplyContext<'_>) -> String {
         // Longer than usual, if its lease was renewed.
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        if self.excuse.is_some() && !self.was_closed {
+        let silence = context.at.now.saturating_sub(self.last_word);
+        if self.extension.is_some() && !self.was_closed {
             format!("no word of it for {:.1} s", silence.as_secs_f64())
         } else if self.is_connected() {
-            let lease = turn.config.lease.max(silence).as_secs_f64();
+            let lease = context.config.lease.max(silence).as_secs_f64();
             format!("no heartbeat for {lease:.1} s")
         } else {
-            let grace = turn.config.reconnect_grace.max(silence).as_secs_f64();
+            let grace = context.config.reconnect_grace.max(silence).as_secs_f64();
             format!("its connection broke and it did not reconnect within {grace:.1} s")
         }
     }

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{Assignment, LostRank};
 
-use super::node::{Excuse, Node};
+use super::lease_extension::Progress;
+use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
-use super::silence::Progress;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::ApplyContext;
 use crate::rendezvous::node_list::NodeList;
 
 /// The running generation.
@@ -23,7 +23,7 @@ pub(super) struct Running {
     /// A failure that another rank caused, or that may follow from a member whose connection is broken.
     suspect: Option<Suspect>,
     /// By node rank: members that a peer reported lost.
-    sightings: BTreeMap<u32, LostRank>,
+    lost_peers: BTreeMap<u32, LostRank>,
     progress: Progress,
     /// When this daemon assigned it, or took it up.
     since: Duration,
@@ -51,7 +51,7 @@ impl Running {
             nodes,
             succeeded: BTreeSet::new(),
             suspect: None,
-            sightings: BTreeMap::new(),
+            lost_peers: BTreeMap::new(),
             progress: Progress::default(),
             since: now,
             ran_before,
@@ -92,28 +92,28 @@ impl Running {
     }
 
     /// Why the lease of a silent member may be extended, and until when. Never once a worker has failed.
-    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+    pub(super) fn extend_lease(&self, config: &Config, node: &Node) -> Option<(LeaseExtension, Duration)> {
         let progress = self.suspect.is_none().then_some(&self.progress);
-        progress.and_then(|progress| progress.excuse(config, node))
+        progress.and_then(|progress| progress.extend_lease(config, node))
     }
 
     /// A member reports that a worker lost its connection to a rank of another node. True if that node was not reported
     /// before.
-    pub(super) fn note_sighting(&mut self, own: u32, seen: LostRank) -> bool {
+    pub(super) fn note_lost_peer(&mut self, own: u32, seen: LostRank) -> bool {
         let Some(node_rank) = self.nodes.node_of(seen.rank) else {
             return false;
         };
         let is_witness = node_rank != own && self.nodes.node_of(seen.witness) == Some(own);
-        let is_news = is_witness && !self.sightings.contains_key(&node_rank);
+        let is_news = is_witness && !self.lost_peers.contains_key(&node_rank);
         if is_news {
-            self.sightings.insert(node_rank, seen);
+            self.lost_peers.insert(node_rank, seen);
         }
         is_news
     }
 
     /// Members that a peer reported lost, by node rank.
-    pub(super) fn sightings(&self) -> &BTreeMap<u32, LostRank> {
-        &self.sightings
+    pub(super) fn lost_peers(&self) -> &BTreeMap<u32, LostRank> {
+        &self.lost_peers
     }
 
     /// A failure waits for its cause.
@@ -123,10 +123,10 @@ impl Running {
 
     /// Holds a failure back, for its cause to arrive; false if another one is held back that may as well be the cause. A
     /// connection that breaks again and again does not hold it back for ever.
-    pub(super) fn hold_back(&mut self, turn: &Turn<'_>, end: GenerationEnd) -> bool {
-        let until = turn.at.now + turn.config.culprit_wait;
+    pub(super) fn hold_back(&mut self, context: &ApplyContext<'_>, end: GenerationEnd) -> bool {
+        let until = context.at.now + context.config.culprit_wait;
         let (until, latest) = match &self.suspect {
-            None => (until, until + turn.config.lease),
+            None => (until, until + context.config.lease),
             Some(held) if held.end.is_consequence() && !end.is_consequence() => (held.until, held.latest),
             Some(_) => return false,
         };
@@ -135,9 +135,9 @@ impl Running {
     }
 
     /// Waits longer for the cause: a member has reconnected, and its reports follow.
-    pub(super) fn await_reports(&mut self, turn: &Turn<'_>) {
+    pub(super) fn await_reports(&mut self, context: &ApplyContext<'_>) {
         if let Some(suspect) = &mut self.suspect {
-            suspect.until = suspect.until.max(turn.at.now + turn.config.culprit_wait);
+            suspect.until = suspect.until.max(context.at.now + context.config.culprit_wait);
         }
     }
 

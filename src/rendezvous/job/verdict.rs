@@ -12,7 +12,7 @@ use ddp_proto::trust::token::is_same_secret;
 use super::joining::Joining;
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
-use crate::rendezvous::event::{Observation, Turn, refusal};
+use crate::rendezvous::event::{ApplyContext, Observation, refusal};
 use crate::rendezvous::record::{Record, Stage};
 use crate::rendezvous::shares::Owner;
 
@@ -106,12 +106,12 @@ impl Finished {
     }
 
     /// Tells a node the verdict, and sends it away; false if there is none.
-    pub(in crate::rendezvous) fn tell(&self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
+    pub(in crate::rendezvous) fn tell(&self, context: &mut ApplyContext<'_>, joining: &Joining) -> bool {
         let Some(verdict) = &self.verdict else {
             return false;
         };
-        turn.send(Some(joining.conn), self.generation, verdict.clone());
-        turn.close(Some(joining.conn));
+        context.send(Some(joining.conn), self.generation, verdict.clone());
+        context.close(Some(joining.conn));
         true
     }
 }
@@ -130,18 +130,18 @@ fn verdict_of(stage: Stage) -> Option<Reply> {
 }
 
 impl Job {
-    pub(super) fn job_over(&mut self, turn: &mut Turn<'_>, exit_code: u8, reason: String) {
+    pub(super) fn job_over(&mut self, context: &mut ApplyContext<'_>, exit_code: u8, reason: String) {
         let over = JobOver {
             exit_code: i32::from(exit_code),
             reason,
             ..JobOver::default()
         };
-        self.end(turn, Reply::JobOver(over));
+        self.end(context, Reply::JobOver(over));
     }
 
     /// Ends the job with a verdict for every node that is there, `JobOver` or `Refused`. It carries the list of what has
     /// failed, unless the job succeeded.
-    pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply) {
+    pub(super) fn end(&mut self, context: &mut ApplyContext<'_>, mut verdict: Reply) {
         let (reason, stage) = match &mut verdict {
             Reply::JobOver(over) => {
                 let (exit_code, reason) = (over.exit_code, over.reason.clone());
@@ -155,28 +155,28 @@ impl Job {
             }
             _ => return,
         };
-        turn.decided(format!("job `{}` ended: {reason}", self.id));
-        turn.observe(Observation::Ended(match &stage {
+        context.decided(format!("job `{}` ended: {reason}", self.id));
+        context.observe(Observation::Ended(match &stage {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        self.history.end(turn.at.now, &reason);
-        self.roster.end_excuses(turn.at.now);
-        self.roster.send_all(turn, self.numbering.generation(), &verdict);
-        self.kv.end(turn, &format!("the job has ended: {reason}"));
-        self.record(turn, stage);
+        self.history.end(context.at.now, &reason);
+        self.table.end_lease_extensions(context.at.now);
+        self.table.send_all(context, self.counter.generation(), &verdict);
+        self.kv.end(context, &format!("the job has ended: {reason}"));
+        self.record(context, stage);
         self.phase = Phase::Over(Over {
             verdict,
             reason,
-            told: self.roster.concerned(),
-            until: turn.at.now + turn.config.linger,
+            told: self.table.concerned(),
+            until: context.at.now + context.config.linger,
         });
     }
 
     /// A node joins a job that is over.
-    pub(super) fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+    pub(super) fn join_when_over(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) {
         let Phase::Over(over) = &self.phase else { return };
-        let reply = if over.concerns(joining, self.numbering.run_token()) {
+        let reply = if over.concerns(joining, self.counter.run_token()) {
             over.verdict.clone()
         } else {
             let reason = format!(
@@ -185,29 +185,29 @@ impl Job {
             );
             Reply::Refused(refusal(Code::JobOver, reason))
         };
-        turn.send(Some(joining.conn), self.numbering.generation(), reply);
-        let known = self.roster.change(&joining.from.incarnation, |node| {
-            node.connect(turn, joining.conn, joining.peer);
-            node.heard(turn);
+        context.send(Some(joining.conn), self.counter.generation(), reply);
+        let known = self.table.change(&joining.from.incarnation, |node| {
+            node.connect(context, joining.conn, joining.peer);
+            node.heard(context);
         });
         if known.is_none() {
-            turn.close(Some(joining.conn));
+            context.close(Some(joining.conn));
         }
     }
 
     /// What remains of the job when its last node has left, if anything.
-    pub(in crate::rendezvous) fn finish(self, turn: &mut Turn<'_>) -> Option<Finished> {
+    pub(in crate::rendezvous) fn finish(self, context: &mut ApplyContext<'_>) -> Option<Finished> {
         if !matches!(self.phase, Phase::Over(_)) {
-            self.record(turn, Stage::Abandoned);
+            self.record(context, Stage::Abandoned);
         }
         let (told, verdict) = match self.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),
             Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
         };
-        let generation = self.numbering.highest();
+        let generation = self.counter.highest();
         (generation > 0 || verdict.is_some()).then(|| Finished {
             told,
-            run_token: self.numbering.run_token().to_owned(),
+            run_token: self.counter.run_token().to_owned(),
             token_proof: self.token_proof,
             generation,
             verdict,

@@ -2,7 +2,7 @@
 
 use ddp_proto::rendezvous::Assignment;
 
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::ApplyContext;
 use crate::rendezvous::record::{Record, Stage};
 
 /// The highest attempt number that the daemon accepts from a node.
@@ -13,7 +13,7 @@ const TOKENS: f64 = (1_u64 << 53) as f64;
 
 /// Counts the generations of one job.
 #[derive(Debug, Default)]
-pub(super) struct Numbering {
+pub(super) struct GenerationCounter {
     /// Last generation that was assigned; 0: none yet.
     generation: u64,
     /// Random id of its assignment.
@@ -29,7 +29,7 @@ pub(super) struct Numbering {
     run_token: String,
 }
 
-impl Numbering {
+impl GenerationCounter {
     /// For a run whose generations are numbered after `floor`.
     pub(super) fn after(floor: u64) -> Self {
         Self {
@@ -81,11 +81,11 @@ impl Numbering {
     }
 
     /// A new generation is assigned. Log files of attempts before `free_attempt` are there already.
-    pub(super) fn assign(&mut self, turn: &mut Turn<'_>, free_attempt: u32) {
+    pub(super) fn assign(&mut self, context: &mut ApplyContext<'_>, free_attempt: u32) {
         self.generation = self.highest() + 1;
-        self.assignment_id = turn.assignment_id();
+        self.assignment_id = context.assignment_id();
         if self.run_token.is_empty() {
-            self.run_token = format!("{:014x}", (turn.at.dice * TOKENS) as u64);
+            self.run_token = format!("{:014x}", (context.at.dice * TOKENS) as u64);
         }
         self.attempts = self.attempts.max(free_attempt.min(MAX_ATTEMPT));
     }

@@ -10,10 +10,10 @@ use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::deadlines::Deadlines;
-use crate::rendezvous::event::{Turn, shared};
+use crate::rendezvous::event::{ApplyContext, shared};
+use crate::rendezvous::messages;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
-use crate::rendezvous::words;
 
 /// Lost nodes that a job remembers: one that comes back receives the verdict.
 const MAX_LOST: usize = 4096;
@@ -23,7 +23,7 @@ const MAX_LISTED: usize = 1024;
 
 /// The nodes of one job. Each is known by its incarnation.
 #[derive(Debug, Default)]
-pub(super) struct Roster {
+pub(super) struct NodeTable {
     nodes: BTreeMap<String, Node>,
     /// How many of them are ready, and how many are stopping.
     ready: usize,
@@ -62,7 +62,7 @@ impl NodeFlags {
     }
 }
 
-impl Roster {
+impl NodeTable {
     #[cfg(test)]
     pub(super) fn assert_counts(&self) {
         let count = |flag: fn(&Node) -> bool| self.nodes.values().filter(|node| flag(node)).count();
@@ -124,32 +124,32 @@ impl Roster {
         self.count(incarnation, NodeFlags::of(before.as_ref()));
     }
 
-    pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn dismiss(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if let Some(node) = self.nodes.remove(incarnation) {
             self.count(incarnation, NodeFlags::of(Some(&node)));
-            node.close(turn);
+            node.close(context);
         }
     }
 
     /// No node has been connected or heard for longer than a lease, though the job has nodes.
-    pub(super) fn is_deserted(&self, turn: &Turn<'_>) -> bool {
+    pub(super) fn is_deserted(&self, context: &ApplyContext<'_>) -> bool {
         let is_gone = |node: &Node| {
-            let silence = turn.at.now.saturating_sub(node.last_word());
-            !node.is_connected() && silence > turn.config.lease
+            let silence = context.at.now.saturating_sub(node.last_word());
+            !node.is_connected() && silence > context.config.lease
         };
         !self.nodes.is_empty() && self.nodes.values().all(is_gone)
     }
 
-    pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn dismiss_all(&mut self, context: &mut ApplyContext<'_>) {
         for (incarnation, node) in std::mem::take(&mut self.nodes) {
             self.count(&incarnation, NodeFlags::of(Some(&node)));
-            node.close(turn);
+            node.close(context);
         }
     }
 
-    pub(super) fn lose(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn lose(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if self.nodes.contains_key(incarnation) {
-            self.dismiss(turn, incarnation);
+            self.dismiss(context, incarnation);
             if self.lost.len() >= MAX_LOST {
                 self.lost.pop_front();
             }
@@ -167,10 +167,10 @@ impl Roster {
     }
 
     /// Nodes whose leases have ended. The caller extends each lease or loses the node.
-    pub(super) fn expired(&mut self, turn: &Turn<'_>) -> Vec<String> {
+    pub(super) fn expired(&mut self, context: &ApplyContext<'_>) -> Vec<String> {
         let lease_of = |incarnation: &str| self.nodes.get(incarnation).map(Node::lease_until);
-        let slack = turn.config.lease / 8;
-        self.leases.expired(turn.at.now, slack, lease_of)
+        let slack = context.config.lease / 8;
+        self.leases.expired(context.at.now, slack, lease_of)
     }
 
     /// No lease ends before `until`.
@@ -184,16 +184,16 @@ impl Roster {
     }
 
     /// Ends all lease extensions: the generation is over, or a failure may follow from a silent node.
-    pub(super) fn end_excuses(&mut self, now: Duration) {
+    pub(super) fn end_lease_extensions(&mut self, now: Duration) {
         for incarnation in self.away.clone() {
-            self.change(&incarnation, |node| node.end_excuse(now));
+            self.change(&incarnation, |node| node.end_lease_extension(now));
         }
     }
 
-    pub(super) fn send_all(&self, turn: &mut Turn<'_>, generation: u64, body: &Reply) {
+    pub(super) fn send_all(&self, context: &mut ApplyContext<'_>, generation: u64, body: &Reply) {
         let message = shared(generation, body.clone());
         for node in self.nodes.values() {
-            node.send_shared(turn, &message);
+            node.send_shared(context, &message);
         }
     }
 
@@ -240,7 +240,7 @@ impl Roster {
         let rank = self.rank_of(incarnation);
         let member = rank.map(|rank| self.members[rank as usize].hostname.as_str());
         let host = self.get(incarnation).map(Node::hostname).or(member);
-        words::node(host.unwrap_or("unknown"), rank)
+        messages::node(host.unwrap_or("unknown"), rank)
     }
 
     /// Makes these nodes the members of the next generation, in order of their ranks.
@@ -265,12 +265,17 @@ impl Roster {
     }
 
     /// The generation is over: its nodes are to stop their workers.
-    pub(super) fn stop_members(&mut self, turn: &mut Turn<'_>, generation: u64, over: &GenerationOver) {
+    pub(super) fn stop_members(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        generation: u64,
+        over: &GenerationOver,
+    ) {
         let message = shared(generation, Reply::GenerationOver(over.clone()));
         let members = std::mem::take(&mut self.members);
         for member in &members {
             self.change(&member.incarnation, |node| {
-                node.stop_workers(turn, generation, &message);
+                node.stop_workers(context, generation, &message);
             });
         }
         self.members = members;
