@@ -60,24 +60,13 @@ pub mod rendezvous {
     impl std::fmt::Debug for Assignment {
         fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             f.debug_struct("Assignment")
-                .field("node_rank", &self.node_rank)
-                .field("restart_count", &self.restart_count)
-                .field("max_restarts", &self.max_restarts)
-                .field("master_addr", &self.master_addr)
-                .field("master_port", &self.master_port)
-                .field("lease_ms", &self.lease_ms)
-                .field("reason", &self.reason)
-                .field("run_token", &self.run_token)
-                .field("attempt", &self.attempt)
-                .field("best_step", &self.best_step)
-                .field("quick_failures", &self.quick_failures)
-                .field("ports_taken", &self.ports_taken)
                 .field("assignment_id", &self.assignment_id)
+                .field("node_rank", &self.node_rank)
                 .field("own", &self.own)
                 .field("node_count", &self.node_count)
                 .field("world_size", &self.world_size)
-                .field("role_first_rank", &self.role_first_rank)
-                .field("role_world_size", &self.role_world_size)
+                .field("restart_count", &self.restart_count)
+                .field("reason", &self.reason)
                 .finish_non_exhaustive()
         }
     }

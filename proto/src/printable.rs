@@ -19,6 +19,11 @@ pub fn line(words: &str) -> Cow<'_, str> {
     printable(words, |c| c == '\t')
 }
 
+/// True if the text is fit for a name: it has no control character.
+pub fn is_name(text: &str) -> bool {
+    !text.chars().any(is_control)
+}
+
 fn printable(words: &str, stays: impl Fn(char) -> bool) -> Cow<'_, str> {
     let is_good = |c: char| stays(c) || !is_control(c);
     if words.chars().all(is_good) {
@@ -84,6 +89,11 @@ mod tests {
             ("\x1b[", "\u{fffd}[", "\u{fffd}["),
         ] {
             assert_eq!((&*text(words), &*line(words)), (as_text, as_line), "{words:?}");
+            assert_eq!(
+                is_name(words),
+                words == as_line && !words.contains('\t'),
+                "{words:?}"
+            );
         }
     }
 }

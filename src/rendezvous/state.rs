@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
@@ -302,7 +303,8 @@ impl Daemon {
 
     fn admit_speaker(&self, context: &ApplyContext<'_>, speaker: &Speaker) -> Result<(), Refused> {
         let max = context.config.max_name_bytes;
-        if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
+        let is_name = (1..=max).contains(&speaker.job.len()) && printable::is_name(&speaker.job);
+        if !is_name || speaker.incarnation.is_empty() {
             let reason = format!("a job name has 1 to {max} bytes, and each agent needs its own name");
             return Err(refusal(Code::Invalid, reason));
         }

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::Job;
@@ -46,14 +47,15 @@ impl Failures {
             self.known.pop_first();
         }
         let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
+        let line = |text: &str| words(&printable::line(text));
         self.add(Failure {
             generation,
             hostname: hostname.to_owned(),
             exit: Some(WorkerExit {
                 stderr_tail: Vec::new(),
                 message: words(&exit.message),
-                log_file: words(&exit.log_file),
-                activity: words(&exit.activity),
+                log_file: line(&exit.log_file),
+                activity: line(&exit.activity),
                 ..exit.clone()
             }),
             arrived_ns: nanoseconds(now),

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{ARGUMENTS, GenerationOver, Join, Refused, refused::Code};
+use ddp_proto::{exit, printable};
 
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
@@ -20,9 +20,6 @@ const PROTOCOL: u32 = 1;
 /// Highest generation that an agent may claim, beyond those that this daemon has counted itself. Generations are below
 /// 2^31, because workers parse 32 bits: as many again may follow.
 pub(super) const MAX_GENERATION: u64 = (1 << 30) - 1;
-
-/// Bytes of a key that a message quotes.
-const MAX_KEY_BYTES: usize = 160;
 
 /// A `Join` and where it comes from.
 pub(in crate::rendezvous) struct Joining {
@@ -461,8 +458,7 @@ fn disagree(
     message: impl FnOnce(String) -> String,
 ) -> Option<Refused> {
     let verb = if keys.len() == 1 { "differs" } else { "differ" };
-    let quoted = keys.iter().map(|key| clip(key, MAX_KEY_BYTES));
-    let names = messages::list(quoted, keys.len());
+    let names = messages::list(keys.iter().map(String::as_str), keys.len());
     let between = if first.hostname == second.hostname {
         format!("two launchers on node `{}`", first.hostname)
     } else {
@@ -504,9 +500,10 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
         &joining.from.incarnation,
         &joining.from.assignment_id,
     ];
-    if names.iter().any(|name| name.len() > config.max_name_bytes) {
+    let mut names = names.into_iter().chain(join.agreed.keys());
+    if names.any(|name| name.len() > config.max_name_bytes || !printable::is_name(name)) {
         return Err(format!(
-            "a name of node `{host}` is longer than {} bytes",
+            "a name of node `{host}` has a control character or is longer than {} bytes",
             config.max_name_bytes
         ));
     }

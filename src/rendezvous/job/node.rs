@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
@@ -205,7 +206,8 @@ impl Node {
         self.ranks.clear();
         self.ranks.extend(told);
         self.ranks_at = context.at.now;
-        clip(&heartbeat.log_dir, context.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
+        let log_dir = printable::line(&heartbeat.log_dir);
+        clip(&log_dir, context.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }
 
     pub(super) fn send_shared(&self, context: &mut ApplyContext<'_>, message: &Arc<DaemonMessage>) {

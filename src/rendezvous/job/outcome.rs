@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, JobOver, WorkerExit};
+use ddp_proto::{exit, printable};
 
 use super::gathering::Gathering;
 use super::node::Node;
@@ -272,9 +272,10 @@ fn clamp(config: &Config, mut exit: WorkerExit) -> WorkerExit {
     });
     let kept = kept.count();
     exit.stderr_tail.drain(..exit.stderr_tail.len() - kept);
-    let cut = |text: &mut String, bytes: usize| text.truncate(clip(text, bytes).len());
-    cut(&mut exit.message, config.max_tail_bytes);
-    cut(&mut exit.log_file, config.max_name_bytes.max(4096));
-    cut(&mut exit.activity, config.max_name_bytes);
+    let line = |text: &str, bytes| clip(&printable::line(text), bytes).to_owned();
+    exit.message
+        .truncate(clip(&exit.message, config.max_tail_bytes).len());
+    exit.log_file = line(&exit.log_file, config.max_name_bytes.max(4096));
+    exit.activity = line(&exit.activity, config.max_name_bytes);
     exit
 }

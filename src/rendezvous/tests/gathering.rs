@@ -262,6 +262,14 @@ fn bad_requests_are_refused_and_change_nothing() {
             ..join("x", 1, 1)
         },
         Join {
+            hostname: "x\n[ddp-run] y".into(),
+            ..join("x", 1, 1)
+        },
+        Join {
+            role: "\u{1b}[2J".into(),
+            ..join("x", 1, 1)
+        },
+        Join {
             agreed: agreed(&[(&"d".repeat(1 << 20), "x")]),
             ..join("x", 1, 1)
         },
