@@ -66,18 +66,15 @@ pub fn shown_value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
     if is_secret(name) && !value.is_empty() {
         return HIDDEN.into();
     }
-    match value.contains(['=', ' ']) {
-        true => shown_words(value.split(' ')).join(" ").into(),
-        false => value.into(),
-    }
+    shown_words(value.split(' ')).join(" ").into()
 }
 
-/// The words of a command line, as they may be shown: `--password X`, `--password=X` and `a.password=X` hide X.
+/// The words of a command line, as they may be shown: `--password X`, `--password=X`, `a.password=X` and
+/// `https://user:X@host` hide X.
 pub fn shown_words<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, str>> {
     let mut is_next_secret = false;
     let shown = line.into_iter().map(|word| {
-        let is_value = std::mem::take(&mut is_next_secret);
-        if is_value {
+        if std::mem::take(&mut is_next_secret) {
             return HIDDEN.into();
         }
         // `--set=api.key=X`: each name before a `=` counts.
@@ -85,9 +82,18 @@ pub fn shown_words<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, s
             return format!("{}={HIDDEN}", &word[..at]).into();
         }
         is_next_secret = word.starts_with('-') && is_secret(word);
-        word.into()
+        without_password(word).map_or(word.into(), Cow::from)
     });
     shown.collect()
+}
+
+/// An address whose password is hidden; none if it has no password.
+fn without_password(word: &str) -> Option<String> {
+    let (scheme, rest) = word.split_once("://")?;
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let (user, host) = authority.rsplit_once('@')?;
+    let (user, _) = user.split_once(':')?;
+    Some(format!("{scheme}://{user}:{HIDDEN}@{host}{path}"))
 }
 
 #[cfg(test)]
@@ -139,6 +145,7 @@ mod tests {
                 "--set logger.api_key=… --set=db.password=…",
             ),
             ("--token-count 5 tokenizer=gpt2", "--token-count 5 tokenizer=gpt2"),
+            ("--from=https://me:a@b@host/c", "--from=https://me:…@host/c"),
         ] {
             assert_eq!(shown_words(line.split(' ')).join(" "), shown);
         }
