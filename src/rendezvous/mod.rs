@@ -8,16 +8,14 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
-//! | `node_list` | the nodes of a generation | their ranks, and the assignment of each |
+//! | `nodes` | many nodes | their assignments, and whose lease ends next |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
 //! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `partition` | a daemon that hears no node | whether its own network may be down |
-//! | `record` | [`Record`] | what the ledger keeps of a job |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
-//! | `deadlines` | deadlines by time | which is next |
 //! | `messages` | texts | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
 //! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
@@ -27,17 +25,15 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
-mod deadlines;
 mod event;
 mod history;
 mod job;
 mod kv;
 mod messages;
-mod node_list;
+mod nodes;
 mod partition;
 mod policy;
 mod ranks;
-mod record;
 pub mod report;
 mod service;
 mod shares;
@@ -49,9 +45,9 @@ mod tests;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Secret, Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, Record, RestartReason, Secret,
+    Weight,
 };
-pub use record::Record;
 pub use report::Census;
 #[cfg(feature = "otlp")]
 pub use service::Collector;

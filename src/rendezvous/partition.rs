@@ -2,6 +2,8 @@
 //!
 //! While the suspicion holds, the daemon loses no node, for [`Config::outage_timeout`](super::Config) at most. As soon as it
 //! hears any node, also a new one, every node has one more lease to reach it.
+//!
+//! A daemon that was itself stopped is another case: its timer fires late, and it renews all leases.
 
 use std::time::Duration;
 

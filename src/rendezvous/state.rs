@@ -16,12 +16,13 @@ use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
-use super::deadlines::Deadlines;
-use super::event::{About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, refusal};
+use super::event::{
+    About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal,
+};
 use super::job::{Finished, Job, Joining};
 use super::kv::clip;
+use super::nodes::deadlines::Deadlines;
 use super::partition::PartitionSuspicion;
-use super::record::Record;
 use super::report::Census;
 use super::shares::{Answers, Load, Owner, Shares, first_of_largest, owner_of, part_of};
 

@@ -8,11 +8,10 @@ use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 use super::node::Node;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::event::{ApplyContext, Observation};
+use crate::rendezvous::event::{ApplyContext, Observation, Stage};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::node_list::NodeList;
+use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::ranks;
-use crate::rendezvous::record::Stage;
 
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;

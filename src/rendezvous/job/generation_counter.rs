@@ -2,8 +2,7 @@
 
 use ddp_proto::rendezvous::Assignment;
 
-use crate::rendezvous::event::ApplyContext;
-use crate::rendezvous::record::{Record, Stage};
+use crate::rendezvous::event::{ApplyContext, Record, Stage};
 
 /// The highest attempt number that the daemon accepts from a node.
 const MAX_ATTEMPT: u32 = 1 << 20;

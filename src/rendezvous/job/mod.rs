@@ -49,12 +49,11 @@ use ddp_proto::rendezvous::{
     StatusReply,
 };
 
-use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, regrouping};
+use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, Record, regrouping};
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
-use super::record::Record;
 use super::report::Census;
 use super::shares::{Load, Owner};
 use super::size::RankLimits;

@@ -9,9 +9,9 @@ use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::deadlines::Deadlines;
 use crate::rendezvous::event::{ApplyContext, shared};
 use crate::rendezvous::messages;
+use crate::rendezvous::nodes::deadlines::Deadlines;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
 

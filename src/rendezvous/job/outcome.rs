@@ -11,11 +11,10 @@ use super::node::Node;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Observation, Origin, RestartReason};
+use crate::rendezvous::event::{ApplyContext, Observation, Origin, RestartReason, Stage};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::messages;
 use crate::rendezvous::policy::{Ended, Verdict, Why};
-use crate::rendezvous::record::Stage;
 
 /// Why a generation ended.
 #[derive(Debug)]

@@ -6,9 +6,8 @@ use super::generation_counter::GenerationCounter;
 use super::recovery::Recovery;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Effect};
+use crate::rendezvous::event::{ApplyContext, Effect, Record, Stage};
 use crate::rendezvous::ranks::Member;
-use crate::rendezvous::record::{Record, Stage};
 
 impl Job {
     /// Has this written down of the last generation, before anything else of this turn is sent. Without one, only a

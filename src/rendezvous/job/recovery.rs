@@ -24,12 +24,11 @@ use super::joining::MAX_GENERATION;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, Origin, regrouping, shared};
+use crate::rendezvous::event::{ApplyContext, Origin, Record, Stage, regrouping, shared};
 use crate::rendezvous::messages;
-use crate::rendezvous::node_list::NodeList;
+use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
-use crate::rendezvous::record::{Record, Stage};
 use crate::rendezvous::size::RankLimits;
 
 /// Highest number of an attempt that is believed.

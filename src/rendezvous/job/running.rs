@@ -10,7 +10,7 @@ use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::ApplyContext;
-use crate::rendezvous::node_list::NodeList;
+use crate::rendezvous::nodes::list::NodeList;
 
 /// The running generation.
 #[derive(Debug)]

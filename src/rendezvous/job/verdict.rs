@@ -12,8 +12,7 @@ use ddp_proto::trust::token::is_same_secret;
 use super::joining::Joining;
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
-use crate::rendezvous::event::{ApplyContext, Observation, refusal};
-use crate::rendezvous::record::{Record, Stage};
+use crate::rendezvous::event::{ApplyContext, Observation, Record, Stage, refusal};
 use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.

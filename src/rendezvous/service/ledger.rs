@@ -291,9 +291,9 @@ fn length_of_whole_lines(bytes: &[u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::event::Stage;
     use crate::rendezvous::policy::Account;
     use crate::rendezvous::ranks::Member;
-    use crate::rendezvous::record::Stage;
 
     fn record(job: &str, generation: u64) -> Record {
         Record {

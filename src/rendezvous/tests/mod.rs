@@ -29,7 +29,7 @@ use ddp_proto::rendezvous::{
 
 use ddp_proto::rendezvous::agreed_hash;
 
-use super::record::Stage;
+use super::event::Stage;
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, Secret, State, apply};
 
 const JOB: &str = "job1";

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 /// The deadline of each name.
 #[derive(Debug, Default)]
-pub(super) struct Deadlines {
+pub(in crate::rendezvous) struct Deadlines {
     by_time: BTreeSet<(Duration, String)>,
     noted: HashMap<String, Duration>,
 }
 
 impl Deadlines {
     /// The name has this deadline now, or none.
-    pub(super) fn note(&mut self, name: &str, until: Option<Duration>) {
+    pub(in crate::rendezvous) fn note(&mut self, name: &str, until: Option<Duration>) {
         match (self.noted.get_mut(name), until) {
             (Some(noted), Some(until)) if until >= *noted => {}
             (Some(noted), Some(until)) => {
@@ -37,13 +37,13 @@ impl Deadlines {
     }
 
     /// No deadline is before; it may be early, never late.
-    pub(super) fn next(&self) -> Option<Duration> {
+    pub(in crate::rendezvous) fn next(&self) -> Option<Duration> {
         self.by_time.first().map(|(until, _)| *until)
     }
 
     /// Names whose deadlines have passed, in order: they have none from now on, until one is noted. `deadline_of` is the
     /// true one of a name, if it has one still. Entries within `slack` are brought up to date on the way, so that the timer does not fire for each of them.
-    pub(super) fn expired(
+    pub(in crate::rendezvous) fn expired(
         &mut self,
         now: Duration,
         slack: Duration,

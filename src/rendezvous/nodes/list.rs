@@ -6,7 +6,7 @@ use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
 /// The nodes of a generation, in order of node rank.
 #[derive(Debug)]
-pub(super) struct NodeList {
+pub(in crate::rendezvous) struct NodeList {
     nodes: Vec<NodeAssignment>,
     world_size: u32,
     /// By node rank: ranks of the node's role on nodes before it.
@@ -15,7 +15,7 @@ pub(super) struct NodeList {
 }
 
 impl NodeList {
-    pub(super) fn new(nodes: Vec<NodeAssignment>) -> Self {
+    pub(in crate::rendezvous) fn new(nodes: Vec<NodeAssignment>) -> Self {
         let mut role_world_sizes = HashMap::<String, u32>::new();
         let (mut world_size, mut role_first_ranks) = (0_u32, Vec::with_capacity(nodes.len()));
         for node in &nodes {
@@ -38,7 +38,7 @@ impl NodeList {
 
     /// The assignment of one node: `common`, which all nodes receive, and its own place. Its size does not grow with the
     /// number of nodes.
-    pub(super) fn assignment_of(&self, common: &Assignment, node_rank: u32) -> Assignment {
+    pub(in crate::rendezvous) fn assignment_of(&self, common: &Assignment, node_rank: u32) -> Assignment {
         let own = self.nodes.get(node_rank as usize).cloned();
         let role_world_size = own.as_ref().and_then(|own| self.role_world_sizes.get(&own.role));
         Assignment {
@@ -57,7 +57,7 @@ impl NodeList {
     }
 
     /// Node rank of the node that a rank belongs to.
-    pub(super) fn node_of(&self, rank: u32) -> Option<u32> {
+    pub(in crate::rendezvous) fn node_of(&self, rank: u32) -> Option<u32> {
         // The last one that begins at the rank or before it: nodes without ranks do not exist.
         let after = self.nodes.partition_point(|node| node.first_rank <= rank);
         let node_rank = after.checked_sub(1)?;
