@@ -11,6 +11,15 @@ use ddp_proto::ports::PortRange;
 
 use crate::output::plan::OutputPlan;
 
+/// A value that all nodes of a job must have alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgreedValue {
+    /// What the other nodes receive of it.
+    pub hash: u64,
+    /// What this launcher prints where it differs from another node's.
+    pub shown: String,
+}
+
 /// Everything the agent of one node needs to know before it joins.
 #[derive(Clone, Debug)]
 pub struct LaunchPlan {
@@ -34,10 +43,8 @@ pub struct LaunchPlan {
     pub max_restarts: u32,
     /// `--local-addr`: address under which peers reach this node; none: the one the daemon sees.
     pub local_addr: Option<String>,
-    /// Hash of what the nodes of one job must agree on.
-    pub job_signature: String,
-    /// The same in words, shown when nodes disagree.
-    pub job_description: String,
+    /// By key: what all nodes of the job must have alike.
+    pub agreed: BTreeMap<String, AgreedValue>,
     /// How long to wait for the other nodes.
     pub join_timeout: Duration,
     /// How long more nodes are waited for; none: as long as the daemon thinks right.

@@ -16,7 +16,7 @@
 //!   daemon takes each report once.
 //! - An `Assignment` of the generation that already runs means "keep your place": nothing is restarted.
 //! - Every `GenerationOver` is answered by `NodeStopped`, then `Join`, in whatever state the agent is.
-//! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
+//! - `Heartbeat` every third of `lease_ms`, in every state.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
 mod admin;
@@ -27,7 +27,7 @@ mod error;
 pub use admin::AdminToken;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use connector::{Access, UNIX_PREFIX};
-pub use error::ClientError;
+pub use error::{CallError, ClientError};
 
 use std::time::Duration;
 
@@ -39,16 +39,17 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use attempts::Target;
-use error::{Setback, broken, is_not_written, is_transport};
+use error::{Setback, broken, is_not_written, is_transport, look_up_failure};
 
 use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
-use crate::printable::{self, Clean as _};
+use crate::look_up::LookUpError;
+use crate::printable;
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
     AgentMessage, DaemonMessage, Join, KvEntries, KvGatherReply, KvGatherRequest, KvGetRequest, KvPutRequest,
-    Leave, NodeList, NodesRequest, StatusReply, StatusRequest,
+    Leave, StatusReply, StatusRequest,
 };
 use crate::trust::token::Token;
 
@@ -79,7 +80,7 @@ pub struct KvScope {
     pub job_id: String,
     /// The generation.
     pub generation: Generation,
-    /// `Assignment.assignment_id` of that generation; empty from a daemon of an older build.
+    /// `Assignment.assignment_id` of that generation.
     pub assignment_id: String,
     /// The member that calls.
     pub incarnation: NodeId,
@@ -118,8 +119,8 @@ pub async fn open_channel(endpoint: &str, access: &Access) -> Result<Channel, Cl
 }
 
 impl Client {
-    /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. A name is looked
-    /// up for each connection, in a thread that is made here.
+    /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. Each connection
+    /// looks the name up.
     pub async fn connect(endpoint: &str, access: &Access, deadline: Instant) -> Result<Self, ClientError> {
         Self::connect_telling(endpoint, access, deadline, |_| {}).await
     }
@@ -143,7 +144,12 @@ impl Client {
                         admin_token: None,
                     });
                 }
-                Ok(Err(error)) => Setback::of(&error),
+                Ok(Err(error)) => match look_up_failure(&error) {
+                    Some(no_thread @ LookUpError::NoThread { .. }) => {
+                        return Err(ClientError::NoThread(no_thread.clone()));
+                    }
+                    _ => Setback::of(&error),
+                },
                 Err(_) => Setback::silence("no answer to the connection request"),
             };
             if setback.is_distrust {
@@ -203,7 +209,7 @@ impl Client {
                     error if !error.is_broken() => return Err(error),
                     _ => Setback::of(&status),
                 },
-                Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
+                Ok(Err(status)) => return Err(self.refused("open a stream", &status)),
                 Err(_) => Setback::silence("no answer to the opened stream"),
             };
             attempts.failed(setback).await?;
@@ -285,37 +291,13 @@ impl Client {
             }
         };
         let encoded = self.bounded(&what, timeout + READ_MARGIN, gather).await?;
-        encoded
-            .map(|encoded| {
-                KvEntries::decode(encoded.as_slice()).map_err(|error| self.malformed(&what, &error))
-            })
-            .transpose()
-    }
-
-    /// All nodes of a generation that runs, and the digest of their list as `Assignment.nodes_digest` has it.
-    pub async fn nodes(&self, scope: &KvScope) -> Result<(NodeList, String), ClientError> {
-        let what = "get the list of nodes";
-        let mut inner = self.inner.clone();
-        let call = inner.nodes(NodesRequest {
-            job_id: scope.job_id.clone(),
-            generation: scope.generation.0,
-            assignment_id: scope.assignment_id.clone(),
-            incarnation: scope.incarnation.0.clone(),
-        });
-        let encoded = self.bounded(what, CALL_TIMEOUT, call).await?.list;
-        let digest = blake3::hash(&encoded).to_string();
-        let mut list = NodeList::decode(encoded).map_err(|error| self.malformed(what, &error))?;
-        list.clean();
-        Ok((list, digest))
-    }
-
-    fn malformed(&self, what: &str, error: &prost::DecodeError) -> ClientError {
-        ClientError::Refused {
-            what: what.to_owned(),
+        let entries = encoded.map(|encoded| KvEntries::decode(encoded.as_slice()));
+        entries.transpose().map_err(|error| ClientError::Call {
+            what,
             endpoint: self.endpoint.clone(),
-            unauthenticated: false,
             cause: format!("its answer cannot be read: {error}"),
-        }
+            why: CallError::Refused,
+        })
     }
 
     /// What the daemon knows of a job, for a member of it or with the admin's token.
@@ -324,9 +306,7 @@ impl Client {
         let what = format!("get the status of job `{}`", request.job_id);
         let call = inner.status(self.of_admin(request));
         let status = self.bounded(&what, CALL_TIMEOUT, call).await;
-        let mut status = status.map_err(ClientError::of_operator)?;
-        status.clean();
-        Ok(status)
+        status.map_err(ClientError::of_operator)
     }
 
     async fn bounded<T>(
@@ -338,51 +318,27 @@ impl Client {
         match tokio::time::timeout(within, call).await {
             Ok(Ok(reply)) => Ok(reply.into_inner()),
             Ok(Err(status)) if is_transport(&status) => Err(broken(&self.endpoint, &status)),
-            Ok(Err(status)) => Err(self.refused(what, within, &status)),
-            Err(_) => Err(ClientError::TimedOut {
+            Ok(Err(status)) => Err(self.refused(what, &status)),
+            Err(_) => Err(ClientError::Call {
                 what: what.to_owned(),
                 endpoint: self.endpoint.clone(),
-                waited: within,
                 cause: format!("no answer within {within:?}"),
+                why: CallError::TimedOut,
             }),
         }
     }
 
-    fn refused(&self, what: &str, waited: Duration, status: &Status) -> ClientError {
-        let (what, endpoint, cause) = (
-            what.to_owned(),
-            self.endpoint.clone(),
-            printable::text(status.message()).into_owned(),
-        );
+    fn refused(&self, what: &str, status: &Status) -> ClientError {
+        let (what, endpoint) = (what.to_owned(), self.endpoint.clone());
+        let cause = printable::text(status.message()).into_owned();
         match status.code() {
             Code::Aborted => ClientError::Superseded { cause },
-            Code::DeadlineExceeded => ClientError::TimedOut {
-                what,
-                endpoint,
-                waited,
-                cause,
-            },
-            Code::FailedPrecondition => ClientError::Forgotten {
-                what,
-                endpoint,
-                cause,
-            },
             Code::Unimplemented => ClientError::Stranger { endpoint, cause },
-            Code::AlreadyExists => ClientError::Conflict {
+            code => ClientError::Call {
                 what,
                 endpoint,
                 cause,
-            },
-            Code::NotFound => ClientError::UnknownJob {
-                what,
-                endpoint,
-                cause,
-            },
-            code => ClientError::Refused {
-                what,
-                endpoint,
-                unauthenticated: matches!(code, Code::Unauthenticated | Code::PermissionDenied),
-                cause,
+                why: CallError::of(code),
             },
         }
     }
@@ -418,10 +374,7 @@ impl AgentStream {
     pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
         let endpoint = &self.sender.endpoint;
         match self.receiver.message().await {
-            Ok(Some(mut message)) => {
-                message.clean();
-                Ok(message)
-            }
+            Ok(Some(message)) => Ok(message),
             Ok(None) => Err(ClientError::Broken {
                 endpoint: endpoint.clone(),
                 cause: "the daemon ended the stream".into(),

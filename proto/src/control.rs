@@ -266,11 +266,9 @@ pub enum ToWorker {
         generation: Generation,
         /// The variables of the environment contract.
         env: BTreeMap<String, String>,
-        /// Address of every node, in order of node rank; of this node alone with more nodes than
-        /// [`MAX_LISTED_NODES`](crate::assignment::MAX_LISTED_NODES).
-        node_addrs: Vec<String>,
-        /// With which native workers prove to each other that they are of this generation; absent if the daemon is of an
-        /// older build.
+        /// Address under which other nodes reach this one.
+        node_addr: String,
+        /// With which native workers prove to each other that they are of this generation.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         data_key: Option<DataKey>,
     },

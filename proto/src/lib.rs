@@ -4,75 +4,97 @@
 //! |---|---|---|
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
-//! | [`assignment`] | what an assignment tells of all nodes together | daemon → agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
-//! | [`resolver`] | host names to addresses, where threads are scarce: here for the client, and the daemon finds its own address in the same way | – |
-//! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
+//! | [`mod@look_up`] | host names to addresses, for the client and for `--listen` | – |
+//! | [`mounts`] | finds a control group in the mount table, for launcher and worker | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
-//! | [`codec`] | how messages of that service become bytes | – |
+//! | [`codec`] | encodes the messages of that service with small buffers | – |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`trust`] | the token of a job, TLS from it, the key of data connections | everyone with it |
-//! | [`utc`] | moments as text: both name files and tell people by them | – |
-//! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
-//! | [`printable`] | words of peers without control characters: all of them arrive in this package's messages | – |
-//! | [`ports`] | ranges of TCP ports: the command line reads one, a worker listens in it | agent → worker |
+//! | [`utc`] | points in time as text, for file names and messages | – |
+//! | [`words`] | numbers, sizes and lists in sentences | – |
+//! | [`printable`] | replaces control characters before a peer's text reaches a terminal or a log | – |
+//! | [`ports`] | ranges of TCP ports | agent → worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
 //! This package knows nothing of processes, tensors or training.
 #![forbid(unsafe_code)]
 
-pub mod assignment;
 pub mod client;
 pub mod codec;
-#[cfg(test)]
-#[path = "compatibility_tests.rs"]
-mod compatibility;
 pub mod control;
 pub mod env;
 pub mod exit;
 pub mod ids;
+pub mod look_up;
 pub mod mounts;
 pub mod ports;
 pub mod printable;
-pub mod resolver;
 pub mod trust;
 pub mod utc;
 pub mod words;
 
-/// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`. The generated code is
-/// committed, so that a build needs no compiler of protocols; a test compares the two.
+/// Messages, client and server of the rendezvous service. `proto/generate` writes them from `proto/rendezvous.proto`; they
+/// are committed, so that a build needs no protobuf compiler.
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]
 pub mod rendezvous {
     include!("../proto/generated.rs");
 
-    /// Workers of each kind whose ends one `NodeStopped` tells: of those that failed, and of those that were stopped.
+    /// Workers that failed, and workers that were stopped, in one `NodeStopped`.
     pub const MAX_EXITS_OF_A_KIND: usize = 32;
 
-    /// Without the data key.
+    /// The key in `Join.agreed` of a program's arguments. They may differ between the nodes of one job.
+    pub const ARGUMENTS: &str = "arguments";
+
+    /// The hash of a value in `Join.agreed`. Equal values of two keys have different hashes.
+    pub fn agreed_hash(key: &str, value: &str) -> u64 {
+        let mut hasher = blake3::Hasher::new_derive_key("ddp-run value that all nodes agree on");
+        hasher.update(&(key.len() as u64).to_le_bytes());
+        hasher.update(key.as_bytes()).update(value.as_bytes());
+        let mut short = [0; 8];
+        hasher.finalize_xof().fill(&mut short);
+        u64::from_le_bytes(short)
+    }
+
+    /// Leaves the data key out.
     impl std::fmt::Debug for Assignment {
         fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             f.debug_struct("Assignment")
-                .field("node_rank", &self.node_rank)
-                .field("restart_count", &self.restart_count)
-                .field("max_restarts", &self.max_restarts)
-                .field("nodes", &self.nodes)
-                .field("master_addr", &self.master_addr)
-                .field("master_port", &self.master_port)
-                .field("lease_ms", &self.lease_ms)
-                .field("reason", &self.reason)
-                .field("run_token", &self.run_token)
-                .field("attempt", &self.attempt)
-                .field("best_step", &self.best_step)
-                .field("quick_failures", &self.quick_failures)
-                .field("ports_taken", &self.ports_taken)
                 .field("assignment_id", &self.assignment_id)
+                .field("node_rank", &self.node_rank)
                 .field("own", &self.own)
                 .field("node_count", &self.node_count)
                 .field("world_size", &self.world_size)
-                .field("role_first_rank", &self.role_first_rank)
-                .field("role_world_size", &self.role_world_size)
-                .field("nodes_digest", &self.nodes_digest)
+                .field("restart_count", &self.restart_count)
+                .field("reason", &self.reason)
                 .finish_non_exhaustive()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rendezvous::agreed_hash;
+
+    #[test]
+    fn a_key_and_its_value_make_the_hash() {
+        let hashes =
+            [("a", "b"), ("ab", ""), ("a", "c"), ("b", "b")].map(|(key, value)| agreed_hash(key, value));
+        assert!(
+            hashes
+                .iter()
+                .enumerate()
+                .all(|(i, hash)| !hashes[..i].contains(hash))
+        );
+        assert_eq!(hashes[0], agreed_hash("a", "b"));
+    }
+
+    #[test]
+    fn the_generated_code_is_of_the_committed_protocol() {
+        let source = blake3::hash(include_bytes!("../proto/rendezvous.proto"));
+        assert!(
+            include_str!("../proto/generated.rs").contains(source.to_hex().as_str()),
+            "run `cargo run --manifest-path proto/generate/Cargo.toml`, and commit what it writes"
+        );
     }
 }

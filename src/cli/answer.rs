@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap_complete::Shell;
-use ddp_proto::exit;
+use ddp_proto::{exit, printable};
 
 use super::error::CliError;
 
@@ -86,5 +86,5 @@ pub(super) fn fail(error: &dyn Display, exit_code: u8) -> ExitCode {
 /// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.
 /// Nothing is left to do when that fails.
 fn write_whole(text: &str) {
-    let _ = io::stderr().write_all(text.as_bytes());
+    let _ = io::stderr().write_all(printable::text(text).as_bytes());
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::exit;
-use ddp_proto::resolver::NoThread;
+use ddp_proto::look_up::LookUpError;
 use ddp_proto::trust::tls::TlsError;
 use nix::errno::Errno;
 
@@ -149,7 +149,7 @@ pub enum CliError {
     },
     /// There is no thread to look up a host name.
     #[error(transparent)]
-    NoThread(#[from] NoThread),
+    NoThread(LookUpError),
     /// Several nodes without a token.
     #[error(
         "there is no token{}\n  hint: nodes prove to each other with it that they belong together; set DDP_TOKEN or DDP_TOKEN_FILE on all nodes, or copy `~/.config/ddp-run/token` of the node that hosts the rendezvous; `--insecure` does without, in a network that you trust entirely",

@@ -6,7 +6,6 @@
 //! | [`launch`] | `ddp-run`: from flags to a plan that its agent carries out |
 //! | [`machine`] | cores, GPUs and limits of this machine |
 //! | [`serve`], `operators` | `ddp-rendezvous`: the daemon, and what operators ask of it |
-//! | `json_log` | events as JSON lines |
 //! | `bench` | its measurement of itself |
 //! | [`train`] | `ddp-train` and its subcommands |
 //! | [`native`] | the only place that calls the worker's training |
@@ -20,7 +19,6 @@ pub mod answer;
 mod bench;
 pub mod error;
 mod interrupts;
-mod json_log;
 pub mod launch;
 pub mod machine;
 pub mod native;
@@ -64,7 +62,7 @@ pub fn init_tracing_with_time(default: &str) {
 
 /// The same, each event as a line of JSON.
 pub fn init_json_tracing(default: &str) {
-    events(default).event_format(json_log::JsonLines).init();
+    events(default).json().flatten_event(true).init();
 }
 
 fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, fn() -> Stderr> {

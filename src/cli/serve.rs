@@ -10,7 +10,7 @@ use std::time::Duration;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use ddp_proto::exit;
-use ddp_proto::resolver::Resolver;
+use ddp_proto::look_up::{LookUpError, look_up};
 use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -24,7 +24,7 @@ use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
 use super::token::{TokenSource, read_admin_token};
 use super::values::{self, Endpoint};
-use super::{init_json_tracing, init_tracing_with_time, json_log, operators};
+use super::{init_json_tracing, init_tracing_with_time, operators};
 use crate::rendezvous::{self, Callers, Listener, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
@@ -243,10 +243,11 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     limits::raise_open_files_fully();
     match serve(&listen, protection, &settings, &watching) {
         Ok(code) => ExitCode::from(code),
-        Err(error) if watching.log_format == LogFormat::Json => {
-            let line = json_log::last_line(RENDEZVOUS_LOG, &error);
-            // In one write. Nothing is left to do when that fails.
-            let _ = io::stderr().write_all(line.as_bytes());
+        Err(error)
+            if watching.log_format == LogFormat::Json
+                && tracing::enabled!(target: RENDEZVOUS_LOG, tracing::Level::ERROR) =>
+        {
+            tracing::error!(target: RENDEZVOUS_LOG, "{error}");
             ExitCode::from(error.exit_code())
         }
         Err(error) => fail(&error, error.exit_code()),
@@ -390,13 +391,12 @@ async fn bind_all(
 }
 
 async fn bind_at(endpoint: &Endpoint) -> Result<TcpListener, CliError> {
-    let resolver = Resolver::start(&endpoint.host)?;
-    bind(endpoint, resolver.addresses(endpoint.port), RESOLVE_TIMEOUT).await
+    bind(endpoint, look_up(&endpoint.host, endpoint.port), RESOLVE_TIMEOUT).await
 }
 
 async fn bind(
     listen: &Endpoint,
-    look_up: impl Future<Output = io::Result<Vec<SocketAddr>>>,
+    look_up: impl Future<Output = Result<Vec<SocketAddr>, LookUpError>>,
     patience: Duration,
 ) -> Result<TcpListener, CliError> {
     let looked_up = timeout(patience, look_up).await;
@@ -404,7 +404,11 @@ async fn bind(
         host: listen.host.clone(),
         waited: patience,
     })?;
-    let bound = found.and_then(|addresses| rendezvous::listen(&addresses));
+    let bound = match found {
+        Ok(addresses) => rendezvous::listen(&addresses),
+        Err(error @ LookUpError::NoThread { .. }) => return Err(CliError::NoThread(error)),
+        Err(error @ LookUpError::Unknown { .. }) => Err(io::Error::other(error)),
+    };
     bound.map_err(|source| CliError::Listen {
             address: listen.to_string(),
             hint: match source.kind() {

@@ -8,21 +8,22 @@ use std::time::Duration;
 use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, GenerationOver, GenerationStatus, KvGatherRequest, KvGetRequest,
-    KvPutRequest, Refused,
+    AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
 };
 
 use prost::bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
 use super::config::Config;
-use super::job::Record;
+use super::policy::Account;
+use super::ranks::Member;
 use super::shares::{Answers, Owner};
 
-/// One stream of an agent. Never used again for another stream.
+/// A stream of an agent. No two streams of a daemon have the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConnId(pub u64);
 
-/// One pending call on the key-value store. Never used again for another call.
+/// A pending call on the key-value store. No two calls at a daemon have the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CallId(pub u64);
 
@@ -43,7 +44,7 @@ impl Peer {
     }
 }
 
-/// When an event happens: time and randomness are parameters.
+/// Time and randomness of an event, as parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     /// Time since the daemon started, on its monotonic clock.
@@ -52,16 +53,16 @@ pub struct At {
     pub dice: f64,
     /// 128 random bits, for the name of an assignment.
     pub id: u128,
-    /// 32 random bytes that nobody else knows, from which data keys are made.
+    /// 32 secret random bytes, from which data keys are derived.
     pub secret: Secret,
 }
 
-/// Random bytes that no log shows.
+/// Random bytes that `Debug` hides.
 #[derive(Clone, Copy)]
 pub struct Secret([u8; 32]);
 
 impl Secret {
-    /// Of these bytes.
+    /// Wraps the bytes.
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -76,16 +77,16 @@ impl fmt::Debug for Secret {
 /// What happened.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// An agent said something.
+    /// A message of an agent.
     Message {
         /// Its stream.
         conn: ConnId,
         /// Where it comes from.
         peer: Peer,
-        /// What it said.
+        /// The message.
         message: Box<AgentMessage>,
     },
-    /// A stream is gone.
+    /// A stream ended or broke.
     Closed {
         /// The stream.
         conn: ConnId,
@@ -106,11 +107,11 @@ pub enum Event {
         /// Which entry.
         request: KvGetRequest,
     },
-    /// Nobody waits for the answer of a read any more.
+    /// The caller of a read is gone.
     KvCancel {
         /// The read.
         call: CallId,
-        /// Whose store it reads.
+        /// The job whose store it reads.
         job: String,
     },
     /// An operator ends a job.
@@ -120,7 +121,7 @@ pub enum Event {
         /// Why, in words.
         reason: String,
     },
-    /// An operator lets the daemon take no new jobs.
+    /// An operator drains the daemon: it takes no new jobs.
     Drain,
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
@@ -148,7 +149,7 @@ pub enum Effect {
         /// The stream.
         conn: ConnId,
     },
-    /// Write this down before anything else of the same turn is carried out.
+    /// Write the record before carrying out any other effect of the same event.
     Record(Box<Record>),
     /// Answer a call on the key-value store.
     Answer {
@@ -159,66 +160,100 @@ pub enum Effect {
     },
     /// A decision and its reason, for the log.
     Note {
-        /// How much it matters to people.
+        /// Its log level.
         weight: Weight,
-        /// In words.
+        /// The text.
         words: String,
-        /// Of what it speaks.
+        /// Its subject.
         about: About,
     },
-    /// Something to be counted.
+    /// An observation for the metrics.
     Observed(Observation),
-    /// A generation is over.
-    GenerationEnded(Box<EndedGeneration>),
 }
 
-/// A generation that is over, for those who look back.
-#[derive(Clone, Debug, PartialEq)]
-pub struct EndedGeneration {
-    /// The job.
-    pub job: String,
-    /// When the first generation of the job began, on the daemon's clock.
-    pub job_began: Duration,
-    /// What was, and how long ago.
-    pub generation: GenerationStatus,
+/// A job in the ledger. The last record of a job counts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub(super) job: String,
+    /// The highest one that was assigned; 0: none was.
+    pub(super) generation: u64,
+    pub(super) assignment_id: String,
+    /// Nodes of that generation, in order of their ranks.
+    pub(super) members: Vec<Member>,
+    pub(super) run_token: String,
+    pub(super) attempt: u32,
+    /// What is left of the restarts.
+    pub(super) account: Account,
+    /// Shows who has the job's token; empty where jobs have none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) token_proof: Vec<u8>,
+    pub(super) stage: Stage,
 }
 
-/// What a note speaks of; empty where it speaks of none.
+/// How far the generation has come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Stage {
+    /// Its nodes run.
+    Running,
+    /// It is over, and another one follows.
+    Ended,
+    /// So is the generation, and no node has come for another one.
+    Abandoned,
+    /// So is the job.
+    JobOver { exit_code: i32, reason: String },
+    /// The daemon has refused to go on with the job.
+    Refused { code: i32, reason: String },
+}
+
+impl Record {
+    /// Which job it is.
+    pub fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// The job has ended.
+    pub(super) fn is_final(&self) -> bool {
+        !matches!(self.stage, Stage::Running | Stage::Ended)
+    }
+}
+
+/// The subject of a note; a field is empty where the note has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct About {
     /// The job.
     pub job: String,
-    /// Its generation; 0: none was assigned yet.
+    /// Its generation; 0 before the first assignment.
     pub generation: u64,
-    /// Host name of the node that gave the occasion.
+    /// Host name of the node that caused it.
     pub node: String,
 }
 
-/// What operators count.
+/// A count for the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Observation {
-    /// A generation was assigned, so long after its nodes began to gather.
+    /// A generation was assigned; with the time that its nodes took to gather.
     Assigned(Duration),
-    /// A generation is over, and another one follows.
+    /// A generation ended, and another one follows.
     Restarted(RestartReason),
-    /// A job is over with this exit code.
+    /// A job ended with this exit code.
     Ended(i32),
 }
 
-/// Why another generation follows.
+/// Why the daemon starts another generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RestartReason {
     /// A worker failed.
     WorkerFailed,
     /// Rank 0 could not bind its port.
     PortTaken,
-    /// A node is gone, and the others are too few without it.
+    /// A node was lost, and fewer than MIN nodes are left.
     NodeLost,
-    /// Nodes came or went, and enough are there.
+    /// Nodes joined or left, and enough are there.
     Membership,
 }
 
-/// How much a note matters to people.
+/// The log level of a note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weight {
     /// A decision about a job.
@@ -227,7 +262,7 @@ pub enum Weight {
     Detail,
 }
 
-/// Why a call on the key-value store failed, in words.
+/// Why a call on the key-value store failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KvError {
     /// The generation is over.
@@ -247,26 +282,26 @@ pub enum KvError {
     Unknown(String),
 }
 
-/// Which node speaks, and of what.
+/// The sender of a message, and the assignment that the message is about.
 #[derive(Clone, Debug)]
-pub(super) struct Speech {
+pub(super) struct Origin {
     pub(super) incarnation: String,
-    /// 0: none.
+    /// 0 before the first assignment.
     pub(super) generation: u64,
-    /// Which assignment of that generation; empty from older builds.
+    /// Which assignment of that generation; empty with generation 0.
     pub(super) assignment_id: String,
 }
 
-/// Sends a node away, or all of them.
-pub(super) fn refusal(code: impl Into<i32>, reason: String) -> Body {
-    Body::Refused(Refused {
+/// Refuses a node, or all of them.
+pub(super) fn refusal(code: impl Into<i32>, reason: String) -> Refused {
+    Refused {
         code: code.into(),
         reason,
-        failures: None,
-    })
+        ..Refused::default()
+    }
 }
 
-/// The end of a generation for which no restart is spent.
+/// The end of a generation that costs no restart.
 pub(super) fn regrouping(cause: String) -> GenerationOver {
     GenerationOver {
         cause,
@@ -283,12 +318,12 @@ pub(super) fn shared(generation: u64, body: Body) -> Arc<DaemonMessage> {
     })
 }
 
-/// One call of `apply`: its parameters, and the effects as they are decided.
-pub(super) struct Turn<'a> {
+/// One call of `apply`: its parameters, and the effects that it collects.
+pub(super) struct ApplyContext<'a> {
     pub(super) at: At,
     pub(super) config: &'a Config,
     pub(super) effects: Vec<Effect>,
-    /// Of what its notes speak.
+    /// The subject of its notes.
     pub(super) about: About,
     /// Whose store is called.
     pub(super) owner: Owner,
@@ -296,15 +331,15 @@ pub(super) struct Turn<'a> {
     pub(super) answers: Answers,
 }
 
-impl Turn<'_> {
-    /// The name of a new assignment. Two jobs may start in one turn.
+impl ApplyContext<'_> {
+    /// The id of a new assignment. One event may start two jobs.
     pub(super) fn assignment_id(&mut self) -> String {
         let id = self.at.id;
         self.at.id = id.wrapping_add(1);
         format!("{id:032x}")
     }
 
-    /// The data key of an assignment. Each assignment of a turn has another name, and so another key.
+    /// The data key of an assignment, derived from its id.
     pub(super) fn data_key(&self, assignment_id: &str) -> Vec<u8> {
         let Secret(secret) = &self.at.secret;
         let key = blake3::keyed_hash(secret, assignment_id.as_bytes());
@@ -318,7 +353,7 @@ impl Turn<'_> {
         }
     }
 
-    /// Sends what others are sent too: there is one copy of it.
+    /// Sends a message that several nodes share.
     pub(super) fn send_shared(&mut self, conn: Option<ConnId>, message: &Arc<DaemonMessage>) {
         if let Some(conn) = conn {
             let message = Arc::clone(message);
@@ -348,9 +383,5 @@ impl Turn<'_> {
 
     pub(super) fn observe(&mut self, observation: Observation) {
         self.effects.push(Effect::Observed(observation));
-    }
-
-    pub(super) fn end_generation(&mut self, ended: EndedGeneration) {
-        self.effects.push(Effect::GenerationEnded(Box::new(ended)));
     }
 }

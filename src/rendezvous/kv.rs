@@ -8,7 +8,7 @@ use ddp_proto::rendezvous::{KvEntries, KvEntry};
 use prost::Message as _;
 use prost::bytes::Bytes;
 
-use super::event::{CallId, Effect, KvError, Turn};
+use super::event::{ApplyContext, CallId, Effect, KvError};
 use super::shares::Load;
 
 /// Prefixes of keys that are waited for at once: each write looks at all of them.
@@ -63,8 +63,13 @@ struct Gathered {
 
 impl KvStore {
     /// Writes an entry and answers all reads that waited for it.
-    pub(super) fn put(&mut self, turn: &mut Turn<'_>, key: String, value: Vec<u8>) -> Result<(), KvError> {
-        let limits = turn.config.kv;
+    pub(super) fn put(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        key: String,
+        value: Vec<u8>,
+    ) -> Result<(), KvError> {
+        let limits = context.config.kv;
         if key.len() > limits.key_bytes {
             return Err(KvError::TooMuch(format!(
                 "key `{}…` has {} bytes, at most {} are allowed",
@@ -105,7 +110,7 @@ impl KvStore {
         for call in self.by_key.remove(&key).unwrap_or_default() {
             if self.forget(call).is_some() {
                 let result = Ok(value.clone());
-                turn.effects.push(Effect::Answer { call, result });
+                context.effects.push(Effect::Answer { call, result });
             }
         }
         let prefixes: Vec<String> = self
@@ -123,13 +128,13 @@ impl KvStore {
         }
         self.entries.insert(key, value);
         for prefix in prefixes {
-            self.written(turn, &prefix);
+            self.written(context, &prefix);
         }
         Ok(())
     }
 
     /// Another key with this prefix is there: answers those that waited for no more.
-    fn written(&mut self, turn: &mut Turn<'_>, prefix: &str) {
+    fn written(&mut self, context: &mut ApplyContext<'_>, prefix: &str) {
         let Some(gather) = self.by_prefix.get_mut(prefix) else {
             return;
         };
@@ -144,11 +149,11 @@ impl KvStore {
         if done.is_empty() {
             return;
         }
-        let encoded = self.encoded(turn, prefix);
+        let encoded = self.encoded(context, prefix);
         for call in done {
             self.forget(call);
             let result = encoded.clone();
-            turn.effects.push(Effect::Answer { call, result });
+            context.effects.push(Effect::Answer { call, result });
         }
     }
 
@@ -159,11 +164,11 @@ impl KvStore {
     }
 
     /// All entries with this prefix, encoded once for all calls that ask one after the other.
-    fn encoded(&mut self, turn: &mut Turn<'_>, prefix: &str) -> Result<Bytes, KvError> {
+    fn encoded(&mut self, context: &mut ApplyContext<'_>, prefix: &str) -> Result<Bytes, KvError> {
         if let Some(last) = self.gathered.as_ref().filter(|last| last.prefix == prefix) {
             return Ok(last.encoded.clone());
         }
-        if !turn.answers.have_room(&turn.config.kv, turn.owner) {
+        if !context.answers.have_room(&context.config.kv, context.owner) {
             return Err(KvError::TooMuch(format!(
                 "cannot gather keys with `{}`: callers of this daemon have not read what they gathered before",
                 clip(prefix, 32)
@@ -183,18 +188,24 @@ impl KvStore {
             have,
             encoded: encoded.clone(),
         });
-        turn.answers.add(turn.owner, encoded.clone());
+        context.answers.add(context.owner, encoded.clone());
         Ok(encoded)
     }
 
     /// Answers a read at once, or lets it wait for at most `timeout`.
-    pub(super) fn get(&mut self, turn: &mut Turn<'_>, call: CallId, key: String, timeout: Duration) {
+    pub(super) fn get(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        call: CallId,
+        key: String,
+        timeout: Duration,
+    ) {
         let result = if let Some(value) = self.entries.get(&key) {
             Ok(value.clone())
         } else if timeout.is_zero() {
             Err(not_written(&key, timeout))
         } else {
-            match self.wait(turn, call, Wanted::Key(key.clone()), timeout) {
+            match self.wait(context, call, Wanted::Key(key.clone()), timeout) {
                 Ok(()) => {
                     self.by_key.entry(key).or_default().insert(call);
                     return;
@@ -202,7 +213,7 @@ impl KvStore {
                 Err(error) => Err(error),
             }
         };
-        turn.effects.push(Effect::Answer { call, result });
+        context.effects.push(Effect::Answer { call, result });
     }
 
     /// What it takes.
@@ -254,28 +265,28 @@ impl KvStore {
     /// for which it waits for at most `timeout`.
     pub(super) fn gather(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         (prefix, count): (String, usize),
         timeout: Duration,
     ) {
         let have = self.count(&prefix);
-        let result = if prefix.len() > turn.config.kv.key_bytes {
+        let result = if prefix.len() > context.config.kv.key_bytes {
             Err(KvError::TooMuch(format!(
                 "no key begins with the {} bytes of this prefix",
                 prefix.len()
             )))
         } else if have >= count {
-            self.encoded(turn, &prefix)
+            self.encoded(context, &prefix)
         } else if timeout.is_zero() {
             Err(too_few(&prefix, have, count, timeout))
         } else {
-            match self.wait_for_prefix(turn, call, (&prefix, count, have), timeout) {
+            match self.wait_for_prefix(context, call, (&prefix, count, have), timeout) {
                 Ok(()) => return,
                 Err(error) => Err(error),
             }
         };
-        turn.effects.push(Effect::Answer { call, result });
+        context.effects.push(Effect::Answer { call, result });
     }
 
     /// How many keys begin with this prefix.
@@ -289,7 +300,7 @@ impl KvStore {
 
     fn wait_for_prefix(
         &mut self,
-        turn: &Turn<'_>,
+        context: &ApplyContext<'_>,
         call: CallId,
         (prefix, count, have): (&str, usize, usize),
         timeout: Duration,
@@ -300,7 +311,7 @@ impl KvStore {
                 clip(prefix, 32)
             )));
         }
-        self.wait(turn, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
+        self.wait(context, call, Wanted::Prefix(prefix.to_owned(), count), timeout)?;
         let gather = self.by_prefix.entry(prefix.to_owned()).or_default();
         gather.have = have;
         gather.calls.insert((count, call));
@@ -310,12 +321,12 @@ impl KvStore {
     /// Lets a call wait.
     fn wait(
         &mut self,
-        turn: &Turn<'_>,
+        context: &ApplyContext<'_>,
         call: CallId,
         wanted: Wanted,
         timeout: Duration,
     ) -> Result<(), KvError> {
-        let (limits, now) = (turn.config.kv, turn.at.now);
+        let (limits, now) = (context.config.kv, context.at.now);
         let (Wanted::Key(key) | Wanted::Prefix(key, _)) = &wanted;
         if key.len() > limits.key_bytes || self.waiters.len() >= limits.waiters {
             return Err(KvError::TooMuch(format!(
@@ -344,8 +355,8 @@ impl KvStore {
     }
 
     /// Answers the reads whose deadline has passed.
-    pub(super) fn expire(&mut self, turn: &mut Turn<'_>) {
-        let now = turn.at.now;
+    pub(super) fn expire(&mut self, context: &mut ApplyContext<'_>) {
+        let now = context.at.now;
         while let Some(&(deadline, call)) = self.deadlines.first()
             && deadline <= now
         {
@@ -362,7 +373,7 @@ impl KvStore {
                 }
             };
             self.strike_out(call, &waiter.wanted);
-            turn.effects.push(Effect::Answer {
+            context.effects.push(Effect::Answer {
                 call,
                 result: Err(error),
             });
@@ -370,9 +381,9 @@ impl KvStore {
     }
 
     /// Ends the store: every waiting read fails with the cause, every entry is gone.
-    pub(super) fn end(&mut self, turn: &mut Turn<'_>, cause: &str) {
+    pub(super) fn end(&mut self, context: &mut ApplyContext<'_>, cause: &str) {
         for &call in self.waiters.keys() {
-            turn.effects.push(Effect::Answer {
+            context.effects.push(Effect::Answer {
                 call,
                 result: Err(KvError::Superseded(cause.to_owned())),
             });
@@ -408,8 +419,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn turn(config: &Config) -> Turn<'_> {
-        Turn {
+    fn context(config: &Config) -> ApplyContext<'_> {
+        ApplyContext {
             at: At {
                 now: Duration::ZERO,
                 dice: 0.0,
@@ -440,25 +451,25 @@ mod tests {
     #[test]
     fn a_waiting_read_is_answered_by_the_write_once() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.get(&mut turn, CallId(1), "id".into(), SECOND);
-        store.get(&mut turn, CallId(2), "id".into(), SECOND);
-        assert!(turn.effects.is_empty());
-        store.put(&mut turn, "id".into(), vec![7]).unwrap();
-        assert_eq!(answers(&turn.effects), [(1, Ok(vec![7])), (2, Ok(vec![7]))]);
-        turn.effects.clear();
-        turn.at.now = SECOND;
-        store.expire(&mut turn);
-        assert!(turn.effects.is_empty(), "answered reads do not expire");
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.get(&mut context, CallId(1), "id".into(), SECOND);
+        store.get(&mut context, CallId(2), "id".into(), SECOND);
+        assert!(context.effects.is_empty());
+        store.put(&mut context, "id".into(), vec![7]).unwrap();
+        assert_eq!(answers(&context.effects), [(1, Ok(vec![7])), (2, Ok(vec![7]))]);
+        context.effects.clear();
+        context.at.now = SECOND;
+        store.expire(&mut context);
+        assert!(context.effects.is_empty(), "answered reads do not expire");
     }
 
     #[test]
     fn keys_are_write_once_but_the_same_value_may_come_again() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.put(&mut turn, "k".into(), vec![1]).unwrap();
-        store.put(&mut turn, "k".into(), vec![1]).unwrap();
-        let error = store.put(&mut turn, "k".into(), vec![2, 3]).unwrap_err();
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.put(&mut context, "k".into(), vec![1]).unwrap();
+        store.put(&mut context, "k".into(), vec![1]).unwrap();
+        let error = store.put(&mut context, "k".into(), vec![2, 3]).unwrap_err();
         insta::assert_snapshot!(error, @r"
         key `k` is already written with a different value (1 bytes, now 2 bytes)
           hint: keys are write-once in a generation; use a different key for each value
@@ -468,20 +479,20 @@ mod tests {
     #[test]
     fn reads_expire_at_their_own_deadline() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.get(&mut turn, CallId(1), "a".into(), SECOND);
-        store.get(&mut turn, CallId(2), "a".into(), 3 * SECOND);
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.get(&mut context, CallId(1), "a".into(), SECOND);
+        store.get(&mut context, CallId(2), "a".into(), 3 * SECOND);
         assert_eq!(store.next_deadline(), Some(SECOND));
-        turn.at.now = SECOND;
-        store.expire(&mut turn);
+        context.at.now = SECOND;
+        store.expire(&mut context);
         assert_eq!(
-            answers(&turn.effects),
+            answers(&context.effects),
             [(1, Err("no rank wrote key `a` within 1s".into()))]
         );
         assert_eq!(store.next_deadline(), Some(3 * SECOND));
-        turn.effects.clear();
-        store.put(&mut turn, "a".into(), vec![]).unwrap();
-        assert_eq!(answers(&turn.effects), [(2, Ok(vec![]))]);
+        context.effects.clear();
+        store.put(&mut context, "a".into(), vec![]).unwrap();
+        assert_eq!(answers(&context.effects), [(2, Ok(vec![]))]);
     }
 
     #[test]
@@ -501,8 +512,8 @@ mod tests {
             },
             ..Config::default()
         };
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        let mut put = |key: &str, len: usize| store.put(&mut turn, key.into(), vec![0; len]);
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        let mut put = |key: &str, len: usize| store.put(&mut context, key.into(), vec![0; len]);
         assert!(matches!(put("12345", 0), Err(KvError::TooMuch(_))));
         assert!(matches!(put("k", 5), Err(KvError::TooMuch(_))));
         put("a", 4).unwrap();
@@ -512,15 +523,15 @@ mod tests {
         );
         put("b", 4).unwrap();
         assert!(matches!(put("", 0), Err(KvError::TooMuch(_))), "entries");
-        store.get(&mut turn, CallId(1), "x".into(), 9 * SECOND);
+        store.get(&mut context, CallId(1), "x".into(), 9 * SECOND);
         assert_eq!(
             store.next_deadline(),
             Some(SECOND),
             "no wait is longer than the bound"
         );
-        store.get(&mut turn, CallId(2), "x".into(), SECOND);
+        store.get(&mut context, CallId(2), "x".into(), SECOND);
         assert!(matches!(
-            turn.effects.as_slice(),
+            context.effects.as_slice(),
             [Effect::Answer {
                 call: CallId(2),
                 result: Err(KvError::TooMuch(_))
@@ -538,15 +549,15 @@ mod tests {
             },
             ..Config::default()
         };
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.get(&mut turn, CallId(1), "x".into(), SECOND);
-        store.get(&mut turn, CallId(2), "x".into(), SECOND);
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.get(&mut context, CallId(1), "x".into(), SECOND);
+        store.get(&mut context, CallId(2), "x".into(), SECOND);
         store.cancel(CallId(1));
         store.cancel(CallId(1));
-        store.get(&mut turn, CallId(3), "x".into(), SECOND);
-        assert!(turn.effects.is_empty());
-        store.put(&mut turn, "x".into(), vec![1]).unwrap();
-        assert_eq!(answers(&turn.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
+        store.get(&mut context, CallId(3), "x".into(), SECOND);
+        assert!(context.effects.is_empty());
+        store.put(&mut context, "x".into(), vec![1]).unwrap();
+        assert_eq!(answers(&context.effects), [(2, Ok(vec![1])), (3, Ok(vec![1]))]);
     }
 
     /// Each of them looked at all others: a member could keep the daemon from everything else for minutes.
@@ -554,32 +565,32 @@ mod tests {
     fn many_reads_of_one_key_or_prefix_end_without_a_look_at_all_of_them() {
         const READS: u64 = 65_536;
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
+        let (mut store, mut context) = (KvStore::default(), context(&config));
         let step = Duration::from_micros(1);
-        let read = |store: &mut KvStore, turn: &mut Turn<'_>| {
+        let read = |store: &mut KvStore, context: &mut ApplyContext<'_>| {
             for call in 0..READS / 2 {
                 let timeout = SECOND + step * call as u32;
-                store.get(turn, CallId(2 * call), "key".into(), timeout);
-                store.gather(turn, CallId(2 * call + 1), ("of/".into(), 10_000), timeout);
+                store.get(context, CallId(2 * call), "key".into(), timeout);
+                store.gather(context, CallId(2 * call + 1), ("of/".into(), 10_000), timeout);
             }
         };
-        read(&mut store, &mut turn);
-        assert!(turn.effects.is_empty(), "all of them wait");
+        read(&mut store, &mut context);
+        assert!(context.effects.is_empty(), "all of them wait");
         // None of them is answered by that.
         for key in 0..5000 {
-            store.put(&mut turn, format!("of/{key}"), Vec::new()).unwrap();
+            store.put(&mut context, format!("of/{key}"), Vec::new()).unwrap();
         }
         for call in 0..READS {
             store.cancel(CallId(call));
         }
         assert_eq!(store.load().waiters, 0);
         assert!(store.deadlines.is_empty() && store.by_key.is_empty() && store.by_prefix.is_empty());
-        read(&mut store, &mut turn);
+        read(&mut store, &mut context);
         for tick in 0..READS / 2 {
-            turn.at.now = SECOND + step * tick as u32;
-            store.expire(&mut turn);
+            context.at.now = SECOND + step * tick as u32;
+            store.expire(&mut context);
         }
-        assert_eq!(turn.effects.len() as u64, READS);
+        assert_eq!(context.effects.len() as u64, READS);
         assert_eq!(store.next_deadline(), None);
         assert!(store.by_key.is_empty() && store.by_prefix.is_empty());
     }
@@ -594,21 +605,21 @@ mod tests {
             },
             ..Config::default()
         };
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.put(&mut turn, "a".into(), vec![1]).unwrap();
-        store.put(&mut turn, "b".into(), vec![2]).unwrap();
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.put(&mut context, "a".into(), vec![1]).unwrap();
+        store.put(&mut context, "b".into(), vec![2]).unwrap();
         for (call, prefix) in [(1, "a"), (2, "a"), (3, "b")] {
-            store.gather(&mut turn, CallId(call), (prefix.into(), 0), SECOND);
+            store.gather(&mut context, CallId(call), (prefix.into(), 0), SECOND);
         }
-        let told = answers(&turn.effects);
+        let told = answers(&context.effects);
         assert!(told[..2].iter().all(|(_, answer)| keys(answer) == ["a"]));
         let refused = told[2].1.clone().unwrap_err();
         assert!(refused.starts_with("cannot gather keys with `b`"), "{refused}");
         // Its callers have taken it, and so has the store.
-        turn.effects.clear();
-        store.put(&mut turn, "a2".into(), vec![1]).unwrap();
-        store.gather(&mut turn, CallId(4), ("b".into(), 0), SECOND);
-        assert_eq!(keys(&answers(&turn.effects)[0].1), ["b"]);
+        context.effects.clear();
+        store.put(&mut context, "a2".into(), vec![1]).unwrap();
+        store.gather(&mut context, CallId(4), ("b".into(), 0), SECOND);
+        assert_eq!(keys(&answers(&context.effects)[0].1), ["b"]);
     }
 
     fn keys(answer: &Result<Vec<u8>, String>) -> Vec<String> {
@@ -619,21 +630,25 @@ mod tests {
     #[test]
     fn a_gather_is_answered_when_all_are_there_and_all_readers_share_one_buffer() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.put(&mut turn, "rank/1".into(), vec![1]).unwrap();
-        store.put(&mut turn, "rank".into(), vec![9]).unwrap();
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.put(&mut context, "rank/1".into(), vec![1]).unwrap();
+        store.put(&mut context, "rank".into(), vec![9]).unwrap();
         let want = |count| ("rank/".to_owned(), count);
-        store.gather(&mut turn, CallId(1), want(2), SECOND);
-        store.gather(&mut turn, CallId(2), want(3), SECOND);
-        store.gather(&mut turn, CallId(3), want(2), SECOND);
-        store.gather(&mut turn, CallId(4), want(0), Duration::ZERO);
-        assert_eq!(keys(&answers(&turn.effects)[0].1), ["rank/1"], "with 0, at once");
-        turn.effects.clear();
-        store.put(&mut turn, "rank/0".into(), vec![0]).unwrap();
-        let told = answers(&turn.effects);
+        store.gather(&mut context, CallId(1), want(2), SECOND);
+        store.gather(&mut context, CallId(2), want(3), SECOND);
+        store.gather(&mut context, CallId(3), want(2), SECOND);
+        store.gather(&mut context, CallId(4), want(0), Duration::ZERO);
+        assert_eq!(
+            keys(&answers(&context.effects)[0].1),
+            ["rank/1"],
+            "with 0, at once"
+        );
+        context.effects.clear();
+        store.put(&mut context, "rank/0".into(), vec![0]).unwrap();
+        let told = answers(&context.effects);
         assert_eq!(told.iter().map(|(call, _)| *call).collect::<Vec<_>>(), [1, 3]);
         assert_eq!(keys(&told[0].1), ["rank/0", "rank/1"]);
-        let buffers = turn.effects.iter().map(|effect| match effect {
+        let buffers = context.effects.iter().map(|effect| match effect {
             Effect::Answer {
                 result: Ok(value), ..
             } => value.as_ptr(),
@@ -641,54 +656,64 @@ mod tests {
         });
         let buffers: Vec<_> = buffers.collect();
         assert_eq!(buffers[0], buffers[1]);
-        turn.effects.clear();
-        turn.at.now = SECOND;
-        store.expire(&mut turn);
+        context.effects.clear();
+        context.at.now = SECOND;
+        store.expire(&mut context);
         let words = "only 2 of 3 keys with `rank/` were written within 1s".to_owned();
-        assert_eq!(answers(&turn.effects), [(2, Err(words))]);
-        turn.effects.clear();
-        store.put(&mut turn, "rank/2".into(), vec![]).unwrap();
-        assert!(turn.effects.is_empty(), "it has been answered");
-        store.gather(&mut turn, CallId(5), want(3), Duration::ZERO);
-        assert_eq!(keys(&answers(&turn.effects)[0].1), ["rank/0", "rank/1", "rank/2"]);
+        assert_eq!(answers(&context.effects), [(2, Err(words))]);
+        context.effects.clear();
+        store.put(&mut context, "rank/2".into(), vec![]).unwrap();
+        assert!(context.effects.is_empty(), "it has been answered");
+        store.gather(&mut context, CallId(5), want(3), Duration::ZERO);
+        assert_eq!(
+            keys(&answers(&context.effects)[0].1),
+            ["rank/0", "rank/1", "rank/2"]
+        );
     }
 
     #[test]
     fn prefixes_that_are_waited_for_are_bounded_and_forgotten_with_the_last_call() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        let ask = |store: &mut KvStore, turn: &mut Turn<'_>, prefix: usize, count| {
-            turn.effects.clear();
-            store.gather(turn, CallId(prefix as u64), (prefix.to_string(), count), SECOND);
-            answers(&turn.effects).first().map(|(_, answer)| answer.is_ok())
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        let ask = |store: &mut KvStore, context: &mut ApplyContext<'_>, prefix: usize, count| {
+            context.effects.clear();
+            store.gather(
+                context,
+                CallId(prefix as u64),
+                (prefix.to_string(), count),
+                SECOND,
+            );
+            answers(&context.effects)
+                .first()
+                .map(|(_, answer)| answer.is_ok())
         };
         // Nobody waits for what is there.
         for prefix in 0..2 * MAX_PREFIXES {
-            assert_eq!(ask(&mut store, &mut turn, prefix, 0), Some(true));
+            assert_eq!(ask(&mut store, &mut context, prefix, 0), Some(true));
         }
         for prefix in 100..100 + MAX_PREFIXES {
-            assert_eq!(ask(&mut store, &mut turn, prefix, 1), None, "it waits");
+            assert_eq!(ask(&mut store, &mut context, prefix, 1), None, "it waits");
         }
-        assert_eq!(ask(&mut store, &mut turn, 99, 1), Some(false));
+        assert_eq!(ask(&mut store, &mut context, 99, 1), Some(false));
         store.cancel(CallId(100));
-        assert_eq!(ask(&mut store, &mut turn, 99, 1), None);
-        turn.at.now = SECOND;
-        store.expire(&mut turn);
+        assert_eq!(ask(&mut store, &mut context, 99, 1), None);
+        context.at.now = SECOND;
+        store.expire(&mut context);
         assert!(store.by_prefix.is_empty());
         let long = "x".repeat(config.kv.key_bytes + 1);
-        turn.effects.clear();
-        store.gather(&mut turn, CallId(1), (long, 0), SECOND);
-        assert!(answers(&turn.effects)[0].1.is_err());
+        context.effects.clear();
+        store.gather(&mut context, CallId(1), (long, 0), SECOND);
+        assert!(answers(&context.effects)[0].1.is_err());
     }
 
     #[test]
     fn the_end_of_a_generation_ends_the_reads() {
         let config = Config::default();
-        let (mut store, mut turn) = (KvStore::default(), turn(&config));
-        store.get(&mut turn, CallId(1), "x".into(), SECOND);
-        store.end(&mut turn, "rank 1 (node `b`) died of SIGKILL");
+        let (mut store, mut context) = (KvStore::default(), context(&config));
+        store.get(&mut context, CallId(1), "x".into(), SECOND);
+        store.end(&mut context, "rank 1 (node `b`) died of SIGKILL");
         let words = "generation superseded: rank 1 (node `b`) died of SIGKILL".to_owned();
-        assert_eq!(answers(&turn.effects), [(1, Err(words))]);
+        assert_eq!(answers(&context.effects), [(1, Err(words))]);
         assert_eq!(store.next_deadline(), None);
     }
 }

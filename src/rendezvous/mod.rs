@@ -8,18 +8,15 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | its nodes, its generations, and what it is doing |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
-//! | `nodes` | indexes and the list of nodes | who is ready, who is away, whose lease ends next, without a look at all |
-//! | `node_list` | the nodes of a generation | what each is told of the others, and the list on request |
+//! | `nodes` | many nodes | their assignments, and whose lease ends next |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `history` | the past of a job | its generations with their reasons, and rank 0's losses |
 //! | `stragglers` | slow ranks | which ones, by their step times |
-//! | `isolation` | a daemon that receives nothing | whether its own network is down |
+//! | `partition` | a daemon that hears no node | whether its own network may be down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
-//! | `deadlines` | deadlines by time | which is next |
-//! | `difference` | two nodes of one job | in what they differ |
-//! | `words` | messages | what people read |
+//! | `messages` | texts | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
 //! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
 //!
@@ -28,13 +25,13 @@
 //! an agent that does not read its messages is disconnected.
 
 mod config;
-mod difference;
 mod event;
 mod history;
-mod isolation;
 mod job;
 mod kv;
+mod messages;
 mod nodes;
+mod partition;
 mod policy;
 mod ranks;
 pub mod report;
@@ -45,18 +42,17 @@ mod state;
 mod stragglers;
 #[cfg(test)]
 mod tests;
-mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, EndedGeneration, Event, KvError, Observation, Peer, RestartReason,
-    Secret, Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, Record, RestartReason, Secret,
+    Weight,
 };
-pub use job::Record;
+pub use report::Census;
 #[cfg(feature = "otlp")]
 pub use service::Collector;
 pub use service::{
     Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
     listen_locally, serve, serve_with,
 };
-pub use state::{Census, State, apply};
+pub use state::{State, apply};

@@ -94,7 +94,7 @@ impl Account {
     }
 
     /// Puts the account into an assignment: agents give it back to a daemon that has lost its state.
-    pub(super) fn deposit(&self, assignment: &mut Assignment) {
+    pub(super) fn write_to(&self, assignment: &mut Assignment) {
         assignment.restart_count = self.spent;
         assignment.best_step = self.best;
         assignment.quick_failures = self.quick;
@@ -102,7 +102,7 @@ impl Account {
     }
 
     /// The account as an earlier daemon has put it into an assignment.
-    pub(super) fn withdraw(assignment: &Assignment) -> Self {
+    pub(super) fn read_from(assignment: &Assignment) -> Self {
         Self {
             spent: assignment.restart_count,
             best: assignment.best_step,

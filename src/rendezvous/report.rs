@@ -1,7 +1,40 @@
 //! What the daemon tells of its jobs, as JSON: for the status page and for `--json`.
 
+use std::time::Duration;
+
 use ddp_proto::rendezvous::{JobsReply, NodeStatus, RankProgress, StatusReply};
 use serde_json::{Value, json};
+
+/// All jobs of a daemon in numbers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// Nodes are to come before the next generation.
+    pub gathering: u64,
+    /// An earlier daemon's generation runs, whose nodes have not all come back.
+    pub recovering: u64,
+    /// A generation runs.
+    pub running: u64,
+    /// The job is over, and some nodes have not left.
+    pub over: u64,
+    /// Nodes that are there.
+    pub nodes: u64,
+    /// Those of them that are connected.
+    pub connected: u64,
+    /// Ranks of running generations.
+    pub ranks: u64,
+    /// Bytes in the key-value stores.
+    pub kv_bytes: u64,
+    /// For how long the quietest node has said nothing.
+    pub longest_silence: Duration,
+    /// For how long the nodes of a job have been waited for, of the job that waits longest.
+    pub longest_gathering: Duration,
+    /// The daemon's own network may be down.
+    pub suspects_network: bool,
+    /// The daemon takes no new jobs.
+    pub is_draining: bool,
+    /// Generations of the first jobs that run one, as many as were asked for.
+    pub generations: Vec<(String, u64)>,
+}
 
 /// How much a document holds at most; the rest is counted.
 #[derive(Clone, Copy, Debug)]

@@ -4,22 +4,26 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_proto::printable::{self, Clean as _};
+use ddp_proto::printable;
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
-    StatusReply, StatusRequest, refused::Code,
+    AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, Refused, StatusReply,
+    StatusRequest, refused::Code,
 };
 use ddp_proto::trust::token::is_same_secret;
 use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
-use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Peer, Speech, Turn, refusal};
-use super::isolation::Isolation;
-use super::job::{Finished, Job, Joining, Record};
+use super::event::{
+    About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal,
+};
+use super::job::{Finished, Job, Joining};
 use super::kv::clip;
 use super::nodes::deadlines::Deadlines;
+use super::partition::PartitionSuspicion;
+use super::report::Census;
 use super::shares::{Answers, Load, Owner, Shares, first_of_largest, owner_of, part_of};
 
 /// Jobs that a list holds.
@@ -38,54 +42,23 @@ pub struct State {
     answers: Answers,
 }
 
-/// The same without the settings, which a [`Turn`] borrows.
+/// All jobs, without the settings, which a [`ApplyContext`] borrows.
 #[derive(Debug, Default)]
-pub(super) struct Daemon {
-    pub(super) jobs: BTreeMap<String, Job>,
+struct Daemon {
+    jobs: BTreeMap<String, Job>,
     /// When each job has something to do next.
     wakes: Deadlines,
-    /// Who speaks on a stream, once it has joined.
+    /// The node of each stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
-    /// Streams that the daemon has ended, while messages may still come in from them.
+    /// Streams that the daemon has ended, and whose last messages may still arrive.
     ended: HashSet<ConnId>,
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
     /// No less than the stores of all jobs take.
     shares: Shares,
-    pub(super) isolation: Isolation,
-    /// An operator wants no new jobs here.
+    partition: PartitionSuspicion,
+    /// An operator drains the daemon.
     is_draining: bool,
-}
-
-/// All jobs of a daemon in numbers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Nodes are to come before the next generation.
-    pub gathering: u64,
-    /// An earlier daemon's generation runs, whose nodes have not all come back.
-    pub recovering: u64,
-    /// A generation runs.
-    pub running: u64,
-    /// The job is over, and some nodes have not left.
-    pub over: u64,
-    /// Nodes that are there.
-    pub nodes: u64,
-    /// Those of them that are connected.
-    pub connected: u64,
-    /// Ranks of running generations.
-    pub ranks: u64,
-    /// Bytes in the key-value stores.
-    pub kv_bytes: u64,
-    /// For how long the quietest node has said nothing.
-    pub longest_silence: Duration,
-    /// For how long the nodes of a job have been waited for, of the job that waits longest.
-    pub longest_gathering: Duration,
-    /// The daemon's own network may be down.
-    pub suspects_network: bool,
-    /// The daemon takes no new jobs.
-    pub is_draining: bool,
-    /// Generations of the first jobs that run one, as many as were asked for.
-    pub generations: Vec<(String, u64)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,7 +68,7 @@ struct Speaker {
 }
 
 impl State {
-    /// A daemon that knows no job.
+    /// A daemon without jobs.
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -104,7 +77,7 @@ impl State {
         }
     }
 
-    /// A daemon that starts with what its ledger has of each job, oldest first.
+    /// A daemon that starts with the records of its ledger, oldest first.
     pub fn recall(config: Config, records: Vec<Record>, now: Duration) -> Self {
         let mut daemon = Daemon::default();
         for record in records {
@@ -129,18 +102,18 @@ impl State {
         self.daemon.next_wake()
     }
 
-    /// What people and tools may know of a job.
+    /// The status of a job.
     pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
     }
 
-    /// The same for a caller, who has to be a node of the job or an operator.
+    /// The status of a job for a node of it or an operator.
     pub fn status_for(&self, now: Duration, request: &StatusRequest, is_admin: bool) -> Option<StatusReply> {
         let job = self.daemon.jobs.get(&request.job_id)?;
         (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
     }
 
-    /// All jobs, for operators.
+    /// The list of jobs, for operators.
     pub fn jobs(&self, now: Duration) -> JobsReply {
         let Daemon {
             jobs, is_draining, ..
@@ -185,29 +158,19 @@ impl State {
         self.daemon.jobs.len()
     }
 
-    /// No new jobs are taken, and none is left.
+    /// The daemon is draining, and its last job is gone.
     pub fn is_drained(&self) -> bool {
         self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
-    /// The list of all nodes of a generation that runs, encoded, for one of them.
-    pub fn nodes(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
-        let job = self.daemon.jobs.get(&request.job_id);
-        let job = job.filter(|job| job.has(&request.incarnation));
-        job.ok_or_else(|| unknown(&request.job_id))?.node_list(request)
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        self.daemon.jobs.values().for_each(Job::assert_counts);
     }
 
     /// True if no agent is at this daemon, connected or expected back.
     pub fn is_idle(&self) -> bool {
         self.daemon.is_idle()
-    }
-
-    /// How long nodes are expected back that fell silent: a launcher that was suspended comes for the verdict on its
-    /// job. None if there are none; it may be in the past.
-    pub fn expects_until(&self) -> Option<Duration> {
-        let jobs = self.daemon.jobs.values().map(Job::silent);
-        let all = jobs.chain(self.daemon.finished.iter().map(Finished::silent));
-        all.flat_map(BTreeMap::values).max().copied()
     }
 }
 
@@ -218,7 +181,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         daemon,
         answers,
     } = state;
-    let mut turn = Turn {
+    let mut context = ApplyContext {
         at,
         config,
         effects: Vec::new(),
@@ -227,39 +190,42 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         answers: std::mem::take(answers),
     };
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
-    if event.is_contact(daemon.isolation.silence(at.now), &turn, has_joined) {
-        daemon.note_contact(&mut turn);
+    if daemon
+        .partition
+        .ends_with(&event, at.now, context.config, has_joined)
+    {
+        daemon.note_contact(&mut context);
     }
     match event {
         Event::Message { conn, .. } if daemon.ended.contains(&conn) => {
-            turn.detail("ignored a message on an ended stream");
+            context.detail("ignored a message on an ended stream");
         }
-        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, *message),
-        Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
-        Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
-        Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
+        Event::Message { conn, peer, message } => daemon.message(&mut context, conn, peer, *message),
+        Event::Closed { conn, clean } => daemon.closed(&mut context, conn, clean),
+        Event::KvPut { call, request } => daemon.kv_put(&mut context, call, request),
+        Event::KvGet { call, request } => daemon.kv_get(&mut context, call, request),
         Event::KvCancel { call, job } => {
             if let Some(job) = daemon.jobs.get_mut(&job) {
                 job.cancel(call);
             }
         }
-        Event::Close { job, reason } => daemon.close(&mut turn, &job, &reason),
-        Event::Drain => daemon.drain(&mut turn),
-        Event::KvGather { call, request } => daemon.kv_gather(&mut turn, call, request),
-        Event::Tick => daemon.tick(&mut turn),
+        Event::Close { job, reason } => daemon.close(&mut context, &job, &reason),
+        Event::Drain => daemon.drain(&mut context),
+        Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, request),
+        Event::Tick => daemon.tick(&mut context),
     }
-    for effect in &turn.effects {
+    for effect in &context.effects {
         if let Effect::Close { conn } = effect {
             daemon.ended.insert(*conn);
         }
     }
-    *answers = turn.answers;
-    turn.effects
+    *answers = context.answers;
+    context.effects
 }
 
 impl Daemon {
     /// No job has nodes.
-    pub(super) fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.jobs.values().all(Job::is_idle)
     }
 
@@ -267,21 +233,13 @@ impl Daemon {
         self.wakes.next()
     }
 
-    /// The job may have something to do earlier than before.
+    /// Updates the deadline of a job after a change.
     fn replan(&mut self, job_id: &str) {
         let wake = self.jobs.get(job_id).and_then(Job::next_wake);
         self.wakes.note(job_id, wake);
     }
 
-    /// The same of all jobs.
-    pub(super) fn replan_all(&mut self) {
-        for (id, job) in &self.jobs {
-            self.wakes.note(id, job.next_wake());
-        }
-    }
-
-    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, mut message: AgentMessage) {
-        message.clean();
+    fn message(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
         let AgentMessage {
             job_id,
             incarnation,
@@ -295,20 +253,20 @@ impl Daemon {
             job: job_id,
             incarnation,
         };
-        if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
-            return refuse(turn, conn, code, reason);
+        if let Err(refused) = self.identify(context, conn, &speaker, &body) {
+            return refuse(context, conn, refused);
         }
         let job_id = speaker.job;
-        self.speak_of(turn, &job_id, &speaker.incarnation, &body);
-        let from = Speech {
+        self.speak_of(context, &job_id, &speaker.incarnation, &body);
+        let from = Origin {
             incarnation: speaker.incarnation,
             generation,
             assignment_id,
         };
         if let Body::Join(join) = body {
-            if let Err(reason) = self.check_token(turn.config, &job_id, &join.token_proof) {
+            if let Err(reason) = self.check_token(context.config, &job_id, &join.token_proof) {
                 self.speakers.remove(&conn);
-                return refuse(turn, conn, Code::Unauthenticated, reason);
+                return refuse(context, conn, refusal(Code::Unauthenticated, reason));
             }
             let joining = Joining {
                 conn,
@@ -316,27 +274,27 @@ impl Daemon {
                 from,
                 join,
             };
-            self.join(turn, &job_id, joining);
+            self.join(context, &job_id, joining);
         } else if let Some(job) = self.jobs.get_mut(&job_id) {
-            job.receive(turn, conn, &from, body);
+            job.receive(context, conn, &from, body);
         }
-        self.forget(turn, &job_id);
+        self.forget(context, &job_id);
     }
 
-    /// A stream begins with `Join`, and speaks for one node from then on.
+    /// A stream begins with `Join`, and belongs to that node from then on.
     fn identify(
         &mut self,
-        turn: &Turn<'_>,
+        context: &ApplyContext<'_>,
         conn: ConnId,
         speaker: &Speaker,
         body: &Body,
-    ) -> Result<(), (Code, String)> {
-        let invalid = |reason: &str| Err((Code::Invalid, reason.to_owned()));
+    ) -> Result<(), Refused> {
+        let invalid = |reason: &str| Err(refusal(Code::Invalid, reason.to_owned()));
         match self.speakers.get(&conn) {
             Some(known) if known == speaker => Ok(()),
             Some(_) => invalid("a stream belongs to one node of one job"),
             None if matches!(body, Body::Join(_)) => {
-                self.admit_speaker(turn, speaker)?;
+                self.admit_speaker(context, speaker)?;
                 self.speakers.insert(conn, speaker.clone());
                 Ok(())
             }
@@ -344,34 +302,35 @@ impl Daemon {
         }
     }
 
-    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), (Code, String)> {
-        let max = turn.config.max_name_bytes;
-        if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
+    fn admit_speaker(&self, context: &ApplyContext<'_>, speaker: &Speaker) -> Result<(), Refused> {
+        let max = context.config.max_name_bytes;
+        let is_name = (1..=max).contains(&speaker.job.len()) && printable::is_name(&speaker.job);
+        if !is_name || speaker.incarnation.is_empty() {
             let reason = format!("a job name has 1 to {max} bytes, and each agent needs its own name");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
-        if let Some(reason) = turn.config.refuses(&speaker.job) {
+        if let Some(reason) = context.config.refuses(&speaker.job) {
             let hint =
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
-            let reason = match turn.config.callers {
+            let reason = match context.config.callers {
                 Callers::Proven => format!("the rendezvous at this address {reason}"),
                 _ => format!(
                     "the rendezvous at this address does not serve job `{}`",
                     clip(&speaker.job, 128)
                 ),
             };
-            return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
+            return Err(refusal(Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         let is_new = !self.jobs.contains_key(&speaker.job);
-        if is_new && self.jobs.len() >= turn.config.max_jobs {
+        if is_new && self.jobs.len() >= context.config.max_jobs {
             let count = self.jobs.len();
             let reason = format!("this daemon already has {count} jobs, the maximum");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
         Ok(())
     }
 
-    /// Where jobs have tokens of their own, a node needs that of its job.
+    /// Where each job has its own token, a node needs the token of its job.
     fn check_token(&self, config: &Config, job_id: &str, proof: &[u8]) -> Result<(), String> {
         if config.callers != Callers::OfJobs {
             return Ok(());
@@ -389,39 +348,39 @@ impl Daemon {
         Ok(())
     }
 
-    fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
-        let mut finished = self.finished.iter_mut().rev();
-        let config = turn.config;
+    fn join(&mut self, context: &mut ApplyContext<'_>, job_id: &str, joining: Joining) {
+        let mut finished = self.finished.iter().rev();
+        let config = context.config;
         let missed =
             finished.find(|f| f.is_of(job_id) && f.is_open_to(config, &joining) && f.concerns(&joining));
-        if missed.is_some_and(|missed| missed.tell(turn, &joining)) {
+        if missed.is_some_and(|missed| missed.tell(context, &joining)) {
             return;
         }
         let job = self.jobs.get_mut(job_id);
-        if job.is_some_and(|job| job.is_cleared_for(turn, &joining)) {
+        if job.is_some_and(|job| job.is_cleared_for(context, &joining)) {
             // Its verdict is kept for those that were away when it was told.
-            self.forget(turn, job_id);
+            self.forget(context, job_id);
         }
         if !self.jobs.contains_key(job_id)
-            && let Err((code, reason)) = self.admit_job(config, joining.peer.remote)
+            && let Err(refused) = self.admit_job(config, joining.peer.remote)
         {
-            return refuse(turn, joining.conn, code, reason);
+            return refuse(context, joining.conn, refused);
         }
         // Another run of this name continues to count generations, also if it is another user's: what is left of the old
         // run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
-        let new = || Job::new(job_id, earlier.unwrap_or(0), turn.at.now);
+        let new = || Job::new(job_id, earlier.unwrap_or(0), context.at.now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
-        job.join(turn, joining);
+        job.join(context, joining);
     }
 
     /// Whether a node at this address may begin another job.
-    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), (Code, String)> {
+    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), Refused> {
         if self.is_draining {
             let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
                           hint: start the job at a different daemon, or when this one has been replaced";
-            return Err((Code::Draining, reason.to_owned()));
+            return Err(refusal(Code::Draining, reason.to_owned()));
         }
         let Some(owner) = owner_of(config, from) else {
             return Ok(());
@@ -433,51 +392,93 @@ impl Daemon {
             .count();
         if own >= part_of(config.max_jobs) {
             let reason = format!("this daemon already has {own} jobs from `{from}`, the most of one address");
-            return Err((Code::Invalid, reason));
+            return Err(refusal(Code::Invalid, reason));
         }
         Ok(())
     }
 
-    fn closed(&mut self, turn: &mut Turn<'_>, conn: ConnId, clean: bool) {
+    fn closed(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, clean: bool) {
         self.ended.remove(&conn);
         if let Some(speaker) = self.speakers.remove(&conn)
             && let Some(job) = self.jobs.get_mut(&speaker.job)
         {
-            turn.about = job.about(&speaker.incarnation);
-            job.closed(turn, &speaker.incarnation, conn, clean);
-            self.forget(turn, &speaker.job);
+            context.about = job.about(&speaker.incarnation);
+            job.closed(context, &speaker.incarnation, conn, clean);
+            self.forget(context, &speaker.job);
         }
     }
 
-    fn tick(&mut self, turn: &mut Turn<'_>) {
-        let now = turn.at.now;
+    fn tick(&mut self, context: &mut ApplyContext<'_>) {
+        let now = context.at.now;
         // A timer that is very late means that the daemon itself was stalled (a stopped process, a paused
         // machine): heartbeats may wait unread.
         if let Some(late) = self.next_wake().and_then(|due| now.checked_sub(due))
-            && late > turn.config.heartbeat_interval()
+            && late > context.config.heartbeat_interval()
         {
-            turn.decided(format!(
+            context.decided(format!(
                 "the daemon was stalled for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
-            self.renew_leases(now + turn.config.lease);
+            self.renew_leases(now + context.config.lease);
         } else {
-            self.consider_isolation(turn);
+            self.consider_partition(context);
         }
         let Self { jobs, wakes, .. } = self;
         let due = wakes.expired(now, Duration::ZERO, |id| jobs.get(id).and_then(Job::next_wake));
         for id in due {
             if let Some(job) = self.jobs.get_mut(&id) {
-                turn.about = job.about("");
-                job.tick(turn);
-                self.forget(turn, &id);
+                context.about = job.about("");
+                job.tick(context);
+                self.forget(context, &id);
             }
         }
     }
 
-    /// The notes of this turn speak of this job, and of the node that has sent the message.
-    fn speak_of(&self, turn: &mut Turn<'_>, job_id: &str, incarnation: &str, body: &Body) {
-        turn.about = match self.jobs.get(job_id) {
+    /// The daemon's own network may be down. A suspicion ends with the last node.
+    fn suspects_network(&self, now: Duration, config: &Config) -> bool {
+        self.partition.holds(now, config) && !self.is_idle()
+    }
+
+    fn note_contact(&mut self, context: &mut ApplyContext<'_>) {
+        let silence = self.partition.silence(context.at.now);
+        if self.partition.note_contact(context.at.now) && !self.is_idle() {
+            context.decided(format!(
+                "the daemon hears from nodes again after {:.1} s; all leases are renewed",
+                silence.as_secs_f64()
+            ));
+            self.renew_leases(context.at.now + context.config.lease);
+        }
+    }
+
+    /// Gives all nodes more time if the daemon hears none of them, though streams are open.
+    fn consider_partition(&mut self, context: &mut ApplyContext<'_>) {
+        let (now, config) = (context.at.now, context.config);
+        let has_streams = || self.jobs.values().any(Job::has_open_streams);
+        if !self.partition.is_due(now, config, has_streams) {
+            return;
+        }
+        if self.partition.begin() {
+            context.decided(format!(
+                "no node has been heard for {:.1} s: the daemon's own network may be down; no node is lost for that, \
+                 for up to {:.0} s",
+                self.partition.silence(now).as_secs_f64(),
+                config.outage_timeout.as_secs_f64()
+            ));
+        }
+        self.renew_leases(now + config.heartbeat_interval());
+    }
+
+    /// No node loses its lease before `until`.
+    fn renew_leases(&mut self, until: Duration) {
+        for (id, job) in &mut self.jobs {
+            job.renew_leases(until);
+            self.wakes.note(id, job.next_wake());
+        }
+    }
+
+    /// Sets the subject of the notes: the job, and the node that sent the message.
+    fn speak_of(&self, context: &mut ApplyContext<'_>, job_id: &str, incarnation: &str, body: &Body) {
+        context.about = match self.jobs.get(job_id) {
             Some(job) => job.about(incarnation),
             None => About {
                 job: job_id.to_owned(),
@@ -485,37 +486,37 @@ impl Daemon {
             },
         };
         if let Body::Join(join) = body {
-            clip(&join.hostname, turn.config.max_name_bytes).clone_into(&mut turn.about.node);
+            clip(&join.hostname, context.config.max_name_bytes).clone_into(&mut context.about.node);
         }
     }
 
-    fn close(&mut self, turn: &mut Turn<'_>, job_id: &str, reason: &str) {
+    fn close(&mut self, context: &mut ApplyContext<'_>, job_id: &str, reason: &str) {
         if let Some(job) = self.jobs.get_mut(job_id) {
-            turn.about = job.about("");
-            job.close(turn, &printable::text(reason));
-            self.forget(turn, job_id);
+            context.about = job.about("");
+            job.close(context, reason);
+            self.forget(context, job_id);
         }
     }
 
-    fn drain(&mut self, turn: &mut Turn<'_>) {
+    fn drain(&mut self, context: &mut ApplyContext<'_>) {
         if !std::mem::replace(&mut self.is_draining, true) {
             let end = match self.jobs.len() {
                 0 => "now".to_owned(),
                 jobs => format!("after {}", counted(jobs as u32, "job")),
             };
-            turn.decided(format!(
+            context.decided(format!(
                 "the daemon is drained: it takes no new jobs, and ends {end}"
             ));
         }
     }
 
     /// Drops a job that no node needs; its verdict is kept for agents that missed it.
-    fn forget(&mut self, turn: &mut Turn<'_>, job_id: &str) {
+    fn forget(&mut self, context: &mut ApplyContext<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
-        if !job.is_some_and(|job| job.is_forgotten(turn.at.now)) {
+        if !job.is_some_and(|job| job.is_forgotten(context.at.now)) {
             return self.replan(job_id);
         }
-        let finished = self.jobs.remove(job_id).and_then(|job| job.finish(turn));
+        let finished = self.jobs.remove(job_id).and_then(|job| job.finish(context));
         self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
@@ -533,23 +534,23 @@ impl Daemon {
         }
     }
 
-    fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
-        let result = self.put(turn, request).map(|()| Bytes::new());
-        turn.effects.push(Effect::Answer { call, result });
+    fn kv_put(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvPutRequest) {
+        let result = self.put(context, request).map(|()| Bytes::new());
+        context.effects.push(Effect::Answer { call, result });
     }
 
-    fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+    fn put(&mut self, context: &mut ApplyContext<'_>, request: KvPutRequest) -> Result<(), KvError> {
         let more = Load {
             entries: 1,
             bytes: request.key.len() + request.value.len(),
             waiters: 0,
         };
-        turn.owner = self.job(&request.job_id, &request.incarnation)?.owner();
-        self.check_room(turn.config, turn.owner, more)?;
+        context.owner = self.job(&request.job_id, &request.incarnation)?.owner();
+        self.check_room(context.config, context.owner, more)?;
         let job = self.job(&request.job_id, &request.incarnation)?;
-        job.put(turn, request)?;
+        job.put(context, request)?;
         // A key that was there before is counted twice, until the next count.
-        self.shares.add(turn.owner, more);
+        self.shares.add(context.owner, more);
         Ok(())
     }
 
@@ -566,58 +567,58 @@ impl Daemon {
         self.shares.check(&config.kv, owner, more)
     }
 
-    fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
+    fn kv_get(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGetRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(turn, call, (&job_id, &caller), |job, turn| {
-            job.get(turn, call, request)
+        self.read(context, call, (&job_id, &caller), |job, context| {
+            job.get(context, call, request)
         });
     }
 
-    fn kv_gather(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGatherRequest) {
+    fn kv_gather(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGatherRequest) {
         let (job_id, caller) = (request.job_id.clone(), request.incarnation.clone());
-        self.read(turn, call, (&job_id, &caller), |job, turn| {
-            job.gather(turn, call, request)
+        self.read(context, call, (&job_id, &caller), |job, context| {
+            job.gather(context, call, request)
         });
     }
 
     fn read(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         of: (&str, &str),
-        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) {
-        if let Err(error) = self.try_read(turn, call, of, begin) {
+        if let Err(error) = self.try_read(context, call, of, begin) {
             let result = Err(error);
-            turn.effects.push(Effect::Answer { call, result });
+            context.effects.push(Effect::Answer { call, result });
         }
         self.replan(of.0);
     }
 
-    /// Begins a read. One that has to wait is given up again if too many do.
+    /// Begins a read. Cancels it if it has to wait and too many reads wait already.
     fn try_read(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         (job_id, caller): (&str, &str),
-        begin: impl FnOnce(&mut Job, &mut Turn<'_>) -> Result<(), KvError>,
+        begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) -> Result<(), KvError> {
-        turn.owner = self.job(job_id, caller)?.owner();
-        let room = self.check_room(turn.config, turn.owner, Load::READ);
+        context.owner = self.job(job_id, caller)?.owner();
+        let room = self.check_room(context.config, context.owner, Load::READ);
         let job = self.job(job_id, caller)?;
         let before = job.load().waiters;
-        begin(job, turn)?;
+        begin(job, context)?;
         if job.load().waiters > before {
             if let Err(full) = room {
                 job.cancel(call);
                 return Err(full);
             }
-            self.shares.add(turn.owner, Load::READ);
+            self.shares.add(context.owner, Load::READ);
         }
         Ok(())
     }
 
-    /// The job, for one of its nodes. Others learn nothing of it.
+    /// The job, for one of its nodes.
     fn job(&mut self, job_id: &str, incarnation: &str) -> Result<&mut Job, KvError> {
         let Self { jobs, finished, .. } = self;
         let is_over = || finished.iter().any(|f| f.is_of(job_id) && f.has(incarnation));
@@ -629,7 +630,7 @@ impl Daemon {
     }
 }
 
-/// What all callers are told that are no nodes of the job, whether there is one or not.
+/// The answer to callers that are no nodes of the job. It does not tell whether the job exists.
 fn unknown(job_id: &str) -> KvError {
     KvError::Unknown(format!(
         "this daemon has no job `{}` with this node",
@@ -637,8 +638,8 @@ fn unknown(job_id: &str) -> KvError {
     ))
 }
 
-fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {
-    turn.decided(format!("refused a stream: {reason}"));
-    turn.send(Some(conn), 0, refusal(code, reason));
-    turn.close(Some(conn));
+fn refuse(context: &mut ApplyContext<'_>, conn: ConnId, refused: Refused) {
+    context.decided(format!("refused a stream: {}", refused.reason));
+    context.send(Some(conn), 0, Reply::Refused(refused));
+    context.close(Some(conn));
 }

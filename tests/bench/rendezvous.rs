@@ -121,9 +121,7 @@ async fn rank(mut agent: AgentStream, node: u32, nodes: u32) -> Result<(AgentStr
         max_nodes: nodes,
         workers: 8,
         master_port: 29_500,
-        job_signature: "benchmark".into(),
         join_timeout_ms: PATIENCE.as_millis() as u32,
-        takes_totals: true,
         ..Join::default()
     };
     agent.sender().send(Generation(0), "", Body::Join(join))?;

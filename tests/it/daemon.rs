@@ -218,7 +218,7 @@ fn json_logs_have_job_generation_and_node() {
     find("stopping");
     assert_eq!(find("cannot listen on")["level"], "ERROR");
     for line in &lines {
-        let time = line["time"].as_str().expect("a time");
+        let time = line["timestamp"].as_str().expect("a time");
         assert!(time.ends_with('Z') && time.contains('T'), "{line}");
     }
 }

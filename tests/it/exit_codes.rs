@@ -183,15 +183,12 @@ fn nodes_that_disagree_give_76_on_both() {
     let node = || launch().node_of(2, &daemon.endpoint, "j");
     let one = node().target("true").start();
     let other = node().target("false").start();
-    one.finish()
-        .expect_exit(76)
-        .expect_stderr("`true`")
-        .expect_stderr("`false`");
-    other
-        .finish()
-        .expect_exit(76)
-        .expect_stderr("`true`")
-        .expect_stderr("`false`");
+    for (node, own) in [(one, "true"), (other, "false")] {
+        node.finish()
+            .expect_exit(76)
+            .expect_stderr("nodes disagree on job `j`: `target` differs between ")
+            .expect_stderr(&format!("`target` on this node: `{own}`"));
+    }
     daemon.stop().expect_exit(0);
 }
 
@@ -209,12 +206,16 @@ fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
         let node = launch().node_of(2, &daemon.endpoint, "j").dir(job.dir());
         node.target("tiny.yaml").start()
     };
-    for node in [node(&job), node(&other)] {
+    for (node, seed) in [(node(&job), 7), (node(&other), 8)] {
         let finished = node.finish();
         finished
             .expect_exit(76)
-            .expect_stderr("nodes disagree on job `j`: `run.seed` is `");
+            .expect_stderr("nodes disagree on job `j`: `run.seed` differs between ");
         let words = finished.stderr();
+        assert!(
+            words.contains(&format!("`run.seed` on this node: `{seed}`")),
+            "{words}"
+        );
         for alike in ["train.", "configuration:", "--nnodes"] {
             assert!(!words.contains(alike), "`{alike}` does not differ:\n{words}");
         }

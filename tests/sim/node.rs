@@ -423,7 +423,7 @@ impl World {
         };
         let fails = self.rng.random_bool(self.failing);
         let end = self.rng.random_range(self.work_ms.clone());
-        let own = &assignment.nodes[assignment.node_rank as usize];
+        let own = assignment.own.clone().unwrap_or_default();
         let culprit = self.rng.random_range(0..own.workers);
         for local_rank in 0..own.workers {
             self.ids += 1;

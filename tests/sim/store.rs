@@ -42,7 +42,7 @@ impl World {
             return;
         };
         let rank = assignment.node_rank;
-        let next = (rank + 1) % assignment.nodes.len() as u32;
+        let next = (rank + 1) % assignment.node_count;
         let mut writes = vec![format!("node/{rank}")];
         if rank == 0 {
             writes.push("meeting".into());

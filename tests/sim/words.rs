@@ -10,6 +10,8 @@ use ddp_proto::rendezvous::{Assignment, DaemonMessage, Failures, GenerationOver,
 pub(crate) struct Words {
     /// The assignment of each generation, without the node rank.
     assignments: BTreeMap<u64, Assignment>,
+    /// The first rank of each node, and the one after the last.
+    first_ranks: BTreeMap<(u64, u32), u32>,
     /// Who has which node rank in which generation.
     ranks: BTreeMap<(u64, u32), String>,
     /// Generations whose end was announced.
@@ -55,7 +57,6 @@ impl Words {
                 assert!(!waiting.reason.is_empty());
                 assert!(waiting.lease_ms > 0);
             }
-            Reply::HeartbeatAck(_) => {}
         }
     }
 
@@ -115,14 +116,10 @@ impl Words {
         );
         if generation > self.last_generation {
             self.last_generation = generation;
-            check_ranks(assignment);
+            assert!(assignment.restart_count <= assignment.max_restarts);
+            assert!(assignment.master_port > 0);
         }
-        let own = assignment.nodes.get(assignment.node_rank as usize);
-        assert_eq!(
-            assignment.own.as_ref(),
-            own,
-            "`{to}` is told another place than its own"
-        );
+        self.check_ranks(generation, assignment);
         let common = Assignment {
             node_rank: 0,
             own: None,
@@ -137,7 +134,7 @@ impl Words {
         assert_eq!(*first, common, "two assignments in generation {generation}");
 
         let rank = assignment.node_rank;
-        assert!((rank as usize) < assignment.nodes.len());
+        assert!(rank < assignment.node_count);
         let holder = self
             .ranks
             .entry((generation, rank))
@@ -150,23 +147,22 @@ impl Words {
         let places = all.filter(|(_, who)| *who == to).count();
         assert_eq!(places, 1, "`{to}` has {places} ranks in generation {generation}");
     }
-}
 
-/// Ranks are dense and unique, and the master is node 0.
-fn check_ranks(assignment: &Assignment) {
-    let mut next = 0;
-    for node in &assignment.nodes {
-        assert_eq!(node.first_rank, next, "ranks are not dense: {assignment:?}");
-        assert!(node.workers > 0);
-        next += node.workers;
+    /// Ranks are dense and unique, and the master is node 0.
+    fn check_ranks(&mut self, generation: u64, assignment: &Assignment) {
+        let rank = assignment.node_rank;
+        let own = assignment.own.as_ref().expect("an assignment names its node");
+        assert!(own.workers > 0);
+        let ends = [(0, 0), (assignment.node_count, assignment.world_size)];
+        let own_ends = [(rank, own.first_rank), (rank + 1, own.first_rank + own.workers)];
+        for (node, first_rank) in ends.into_iter().chain(own_ends) {
+            let known = self.first_ranks.entry((generation, node)).or_insert(first_rank);
+            assert_eq!(*known, first_rank, "ranks are not dense: {assignment:?}");
+        }
+        if assignment.node_count == 1 {
+            assert_eq!(assignment.master_addr, "127.0.0.1");
+        } else if rank == 0 {
+            assert_eq!(assignment.master_addr, own.addr);
+        }
     }
-    assert!(next > 0);
-    assert!(assignment.restart_count <= assignment.max_restarts);
-    assert!(assignment.master_port > 0);
-    let master = if assignment.nodes.len() == 1 {
-        "127.0.0.1"
-    } else {
-        &assignment.nodes[0].addr
-    };
-    assert_eq!(assignment.master_addr, master);
 }

@@ -410,7 +410,7 @@ async fn await_place(
         protocol: PROTOCOL,
         generation: theirs,
         env: contract.clone(),
-        node_addrs: place.node_addrs.clone(),
+        node_addr: place.node_addr.clone(),
         data_key: place.data_key.clone(),
     });
     Ok((place.store.clone(), assignment))

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ddp_proto::control::{ToAgent, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::printable;
 use ddp_proto::trust::data_key::DataKey;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -45,7 +46,7 @@ pub(crate) struct Place {
     pub(crate) generation: Generation,
     /// Environment contract of each worker, by local rank.
     pub(crate) contracts: Vec<BTreeMap<String, String>>,
-    pub(crate) node_addrs: Vec<String>,
+    pub(crate) node_addr: String,
     pub(crate) data_key: Option<DataKey>,
     pub(crate) store: Arc<Store>,
     /// Process ids of the workers that run, by local rank.
@@ -164,14 +165,15 @@ impl ControlServer {
             Some(place) if place.over.is_none() => place.generation,
             _ => return,
         };
-        let cause = cause.to_owned();
+        // Workers print it.
+        let cause = printable::text(cause).into_owned();
         self.update(|place| place.over = Some(cause.clone()));
         self.tell_all(&ToWorker::GenerationOver { generation, cause });
     }
 
     /// Asks all workers to stop at the next step boundary, those that connect later too.
     pub(crate) fn ask_to_stop(&self, cause: &str) {
-        let cause = cause.to_owned();
+        let cause = printable::text(cause).into_owned();
         self.update(|place| place.asked_to_stop = Some(cause.clone()));
         self.tell_all(&ToWorker::StopAtStepBoundary { cause });
     }

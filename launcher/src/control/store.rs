@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use ddp_proto::client::{Client, ClientError, KvScope};
+use ddp_proto::client::{CallError, Client, ClientError, KvScope};
 use ddp_proto::control::{ANSWER_GRACE, KvRefusal, MAX_VALUE_BYTES, PUT_BOUND};
 use ddp_proto::rendezvous::KvEntry;
 use tokio::task::JoinSet;
@@ -308,8 +308,11 @@ fn no_answer(key: &str, waited: Duration) -> Refusal {
 async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Refusal> {
     let why = match &error {
         ClientError::Superseded { .. } => KvRefusal::Superseded,
-        ClientError::Conflict { .. } => KvRefusal::Conflict,
-        ClientError::Forgotten { .. } | ClientError::TimedOut { .. } => KvRefusal::Unavailable,
+        ClientError::Call { why, .. } => match why {
+            CallError::Conflict => KvRefusal::Conflict,
+            CallError::Forgotten | CallError::TimedOut => KvRefusal::Unavailable,
+            _ => KvRefusal::Other,
+        },
         error if error.is_broken() => KvRefusal::Unavailable,
         _ => KvRefusal::Other,
     };

@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
+use ddp_proto::printable;
 
 use crate::output::progress::Bar;
 use crate::output::sinks::{SinkKind, Sinks};
@@ -149,8 +150,10 @@ impl Console {
         self.enqueue(state, piece);
     }
 
-    /// Writes a message of the launcher itself, each of its lines prefixed. Never waits.
+    /// Writes a message of the launcher itself, each of its lines prefixed. Peers' text in it controls no terminal. Never
+    /// waits.
     pub(crate) fn say(&self, text: &str) {
+        let text = printable::text(text);
         let lines: String = text.lines().flat_map(|line| [line, "\n"]).collect();
         self.enqueue(self.lock(), own(lines));
     }

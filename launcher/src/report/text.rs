@@ -142,7 +142,13 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of stderr:");
         for line in &failure.stderr_tail {
-            let _ = write!(text, "\n      {line}");
+            // What a terminal shows of a line that was written over and over, as of a progress bar.
+            let shown = line
+                .trim_end_matches('\r')
+                .rsplit('\r')
+                .next()
+                .unwrap_or_default();
+            let _ = write!(text, "\n      {shown}");
         }
     }
     if let Some(module) = missing_module(failure, facts.executable).filter(|_| here) {

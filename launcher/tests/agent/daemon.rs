@@ -10,9 +10,9 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, Failure,
-    Failures, GenerationOver, HeartbeatAck, JobOver, JobsReply, JobsRequest, Join, KvGatherReply,
-    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, NodesReply,
-    NodesRequest, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
+    Failures, GenerationOver, JobOver, JobsReply, JobsRequest, Join, KvGatherReply, KvGatherRequest,
+    KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest,
+    Waiting, WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -194,7 +194,7 @@ impl Shared {
         let mut job = self.job.lock().unwrap();
         let words = match message.body? {
             Report::Join(join) => vec![self.on_join(&mut job, message.generation, join)],
-            Report::Heartbeat(_) => vec![Word::HeartbeatAck(HeartbeatAck {})],
+            Report::Heartbeat(_) => Vec::new(),
             Report::WorkerExit(exit) if self.policy.decides && message.generation == job.generation => {
                 vec![self.on_failure(&mut job, &exit)]
             }
@@ -232,23 +232,23 @@ impl Shared {
             job.generation += 1;
             job.over = false;
         }
-        let node = |hostname: &str, first_rank, workers| NodeAssignment {
-            hostname: hostname.into(),
-            addr: "127.0.0.1".into(),
-            first_rank,
-            workers,
-            role: join.role.clone(),
-        };
         let others = self.policy.workers_of_node_0;
-        let mut nodes = vec![node(&join.hostname, others, join.workers)];
-        if others > 0 {
-            nodes.insert(0, node("elsewhere", 0, others));
-        }
+        let node_rank = u32::from(others > 0);
         let assignment = Assignment {
-            node_rank: nodes.len() as u32 - 1,
+            node_rank,
+            own: Some(NodeAssignment {
+                hostname: join.hostname.clone(),
+                addr: "127.0.0.1".into(),
+                first_rank: others,
+                workers: join.workers,
+                role: join.role.clone(),
+            }),
+            node_count: node_rank + 1,
+            world_size: others + join.workers,
+            role_first_rank: others,
+            role_world_size: others + join.workers,
             restart_count: job.restart_count,
             max_restarts: join.max_restarts,
-            nodes,
             master_addr: "127.0.0.1".into(),
             master_port: join.master_port,
             lease_ms: 3000,
@@ -262,7 +262,7 @@ impl Shared {
         Word::Assignment(assignment)
     }
 
-    /// None where no other node has any, like a daemon of an older build.
+    /// None where no other node has any.
     fn all_failures(&self, job: &Job, own: &WorkerExit) -> Option<Failures> {
         let own = Failure {
             generation: job.generation,
@@ -400,10 +400,6 @@ impl Rendezvous for Service {
     type KvGatherStream = ReceiverStream<Result<KvGatherReply, Status>>;
 
     async fn kv_gather(&self, _: Request<KvGatherRequest>) -> Result<Response<Self::KvGatherStream>, Status> {
-        Err(Status::unimplemented("not needed here"))
-    }
-
-    async fn nodes(&self, _: Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
         Err(Status::unimplemented("not needed here"))
     }
 

@@ -197,7 +197,7 @@ fn a_refusal_has_the_code_of_its_reason() {
         let refused = Refused {
             code: code.into(),
             reason: "nodes `a` and `b` run different programs".into(),
-            failures: None,
+            ..Refused::default()
         };
         let daemon = Daemon::start(Policy {
             refuses: Some(refused),

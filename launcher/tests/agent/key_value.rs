@@ -16,11 +16,11 @@ fn role_key_value() {
     }
     let mut session = Session::open();
     let assignment = session.receive();
-    let ToWorker::Assignment { env, node_addrs, .. } = assignment else {
+    let ToWorker::Assignment { env, node_addr, .. } = assignment else {
         panic!("{assignment:?}");
     };
     assert_eq!(env["RANK"], session.env.rank.to_string());
-    assert_eq!(node_addrs, ["127.0.0.1"]);
+    assert_eq!(node_addr, "127.0.0.1");
     let key = "id".to_owned();
     if session.env.rank.0 == 0 {
         let value = "c2VjcmV0".to_owned();

@@ -125,7 +125,7 @@ fn a_refusal_of_a_hostile_daemon_controls_no_terminal() {
         refuses: Some(Refused {
             code: Code::Invalid.into(),
             reason: "hostile\u{1b}[2J\u{1b}]0;title\u{7}\u{9b}5A \u{202e}txet\r".into(),
-            failures: None,
+            ..Refused::default()
         }),
         ..Policy::default()
     });

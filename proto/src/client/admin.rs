@@ -3,7 +3,6 @@
 use tonic::metadata::{Ascii, MetadataValue};
 
 use super::{CALL_TIMEOUT, Client, ClientError};
-use crate::printable::Clean as _;
 use crate::rendezvous::{CloseRequest, DrainRequest, JobsReply, JobsRequest};
 
 /// What an operator shows to a daemon. Debugging shows nothing of it.
@@ -32,9 +31,7 @@ impl Client {
     pub async fn jobs(&self) -> Result<JobsReply, ClientError> {
         let mut inner = self.inner.clone();
         let call = inner.jobs(self.of_admin(JobsRequest {}));
-        let mut jobs = self.bounded("list the jobs", CALL_TIMEOUT, call).await?;
-        jobs.clean();
-        Ok(jobs)
+        self.bounded("list the jobs", CALL_TIMEOUT, call).await
     }
 
     /// Ends a job on all of its nodes.

@@ -6,7 +6,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, BufWriter, ReadBuf};
@@ -16,7 +15,8 @@ use tokio_rustls::client::TlsStream;
 use tonic::codegen::http::Uri;
 use tower_service::Service;
 
-use crate::resolver::Resolver;
+use super::attempts::ATTEMPT_TIMEOUT;
+use crate::look_up::look_up;
 use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError, TlsFiles};
 use crate::trust::token::Token;
 
@@ -84,14 +84,17 @@ pub(super) struct Connector {
 
 #[derive(Clone)]
 enum Place {
-    Tcp(HttpConnector<Resolver>),
+    Tcp { host: String, port: u16 },
     Unix(String),
 }
 
 impl Connector {
-    /// To `host` by `tcp`.
-    pub(super) fn tcp(host: &str, tcp: HttpConnector<Resolver>, access: &Access) -> Result<Self, TlsError> {
-        let place = Place::Tcp(tcp);
+    /// To a name or an address.
+    pub(super) fn tcp(host: &str, port: u16, access: &Access) -> Result<Self, TlsError> {
+        let place = Place::Tcp {
+            host: host.to_owned(),
+            port,
+        };
         let tls = access.tls(host)?;
         Ok(Self { place, tls })
     }
@@ -104,12 +107,11 @@ impl Connector {
         }
     }
 
-    async fn open(self, uri: Uri) -> Result<Connection, tonic::codegen::StdError> {
-        let mut tcp = match self.place {
-            Place::Tcp(tcp) => tcp,
+    async fn open(self) -> Result<Connection, tonic::codegen::StdError> {
+        let stream = match self.place {
+            Place::Tcp { host, port } => open_tcp(&host, port).await?,
             Place::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
         };
-        let stream = tcp.call(uri).await?.into_inner();
         let Some(tls) = self.tls else {
             let is_first = true;
             return Ok(Connection::Tcp { stream, is_first });
@@ -122,6 +124,26 @@ impl Connector {
             Err(error) => Err(tls::words_of(&error, tls.by_token).into()),
         }
     }
+}
+
+/// Tries the addresses of a host in order. Each has its part of the time of an attempt.
+async fn open_tcp(host: &str, port: u16) -> Result<TcpStream, tonic::codegen::StdError> {
+    let addresses = look_up(host, port).await?;
+    let patience = ATTEMPT_TIMEOUT / addresses.len() as u32;
+    let mut failure = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in addresses {
+        match tokio::time::timeout(patience, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Ok(Err(error)) => failure = error,
+            Err(_) => {
+                failure = io::Error::new(io::ErrorKind::TimedOut, format!("`{address}` does not answer"))
+            }
+        }
+    }
+    Err(failure.into())
 }
 
 fn open_unix(name: &str) -> io::Result<UnixStream> {
@@ -152,15 +174,12 @@ impl Service<Uri> for Connector {
     type Error = tonic::codegen::StdError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        match &mut self.place {
-            Place::Tcp(tcp) => tcp.poll_ready(context).map_err(Into::into),
-            Place::Unix(_) => Poll::Ready(Ok(())),
-        }
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = self.clone().open(uri);
+    fn call(&mut self, _: Uri) -> Self::Future {
+        let connecting = self.clone().open();
         Box::pin(async move { connecting.await.map(TokioIo::new) })
     }
 }

@@ -7,8 +7,8 @@ use tonic::{Code, Status};
 use super::SEND_QUEUE;
 use super::connector::handshake_failure;
 use crate::exit;
+use crate::look_up::LookUpError;
 use crate::printable;
-use crate::resolver::{LookUpError, NoThread};
 use crate::trust::tls::{NOT_LET_IN, TlsError};
 
 /// Why the daemon could not be reached, or what it answered instead.
@@ -26,7 +26,7 @@ pub enum ClientError {
     },
     /// Its host is a name, and there is no thread to look it up.
     #[error(transparent)]
-    NoThread(#[from] NoThread),
+    NoThread(LookUpError),
     /// Certificates or keys cannot be used.
     #[error("{0}")]
     Tls(String),
@@ -78,78 +78,65 @@ pub enum ClientError {
         /// Address of the daemon.
         endpoint: String,
     },
-    /// The daemon did not answer within the deadline of the call.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    TimedOut {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Deadline of the call.
-        waited: Duration,
-        /// The daemon's words, or that there was no answer.
-        cause: String,
-    },
     /// The generation that the call speaks of is over.
     #[error("{cause}")]
     Superseded {
         /// The daemon's words: "generation superseded: …".
         cause: String,
     },
-    /// The daemon does not know the job or its generation: it may have been restarted, and the agent not be back yet.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    Forgotten {
-        /// The call, in words.
+    /// The daemon answered a call with an error, or not in time.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}{}", .why.hint())]
+    Call {
+        /// The call: "store `key`".
         what: String,
         /// Address of the daemon.
         endpoint: String,
-        /// The daemon's words.
+        /// The daemon's text, or that there was no answer.
         cause: String,
+        /// What kind of error it is.
+        why: CallError,
     },
+}
+
+/// Why a call failed, as callers tell errors apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallError {
+    /// The daemon did not answer within the deadline of the call.
+    TimedOut,
+    /// The daemon does not know the job or its generation: it may have been restarted, before the agent is back.
+    Forgotten,
     /// An entry of the store has another value already.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    Conflict {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// The daemon's words.
-        cause: String,
-    },
-    /// The daemon has no such job, or does not tell of it.
-    #[error(
-        "cannot {what} at the rendezvous daemon `{endpoint}`: {cause}\n  hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token"
-    )]
-    UnknownJob {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// The daemon's words.
-        cause: String,
-    },
-    /// The daemon is one job's own, and does not serve what an operator asked for.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    NotServed {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// The daemon's words.
-        cause: String,
-    },
-    /// The daemon answered with an error.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    Refused {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Not allowed at all, as opposed to wrong in itself.
-        unauthenticated: bool,
-        /// The daemon's words.
-        cause: String,
-    },
+    Conflict,
+    /// The daemon has no such job, or does not show it to this caller.
+    UnknownJob,
+    /// The daemon belongs to one job, and does not serve what an operator asked for.
+    NotServed,
+    /// The caller may not do this.
+    Unauthenticated,
+    /// The daemon refused the call for another reason.
+    Refused,
+}
+
+impl CallError {
+    const fn hint(self) -> &'static str {
+        match self {
+            Self::UnknownJob => {
+                "\n  hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token"
+            }
+            _ => "",
+        }
+    }
+
+    pub(super) const fn of(code: Code) -> Self {
+        match code {
+            Code::DeadlineExceeded => Self::TimedOut,
+            Code::FailedPrecondition => Self::Forgotten,
+            Code::AlreadyExists => Self::Conflict,
+            Code::NotFound => Self::UnknownJob,
+            Code::Unauthenticated | Code::PermissionDenied => Self::Unauthenticated,
+            _ => Self::Refused,
+        }
+    }
 }
 
 impl From<TlsError> for ClientError {
@@ -162,42 +149,30 @@ impl ClientError {
     /// Exit code of a launcher that ends because of this error.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::BadEndpoint { .. } | Self::Tls(_) | Self::UnknownJob { .. } | Self::NotServed { .. } => {
-                exit::USAGE
+            Self::BadEndpoint { .. } | Self::Tls(_) => exit::USAGE,
+            Self::Unreachable { .. } | Self::Stranger { .. } | Self::Broken { .. } | Self::Stalled { .. } => {
+                exit::DAEMON_UNREACHABLE
             }
-            Self::Unreachable { .. }
-            | Self::Stranger { .. }
-            | Self::Broken { .. }
-            | Self::Stalled { .. }
-            | Self::TimedOut { .. } => exit::DAEMON_UNREACHABLE,
-            Self::Refused {
-                unauthenticated: true,
-                ..
-            }
-            | Self::Untrusted { .. } => exit::REFUSED,
-            Self::NoThread(_)
-            | Self::Superseded { .. }
-            | Self::Forgotten { .. }
-            | Self::Conflict { .. }
-            | Self::Refused { .. } => exit::INTERNAL,
+            Self::Untrusted { .. } => exit::REFUSED,
+            Self::NoThread(_) | Self::Superseded { .. } => exit::INTERNAL,
+            Self::Call { why, .. } => match why {
+                CallError::TimedOut => exit::DAEMON_UNREACHABLE,
+                CallError::UnknownJob | CallError::NotServed => exit::USAGE,
+                CallError::Unauthenticated => exit::REFUSED,
+                CallError::Forgotten | CallError::Conflict | CallError::Refused => exit::INTERNAL,
+            },
         }
     }
 
     /// The same error for a call of operators, which names no generation: the daemon has not
-    /// [forgotten](Self::Forgotten) what was asked for, it never serves that.
-    pub(super) fn of_operator(self) -> Self {
-        match self {
-            Self::Forgotten {
-                what,
-                endpoint,
-                cause,
-            } => Self::NotServed {
-                what,
-                endpoint,
-                cause,
-            },
-            other => other,
+    /// [forgotten](CallError::Forgotten) what was asked for, it never serves that.
+    pub(super) fn of_operator(mut self) -> Self {
+        if let Self::Call { why, .. } = &mut self
+            && *why == CallError::Forgotten
+        {
+            *why = CallError::NotServed;
         }
+        self
     }
 
     /// True if a new stream may help ([`agent_stream`](super::Client::agent_stream) with a deadline).
@@ -224,10 +199,10 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
     let (endpoint, cause) = (endpoint.to_owned(), root_cause(status));
     match status.code() {
         Code::Unimplemented => ClientError::Stranger { endpoint, cause },
-        _ if cause.starts_with(NOT_LET_IN) => ClientError::Refused {
+        _ if cause.starts_with(NOT_LET_IN) => ClientError::Call {
             what: "join a job".to_owned(),
             endpoint,
-            unauthenticated: true,
+            why: CallError::Unauthenticated,
             cause: format!("{cause}\n  hint: {OWN_CERTIFICATE}"),
         },
         _ => ClientError::Broken { endpoint, cause },
@@ -277,15 +252,19 @@ impl Setback {
 
     pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
         let failed = handshake_failure(error);
-        let layers = std::iter::successors(Some(error), |error| error.source());
-        let mut layers = layers.filter(|error| error.is::<LookUpError>());
-        let hint = layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
+        let hint = look_up_failure(error).map_or(IS_IT_THERE, |_| IS_IT_KNOWN);
         Self {
             cause: root_cause(error),
             hint: failed.and_then(|failure| failure.hint).unwrap_or(hint),
             is_distrust: failed.is_some_and(|failure| failure.is_final),
         }
     }
+}
+
+/// The failed look-up below an error, if that is what it was.
+pub(super) fn look_up_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LookUpError> {
+    let layers = std::iter::successors(Some(error), |error| error.source());
+    layers.filter_map(|error| error.downcast_ref()).next()
 }
 
 /// The innermost words of an error: the layers around it only say "transport error".

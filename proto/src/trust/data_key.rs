@@ -19,7 +19,7 @@ impl DataKey {
         Self(bytes)
     }
 
-    /// As an assignment carries it; none if it is no key: a daemon of an older build gives none.
+    /// As an assignment carries it; none if the bytes are no key.
     pub fn of_assignment(bytes: &[u8]) -> Option<Self> {
         bytes.try_into().ok().map(Self)
     }

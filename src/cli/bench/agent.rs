@@ -17,9 +17,8 @@ pub(super) const PATIENCE: Duration = Duration::from_mins(10);
 /// Of what is gathered.
 const PREFIX: &str = "bench/";
 
-/// About as long as that of a real launch.
-const DESCRIPTION: &str = "nnodes: 1024\nnproc per node: 8\nmax restarts: 3\ncommand: ddp-run native worker\n\
-    configuration: train.yaml\nmodel.kind: gpt2\nmodel.layers: 12\ntrain.steps: 600000\ntrain.micro_batch: 8\n";
+/// About as many as of a real launch.
+const KEYS: u64 = 40;
 
 /// How far the agents are to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -266,9 +265,9 @@ impl Agent {
             max_restarts: 3,
             local_addr: format!("10.0.{high}.{low}"),
             master_port: 29_500,
-            takes_totals: true,
-            job_signature: "0123456789abcdef".repeat(4),
-            job_description: DESCRIPTION.into(),
+            agreed: (0..KEYS)
+                .map(|key| (format!("a.key.of.the.job.{key}"), key))
+                .collect(),
             join_timeout_ms: PATIENCE.as_millis() as u32,
             run_token: self
                 .place

@@ -1,230 +1,156 @@
-//! What all nodes of a job must agree on: as a hash that tells whether they do, and in words that tell where they do
-//! not.
-//!
-//! Other nodes, other users of a shared rendezvous and its log see the words. None of them needs a password for that, so
-//! what looks like one is hidden ([`redaction`]).
+//! What all nodes of a job must have alike: the target, flags and the keys of its configuration. Other nodes receive a
+//! hash of each value; this launcher prints its own values where nodes disagree, without those of secret names.
 
 use std::borrow::Cow;
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
 
-use super::redaction;
+use ddp_launcher::AgreedValue;
+use ddp_proto::rendezvous::{ARGUMENTS, agreed_hash};
+
 use super::target::{Target, TargetKind};
 
-/// Most bytes of target and keys that a description takes; the daemon takes some more.
-const DESCRIPTION_BYTES: usize = 8 << 10;
-/// Most bytes of the value of one key in a description; of a longer one the hash tells whether it differs.
-const VALUE_BYTES: usize = 512;
-/// Most bytes of the words of a command line in a description.
-const WORDS_BYTES: usize = 2 << 10;
-/// Settings that must be the same on all nodes of a job. The number of workers may differ.
-#[derive(Clone, Copy, Debug)]
-pub struct AgreedSettings {
-    /// Lower end of `--nnodes`.
-    pub min_nodes: u32,
-    /// Upper end of `--nnodes`.
-    pub max_nodes: u32,
-    /// `--max-restarts`.
-    pub max_restarts: u32,
-}
+/// Bytes of a value that are printed.
+const SHOWN_BYTES: usize = 160;
 
 impl Target {
-    /// Hash of what the nodes of one job must agree on. A program's own contents
-    /// are not part of it: they may rightly differ between machines, a configuration may not.
-    pub fn signature(&self, settings: &AgreedSettings) -> String {
-        let mut hasher = blake3::Hasher::new();
-        let mut field = |bytes: &[u8]| {
-            // Lengths keep `["ab"]` and `["a", "b"]` apart.
-            hasher.update(&(bytes.len() as u64).to_le_bytes());
-            hasher.update(bytes);
-        };
-        let name = self.display_name();
-        field(name.as_bytes());
-        field(&[
-            u8::from(self.kind == TargetKind::Native),
-            u8::from(self.kind == TargetKind::Module),
-        ]);
-        field(self.yaml.as_deref().unwrap_or_default().as_bytes());
-        self.overrides.iter().for_each(|pair| field(pair.as_bytes()));
-        field(&settings.min_nodes.to_le_bytes());
-        field(&settings.max_nodes.to_le_bytes());
-        field(&settings.max_restarts.to_le_bytes());
-        hasher.finalize().to_hex().to_string()
-    }
-
-    /// The same for people, as lines `key: value`, without the flags that nodes exchange anyway.
-    /// `entries` are the keys of the configuration. After an empty line follows what says less: a configuration's text
-    /// may differ where no value does, and arguments may differ rightly.
-    pub fn describe(&self, entries: &[(String, String)]) -> String {
+    /// The values that all nodes must have alike, with the keys of the configuration and further `flags`. A program's own
+    /// contents are not among them: they may differ between machines.
+    pub fn agreed(
+        &self,
+        entries: &[(String, String)],
+        flags: &[(&str, String)],
+    ) -> BTreeMap<String, AgreedValue> {
         let kind = match self.kind {
             TargetKind::Module => "module",
             TargetKind::Native | TargetKind::Python | TargetKind::Program => "target",
         };
-        let mut words = String::new();
-        let mut room = DESCRIPTION_BYTES;
-        let mut add = |key: &str, value: &str| {
-            let line = format!("{key}: {}\n", one_line(value));
-            // What has no room is in the hash of the text.
-            if line.len() <= room {
-                room -= line.len();
-                words.push_str(&line);
-            }
+        let mut all = BTreeMap::new();
+        let mut add = |key: &str, value: &str, shown: &str| {
+            let shown = &shown[..shown.floor_char_boundary(SHOWN_BYTES)];
+            let value = AgreedValue {
+                hash: agreed_hash(key, value),
+                shown: shown.to_owned(),
+            };
+            all.insert(key.to_owned(), value);
         };
-        add(kind, &self.display_name());
+        let name = self.display_name();
+        add(kind, &name, &name);
         for (key, value) in entries {
-            add(key, &short(&redaction::value(key, value)));
+            add(key, value, &shown_value(key, value));
         }
-        words.push('\n');
-        if let Some(yaml) = &self.yaml {
-            let hash = blake3::hash(yaml.as_bytes()).to_hex();
-            let _ = writeln!(
-                words,
-                "the text of the configuration: {} bytes, hash {}",
-                yaml.len(),
-                &hash[..8]
-            );
+        for (flag, value) in flags {
+            add(flag, value, value);
         }
-        for (key, values) in [("--set", self.overrides()), ("arguments", self.arguments())] {
-            if !values.is_empty() {
-                let _ = writeln!(words, "{key}: {}", clip(&one_line(&values)));
-            }
+        if !self.args.is_empty() {
+            let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
+            let shown = shown_words(args.iter().map(AsRef::as_ref));
+            add(ARGUMENTS, &args.join("\0"), &shown.join(" "));
         }
-        words
-    }
-
-    fn overrides(&self) -> String {
-        let shown = self.overrides.iter().map(|pair| redaction::pair(pair));
-        shown.collect::<Vec<_>>().join(" ")
-    }
-
-    fn arguments(&self) -> String {
-        let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
-        redaction::command_line(args.iter().map(AsRef::as_ref)).join(" ")
+        all
     }
 }
 
-/// A value that leaves room for the others: one that is left out would be taken for one that is not set.
-fn short(value: &str) -> Cow<'_, str> {
-    if value.len() <= VALUE_BYTES {
-        return value.into();
+/// Stands for a hidden value.
+pub const HIDDEN: &str = "…";
+
+/// Ends of the names of secrets, whatever their case: `--hf-token`, `WANDB_API_KEY`, `db.password`.
+const SECRETS: [&str; 5] = ["credentials", "key", "password", "secret", "token"];
+
+fn is_secret(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    SECRETS.iter().any(|end| name.ends_with(end))
+}
+
+/// The value of a flag, a variable or a key of this name, as it may be shown.
+pub fn shown_value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
+    if is_secret(name) && !value.is_empty() {
+        return HIDDEN.into();
     }
-    let hash = blake3::hash(value.as_bytes()).to_hex();
-    let start = &value[..value.floor_char_boundary(VALUE_BYTES)];
-    format!("{start}… ({} bytes, hash {})", value.len(), &hash[..8]).into()
+    shown_words(value.split(' ')).join(" ").into()
 }
 
-/// As much of a list of words as a description takes.
-fn clip(words: &str) -> &str {
-    &words[..words.floor_char_boundary(WORDS_BYTES)]
+/// The words of a command line, as they may be shown: `--password X`, `--password=X`, `a.password=X` and
+/// `https://user:X@host` hide X.
+pub fn shown_words<'a>(line: impl IntoIterator<Item = &'a str>) -> Vec<Cow<'a, str>> {
+    let mut is_next_secret = false;
+    let shown = line.into_iter().map(|word| {
+        if std::mem::take(&mut is_next_secret) {
+            return HIDDEN.into();
+        }
+        // `--set=api.key=X`: each name before a `=` counts.
+        if let Some((at, _)) = word.match_indices('=').find(|(at, _)| is_secret(&word[..*at])) {
+            return format!("{}={HIDDEN}", &word[..at]).into();
+        }
+        is_next_secret = word.starts_with('-') && is_secret(word);
+        without_password(word).map_or(word.into(), Cow::from)
+    });
+    shown.collect()
 }
 
-/// Lines are what tells the entries of a description apart.
-fn one_line(value: &str) -> String {
-    value.replace(|c: char| c.is_control(), " ")
+/// An address whose password is hidden; none if it has no password.
+fn without_password(word: &str) -> Option<String> {
+    let (scheme, rest) = word.split_once("://")?;
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let (user, host) = authority.rsplit_once('@')?;
+    let (user, _) = user.split_once(':')?;
+    Some(format!("{scheme}://{user}:{HIDDEN}@{host}{path}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const AGREED: AgreedSettings = AgreedSettings {
-        min_nodes: 1,
-        max_nodes: 2,
-        max_restarts: 3,
-    };
-
-    fn native(yaml: &str, overrides: &[&str]) -> Target {
+    fn target(args: &[&str]) -> Target {
         Target {
             name: "dir/train.yaml".into(),
             kind: TargetKind::Native,
-            args: vec![],
-            overrides: overrides.iter().map(ToString::to_string).collect(),
-            yaml: Some(yaml.into()),
-        }
-    }
-
-    #[test]
-    fn signatures_differ_where_the_jobs_do() {
-        let base = native("x: 1", &[]).signature(&AGREED);
-        assert_eq!(base, native("x: 1", &[]).signature(&AGREED));
-        let other_restarts = AgreedSettings {
-            max_restarts: 0,
-            ..AGREED
-        };
-        for other in [
-            native("x: 2", &[]).signature(&AGREED),
-            native("x: 1", &["a.b=1"]).signature(&AGREED),
-            native("x: 1", &[]).signature(&other_restarts),
-        ] {
-            assert_ne!(base, other);
-        }
-    }
-
-    #[test]
-    fn a_description_has_a_line_for_each_key() {
-        let entries = [("x", "1"), ("data.val", "two\nlines")].map(|(key, value)| (key.into(), value.into()));
-        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).describe(&entries), @r"
-        target: train.yaml
-        x: 1
-        data.val: two lines
-
-        the text of the configuration: 4 bytes, hash 5c86c9ef
-        --set: a.b=1
-        ");
-        let huge = [
-            ("a".to_owned(), "v".repeat(1 << 20)),
-            ("b".to_owned(), "1".to_owned()),
-        ];
-        let words = native("x: 1", &[&"s".repeat(1 << 20)]).describe(&huge);
-        assert!(
-            words.len() < 16 << 10 && words.contains("b: 1\n"),
-            "{}",
-            words.len()
-        );
-        let other = [("a".to_owned(), format!("{}w", "v".repeat(1 << 20)))];
-        let of_a = |words: &str| {
-            words
-                .lines()
-                .find(|line| line.starts_with("a: vv"))
-                .map(str::to_owned)
-        };
-        let (one, other) = (of_a(&words), of_a(&native("x: 1", &[]).describe(&other)));
-        assert!(one.is_some() && one != other, "{one:?}");
-    }
-
-    #[test]
-    fn the_nodes_of_a_job_may_have_other_arguments_of_a_program() {
-        let script = |folder: &str| Target {
-            name: "t.py".into(),
-            kind: TargetKind::Python,
-            args: vec![folder.into()],
+            args: args.iter().map(Into::into).collect(),
             overrides: vec![],
-            yaml: None,
-        };
-        let (one, other) = (script("/scratch/a"), script("/scratch/b"));
-        assert_eq!(one.signature(&AGREED), other.signature(&AGREED));
-        insta::assert_snapshot!(one.describe(&[]), @r"
-        target: t.py
-
-        arguments: /scratch/a
-        ");
+            yaml: Some("x: 1".into()),
+        }
     }
 
     #[test]
-    fn no_secret_is_told_to_other_nodes() {
-        let secret = "https://me:hunter2@host/a";
-        let entries = [("data.train".to_owned(), secret.to_owned())];
-        let target = Target {
-            args: vec!["--auth".into(), "hunter2".into()],
-            ..native("x: 1", &["logger.api_key=hunter2"])
+    fn every_key_flag_and_argument_counts() {
+        let entries = |x: &str| {
+            [
+                ("x".to_owned(), x.to_owned()),
+                ("db.password".to_owned(), "hunter2".to_owned()),
+            ]
         };
-        let words = target.describe(&entries);
-        assert!(!words.contains("hunter2"), "{words}");
-        for shown in [
-            "data.train: https://me:…@host/a",
-            "--set: logger.api_key=…",
-            "arguments: --auth …",
+        let flags = [("--max-restarts", "3".to_owned())];
+        let first = target(&["--auth-token", "hunter2"]).agreed(&entries("1"), &flags);
+        let keys: Vec<_> = first.keys().map(String::as_str).collect();
+        assert_eq!(keys, ["--max-restarts", ARGUMENTS, "db.password", "target", "x"]);
+        let shown: Vec<_> = first.values().map(|value| value.shown.as_str()).collect();
+        assert_eq!(shown, ["3", "--auth-token …", "…", "train.yaml", "1"]);
+        let second = target(&[]).agreed(&entries(&"2".repeat(1 << 20)), &flags);
+        assert_ne!(first["x"].hash, second["x"].hash);
+        assert_eq!(second["x"].shown.len(), SHOWN_BYTES);
+        assert_eq!(first["db.password"].hash, second["db.password"].hash);
+    }
+
+    #[test]
+    fn the_values_of_secret_names_are_hidden() {
+        for (line, shown) in [
+            ("--password=hunter2 --lr 3", "--password=… --lr 3"),
+            ("--hf-token hunter2 --lr 3", "--hf-token … --lr 3"),
+            ("--password -hunter2 x", "--password … x"),
+            (
+                "WANDB_API_KEY=a=b PGPASSWORD=hunter2",
+                "WANDB_API_KEY=… PGPASSWORD=…",
+            ),
+            (
+                "--set logger.api_key=a --set=db.password=b",
+                "--set logger.api_key=… --set=db.password=…",
+            ),
+            ("--token-count 5 tokenizer=gpt2", "--token-count 5 tokenizer=gpt2"),
+            ("--from=https://me:a@b@host/c", "--from=https://me:…@host/c"),
         ] {
-            assert!(words.contains(shown), "{words}");
+            assert_eq!(shown_words(line.split(' ')).join(" "), shown);
         }
+        assert_eq!(shown_value("HF_TOKEN", "hunter2"), HIDDEN);
+        assert_eq!(shown_value("set", "db.secret=a x=1"), "db.secret=… x=1");
+        assert_eq!(shown_value("OMP_NUM_THREADS", "2"), "2");
     }
 }

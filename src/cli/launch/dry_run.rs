@@ -10,10 +10,10 @@ use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SpawnError, Variable, WorkerC
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
+use super::agreement::{shown_value, shown_words};
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::layers::{Given, Source};
 use super::plan::Launch;
-use super::redaction;
 use super::settings::DECIDED;
 
 /// Columns of values, at least and at most; a source follows a longer value at once.
@@ -96,7 +96,7 @@ fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
     given.map(|given| &given.source)
 }
 
-fn range(nodes: NodeRange) -> String {
+pub(super) fn range(nodes: NodeRange) -> String {
     if nodes.min == nodes.max {
         nodes.max.to_string()
     } else {
@@ -141,7 +141,7 @@ fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
             let value = match *name {
                 "numa_binding" => cores(plan),
                 "rdzv_conf" => conf(launch),
-                _ => redaction::value(name, words).into_owned(),
+                _ => shown_value(name, words).into_owned(),
             };
             rows.push((name, value));
         }
@@ -245,7 +245,7 @@ fn command_line(command: &WorkerCommand) -> String {
         None => command.program.display().to_string(),
     };
     let args: Vec<_> = command.args.iter().map(|arg| arg.to_string_lossy()).collect();
-    let args = redaction::command_line(args.iter().map(AsRef::as_ref));
+    let args = shown_words(args.iter().map(AsRef::as_ref));
     let args = args.iter().map(|arg| quoted(arg));
     std::iter::once(program).chain(args).collect::<Vec<_>>().join(" ")
 }
@@ -263,7 +263,7 @@ fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> Cow<'a, str> {
     if is_later {
         "(decided at startup)".into()
     } else {
-        redaction::value(&variable.name, &variable.value)
+        shown_value(&variable.name, &variable.value)
     }
 }
 

@@ -13,10 +13,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use ddp_proto::client::{Access, ClientError, UNIX_PREFIX, open_channel};
+use ddp_proto::look_up::{LookUpError, look_up};
 use ddp_proto::printable;
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
-use ddp_proto::resolver::{NoThread, Resolver};
 use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::{TcpListener, TcpStream};
 use tonic_health::pb::HealthCheckRequest;
@@ -301,11 +301,13 @@ fn alone() -> Result<Hosting, CliError> {
 }
 
 /// The endpoint's addresses; empty where its name is unknown, which the client reports when it matters.
-async fn resolve(endpoint: &Endpoint) -> Result<Vec<IpAddr>, NoThread> {
-    let resolver = Resolver::start(&endpoint.host)?;
-    let found = tokio::time::timeout(RESOLVE_TIMEOUT, resolver.addresses(endpoint.port)).await;
-    let addresses = found.ok().and_then(Result::ok).unwrap_or_default();
-    Ok(addresses.iter().map(SocketAddr::ip).collect())
+async fn resolve(endpoint: &Endpoint) -> Result<Vec<IpAddr>, CliError> {
+    let found = tokio::time::timeout(RESOLVE_TIMEOUT, look_up(&endpoint.host, endpoint.port)).await;
+    match found {
+        Ok(Ok(addresses)) => Ok(addresses.iter().map(SocketAddr::ip).collect()),
+        Ok(Err(error @ LookUpError::NoThread { .. })) => Err(CliError::NoThread(error)),
+        Ok(Err(LookUpError::Unknown { .. })) | Err(_) => Ok(Vec::new()),
+    }
 }
 
 /// Addresses to try, in order. A literal address is taken at its word, unless `is_host=1` says that this

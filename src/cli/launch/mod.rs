@@ -8,8 +8,7 @@
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`LaunchPlan`] | bind or connect |
 //! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
 //! | [`target`] | kinds of target, and their command | |
-//! | [`agreement`] | what all nodes of a job must agree on, as a hash and in words | any I/O |
-//! | [`redaction`] | which values are secrets, and must not be shown | any I/O |
+//! | [`agreement`] | what all nodes of a job must have alike, as hashes, and which values may be shown | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
 //! | [`host`] | who hosts the daemon | run it |
 
@@ -20,7 +19,6 @@ pub mod host;
 pub mod layers;
 pub mod output;
 pub mod plan;
-pub mod redaction;
 pub mod scheduler;
 pub mod settings;
 pub mod streams;

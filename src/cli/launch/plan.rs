@@ -1,19 +1,21 @@
 //! Stage two: settings from all layers become the plan of one agent, every default filled in.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of, signal_name,
+    AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of,
+    signal_name,
 };
 use ddp_proto::client::Access;
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
 
-use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
+use super::dry_run::range;
 use super::host::{HostFacts, Protection};
 use super::layers::{
     Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes, warn_of_misplaced,
@@ -124,8 +126,7 @@ pub fn resolve(
         workers,
         max_restarts: job.max_restarts,
         local_addr: settings.local_addr.clone(),
-        job_signature: job.signature,
-        job_description: job.description,
+        agreed: job.agreed,
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
         last_call: conf.last_call_timeout,
         hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
@@ -166,16 +167,12 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
     (is_python || settings.no_python == Some(true)) && get_env(NO_AGENT_STORE).as_deref() != Some("1")
 }
 
-/// Digits of the job's signature in the name of a run without `--rdzv-id`.
-const RUN_DIGITS: usize = 8;
-
 /// A job, as all of its nodes must describe it.
 struct Job {
     id: String,
     /// After it the files of the run are named.
     run_id: String,
-    signature: String,
-    description: String,
+    agreed: BTreeMap<String, AgreedValue>,
     max_restarts: u32,
 }
 
@@ -183,27 +180,28 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
     let max_restarts = settings
         .max_restarts
         .unwrap_or(target.kind.default_max_restarts());
-    let agreed = AgreedSettings {
-        min_nodes: nodes.min,
-        max_nodes: nodes.max,
-        max_restarts,
-    };
+    let flags = [
+        ("--nnodes", range(nodes)),
+        ("--max-restarts", max_restarts.to_string()),
+    ];
+    let agreed = target.agreed(&config.map_or_else(Vec::new, Validated::entries), &flags);
     // Without a name, several nodes must mean the same job without having spoken to each other.
     let unnamed = || match nodes.max {
         1 => utc::unique_id(SystemTime::now()),
         _ => DEFAULT_JOB_ID.to_owned(),
     };
     let id = settings.rdzv_id.clone().unwrap_or_else(unnamed);
-    let signature = target.signature(&agreed);
+    let all = agreed
+        .values()
+        .fold(0, |all: u64, value| all.rotate_left(7) ^ value.hash);
     Job {
         // Runs of different configurations do not share a directory only because neither has a name.
         run_id: match (&settings.rdzv_id, config) {
-            (None, Some(_)) if nodes.max > 1 => format!("{id}-{}", &signature[..RUN_DIGITS]),
+            (None, Some(_)) if nodes.max > 1 => format!("{id}-{:08x}", all as u32),
             _ => id.clone(),
         },
         id,
-        signature,
-        description: target.describe(&config.map_or_else(Vec::new, Validated::entries)),
+        agreed,
         max_restarts,
     }
 }

@@ -11,8 +11,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use ddp_proto::client::{AdminToken, Client, ClientError};
-use ddp_proto::exit;
 use ddp_proto::rendezvous::{StatusReply, StatusRequest};
+use ddp_proto::{exit, printable};
 use tokio::time::{Instant, sleep};
 
 use super::answer::{fail, give};
@@ -187,7 +187,7 @@ fn rendered(job: &str, status: &StatusReply, as_json: bool) -> String {
     if as_json {
         format!("{}\n", report::job(job, status, Bounds::NONE))
     } else {
-        tables::job(job, status)
+        printable::text(&tables::job(job, status)).into_owned()
     }
 }
 
@@ -209,7 +209,7 @@ pub(super) async fn jobs(args: JobsArgs) -> ExitCode {
         Ok(if args.json {
             format!("{}\n", report::jobs(&reply, Bounds::NONE))
         } else {
-            tables::jobs(&reply)
+            printable::text(&tables::jobs(&reply)).into_owned()
         })
     };
     answered(listed.await)

@@ -6,10 +6,9 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
 use super::node::Node;
-use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
-use crate::rendezvous::event::{Observation, Turn};
+use crate::rendezvous::event::{ApplyContext, Observation, Stage};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::ranks;
@@ -17,50 +16,45 @@ use crate::rendezvous::ranks;
 /// How much of an assignment's name people are shown.
 const SHOWN_ID_BYTES: usize = 8;
 
-/// Whether two names may be of one assignment: agents and daemons of older builds give none.
-fn is_same(a: &str, b: &str) -> bool {
-    a.is_empty() || b.is_empty() || a == b
-}
-
 impl Job {
     /// Starts the next generation with the nodes that are ready, or the best of them.
-    pub(super) fn start(&mut self, turn: &mut Turn<'_>, reason: &str) {
-        let previous = self.roster.members();
-        let chosen = ranks::choose(self.roster.candidates(), self.roster.size_limits(), previous);
+    pub(super) fn start(&mut self, context: &mut ApplyContext<'_>, reason: &str) {
+        let previous = self.table.members();
+        let chosen = ranks::choose(self.table.candidates(), self.table.size_limits(), previous);
         let (ordered, rank_reason) = ranks::order(chosen, previous);
-        self.roster.assign(ordered);
-        self.numbering.assign(turn, self.roster.free_attempt());
-        let generation = self.numbering.generation();
+        self.table.assign(ordered);
+        self.counter.assign(context, self.table.free_attempt());
+        let generation = self.counter.generation();
         let reason = format!("generation {generation}: {reason}; {rank_reason}");
         if let Phase::Gathering(gathering) = &self.phase {
-            turn.observe(Observation::Assigned(gathering.waited(turn.at.now)));
+            context.observe(Observation::Assigned(gathering.waited(context.at.now)));
         }
-        let (assignment, nodes) = self.assignment(turn, reason);
-        self.begin_period(turn, &assignment.reason);
-        turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
-        let running = Running::new((assignment, nodes), turn.at.now, Duration::ZERO);
+        let (assignment, nodes) = self.assignment(context, reason);
+        self.begin_period(context, &assignment.reason);
+        context.decided(format!("job `{}`: {}", self.id, assignment.reason));
+        let running = Running::new(assignment, nodes, context.at.now, Duration::ZERO);
         self.phase = Phase::Running(Box::new(running));
-        self.record(turn, Stage::Running);
-        self.send_assignments(turn);
-        self.tell_spares(turn);
+        self.record(context, Stage::Running);
+        self.send_assignments(context);
+        self.tell_spares(context);
     }
 
     /// A generation runs from now on with these members, for those who look back.
-    pub(super) fn begin_period(&mut self, turn: &mut Turn<'_>, why: &str) {
-        let generation = self.numbering.generation();
-        turn.about.generation = generation;
-        let nodes = self.roster.members().len() as u32;
+    pub(super) fn begin_period(&mut self, context: &mut ApplyContext<'_>, why: &str) {
+        let generation = self.counter.generation();
+        context.about.generation = generation;
+        let nodes = self.table.members().len() as u32;
         let ranks = self
-            .roster
+            .table
             .members_there()
             .map(|(_, node)| node.join().workers)
             .sum();
-        self.history.begin(turn.at.now, generation, nodes, ranks, why);
+        self.history.begin(context.at.now, generation, nodes, ranks, why);
     }
 
-    /// What all nodes are told alike, and the list of them.
-    fn assignment(&self, turn: &Turn<'_>, reason: String) -> (Assignment, NodeList) {
-        let members: Vec<&Node> = self.roster.members_there().map(|(_, node)| node).collect();
+    /// The part of the assignment that all nodes receive, and the list of nodes.
+    fn assignment(&self, context: &ApplyContext<'_>, reason: String) -> (Assignment, NodeList) {
+        let members: Vec<&Node> = self.table.members_there().map(|(_, node)| node).collect();
         let far = members.iter().find_map(|node| node.far_address());
         let mut first_rank = 0;
         let mut nodes = Vec::with_capacity(members.len());
@@ -81,34 +75,35 @@ impl Job {
             _ => (String::new(), 0),
         };
         let mut assignment = Assignment {
-            attempt: self.numbering.attempts(),
+            attempt: self.counter.attempts(),
             max_restarts: members.first().map_or(0, |node| node.join().max_restarts),
             master_addr,
             master_port,
-            lease_ms: turn.config.lease_ms(),
+            lease_ms: context.config.lease_ms(),
             reason,
-            run_token: self.numbering.run_token().to_owned(),
-            assignment_id: self.numbering.assignment_id().to_owned(),
-            data_key: turn.data_key(self.numbering.assignment_id()),
+            run_token: self.counter.run_token().to_owned(),
+            assignment_id: self.counter.assignment_id().to_owned(),
+            data_key: context.data_key(self.counter.assignment_id()),
             ..Assignment::default()
         };
-        self.account.deposit(&mut assignment);
+        self.account.write_to(&mut assignment);
         (assignment, NodeList::new(nodes))
     }
 
     /// Whether this generation has another assignment here than the one of this name.
     pub(super) fn is_of_another_assignment(&self, generation: u64, assignment_id: &str) -> bool {
         self.own_assignment(generation)
-            .is_some_and(|own| !is_same(own, assignment_id))
+            .is_some_and(|own| own != assignment_id)
     }
 
-    /// The name of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up.
+    /// The id of the assignment of this generation, if it is the one that this daemon runs, ran last or takes up, and the
+    /// id is known.
     fn own_assignment(&self, generation: u64) -> Option<&str> {
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
-                Some(recovery.assignment_id())
+                Some(recovery.assignment_id()).filter(|id| !id.is_empty())
             }
-            _ if generation == self.numbering.generation() => Some(self.numbering.assignment_id()),
+            _ if generation == self.counter.generation() => Some(self.counter.assignment_id()),
             _ => None,
         }
     }
@@ -124,23 +119,20 @@ impl Job {
     }
 
     /// Tells a member its place, for the first time or again.
-    pub(super) fn send_assignment(&self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn send_assignment(&self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if let Some(running) = self.phase.running()
-            && let Some(node_rank) = self.roster.rank_of(incarnation)
-            && let Some(node) = self.roster.get(incarnation)
+            && let Some(node_rank) = self.table.rank_of(incarnation)
+            && let Some(node) = self.table.get(incarnation)
         {
-            let takes_totals = node.join().takes_totals;
-            let assignment = running
-                .nodes()
-                .tell(running.assignment(), node_rank, takes_totals);
-            node.send(turn, self.numbering.generation(), Reply::Assignment(assignment));
+            let assignment = running.nodes().assignment_of(running.assignment(), node_rank);
+            node.send(context, self.counter.generation(), Reply::Assignment(assignment));
         }
     }
 
     /// Tells each member its place.
-    pub(super) fn send_assignments(&self, turn: &mut Turn<'_>) {
-        for member in self.roster.members() {
-            self.send_assignment(turn, &member.incarnation);
+    pub(super) fn send_assignments(&self, context: &mut ApplyContext<'_>) {
+        for member in self.table.members() {
+            self.send_assignment(context, &member.incarnation);
         }
     }
 }

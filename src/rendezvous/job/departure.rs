@@ -1,4 +1,4 @@
-//! Nodes that go: they leave, are stopped by a signal, or are lost.
+//! Nodes that leave, are stopped by a signal, or are lost.
 //!
 //! A node that is stopped by a signal leaves as others come: at a step boundary, for no restart, if MIN nodes are left
 //! without it, with which the workers can go on. Else the job is over when its workers are gone. So it is when a node
@@ -17,35 +17,35 @@ use super::outcome::GenerationEnd;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
-use crate::rendezvous::event::{Speech, Turn};
+use crate::rendezvous::event::{ApplyContext, Origin};
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::messages;
 use crate::rendezvous::policy::Why;
-use crate::rendezvous::words;
 
 impl Job {
     /// An agent goes away for good. A signal to one of them stops the whole job, unless the others can go on without
     /// it.
-    pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
-        let name = self.roster.name_of(incarnation);
+    pub(super) fn leave(&mut self, context: &mut ApplyContext<'_>, incarnation: &str, leave: &Leave) {
+        let name = self.table.name_of(incarnation);
         let is_needed = !self.is_spare(incarnation);
         match leave.signal {
             _ if matches!(self.phase, Phase::Over(_)) => {}
-            // Who has shown nothing does not end a job that has not begun.
-            Some(_) if self.is_undecided() && turn.config.callers == Callers::Anybody => {}
-            Some(signal) if is_needed && self.can_go_on_without(turn.config, incarnation) => {
-                self.node_left(turn, incarnation, signal);
+            // A peer that has proved nothing does not end a job that has not begun.
+            Some(_) if self.is_undecided() && context.config.callers == Callers::Anybody => {}
+            Some(signal) if is_needed && self.can_go_on_without(context.config, incarnation) => {
+                self.node_left(context, incarnation, signal);
             }
             Some(signal) if is_needed => {
                 let over = JobOver {
                     exit_code: i32::from(exit::of_signal(signal)),
-                    reason: format!("{name} was stopped by {}", words::signal_name(signal)),
+                    reason: format!("{name} was stopped by {}", messages::signal_name(signal)),
                     signal: Some(signal),
                     ..JobOver::default()
                 };
-                self.end(turn, Reply::JobOver(over));
+                self.end(context, Reply::JobOver(over));
             }
             _ => {
-                let words = clip(&leave.reason, turn.config.max_name_bytes);
+                let words = clip(&leave.reason, context.config.max_name_bytes);
                 let cause = if words.is_empty() {
                     format!("{name} left")
                 } else {
@@ -53,138 +53,144 @@ impl Job {
                 };
                 let code = leave.exit_code.and_then(|code| u8::try_from(code).ok());
                 let code = code.unwrap_or(exit::INTERNAL);
-                let (min, _) = self.roster.limits();
+                let (min, _) = self.table.limits();
                 // As long as nodes are to come back, it is not known who is left.
                 let recovering = matches!(self.phase, Phase::Recovering(_));
-                let began = self.numbering.highest() > 0 && !recovering;
-                let are_too_few = self.roster.nodes().len() <= min as usize;
+                let began = self.counter.highest() > 0 && !recovering;
+                let are_too_few = self.table.nodes().len() <= min as usize;
                 if began && is_needed && !self.has_succeeded(incarnation) && are_too_few {
                     // It says itself that it will not come back, and the others are too few.
-                    self.note_node_gone(turn, incarnation, &cause);
-                    self.job_over(turn, code, cause);
+                    self.note_node_gone(context, incarnation, &cause);
+                    self.job_over(context, code, cause);
                 } else {
-                    self.node_lost(turn, incarnation, &cause, code);
+                    self.node_lost(context, incarnation, &cause, code);
                 }
             }
         }
-        self.roster.dismiss(turn, incarnation);
-        self.consider_start(turn);
+        self.table.dismiss(context, incarnation);
+        self.consider_start(context);
     }
 
-    /// The job does as well without this node.
+    /// The job does not need this node.
     fn is_spare(&self, incarnation: &str) -> bool {
         match &self.phase {
             Phase::Running(_) => !self.is_member(incarnation),
             Phase::Recovering(recovery) => !recovery.has(incarnation),
             // The nodes of the last generation make the next one too, as long as none of them is lost.
             Phase::Gathering(_) => {
-                let are_enough = self.roster.are_all_there();
-                are_enough && self.roster.rank_of(incarnation).is_none()
+                let are_enough = self.table.are_all_there();
+                are_enough && self.table.rank_of(incarnation).is_none()
             }
             Phase::Over(_) => false,
         }
     }
 
     /// A signal stops a node, whose workers stop at a step boundary: so do the others, if they can go on without it.
-    pub(super) fn node_leaving(&mut self, turn: &mut Turn<'_>, from: &Speech, signal: i32) {
-        if !self.is_of_member(from) || !self.can_go_on_without(turn.config, &from.incarnation) {
+    pub(super) fn node_leaving(&mut self, context: &mut ApplyContext<'_>, from: &Origin, signal: i32) {
+        if !self.is_of_member(from) || !self.can_go_on_without(context.config, &from.incarnation) {
             // Its `Leave` decides.
-            return self.ignore(turn, from, "the notice to leave");
+            return self.ignore(context, from, "the notice to leave");
         }
         let cause = self.left_words(&from.incarnation, signal);
-        self.change_nodes(turn, cause);
+        self.change_nodes(context, cause);
     }
 
     /// A node that was stopped by a signal is gone, and the others go on without it.
-    fn node_left(&mut self, turn: &mut Turn<'_>, incarnation: &str, signal: i32) {
+    fn node_left(&mut self, context: &mut ApplyContext<'_>, incarnation: &str, signal: i32) {
         let cause = self.left_words(incarnation, signal);
         if self.is_at_work(incarnation) {
             // It had no workers to stop, or its word that it would leave was lost.
-            self.break_up(turn, cause);
+            self.break_up(context, cause);
         } else {
-            turn.decided(format!("job `{}`: {cause}", self.id));
+            context.decided(format!("job `{}`: {cause}", self.id));
         }
-        self.roster.mark_left(incarnation);
+        self.table.mark_left(incarnation);
     }
 
-    /// True if enough nodes are there without this one, in a number that the workers can go on with.
+    /// True if the other nodes are enough, in a number that the workers support.
     fn can_go_on_without(&self, config: &Config, incarnation: &str) -> bool {
         // As long as nodes are to come back to a daemon that was restarted, it is not known who is left. The job ends
         // then, rather than wait for nodes that may never come.
         let are_known = matches!(self.phase, Phase::Gathering(_) | Phase::Running(_));
         let is_host = config.host.as_deref() == Some(incarnation);
-        are_known && !is_host && self.roster.suffices_without(incarnation)
+        are_known && !is_host && self.table.suffices_without(incarnation)
     }
 
     fn left_words(&self, incarnation: &str, signal: i32) -> String {
-        let (name, signal) = (self.roster.name_of(incarnation), words::signal_name(signal));
+        let (name, signal) = (self.table.name_of(incarnation), messages::signal_name(signal));
         format!("{name} was stopped by {signal}; continuing without it")
     }
 
     /// The lease of a node ran out.
-    pub(super) fn lease_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        let Some(node) = self.roster.get(incarnation) else {
+    pub(super) fn lease_lost(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
+        let Some(node) = self.table.get(incarnation) else {
             return;
         };
-        let (why, is_silent) = node.lease_words(turn);
-        let fell_silent = is_silent && !matches!(self.phase, Phase::Over(_));
-        let cause = format!("{} was lost: {why}", self.roster.name_of(incarnation));
-        self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
-        if fell_silent {
-            let until = turn.at.now + turn.config.lease;
-            self.roster.fell_silent(incarnation, until);
-        }
+        let why = node.lease_words(context);
+        let cause = format!("{} was lost: {why}", self.table.name_of(incarnation));
+        self.node_lost(context, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
     }
 
-    /// A member of the running generation tells what a worker of it saw of another node's rank.
-    pub(super) fn note_sighting(&mut self, turn: &mut Turn<'_>, from: &Speech, seen: Option<LostRank>) {
+    /// A member of the running generation reports that a worker lost its connection to a rank of another node.
+    pub(super) fn note_lost_peer(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        from: &Origin,
+        seen: Option<LostRank>,
+    ) {
         if let Some(seen) = seen
             && self.is_of_member(from)
             && let (Some(running), Some(own)) =
-                (self.phase.running_mut(), self.roster.rank_of(&from.incarnation))
-            && running.note_sighting(own, seen)
+                (self.phase.running_mut(), self.table.rank_of(&from.incarnation))
+            && running.note_lost_peer(own, seen)
         {
-            self.believe_witnesses(turn);
+            self.believe_witnesses(context);
             self.plan_wake();
         }
     }
 
-    /// Loses members that two witnesses saw die.
-    pub(super) fn believe_witnesses(&mut self, turn: &mut Turn<'_>) {
+    /// Loses a member whose own connection broke and that a peer reported lost.
+    pub(super) fn believe_witnesses(&mut self, context: &mut ApplyContext<'_>) {
         let is_gone = |node_rank: u32| {
-            let incarnation = &self.roster.members().get(node_rank as usize)?.incarnation;
-            let node = self.roster.get(incarnation)?;
+            let incarnation = &self.table.members().get(node_rank as usize)?.incarnation;
+            let node = self.table.get(incarnation)?;
             (!node.is_connected() && !self.has_succeeded(incarnation)).then(|| incarnation.clone())
         };
-        let sightings = self.phase.running().into_iter().flat_map(Running::sightings);
-        let mut gone = sightings.filter_map(|(rank, sighting)| Some((is_gone(*rank)?, *sighting)));
+        let lost_peers = self.phase.running().into_iter().flat_map(Running::lost_peers);
+        let mut gone = lost_peers.filter_map(|(rank, report)| Some((is_gone(*rank)?, *report)));
         if let Some((incarnation, LostRank { rank, witness })) = gone.next() {
             let cause = format!(
                 "{} was lost: its connection broke, and rank {witness} lost its connection to rank {rank} there",
-                self.roster.name_of(&incarnation)
+                self.table.name_of(&incarnation)
             );
-            self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+            self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         }
     }
 
-    /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
-    pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
-        self.note_node_gone(turn, incarnation, cause);
+    /// A node is lost. If it was needed, the generation ends; `exit_code` is the job's if no restart is left.
+    pub(super) fn node_lost(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        incarnation: &str,
+        cause: &str,
+        exit_code: u8,
+    ) {
+        self.note_node_gone(context, incarnation, cause);
         if let Phase::Recovering(recovery) = &mut self.phase {
-            recovery.lose(turn, incarnation);
+            recovery.lose(context, incarnation);
         }
         if self.is_at_work(incarnation) {
-            let (min, _) = self.roster.limits();
-            let why = if self.roster.nodes().len() > min as usize {
+            let (min, _) = self.table.limits();
+            let why = if self.table.nodes().len() > min as usize {
                 Why::Membership
             } else {
                 Why::NodeMissing
             };
             let end = GenerationEnd::without_a_node(cause.to_owned(), exit_code, why);
-            self.end_generation(turn, end);
+            self.end_generation(context, end);
         } else {
-            turn.decided(format!("job `{}`: {cause}", self.id));
+            context.decided(format!("job `{}`: {cause}", self.id));
         }
-        self.roster.lose(turn, incarnation);
+        self.table.lose(context, incarnation);
     }
 }

@@ -7,11 +7,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::Job;
 use super::node::Node;
-use crate::rendezvous::event::{Speech, Turn};
+use crate::rendezvous::event::{ApplyContext, Origin};
 use crate::rendezvous::kv::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
@@ -46,14 +47,15 @@ impl Failures {
             self.known.pop_first();
         }
         let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
+        let line = |text: &str| words(&printable::line(text));
         self.add(Failure {
             generation,
             hostname: hostname.to_owned(),
             exit: Some(WorkerExit {
                 stderr_tail: Vec::new(),
                 message: words(&exit.message),
-                log_file: words(&exit.log_file),
-                activity: words(&exit.activity),
+                log_file: line(&exit.log_file),
+                activity: line(&exit.activity),
                 ..exit.clone()
             }),
             arrived_ns: nanoseconds(now),
@@ -89,7 +91,7 @@ impl Failures {
         self.listed.push(new);
     }
 
-    /// So many more are not in the list.
+    /// Counts failures and stopped workers that the list does not hold.
     fn count(&mut self, failures: u32, victims: u32) {
         self.unlisted = self.unlisted.saturating_add(failures);
         self.unlisted_victims = self.unlisted_victims.saturating_add(victims);
@@ -112,7 +114,7 @@ impl Failures {
         later.or(first)
     }
 
-    /// The list as it goes over the wire; none while nothing has failed.
+    /// The list as a message; none while nothing has failed.
     pub(super) fn told(&self) -> Option<rendezvous::Failures> {
         // Both times count from here, so that no report comes before its event.
         let first = self.listed.first()?.arrived_ns;
@@ -136,34 +138,40 @@ fn is_victim(failure: &Failure) -> bool {
 }
 
 impl Job {
-    /// Takes down how workers ended, whatever was decided meanwhile.
-    pub(super) fn note_exits(&mut self, turn: &Turn<'_>, from: &Speech, exits: &[WorkerExit]) {
-        let ran = 0 < from.generation && from.generation <= self.numbering.highest();
-        if let (true, Some(node)) = (ran, self.roster.get(&from.incarnation)) {
+    /// Adds ended workers to the list, whatever was decided meanwhile.
+    pub(super) fn note_exits(&mut self, context: &ApplyContext<'_>, from: &Origin, exits: &[WorkerExit]) {
+        let ran = 0 < from.generation && from.generation <= self.counter.highest();
+        if let (true, Some(node)) = (ran, self.table.get(&from.incarnation)) {
             for exit in exits.iter().take(MAX_TAKEN) {
                 self.failures
-                    .worker(turn.at.now, from.generation, node.hostname(), exit);
+                    .worker(context.at.now, from.generation, node.hostname(), exit);
             }
         }
     }
 
-    /// Takes down that a node is gone that had a part in the generation that runs or ran last.
-    pub(super) fn note_node_gone(&mut self, turn: &Turn<'_>, incarnation: &str, why: &str) {
-        let has_part = self.roster.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
-        if let (true, Some(node)) = (has_part, self.roster.get(incarnation)) {
-            let generation = self.numbering.generation();
-            self.failures.node(turn.at.now, generation, node.hostname(), why);
+    /// Adds a lost member of the running or last generation to the list.
+    pub(super) fn note_node_gone(&mut self, context: &ApplyContext<'_>, incarnation: &str, why: &str) {
+        let has_part = self.table.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
+        if let (true, Some(node)) = (has_part, self.table.get(incarnation)) {
+            let generation = self.counter.generation();
+            self.failures
+                .node(context.at.now, generation, node.hostname(), why);
         }
     }
 
     /// All workers of a node are gone.
-    pub(super) fn node_stopped(&mut self, turn: &mut Turn<'_>, from: &Speech, stopped: &NodeStopped) {
-        self.note_exits(turn, from, &stopped.exits);
+    pub(super) fn node_stopped(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        from: &Origin,
+        stopped: &NodeStopped,
+    ) {
+        self.note_exits(context, from, &stopped.exits);
         let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
-        if self.roster.change(&from.incarnation, confirm) == Some(true) {
+        if self.table.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
-            self.ignore(turn, from, "NodeStopped");
+            self.ignore(context, from, "NodeStopped");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Gathering: when a generation starts, and what the nodes that are there wait for.
+//! Gathering: decides when a generation starts, and tells waiting nodes why it does not yet.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -7,25 +7,25 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Waiting, refused::Code};
 
 use super::node::Node;
-use super::roster::Roster;
+use super::node_table::NodeTable;
 use super::{Job, Phase};
-use crate::rendezvous::event::{Turn, refusal};
+use crate::rendezvous::event::{ApplyContext, refusal};
+use crate::rendezvous::messages;
 use crate::rendezvous::ranks;
-use crate::rendezvous::words;
 
 /// The time before a generation starts.
 #[derive(Debug)]
 pub(super) struct Gathering {
     began: Duration,
-    /// The job is over if the nodes are not there by then; `MAX` until the first one has joined.
+    /// Deadline for the nodes to join; `MAX` until the first one has.
     until: Duration,
-    /// Back-off: nothing starts before.
+    /// End of the back-off.
     not_before: Duration,
-    /// MIN nodes are there: start with them at this moment.
+    /// MIN nodes are there: the generation starts at this time.
     last_call: Option<Duration>,
 }
 
-/// What follows from who is there.
+/// What the daemon does next.
 enum Step {
     Wait,
     /// For this reason.
@@ -34,7 +34,7 @@ enum Step {
 }
 
 impl Gathering {
-    /// Nothing starts before `not_before`, and then nodes have so long to come.
+    /// Nothing starts before `not_before`; after that, nodes have `timeout` to join.
     pub(super) fn new(now: Duration, not_before: Duration, timeout: Duration) -> Self {
         Self {
             began: now,
@@ -44,7 +44,7 @@ impl Gathering {
         }
     }
 
-    /// The nodes have until then to come.
+    /// Sets the deadline for the nodes to join.
     pub(super) fn wait_until(&mut self, until: Duration) {
         self.until = until;
     }
@@ -58,12 +58,12 @@ impl Gathering {
         now.saturating_sub(self.began)
     }
 
-    /// What is left of the pause before the restart.
+    /// Remaining back-off.
     pub(super) fn backoff_left(&self, now: Duration) -> Duration {
         self.not_before.saturating_sub(now)
     }
 
-    /// When there is something to decide again, if no node comes or goes.
+    /// The next deadline, if no node joins or leaves.
     pub(super) fn next_step(&self) -> Duration {
         // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
         let backoff = (self.not_before > self.began).then_some(self.not_before);
@@ -73,33 +73,33 @@ impl Gathering {
             .fold(self.until, Duration::min)
     }
 
-    /// Whether generation `last` is followed by another one now.
-    fn decide(&mut self, turn: &Turn<'_>, roster: &Roster, last: u64) -> Step {
-        let now = turn.at.now;
+    /// Decides whether the generation after `last` starts now.
+    fn decide(&mut self, context: &ApplyContext<'_>, table: &NodeTable, last: u64) -> Step {
+        let now = context.at.now;
         if now < self.not_before {
             return Step::Wait;
         }
         // From here on the back-off is no deadline of its own.
         self.began = self.began.max(self.not_before);
-        let (is_stopping, is_late) = (roster.is_stopping(), self.is_timed_out(now));
-        let ready = roster.ready();
-        let (min, max) = roster.limits();
-        let some_joined = || words::joined(ready, min, max);
+        let (is_stopping, is_late) = (table.is_stopping(), self.is_timed_out(now));
+        let ready = table.ready();
+        let (min, max) = table.limits();
+        let some_joined = || messages::joined(ready, min, max);
         if ready < min || min == 0 || (ready < max && is_stopping && !is_late) {
             self.last_call = None;
             return if is_late { Step::TimedOut } else { Step::Wait };
         }
         if ready >= max {
-            return Step::Start(format!("{} joined", words::all(max)));
+            return Step::Start(format!("{} joined", messages::all(max)));
         }
-        if !is_stopping && roster.are_all_ready() {
-            let all = words::all(ready);
+        if !is_stopping && table.are_all_ready() {
+            let all = messages::all(ready);
             return Step::Start(format!("{all} rejoined after generation {last}"));
         }
         if is_late {
             return Step::Start(format!("{} in time", some_joined()));
         }
-        let last_call = now + roster.last_call(turn.config.last_call);
+        let last_call = now + table.last_call(context.config.last_call);
         if now < *self.last_call.get_or_insert(last_call) {
             return Step::Wait;
         }
@@ -108,7 +108,7 @@ impl Gathering {
 }
 
 impl Job {
-    /// What the nodes that are there wait for, as of `now`.
+    /// What the nodes wait for, as a message.
     pub(super) fn waiting_words(&self, now: Duration) -> String {
         let gathering = match &self.phase {
             Phase::Gathering(gathering) => gathering,
@@ -116,15 +116,15 @@ impl Job {
             Phase::Running(running) => return running.assignment().reason.clone(),
             Phase::Over(over) => return over.reason().to_owned(),
         };
-        let ready = self.roster.ready();
-        let names = words::list(self.roster.ready_hosts());
-        let (min, max) = self.roster.limits();
-        let mut words = format!("{}: {names}", words::joined(ready, min, max));
+        let ready = self.table.ready();
+        let names = messages::list(self.table.ready_hosts(), ready as usize);
+        let (min, max) = self.table.limits();
+        let mut words = format!("{}: {names}", messages::joined(ready, min, max));
         if ready < min {
             let _ = write!(words, "; waiting for {} more", min - ready);
-            words.push_str(&words::time_left(gathering.until, now));
-        } else if self.roster.is_stopping() {
-            let generation = self.numbering.generation();
+            words.push_str(&messages::time_left(gathering.until, now));
+        } else if self.table.is_stopping() {
+            let generation = self.counter.generation();
             let _ = write!(
                 words,
                 "; waiting for the workers of generation {generation} to exit"
@@ -132,7 +132,7 @@ impl Job {
         } else if let Some(last_call) = gathering.last_call {
             // To a tenth of a second.
             let left = (last_call.saturating_sub(now).as_secs_f64() * 10.0).round() / 10.0;
-            let joined = words::nodes(ready);
+            let joined = messages::nodes(ready);
             words = format!("{joined} joined ({names}), enough to start; waiting up to {left} s for more");
         } else {
             words.push_str("; pausing before the restart");
@@ -140,46 +140,46 @@ impl Job {
         words
     }
 
-    /// Tells a node that has no part in anything yet why.
-    pub(super) fn tell_waiting(&self, turn: &mut Turn<'_>, incarnation: &str, reason: String) {
-        if let Some(node) = self.roster.get(incarnation) {
+    /// Tells a waiting node what it waits for.
+    pub(super) fn tell_waiting(&self, context: &mut ApplyContext<'_>, incarnation: &str, reason: String) {
+        if let Some(node) = self.table.get(incarnation) {
             let waiting = Waiting {
                 reason,
-                lease_ms: turn.config.lease_ms(),
+                lease_ms: context.config.lease_ms(),
             };
-            node.send(turn, self.numbering.generation(), Reply::Waiting(waiting));
+            node.send(context, self.counter.generation(), Reply::Waiting(waiting));
         }
     }
 
     /// Starts the next generation if the nodes are there, ends the job if they did not come in time.
-    pub(super) fn consider_start(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn consider_start(&mut self, context: &mut ApplyContext<'_>) {
         let Phase::Gathering(gathering) = &mut self.phase else {
             return;
         };
-        match gathering.decide(turn, &self.roster, self.numbering.generation()) {
-            Step::Start(reason) => self.start(turn, &reason),
-            Step::TimedOut if !self.is_forgotten(turn.at.now) => self.gathering_timed_out(turn),
+        match gathering.decide(context, &self.table, self.counter.generation()) {
+            Step::Start(reason) => self.start(context, &reason),
+            Step::TimedOut if !self.is_forgotten(context.at.now) => self.gathering_timed_out(context),
             // None of the nodes that an earlier daemon knew has come back, or it is not decided yet.
             Step::TimedOut | Step::Wait => {}
         }
     }
 
-    fn gathering_timed_out(&mut self, turn: &mut Turn<'_>) {
+    fn gathering_timed_out(&mut self, context: &mut ApplyContext<'_>) {
         let Phase::Gathering(gathering) = &self.phase else {
             return;
         };
-        let (min, max) = self.roster.limits();
-        let reason = words::TimedOut {
+        let (min, max) = self.table.limits();
+        let reason = messages::TimedOut {
             job: &self.id,
-            waited: turn.at.now.saturating_sub(gathering.began),
-            came: self.roster.ready_hosts().collect(),
-            stopping: self.roster.hosts(Node::is_stopping),
-            gone: self.roster.gone(),
-            missing_ranks: ranks::missing_ranks(&self.roster.candidates(), min),
+            waited: context.at.now.saturating_sub(gathering.began),
+            came: self.table.ready_hosts().collect(),
+            stopping: self.table.hosts(Node::is_stopping),
+            gone: self.table.gone(),
+            missing_ranks: ranks::missing_ranks(&self.table.candidates(), min),
             min,
             max,
         }
         .words();
-        self.end(turn, refusal(Code::TimedOut, reason));
+        self.end(context, Reply::Refused(refusal(Code::TimedOut, reason)));
     }
 }

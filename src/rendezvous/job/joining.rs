@@ -1,19 +1,18 @@
-//! Joining: who may take part, who comes back, who is refused and why.
+//! Joining: admits new nodes, takes nodes back after a reconnect, refuses others with a reason.
 
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{GenerationOver, Join, refused::Code};
+use ddp_proto::rendezvous::{ARGUMENTS, GenerationOver, Join, Refused, refused::Code};
+use ddp_proto::{exit, printable};
 
 use super::node::{Node, Readiness};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
-use crate::rendezvous::difference::{between_jobs, disagreement};
-use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping, shared};
+use crate::rendezvous::event::{ApplyContext, ConnId, Origin, Peer, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::messages;
 use crate::rendezvous::shares::owner_of;
-use crate::rendezvous::words;
 
 /// Version of the protocol that this daemon speaks.
 const PROTOCOL: u32 = 1;
@@ -26,8 +25,8 @@ pub(super) const MAX_GENERATION: u64 = (1 << 30) - 1;
 pub(in crate::rendezvous) struct Joining {
     pub(in crate::rendezvous) conn: ConnId,
     pub(in crate::rendezvous) peer: Peer,
-    /// Of the generation that the agent was in last.
-    pub(in crate::rendezvous) from: Speech,
+    /// The agent's last assignment.
+    pub(in crate::rendezvous) from: Origin,
     pub(in crate::rendezvous) join: Join,
 }
 
@@ -39,102 +38,110 @@ impl Joining {
 }
 
 impl Job {
-    /// Lets all nodes go if they have died without a word: the one that comes is no part of their run. True if so.
-    pub(in crate::rendezvous) fn is_cleared_for(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
-        let is_known = self.roster.nodes().contains_key(&joining.from.incarnation);
+    /// Forgets all nodes if none of them is alive and the new node does not belong to their run. True if it did.
+    pub(in crate::rendezvous) fn is_cleared_for(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        joining: &Joining,
+    ) -> bool {
+        let is_known = self.table.nodes().contains_key(&joining.from.incarnation);
         let is_new = !is_known && joining.from.generation == 0 && joining.join.latest_generation == 0;
-        let is_left = is_new && self.roster.is_deserted(turn);
+        let is_left = is_new && self.table.is_deserted(context);
         if is_left {
-            turn.decided(format!("job `{}`: no node of the last run is left", self.id));
-            self.roster.dismiss_all(turn);
+            context.decided(format!("job `{}`: no node of the last run is left", self.id));
+            self.table.dismiss_all(context);
         }
         is_left
     }
 
-    /// Takes a node in, takes it back after a reconnect, or refuses it by name.
-    pub(in crate::rendezvous) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+    /// Admits a node, takes it back after a reconnect, or refuses it.
+    pub(in crate::rendezvous) fn join(&mut self, context: &mut ApplyContext<'_>, joining: Joining) {
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_recorded());
-        if self.roster.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
+        if self.table.nodes().is_empty() && joining.from.generation == 0 && !is_awaited {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
-            self.kv.end(turn, "a new run of the job has started");
-            *self = Self::new(&self.id, self.numbering.highest(), turn.at.now);
+            self.kv.end(context, "a new run of the job has started");
+            *self = Self::new(&self.id, self.counter.highest(), context.at.now);
         }
-        self.roster.came_back(&joining.from.incarnation);
-        self.lose_if_assigned_elsewhere(turn, &joining);
+        self.lose_if_assigned_elsewhere(context, &joining);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
-            _ => self.admit(turn, &joining),
+            _ => self.admit(context, &joining),
         };
-        if let Err((code, reason)) = admitted {
-            self.refuse(turn, &joining, code, reason);
+        if let Err(refused) = admitted {
+            self.refuse(context, &joining, refused);
         } else if let Phase::Over(_) = self.phase {
-            self.join_when_over(turn, &joining);
-        } else if self.roster.nodes().contains_key(&joining.from.incarnation) {
-            self.join_again(turn, joining);
+            self.join_when_over(context, &joining);
+        } else if self.table.nodes().contains_key(&joining.from.incarnation) {
+            self.join_again(context, joining);
         } else {
-            self.join_first(turn, joining);
+            self.join_first(context, joining);
         }
         self.plan_wake();
     }
 
     /// A node that is known here comes back on a new stream from a generation of another daemon: it has given up its place
     /// here, and comes like any node that this daemon does not know.
-    fn lose_if_assigned_elsewhere(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+    fn lose_if_assigned_elsewhere(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) {
         let Joining { from, conn, .. } = joining;
-        let is_elsewhere = from.generation > self.numbering.highest()
+        let is_elsewhere = from.generation > self.counter.highest()
             || self.is_of_another_assignment(from.generation, &from.assignment_id);
         let is_back = |node: &Node| !node.speaks_on(*conn) && !node.is_stopping();
-        if is_elsewhere && self.roster.get(&from.incarnation).is_some_and(is_back) {
-            let name = self.roster.name_of(&from.incarnation);
+        if is_elsewhere && self.table.get(&from.incarnation).is_some_and(is_back) {
+            let name = self.table.name_of(&from.incarnation);
             let cause = format!("{name} was assigned to generation {} elsewhere", from.generation);
-            self.node_lost(turn, &from.incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+            self.node_lost(context, &from.incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         }
     }
 
     /// Checks a join against the bounds, against the other nodes and against the job.
-    fn admit(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> Result<(), (Code, String)> {
+    fn admit(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) -> Result<(), Refused> {
+        let invalid = |reason| Err(refusal(Code::Invalid, reason));
         let Joining { from, join, .. } = joining;
-        let max_generation = MAX_GENERATION.max(self.numbering.highest());
-        check_bounds(turn.config, joining, max_generation).map_err(|reason| (Code::Invalid, reason))?;
-        let max_nodes = turn.config.max_nodes;
-        if !self.roster.nodes().contains_key(&from.incarnation)
-            && self.roster.nodes().len() >= max_nodes as usize
+        let max_generation = MAX_GENERATION.max(self.counter.highest());
+        check_bounds(context.config, joining, max_generation).or_else(invalid)?;
+        let max_nodes = context.config.max_nodes;
+        if !self.table.nodes().contains_key(&from.incarnation)
+            && self.table.nodes().len() >= max_nodes as usize
         {
-            let max = words::nodes(max_nodes);
-            let reason = format!("job `{}` already has {max}, the maximum", self.id);
-            return Err((Code::Invalid, reason));
+            let max = messages::nodes(max_nodes);
+            return invalid(format!("job `{}` already has {max}, the maximum", self.id));
         }
-        self.send_rivals_away(turn, joining);
-        let other = self.roster.others(&from.incarnation).next();
-        if let Some(reason) = other.and_then(|(_, node)| disagreement(&self.id, node.join(), join)) {
-            return Err((Code::Disagree, reason));
-        }
-        let mistaken = self.met_by_chance(turn.config, joining);
-        if let Some(reason) = mistaken.or_else(|| self.mistaken_for(joining)) {
-            return Err((Code::Disagree, reason));
+        self.send_rivals_away(context, joining);
+        let other = self.table.others(&from.incarnation).next();
+        let refused = other.and_then(|(_, node)| disagreement(&self.id, node.join(), join));
+        let refused = refused.or_else(|| self.met_by_chance(context.config, joining));
+        let mistaken = || {
+            self.mistaken_for(joining)
+                .map(|reason| refusal(Code::Disagree, reason))
+        };
+        if let Some(refused) = refused.or_else(mistaken) {
+            return Err(refused);
         }
         let Some(asked) = join.node_rank else {
-            self.replace_restarted(turn, joining);
+            self.replace_restarted(context, joining);
             return Ok(());
         };
-        let Some((incarnation, node)) = self.roster.other_with_rank(asked, &from.incarnation) else {
+        let Some((incarnation, node)) = self.table.other_with_rank(asked, &from.incarnation) else {
             return Ok(());
         };
         if node.is_connected() {
-            let words = words::same_rank(&self.id, asked, &join.hostname, node.hostname());
-            return Err((Code::Invalid, words));
+            return invalid(messages::same_rank(
+                &self.id,
+                asked,
+                &join.hostname,
+                node.hostname(),
+            ));
         }
         // Its connection is gone and its place is claimed: a new process took over.
         let cause = format!("node `{}` was restarted", node.hostname());
         let incarnation = incarnation.clone();
-        self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         Ok(())
     }
 
-    /// A node of the generation that is waited for comes back. Those that have no part in it and cannot be there together
-    /// with it were only too early: they are refused, as they are once it is there.
-    fn send_rivals_away(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+    /// A node of the recorded generation comes back. Refuses earlier newcomers that conflict with it.
+    fn send_rivals_away(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) {
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -146,160 +153,162 @@ impl Job {
         }
         let mut refused = Vec::new();
         for (incarnation, node) in self
-            .roster
+            .table
             .nodes()
             .iter()
             .filter(|(other, _)| !recovery.is_of(other))
         {
             let rank = node.join().node_rank.filter(|rank| own.node_rank == Some(*rank));
             let same_rank = rank.map(|rank| {
-                let words = words::same_rank(&self.id, rank, node.hostname(), &own.hostname);
-                (Code::Invalid, words)
+                let words = messages::same_rank(&self.id, rank, node.hostname(), &own.hostname);
+                refusal(Code::Invalid, words)
             });
-            let disagrees = disagreement(&self.id, own, node.join()).map(|words| (Code::Disagree, words));
-            if let Some((code, reason)) = disagrees.or(same_rank) {
-                turn.decided(format!("refused {}: {reason}", self.roster.name_of(incarnation)));
-                node.send(turn, self.numbering.generation(), refusal(code, reason));
+            if let Some(refusal) = disagreement(&self.id, own, node.join()).or(same_rank) {
+                let name = self.table.name_of(incarnation);
+                context.decided(format!("refused {name}: {}", refusal.reason));
+                node.send(context, self.counter.generation(), Reply::Refused(refusal));
                 refused.push(incarnation.clone());
             }
         }
         for incarnation in refused {
-            self.roster.dismiss(turn, &incarnation);
+            self.table.dismiss(context, &incarnation);
         }
     }
 
-    /// A new launcher comes from the host of a member whose connection is gone, and there is no room for both: it takes
-    /// the other's place.
-    fn replace_restarted(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+    /// A new launcher on the host of a member whose connection is gone takes its place, if there is no room for both.
+    fn replace_restarted(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) {
         let Joining { from, join, .. } = joining;
-        let is_full = self.roster.nodes().len() >= join.max_nodes as usize;
-        if from.generation > 0 || !is_full || self.roster.get(&from.incarnation).is_some() {
+        let is_full = self.table.nodes().len() >= join.max_nodes as usize;
+        if from.generation > 0 || !is_full || self.table.get(&from.incarnation).is_some() {
             return;
         }
         let is_gone = |(incarnation, node): &(&String, &Node)| {
             node.hostname() == join.hostname && !node.is_connected() && self.is_at_work(incarnation)
         };
-        let gone = self.roster.away().find(is_gone);
+        let gone = self.table.away().find(is_gone);
         if let Some(incarnation) = gone.map(|(incarnation, _)| incarnation.clone()) {
             let cause = format!("node `{}` was restarted", join.hostname);
-            self.node_lost(turn, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+            self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
         }
     }
 
     /// Nodes without `--rdzv-id` at a daemon of any jobs that run the same program with other arguments: those of one
     /// job may differ in them, but these are more likely two jobs.
-    fn met_by_chance(&self, config: &Config, joining: &Joining) -> Option<String> {
+    fn met_by_chance(&self, config: &Config, joining: &Joining) -> Option<Refused> {
         if config.only_job.is_some() || self.id != DEFAULT_JOB_ID {
             return None;
         }
         let Joining { from, join, .. } = joining;
         // All of them run the same: each has been compared with one that was there.
-        let (_, other) = self.roster.others(&from.incarnation).next()?;
-        if other.join().job_description == join.job_description {
-            return None;
-        }
-        Some(format!(
-            "two jobs without `--rdzv-id` meet at one rendezvous: {}\n  hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
-            between_jobs(other.join(), join)
-        ))
+        let (_, other) = self.table.others(&from.incarnation).next()?;
+        disagree(other.join(), join, differing(other.join(), join), |what| {
+            format!(
+                "two jobs without `--rdzv-id` meet at one rendezvous: {what}\n  \
+                 hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one"
+            )
+        })
     }
 
     /// A newcomer to a full job of fixed size that has no name, or one node: more likely a node of another
     /// job than a spare, which would report success without having run.
     fn mistaken_for(&self, joining: &Joining) -> Option<String> {
         let Joining { from, join, .. } = joining;
-        let known = self.roster.nodes().contains_key(&from.incarnation) || from.generation > 0;
+        let known = self.table.nodes().contains_key(&from.incarnation) || from.generation > 0;
         let fixed = join.min_nodes == join.max_nodes;
         let may_have_spares = join.max_nodes > 1 && self.id != DEFAULT_JOB_ID;
-        if may_have_spares || !self.numbering.has_begun() || known || !fixed {
+        if may_have_spares || !self.counter.has_begun() || known || !fixed {
             return None;
         }
         // A node whose connection is gone may be the one that comes back, as a new process.
-        (self.roster.connected() >= join.max_nodes as usize).then(|| {
+        (self.table.connected() >= join.max_nodes as usize).then(|| {
             format!(
                 "job `{}` is already running with {} ({}): node `{}` belongs to a different job or is one too many\n  \
                  hint: give each job its own `--rdzv-id`; a job of several nodes then keeps extra nodes on standby",
                 self.id,
                 match join.max_nodes {
                     1 => "its only node".to_owned(),
-                    several => format!("all of its {}", words::nodes(several)),
+                    several => format!("all of its {}", messages::nodes(several)),
                 },
-                words::list(self.roster.hosts(|_| true)),
+                messages::list(self.table.hosts(|_| true), self.table.nodes().len()),
                 join.hostname
             )
         })
     }
 
-    /// No generation was assigned yet.
+    /// True before the first generation is assigned.
     pub(super) fn is_undecided(&self) -> bool {
-        self.numbering.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
+        self.counter.highest() == 0 && matches!(self.phase, Phase::Gathering(_))
     }
 
-    fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, code: Code, reason: String) {
-        turn.decided(format!("refused node `{}`: {reason}", joining.join.hostname));
-        let refused = refusal(code, reason);
-        turn.send(Some(joining.conn), self.numbering.generation(), refused.clone());
-        // Before the first generation it is unknown which of them is right: all of them end, with the same code. But who
-        // has shown nothing ends only itself.
-        let undecided = self.is_undecided() && turn.config.callers != Callers::Anybody;
-        if code == Code::Disagree && undecided {
-            self.end(turn, refused);
+    fn refuse(&mut self, context: &mut ApplyContext<'_>, joining: &Joining, refused: Refused) {
+        context.decided(format!(
+            "refused node `{}`: {}",
+            joining.join.hostname, refused.reason
+        ));
+        let disagrees = refused.code() == Code::Disagree;
+        let refused = Reply::Refused(refused);
+        context.send(Some(joining.conn), self.counter.generation(), refused.clone());
+        // Before the first generation it is unknown which node is right: all of them end, with the same code. But a peer
+        // that has proved nothing ends only itself.
+        let undecided = self.is_undecided() && context.config.callers != Callers::Anybody;
+        if disagrees && undecided {
+            self.end(context, refused);
         }
-        turn.close(Some(joining.conn));
+        context.close(Some(joining.conn));
     }
 
-    fn join_first(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+    fn join_first(&mut self, context: &mut ApplyContext<'_>, joining: Joining) {
         let Joining { peer, from, join, .. } = &joining;
         let (hostname, address, from) = (join.hostname.clone(), peer.remote, from.clone());
-        let (arrival, timeout) = self.roster.expect(turn.config, join);
+        let (arrival, timeout) = self.table.expect(context.config, join);
         let done = self.has_succeeded(&from.incarnation);
-        self.miss_assignment(turn, &from, &hostname);
+        self.miss_assignment(context, &from, &hostname);
         let place = if from.generation == 0 {
-            self.learn_of_generation(turn, join);
+            self.learn_of_generation(context, join);
             Ok(())
         } else {
-            self.place_of(turn, &from, join)
+            self.place_of(context, &from, join)
         };
-        self.numbering.learn_of(from.generation, &join.run_token);
+        self.counter.learn_of(from.generation, &join.run_token);
         let max_restarts = join.max_restarts;
-        if turn.config.callers == Callers::OfJobs && self.token_proof.is_empty() {
+        if context.config.callers == Callers::OfJobs && self.token_proof.is_empty() {
             self.token_proof.clone_from(&join.token_proof);
         }
-        self.owner = self.owner.or_else(|| owner_of(turn.config, address));
-        let mut node = Node::new(turn, joining, arrival);
+        self.owner = self.owner.or_else(|| owner_of(context.config, address));
+        let mut node = Node::new(context, joining, arrival);
         if let Err(cause) = place {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
-            let over = self.over_for_newcomer(turn.at.now, max_restarts, cause);
+            let over = self.over_for_newcomer(context.at.now, max_restarts, cause);
             let message = shared(from.generation, Reply::GenerationOver(over));
-            node.stop_workers(turn, from.generation, &message);
+            node.stop_workers(context, from.generation, &message);
         }
         if let Phase::Gathering(gathering) = &mut self.phase
-            && !self.numbering.has_begun()
-            && self.roster.nodes().is_empty()
+            && !self.counter.has_begun()
+            && self.table.nodes().is_empty()
         {
-            gathering.wait_until(turn.at.now + timeout);
+            gathering.wait_until(context.at.now + timeout);
         }
         let is_free = !node.is_stopping();
-        self.roster.add(&from.incarnation, node);
-        turn.decided(format!(
+        self.table.add(&from.incarnation, node);
+        context.decided(format!(
             "job `{}`: node `{hostname}` joined from {address}",
             self.id
         ));
         if done && is_free {
-            self.send_assignment(turn, &from.incarnation);
+            self.send_assignment(context, &from.incarnation);
         } else if matches!(&self.phase, Phase::Recovering(recovery) if recovery.has(&from.incarnation)) {
-            self.consider_recovered(turn, &from.incarnation);
+            self.consider_recovered(context, &from.incarnation);
         } else if is_free {
-            self.joined(turn, &from.incarnation);
+            self.joined(context, &from.incarnation);
         }
     }
 
-    /// Whether a node that comes back may keep its place in its generation; if not, why.
-    fn place_of(&mut self, turn: &mut Turn<'_>, from: &Speech, join: &Join) -> Result<(), String> {
-        let own = self.numbering.generation();
+    /// Whether a node that reconnects keeps its place in its generation; if not, why.
+    fn place_of(&mut self, context: &mut ApplyContext<'_>, from: &Origin, join: &Join) -> Result<(), String> {
+        let own = self.counter.generation();
         if self.is_of_another_assignment(from.generation, &from.assignment_id) {
-            self.learn_cost(turn, from, join);
+            self.learn_cost(context, from, join);
             let words = self.another_assignment_words(from.generation, &from.assignment_id);
             return Err(format!(
                 "{words}: restarting the workers of node `{}`",
@@ -307,15 +316,15 @@ impl Job {
             ));
         }
         if own == 0 {
-            return self.reclaim(turn, from, join);
+            return self.reclaim(context, from, join);
         }
         if from.generation == own && self.has_succeeded(&from.incarnation) {
             return Ok(());
         }
-        self.learn_cost(turn, from, join);
+        self.learn_cost(context, from, join);
         Err(match &self.last_over {
             // It missed that its generation has ended.
-            Some(over) if from.generation == own && !self.roster.is_lost(&from.incarnation) => {
+            Some(over) if from.generation == own && !self.table.is_lost(&from.incarnation) => {
                 over.cause.clone()
             }
             _ if from.generation > own => "the rendezvous daemon was restarted".to_owned(),
@@ -340,63 +349,129 @@ impl Job {
         }
     }
 
-    /// A node that is known: back after a broken connection, or ready after its workers were stopped.
-    fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+    /// A known node reconnects, or is ready after its workers were stopped.
+    fn join_again(&mut self, context: &mut ApplyContext<'_>, joining: Joining) {
         let incarnation = joining.from.incarnation.clone();
         let member = self.is_member(&incarnation);
         let silence = self
-            .roster
-            .change(&incarnation, |node| node.join_again(turn, joining));
-        self.tell_back(turn, &incarnation, silence.flatten());
-        let Some(node) = self.roster.get(&incarnation) else {
+            .table
+            .change(&incarnation, |node| node.join_again(context, joining));
+        self.tell_back(context, &incarnation, silence.flatten());
+        let Some(node) = self.table.get(&incarnation) else {
             return;
         };
         match node.readiness() {
             Readiness::Joined if member => {
-                turn.detail(format!(
+                context.detail(format!(
                     "job `{}`: node `{}` reconnected",
                     self.id,
                     node.hostname()
                 ));
-                self.send_assignment(turn, &incarnation);
+                self.send_assignment(context, &incarnation);
                 if let Some(running) = self.phase.running_mut() {
-                    running.await_reports(turn);
+                    running.await_reports(context);
                 }
             }
             Readiness::Stopping(stopping) => {
                 // It has not confirmed the end of this generation, so it may not know of it.
                 let over = match &self.last_over {
-                    Some(over) if stopping == self.numbering.generation() => over.clone(),
-                    _ => regrouping(words::continued_without(stopping, node.hostname())),
+                    Some(over) if stopping == self.counter.generation() => over.clone(),
+                    _ => regrouping(messages::continued_without(stopping, node.hostname())),
                 };
-                node.send(turn, stopping, Reply::GenerationOver(over));
+                node.send(context, stopping, Reply::GenerationOver(over));
             }
             Readiness::Joined | Readiness::Stopped => {
-                self.roster.change(&incarnation, Node::become_free);
-                self.joined(turn, &incarnation);
+                self.table.change(&incarnation, Node::become_free);
+                self.joined(context, &incarnation);
             }
         }
     }
 
-    /// A node is ready: start, or tell it what it waits for.
-    fn joined(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        let before = self.numbering.generation();
-        self.consider_start(turn);
-        let has_started = self.numbering.generation() != before;
+    /// A node is ready: starts the generation, or tells the node what it waits for.
+    fn joined(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
+        let before = self.counter.generation();
+        self.consider_start(context);
+        let has_started = self.counter.generation() != before;
         if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) || has_started {
             // A start has informed all nodes.
             return;
         }
-        self.newcomer(turn);
+        self.newcomer(context);
         let reason = match self.phase {
             Phase::Running(_) => self.spare_words(incarnation),
-            _ => self.waiting_words(turn.at.now),
+            _ => self.waiting_words(context.at.now),
         };
-        self.tell_waiting(turn, incarnation, reason);
+        self.tell_waiting(context, incarnation, reason);
     }
 }
 
-/// How long an agent lets the daemon wait for other nodes, within the daemon's bound.
+/// The keys whose values differ between two nodes, or which only one node has.
+fn differing(first: &Join, second: &Join) -> Vec<String> {
+    let only_second = second
+        .agreed
+        .keys()
+        .filter(|key| !first.agreed.contains_key(*key));
+    let keys = first.agreed.keys().chain(only_second);
+    let differ = keys.filter(|key| first.agreed.get(*key) != second.agreed.get(*key));
+    let mut keys: Vec<String> = differ.cloned().collect();
+    let nodes = |join: &Join| (join.min_nodes, join.max_nodes);
+    let flags = [
+        ("--nnodes", nodes(first) != nodes(second)),
+        ("--max-restarts", first.max_restarts != second.max_restarts),
+    ];
+    for (flag, _) in flags.into_iter().filter(|(_, differs)| *differs) {
+        if !keys.iter().any(|key| key == flag) {
+            keys.push(flag.to_owned());
+        }
+    }
+    keys
+}
+
+/// What two nodes of one job disagree on; none if they agree. The arguments of a program may differ.
+fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Refused> {
+    let mut keys = differing(first, second);
+    keys.retain(|key| key != ARGUMENTS);
+    disagree(first, second, keys, |what| {
+        let two_jobs = if job == DEFAULT_JOB_ID {
+            ", or give each job its own `--rdzv-id`"
+        } else {
+            ""
+        };
+        let earlier_start = if first.hostname == second.hostname {
+            "; a launcher of an earlier start may still run on that node"
+        } else {
+            ""
+        };
+        format!(
+            "nodes disagree on job `{job}`: {what}\n  \
+             hint: start every node with the same target, configuration and flags{two_jobs}{earlier_start}"
+        )
+    })
+}
+
+/// Refuses a node whose values of these keys differ from those of another; none without keys. The launchers print the
+/// values: the daemon has only hashes.
+fn disagree(
+    first: &Join,
+    second: &Join,
+    keys: Vec<String>,
+    message: impl FnOnce(String) -> String,
+) -> Option<Refused> {
+    let verb = if keys.len() == 1 { "differs" } else { "differ" };
+    let names = messages::list(keys.iter().map(String::as_str), keys.len());
+    let between = if first.hostname == second.hostname {
+        format!("two launchers on node `{}`", first.hostname)
+    } else {
+        format!("node `{}` and node `{}`", first.hostname, second.hostname)
+    };
+    let reason = message(format!("{names} {verb} between {between}"));
+    (!keys.is_empty()).then(|| Refused {
+        differing: keys,
+        ..refusal(Code::Disagree, reason)
+    })
+}
+
+/// How long the daemon may wait for other nodes, within its own bound.
 pub(super) fn join_timeout(config: &Config, join: &Join) -> Duration {
     Duration::from_millis(join.join_timeout_ms.into()).min(config.join_timeout_cap)
 }
@@ -420,21 +495,22 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     let names = [
         &join.hostname,
         &join.local_addr,
-        &join.job_signature,
         &join.run_token,
         &join.role,
         &joining.from.incarnation,
         &joining.from.assignment_id,
     ];
-    if names.iter().any(|name| name.len() > config.max_name_bytes) {
+    let mut names = names.into_iter().chain(join.agreed.keys());
+    if names.any(|name| name.len() > config.max_name_bytes || !printable::is_name(name)) {
         return Err(format!(
-            "a name of node `{host}` is longer than {} bytes",
+            "a name of node `{host}` has a control character or is longer than {} bytes",
             config.max_name_bytes
         ));
     }
-    if join.job_description.len() > config.max_description_bytes {
+    let agreed_bytes: usize = join.agreed.keys().map(|key| key.len() + size_of::<u64>()).sum();
+    if agreed_bytes > config.max_description_bytes {
         return Err(format!(
-            "description of the job on node `{host}` is longer than {} bytes",
+            "the keys that node `{host}` compares are longer than {} bytes",
             config.max_description_bytes
         ));
     }
@@ -465,7 +541,7 @@ fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Resu
     if let Some(rank) = join.node_rank.filter(|rank| *rank >= max) {
         return Err(format!(
             "`--node-rank` of node `{host}` is {rank}, but there are at most {}\n  hint: node ranks run from 0 to {}",
-            words::nodes(max),
+            messages::nodes(max),
             max - 1
         ));
     }

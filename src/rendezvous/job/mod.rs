@@ -2,93 +2,88 @@
 //!
 //! | file | part | knows |
 //! |---|---|---|
-//! | `numbering` | the generations | their numbers and names, those of earlier daemons, the run |
+//! | `generation_counter` | the generations | their numbers and assignment ids, the id of the run |
 //! | `node` | one node | its stream, its lease, whether its workers are gone |
-//! | `roster` | all nodes | who is there, who was in the last assignment, who is gone, how many are needed |
+//! | `node_table` | all nodes | which are there, which were in the last assignment, how many the job needs |
 //! | `gathering` | gathering | when a generation starts, what the nodes wait for |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
-//! | `running` | the running generation | who is done, which failure is held back, who was seen to die |
-//! | `verdict` | the end of the job | what every node is told, and what is kept for those that missed it |
+//! | `running` | the running generation | which nodes succeeded, which failure waits for its cause, which peers were reported lost |
+//! | `verdict` | the end of the job | the verdict for every node, also for nodes that come back later |
 //! | `failures` | all failures | their order, and which are listed |
 //!
-//! What is decided about several of them:
+//! Decisions that involve several parts:
 //!
 //! | file | noun | knows |
 //! |---|---|---|
-//! | `joining` | joining | who may take part, who comes back, who is refused |
-//! | `assignment` | the start | what every node receives |
+//! | `joining` | joining | admission, reconnects, refusals |
+//! | `assignment` | the start | the assignment of each node |
 //! | `outcome` | the end of a generation | failures, success, restarts |
-//! | `departure` | nodes that go | who leaves, who is lost, whose death two witnesses saw |
+//! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
-//! | `silence` | silent members | whose peers vouch for them, and for how long |
-//! | `record` | [`Record`] | what is written down of a job, and what a restarted daemon makes of it |
+//! | `lease_extension` | silent members | extends their leases while their peers make progress |
+//! | `record` | the ledger | writes [`Record`]s, and takes a job up from one |
 
 mod assignment;
 mod departure;
 mod failures;
 mod gathering;
+mod generation_counter;
 mod joining;
+mod lease_extension;
 mod node;
-mod numbering;
+mod node_table;
 mod outcome;
 mod record;
 mod recovery;
-mod roster;
 mod running;
 mod scale;
-mod silence;
 mod verdict;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, HeartbeatAck, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest,
-    NodeStopped, NodesRequest, StatusReply,
+    GenerationOver, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
+    StatusReply,
 };
-use prost::bytes::Bytes;
 
-use super::event::{About, CallId, ConnId, KvError, Speech, Turn, regrouping};
+use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, Record, regrouping};
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
+use super::report::Census;
 use super::shares::{Load, Owner};
 use super::size::RankLimits;
-use super::state::Census;
 use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
+use generation_counter::GenerationCounter;
 use node::Node;
-use numbering::Numbering;
+use node_table::NodeTable;
 use recovery::Recovery;
-use roster::Roster;
 use running::Running;
 use verdict::Over;
 
 #[cfg(test)]
 pub(super) use failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
 pub(super) use joining::Joining;
-pub use record::Record;
-#[cfg(test)]
-pub(super) use record::Stage;
 pub(super) use verdict::Finished;
 
 /// One job at the daemon.
 #[derive(Debug)]
 pub(super) struct Job {
     id: String,
-    numbering: Numbering,
-    roster: Roster,
+    counter: GenerationCounter,
+    table: NodeTable,
     phase: Phase,
     account: Account,
     failures: Failures,
-    /// Why the last generation is over; none while the first one has not been assigned.
+    /// Why the last generation ended; none before the first assignment.
     last_over: Option<GenerationOver>,
-    /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
+    /// The record of an earlier daemon; valid until this daemon assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
     /// Of its first node; empty where nodes prove nothing of the kind.
@@ -96,7 +91,7 @@ pub(super) struct Job {
     /// None until its first node has come to this daemon, too.
     owner: Owner,
     history: History,
-    /// No deadline of this job is before this moment; it may be early, never late.
+    /// The next deadline of this job; it may be early, never late.
     next_wake: Option<Duration>,
 }
 
@@ -104,18 +99,18 @@ pub(super) struct Job {
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "a job has one")]
 enum Phase {
-    /// Nodes are to come before the next generation can start.
+    /// The job waits for nodes before it starts the next generation.
     Gathering(Gathering),
-    /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
+    /// A generation of an earlier daemon runs; not all of its nodes have reconnected yet.
     Recovering(Recovery),
     /// A generation runs.
     Running(Box<Running>),
-    /// Every node was sent the end, or will be when it comes back.
+    /// The job has ended; nodes that come back receive the verdict.
     Over(Over),
 }
 
 impl Phase {
-    /// As people and tools read it.
+    /// The name of the phase in the status.
     fn name(&self) -> &'static str {
         match self {
             Self::Gathering(_) => "gathering",
@@ -141,12 +136,12 @@ impl Phase {
 }
 
 impl Job {
-    /// A job that no node has joined yet, and whose generations come after `floor`.
+    /// A job without nodes, whose generations are numbered after `floor`.
     pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
         Self {
             id: id.to_owned(),
-            numbering: Numbering::after(floor),
-            roster: Roster::default(),
+            counter: GenerationCounter::after(floor),
+            table: NodeTable::default(),
             phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
             account: Account::default(),
             failures: Failures::default(),
@@ -164,23 +159,23 @@ impl Job {
         self.next_wake
     }
 
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        self.table.assert_counts();
+    }
+
     pub(super) fn is_idle(&self) -> bool {
-        self.roster.nodes().is_empty()
+        self.table.nodes().is_empty()
     }
 
-    /// Nodes that fell silent, and how long each is expected back.
-    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
-        self.roster.silent()
-    }
-
-    /// The node is one of this job, or was and may still speak of it.
+    /// The node belongs to this job, or did and may still report about it.
     pub(super) fn has(&self, incarnation: &str) -> bool {
-        let roster = &self.roster;
+        let table = &self.table;
         let is_awaited = matches!(&self.phase, Phase::Recovering(recovery) if recovery.is_of(incarnation));
         is_awaited
-            || roster.get(incarnation).is_some()
-            || roster.rank_of(incarnation).is_some()
-            || roster.is_lost(incarnation)
+            || table.get(incarnation).is_some()
+            || table.rank_of(incarnation).is_some()
+            || table.is_lost(incarnation)
     }
 
     /// Shows who has the job's token; empty if none was registered.
@@ -198,177 +193,188 @@ impl Job {
         self.kv.load()
     }
 
-    /// Nobody waits for the answer of this read any more.
+    /// Cancels a read whose caller is gone.
     pub(super) fn cancel(&mut self, call: CallId) {
         self.kv.cancel(call);
     }
 
     /// A message of a node, other than `Join`.
-    pub(super) fn receive(&mut self, turn: &mut Turn<'_>, conn: ConnId, from: &Speech, body: Body) {
-        let node = self.roster.get(&from.incarnation);
+    pub(super) fn receive(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        conn: ConnId,
+        from: &Origin,
+        body: Body,
+    ) {
+        let node = self.table.get(&from.incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
-            self.ignore(turn, from, "a message on an old stream");
+            self.ignore(context, from, "a message on an old stream");
         } else if !self.is_of_another_assignment(from.generation, &from.assignment_id) {
-            self.message(turn, from, body);
-        } else if let Some(body) = self.without_claims(turn, from, body) {
-            self.message(turn, from, body);
+            self.message(context, from, body);
+        } else if let Some(body) = self.without_claims(context, from, body) {
+            self.message(context, from, body);
         }
     }
 
-    fn message(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) {
-        let Some(silence) = self.roster.change(&from.incarnation, |node| node.heard(turn)) else {
+    fn message(&mut self, context: &mut ApplyContext<'_>, from: &Origin, body: Body) {
+        let Some(silence) = self.table.change(&from.incarnation, |node| node.heard(context)) else {
             return;
         };
-        self.tell_back(turn, &from.incarnation, silence);
-        let Some(body) = self.hold(turn, from, body) else {
+        self.tell_back(context, &from.incarnation, silence);
+        let Some(body) = self.hold(context, from, body) else {
             return;
         };
         match body {
-            Body::Heartbeat(heartbeat) => return self.heartbeat(turn, from, &heartbeat),
-            Body::NodeStopped(stopped) => self.node_stopped(turn, from, &stopped),
-            Body::WorkerExit(exit) => self.worker_exit(turn, from, exit),
-            Body::NodeSucceeded(_) => self.node_succeeded(turn, from),
-            Body::NodeLeaving(leaving) => self.node_leaving(turn, from, leaving.signal),
-            Body::Leave(leave) => self.leave(turn, &from.incarnation, &leave),
+            Body::Heartbeat(heartbeat) => return self.heartbeat(context, from, &heartbeat),
+            Body::NodeStopped(stopped) => self.node_stopped(context, from, &stopped),
+            Body::WorkerExit(exit) => self.worker_exit(context, from, exit),
+            Body::NodeSucceeded(_) => self.node_succeeded(context, from),
+            Body::NodeLeaving(leaving) => self.node_leaving(context, from, leaving.signal),
+            Body::Leave(leave) => self.leave(context, &from.incarnation, &leave),
             Body::Join(_) => {}
         }
         self.plan_wake();
     }
 
-    fn heartbeat(&mut self, turn: &mut Turn<'_>, from: &Speech, heartbeat: &Heartbeat) {
-        let generation = self.numbering.generation();
-        self.roster.change(&from.incarnation, |node| {
-            if from.generation == generation {
+    fn heartbeat(&mut self, context: &mut ApplyContext<'_>, from: &Origin, heartbeat: &Heartbeat) {
+        let generation = self.counter.generation();
+        if from.generation == generation {
+            self.table.change(&from.incarnation, |node| {
                 node.reached(heartbeat.step);
-                node.note_progress(turn, heartbeat);
-            }
-            node.send(turn, generation, Reply::HeartbeatAck(HeartbeatAck {}));
-        });
+                node.note_progress(context, heartbeat);
+            });
+        }
         self.note_loss(from, heartbeat);
-        self.note_sighting(turn, from, heartbeat.lost_rank);
+        self.note_lost_peer(context, from, heartbeat.lost_rank);
         if self.is_of_member(from)
             && let (Some(running), Some(step)) = (self.phase.running_mut(), heartbeat.step)
         {
-            running.note_step(turn.at.now, step);
+            running.note_step(context.at.now, step);
         }
         // Also of a generation that an earlier daemon assigned.
-        if from.generation == self.numbering.highest()
+        if from.generation == self.counter.highest()
             && let Some(limits) = RankLimits::of(heartbeat)
         {
-            self.limit_sizes(turn, limits);
+            self.limit_sizes(context, limits);
         }
     }
 
     /// Rank 0 is on the first node.
-    fn note_loss(&mut self, from: &Speech, heartbeat: &Heartbeat) {
+    fn note_loss(&mut self, from: &Origin, heartbeat: &Heartbeat) {
         let rank_0 = heartbeat.ranks.first().filter(|first| first.rank == 0);
         let is_first =
             |members: &[Member]| members.first().is_some_and(|m| m.incarnation == from.incarnation);
         if let Some((rank_0, loss)) = rank_0.and_then(|rank_0| Some((rank_0, rank_0.loss?)))
-            && from.generation == self.numbering.generation()
+            && from.generation == self.counter.generation()
             && self.phase.running().is_some()
-            && is_first(self.roster.members())
+            && is_first(self.table.members())
         {
             self.history.note_loss(rank_0.step, loss);
         }
     }
 
-    /// What a node says of another assignment of the same generation changes nothing, but that the node is there, that
-    /// its workers are gone, and that it leaves.
-    fn without_claims(&mut self, turn: &mut Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
+    /// Reduces a message about another assignment of the same generation: it proves only that the node is alive, that its
+    /// workers are gone, or that it leaves.
+    fn without_claims(&mut self, context: &mut ApplyContext<'_>, from: &Origin, body: Body) -> Option<Body> {
         match body {
             Body::Heartbeat(_) => Some(Body::Heartbeat(Heartbeat::default())),
             Body::NodeStopped(_) => Some(Body::NodeStopped(NodeStopped::default())),
             Body::Leave(leave) => Some(Body::Leave(leave)),
             Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
                 let cause = self.another_assignment_words(from.generation, &from.assignment_id);
-                self.ignore(turn, from, &format!("a report ({cause})"));
-                let node = self.roster.get(&from.incarnation);
+                self.ignore(context, from, &format!("a report ({cause})"));
+                let node = self.table.get(&from.incarnation);
                 if let Some(node) = node.filter(|node| !node.is_stopping()) {
-                    node.send(turn, from.generation, Reply::GenerationOver(regrouping(cause)));
+                    node.send(context, from.generation, Reply::GenerationOver(regrouping(cause)));
                 }
                 None
             }
         }
     }
 
-    /// Says why a message changes nothing.
-    fn ignore(&self, turn: &mut Turn<'_>, from: &Speech, what: &str) {
+    /// Logs why a message changes nothing.
+    fn ignore(&self, context: &mut ApplyContext<'_>, from: &Origin, what: &str) {
         let phase = match self.phase {
-            Phase::Gathering(_) if !self.numbering.has_begun() => "not assigned yet",
+            Phase::Gathering(_) if !self.counter.has_begun() => "not assigned yet",
             Phase::Gathering(_) => "over; nodes are gathering for the next one",
             Phase::Recovering(_) => "unknown; the daemon is recovering an earlier one",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over, and so is the job",
         };
-        turn.detail(format!(
+        context.detail(format!(
             "job `{}`: ignored {what} of {} for generation {}: generation {} is {phase}",
             self.id,
-            self.roster.name_of(&from.incarnation),
+            self.table.name_of(&from.incarnation),
             from.generation,
-            self.numbering.generation(),
+            self.counter.generation(),
         ));
     }
 
-    /// The stream of a node is gone.
-    pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
-        let node = self.roster.get(incarnation);
+    /// The stream of a node ended or broke.
+    pub(super) fn closed(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        incarnation: &str,
+        conn: ConnId,
+        clean: bool,
+    ) {
+        let node = self.table.get(incarnation);
         if !node.is_some_and(|node| node.speaks_on(conn)) {
             return;
         }
-        let is_news = self.roster.change(incarnation, |node| node.disconnect(turn));
+        let is_news = self.table.change(incarnation, |node| node.disconnect(context));
         let is_news = is_news.unwrap_or(false);
         if clean && matches!(self.phase, Phase::Over(_)) {
-            self.roster.dismiss(turn, incarnation);
+            self.table.dismiss(context, incarnation);
         } else if is_news {
-            turn.detail(format!(
+            context.detail(format!(
                 "job `{}`: connection of node `{}` broke; it is lost unless it reconnects within {:.1} s",
                 self.id,
-                self.roster.get(incarnation).map_or("", Node::hostname),
-                turn.config.reconnect_grace.as_secs_f64()
+                self.table.get(incarnation).map_or("", Node::hostname),
+                context.config.reconnect_grace.as_secs_f64()
             ));
-            self.believe_witnesses(turn);
+            self.believe_witnesses(context);
         }
         self.plan_wake();
     }
 
-    /// Does what is due: expired leases, the end of the back-off, last call, time-outs.
-    pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
-        let now = turn.at.now;
-        self.kv.expire(turn);
-        for incarnation in self.roster.expired(turn) {
-            if !self.excuse(turn, &incarnation) {
-                self.lease_lost(turn, &incarnation);
+    /// Handles what is due: expired leases, the end of the back-off, the last call, time-outs.
+    pub(super) fn tick(&mut self, context: &mut ApplyContext<'_>) {
+        let now = context.at.now;
+        self.kv.expire(context);
+        for incarnation in self.table.expired(context) {
+            if !self.extend_lease(context, &incarnation) {
+                self.lease_lost(context, &incarnation);
             }
         }
         match &self.phase {
-            Phase::Gathering(_) => self.consider_start(turn),
-            Phase::Recovering(recovery) if recovery.until() <= now => self.recovery_timed_out(turn),
-            Phase::Over(over) if over.until() <= now => self.roster.dismiss_all(turn),
+            Phase::Gathering(_) => self.consider_start(context),
+            Phase::Recovering(recovery) if recovery.until() <= now => self.recovery_timed_out(context),
+            Phase::Over(over) if over.until() <= now => self.table.dismiss_all(context),
             Phase::Running(_) => {
-                self.judge_suspect(turn);
-                self.consider_scale_up(turn);
+                self.judge_suspect(context);
+                self.consider_scale_up(context);
             }
             Phase::Over(_) | Phase::Recovering(_) => {}
         }
         self.plan_wake();
     }
 
-    /// A node looks connected.
+    /// True if any node seems to be connected.
     pub(super) fn has_open_streams(&self) -> bool {
-        self.roster.connected() > 0
+        self.table.connected() > 0
     }
 
     /// The daemon itself was stalled, or cut off: no node loses its lease for that.
     pub(super) fn renew_leases(&mut self, until: Duration) {
-        self.roster.renew_leases(until);
+        self.table.renew_leases(until);
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery.wait_at_least(until);
         }
         self.plan_wake();
     }
 
-    /// Computes the next deadline; heartbeats only move deadlines away and need no new plan.
+    /// Computes the next deadline. Heartbeats only move deadlines away and need no new one.
     fn plan_wake(&mut self) {
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
@@ -376,55 +382,59 @@ impl Job {
             Phase::Over(over) => Some(over.until()),
             Phase::Running(running) => running.next_step(self.away_until()),
         };
-        let deadlines = [self.roster.next_lease(), phase, self.kv.next_deadline()];
+        let deadlines = [self.table.next_lease(), phase, self.kv.next_deadline()];
         self.next_wake = deadlines.into_iter().flatten().min();
     }
 
     /// True if no node needs this job any more.
     pub(super) fn is_forgotten(&self, now: Duration) -> bool {
-        self.roster.nodes().is_empty()
+        self.table.nodes().is_empty()
             && match &self.phase {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
                 Phase::Gathering(gathering) => {
-                    !self.numbering.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
+                    !self.counter.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
                 }
                 Phase::Recovering(_) | Phase::Running(_) => false,
             }
     }
 
-    /// The node is in the generation that runs.
+    /// The node is a member of the running generation.
     fn is_member(&self, incarnation: &str) -> bool {
-        self.phase.running().is_some() && self.roster.rank_of(incarnation).is_some()
+        self.phase.running().is_some() && self.table.rank_of(incarnation).is_some()
     }
 
-    /// It is, and not done.
+    /// The node is a member of the running generation and has not succeeded yet.
     fn is_at_work(&self, incarnation: &str) -> bool {
         self.is_member(incarnation) && !self.has_succeeded(incarnation)
     }
 
-    /// A member speaks of the generation that runs.
-    fn is_of_member(&self, from: &Speech) -> bool {
-        from.generation == self.numbering.generation() && self.is_member(&from.incarnation)
+    /// The sender is a member, and its message is about the running generation.
+    fn is_of_member(&self, from: &Origin) -> bool {
+        from.generation == self.counter.generation() && self.is_member(&from.incarnation)
     }
 
     /// Writes an entry of the store.
-    pub(super) fn put(&mut self, turn: &mut Turn<'_>, request: KvPutRequest) -> Result<(), KvError> {
+    pub(super) fn put(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        request: KvPutRequest,
+    ) -> Result<(), KvError> {
         self.check_store(&request.incarnation, request.generation, &request.assignment_id)?;
         // A write may answer reads: then the next deadline is early, which is harmless.
-        self.kv.put(turn, request.key, request.value)
+        self.kv.put(context, request.key, request.value)
     }
 
     /// Reads an entry of the store, now or later.
     pub(super) fn get(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         read: KvGetRequest,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
-        self.kv.get(turn, call, read.key, timeout);
+        self.kv.get(context, call, read.key, timeout);
         self.wake_for_store();
         Ok(())
     }
@@ -432,14 +442,14 @@ impl Job {
     /// Reads all entries of the store with one prefix, now or when there are enough.
     pub(super) fn gather(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         call: CallId,
         read: KvGatherRequest,
     ) -> Result<(), KvError> {
         self.check_store(&read.incarnation, read.generation, &read.assignment_id)?;
         let timeout = Duration::from_millis(read.timeout_ms.into());
         let wanted = (read.prefix, read.count as usize);
-        self.kv.gather(turn, call, wanted, timeout);
+        self.kv.gather(context, call, wanted, timeout);
         self.wake_for_store();
         Ok(())
     }
@@ -449,32 +459,17 @@ impl Job {
         self.next_wake = deadlines.into_iter().flatten().min();
     }
 
-    /// All nodes of the generation, if that is the one that runs, encoded.
-    pub(super) fn node_list(&self, request: &NodesRequest) -> Result<Bytes, KvError> {
-        let generation = request.generation;
-        self.check_store(&request.incarnation, generation, &request.assignment_id)?;
-        let recovering = || {
-            KvError::Unknown(format!(
-                "the nodes of generation {generation} have not all reconnected yet"
-            ))
-        };
-        self.phase
-            .running()
-            .map(|running| running.nodes().encoded())
-            .ok_or_else(recovering)
-    }
-
-    /// The store is open to the members of this assignment of this generation, if that runs.
+    /// Only members of the running assignment may use the store.
     fn check_store(&self, incarnation: &str, generation: u64, assignment_id: &str) -> Result<(), KvError> {
         if self.is_of_another_assignment(generation, assignment_id) {
             let words = self.another_assignment_words(generation, assignment_id);
             return Err(KvError::Superseded(words));
         }
-        let (own, id) = (self.numbering.generation(), &self.id);
+        let (own, id) = (self.counter.generation(), &self.id);
         match &self.phase {
             Phase::Recovering(recovery) if recovery.generation() == generation => {
                 let is_member = recovery.has(incarnation) || recovery.is_of(incarnation);
-                if !is_member || recovery.assignment_id().is_empty() && !assignment_id.is_empty() {
+                if !is_member {
                     return Err(KvError::Unknown(format!(
                         "no node of generation {generation} of job `{id}` has reconnected yet"
                     )));
@@ -499,19 +494,19 @@ impl Job {
         }
     }
 
-    /// Of what the notes of a turn speak.
+    /// The subject of notes about this job.
     pub(super) fn about(&self, incarnation: &str) -> About {
-        let node = self.roster.get(incarnation);
+        let node = self.table.get(incarnation);
         About {
             job: self.id.clone(),
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             node: node.map_or_else(String::new, |node| node.hostname().to_owned()),
         }
     }
 
-    /// Number of the generation that runs; none if none does.
+    /// Number of the running generation, if one runs.
     pub(super) fn running_generation(&self) -> Option<u64> {
-        self.phase.running().map(|_| self.numbering.generation())
+        self.phase.running().map(|_| self.counter.generation())
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -519,13 +514,13 @@ impl Job {
     }
 
     /// An operator ends the job.
-    pub(super) fn close(&mut self, turn: &mut Turn<'_>, reason: &str) {
+    pub(super) fn close(&mut self, context: &mut ApplyContext<'_>, reason: &str) {
         if !self.is_over() {
             let words = match reason {
                 "" => "an operator closed the job".to_owned(),
                 reason => format!("an operator closed the job: {reason}"),
             };
-            self.job_over(turn, exit::CLOSED, words);
+            self.job_over(context, exit::CLOSED, words);
             self.plan_wake();
         }
     }
@@ -544,7 +539,7 @@ impl Job {
         }
         census.ranks += u64::from(self.ranks());
         census.kv_bytes += self.kv.load().bytes as u64;
-        for node in self.roster.nodes().values() {
+        for node in self.table.nodes().values() {
             census.nodes += 1;
             census.connected += u64::from(node.is_connected());
             let silence = now.saturating_sub(node.last_word());
@@ -554,7 +549,7 @@ impl Job {
 
     /// Ranks of the generation that runs.
     fn ranks(&self) -> u32 {
-        let members = self.phase.running().map(|_| self.roster.members_there());
+        let members = self.phase.running().map(|_| self.table.members_there());
         members
             .into_iter()
             .flatten()
@@ -567,36 +562,36 @@ impl Job {
         JobSummary {
             job_id: self.id.clone(),
             phase: self.phase.name().into(),
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             restart_count: self.account.spent(),
-            max_restarts: self.roster.max_restarts(),
-            nodes: self.roster.nodes().len() as u32,
+            max_restarts: self.table.max_restarts(),
+            nodes: self.table.nodes().len() as u32,
             ranks: self.ranks(),
-            step: self.roster.step(),
+            step: self.table.step(),
             reason: self.waiting_words(now),
             kv_bytes: self.kv.load().bytes as u64,
         }
     }
 
-    /// What people and tools may know.
+    /// The status of the job.
     pub(super) fn status(&self, now: Duration) -> StatusReply {
-        let (min_nodes, max_nodes) = self.roster.limits();
+        let (min_nodes, max_nodes) = self.table.limits();
         let mut reply = StatusReply {
-            generation: self.numbering.generation(),
+            generation: self.counter.generation(),
             phase: self.phase.name().into(),
             restart_count: self.account.spent(),
-            max_restarts: self.roster.max_restarts(),
-            assignment_id: self.numbering.assignment_id().to_owned(),
-            nodes: self.roster.statuses(now, self.phase.running().is_some()),
+            max_restarts: self.table.max_restarts(),
+            assignment_id: self.counter.assignment_id().to_owned(),
+            nodes: self.table.statuses(now, self.phase.running().is_some()),
             reason: self.waiting_words(now),
             min_nodes,
             max_nodes,
             kv_bytes: self.kv.load().bytes as u64,
             ..StatusReply::default()
         };
-        reply.more_nodes = (self.roster.nodes().len() - reply.nodes.len()) as u32;
+        reply.more_nodes = (self.table.nodes().len() - reply.nodes.len()) as u32;
         self.history.tell(now, &mut reply);
-        let nodes = self.roster.nodes().values();
+        let nodes = self.table.nodes().values();
         stragglers::tell(nodes.flat_map(Node::ranks), &mut reply);
         reply
     }

@@ -1,19 +1,19 @@
-//! One agent process, as the daemon knows it: its stream, its lease, and how far it is from running workers.
+//! One agent process as the daemon sees it: its stream, its lease, and whether it is free to run workers.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, NodeStatus, RankProgress};
 
 use super::joining::Joining;
-use crate::rendezvous::event::{ConnId, Peer, Turn};
+use crate::rendezvous::event::{ApplyContext, ConnId, Peer};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::nodes::index::Facts;
 use crate::rendezvous::ranks::Candidate;
 
-/// Workers of a node whose progress is kept.
+/// Number of workers of a node whose progress the daemon keeps.
 const MAX_RANKS: usize = 256;
 
 /// A node.
@@ -25,43 +25,43 @@ pub(super) struct Node {
     /// Number of its arrival at the job.
     arrival: u64,
     lease_until: Duration,
-    /// When it spoke last, or its connection broke.
+    /// Time of its last message, or when its connection broke.
     last_word: Duration,
-    /// Its connection was closed by the other end, or by a machine between.
+    /// The other end, or a machine between, closed its connection.
     was_closed: bool,
-    /// Why it is not lost although its lease has run out.
-    excuse: Option<Excuse>,
+    /// Why it is not lost although its lease has ended.
+    extension: Option<LeaseExtension>,
     readiness: Readiness,
     step: Option<u64>,
-    /// How far each of its workers has come, for people, and when it said so.
+    /// The progress of each of its workers, for the status, and when it was reported.
     ranks: Vec<RankProgress>,
     ranks_at: Duration,
-    /// Where the logs of its workers lie, as it says.
+    /// The log directory of its workers, as it reported it.
     log_dir: String,
 }
 
-/// How far a node is from running workers of the next generation.
+/// Whether a node is free for the next generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {
-    /// Joined; in the running generation or free for the next one.
+    /// Joined: in the running generation, or free for the next one.
     Joined,
-    /// Told that this generation is over, has not confirmed that its workers are gone.
+    /// It has not confirmed yet that its workers of this generation are gone.
     Stopping(u64),
-    /// Its workers are gone, it has not joined again.
+    /// Its workers are gone, and it has not joined again.
     Stopped,
 }
 
-/// A silent node that is not lost yet.
+/// Why a silent node is not lost yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Excuse {
-    /// Its peers are to show that training advances.
+pub(super) enum LeaseExtension {
+    /// The daemon waits for its peers to report progress.
     Asked,
-    /// They have.
+    /// Its peers reported progress.
     Proven,
 }
 
 impl Node {
-    pub(super) fn new(turn: &Turn<'_>, joining: Joining, arrival: u64) -> Self {
+    pub(super) fn new(context: &ApplyContext<'_>, joining: Joining, arrival: u64) -> Self {
         let mut join = joining.join;
         let place = join.place.take();
         Self {
@@ -69,10 +69,10 @@ impl Node {
             peer: joining.peer,
             join,
             arrival,
-            lease_until: turn.at.now + turn.config.lease,
-            last_word: turn.at.now,
+            lease_until: context.at.now + context.config.lease,
+            last_word: context.at.now,
             was_closed: false,
-            excuse: None,
+            extension: None,
             readiness: Readiness::Joined,
             step: place.and_then(|place| place.heartbeat?.step),
             ranks: Vec::new(),
@@ -113,18 +113,18 @@ impl Node {
         self.conn == Some(conn)
     }
 
-    /// Its peers have shown that it is at work, though it is silent.
+    /// Its peers made progress, so it is at work though it is silent.
     pub(super) fn is_proven(&self) -> bool {
-        self.excuse == Some(Excuse::Proven)
+        self.extension == Some(LeaseExtension::Proven)
     }
 
-    /// Its connection did not fall silent, as on a cut link, but was closed.
+    /// Its connection was closed, rather than silent as on a cut link.
     pub(super) fn was_closed(&self) -> bool {
         self.was_closed
     }
 
     pub(super) fn is_away(&self) -> bool {
-        self.conn.is_none() || self.excuse.is_some()
+        self.conn.is_none() || self.extension.is_some()
     }
 
     /// Not free for the next generation: workers of an ended one may still run there.
@@ -137,7 +137,7 @@ impl Node {
         self.readiness == Readiness::Joined && self.conn.is_some()
     }
 
-    /// As one that may take part in the next generation.
+    /// The node as a candidate for the next generation.
     pub(super) fn candidate(&self, incarnation: &str) -> Candidate {
         Candidate {
             incarnation: incarnation.to_owned(),
@@ -164,7 +164,7 @@ impl Node {
         }
     }
 
-    /// Its address, seen without the others.
+    /// Its address, without regard to the other nodes.
     fn address_alone(&self) -> String {
         if self.join.local_addr.is_empty() {
             self.peer.remote.to_string()
@@ -173,7 +173,7 @@ impl Node {
         }
     }
 
-    /// What people and tools may know of it.
+    /// Its status.
     pub(super) fn status(&self, now: Duration, node_rank: Option<u32>) -> NodeStatus {
         NodeStatus {
             hostname: self.join.hostname.clone(),
@@ -190,13 +190,13 @@ impl Node {
         }
     }
 
-    /// How far each of its workers has come, and when it said so.
+    /// The progress of each of its workers, and when it was reported.
     pub(super) fn ranks(&self) -> impl Iterator<Item = (Duration, &RankProgress)> {
         self.ranks.iter().map(|rank| (self.ranks_at, rank))
     }
 
-    /// Keeps what it tells of its workers for people, within bounds.
-    pub(super) fn note_progress(&mut self, turn: &Turn<'_>, heartbeat: &Heartbeat) {
+    /// Keeps the reported progress of its workers, within bounds.
+    pub(super) fn note_progress(&mut self, context: &ApplyContext<'_>, heartbeat: &Heartbeat) {
         let is_time = |time: &f64| time.is_finite() && *time >= 0.0;
         let told = heartbeat.ranks.iter().take(MAX_RANKS).map(|rank| RankProgress {
             step_time_s: rank.step_time_s.filter(is_time),
@@ -205,72 +205,66 @@ impl Node {
         });
         self.ranks.clear();
         self.ranks.extend(told);
-        self.ranks_at = turn.at.now;
-        clip(&heartbeat.log_dir, turn.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
+        self.ranks_at = context.at.now;
+        let log_dir = printable::line(&heartbeat.log_dir);
+        clip(&log_dir, context.config.max_name_bytes.max(1024)).clone_into(&mut self.log_dir);
     }
 
-    /// What the job counts of its nodes.
-    pub(super) fn facts(&self) -> Facts {
-        Facts {
-            is_ready: self.is_ready(),
-            is_connected: self.is_connected(),
-            is_stopping: self.is_stopping(),
-            is_away: self.is_away(),
-            asked: self.join.node_rank,
-            last_call_ms: self.join.last_call_ms,
-            lease_until: self.lease_until,
-        }
+    pub(super) fn send_shared(&self, context: &mut ApplyContext<'_>, message: &Arc<DaemonMessage>) {
+        context.send_shared(self.conn, message);
     }
 
-    pub(super) fn send_shared(&self, turn: &mut Turn<'_>, message: &Arc<DaemonMessage>) {
-        turn.send_shared(self.conn, message);
+    pub(super) fn send(&self, context: &mut ApplyContext<'_>, generation: u64, body: Reply) {
+        context.send(self.conn, generation, body);
     }
 
-    pub(super) fn send(&self, turn: &mut Turn<'_>, generation: u64, body: Reply) {
-        turn.send(self.conn, generation, body);
+    pub(super) fn close(&self, context: &mut ApplyContext<'_>) {
+        context.close(self.conn);
     }
 
-    pub(super) fn close(&self, turn: &mut Turn<'_>) {
-        turn.close(self.conn);
-    }
-
-    /// It speaks on this stream from now on. True if that is a new one, which ends the other.
-    pub(super) fn connect(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer) -> bool {
+    /// Moves the node to this stream, and ends the other one. True if the stream is new.
+    pub(super) fn connect(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, peer: Peer) -> bool {
         let is_new = self.conn != Some(conn);
         if is_new {
-            self.close(turn);
+            self.close(context);
             (self.conn, self.peer) = (Some(conn), peer);
         }
         is_new
     }
 
-    /// Its stream is gone. False if that is nothing new: what is silent for long is cut off at some time.
-    pub(super) fn disconnect(&mut self, turn: &Turn<'_>) -> bool {
+    /// Its stream ended or broke. False if the node was out of reach before.
+    pub(super) fn disconnect(&mut self, context: &ApplyContext<'_>) -> bool {
         self.conn = None;
-        if self.excuse.is_some() {
+        if self.extension.is_some() {
             return false;
         }
         // After a longer silence, the daemon's own pings may have ended it.
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        self.was_closed = silence < turn.config.http2_keepalive_interval;
-        self.last_word = turn.at.now;
-        self.lease_until = self.lease_until.min(turn.at.now + turn.config.reconnect_grace);
+        let silence = context.at.now.saturating_sub(self.last_word);
+        self.was_closed = silence < context.config.http2_keepalive_interval;
+        self.last_word = context.at.now;
+        self.lease_until = self
+            .lease_until
+            .min(context.at.now + context.config.reconnect_grace);
         true
     }
 
-    /// It has spoken. Returns how long it was silent, if that was worth an excuse.
-    pub(super) fn heard(&mut self, turn: &Turn<'_>) -> Option<Duration> {
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        self.last_word = turn.at.now;
+    /// A message arrived. Returns how long the node was silent, if its lease had been extended for that.
+    pub(super) fn heard(&mut self, context: &ApplyContext<'_>) -> Option<Duration> {
+        let silence = context.at.now.saturating_sub(self.last_word);
+        self.last_word = context.at.now;
         self.was_closed = false;
-        self.lease_until = turn.at.now + turn.config.lease;
-        self.excuse.take().map(|_| silence)
+        self.lease_until = context.at.now + context.config.lease;
+        self.extension.take().map(|_| silence)
     }
 
     /// It joins again, on the same stream or on a new one; the rank that it asked for first stands. Returns what
     /// [`heard`](Self::heard) does.
-    pub(super) fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) -> Option<Duration> {
-        let is_new_stream = self.connect(turn, joining.conn, joining.peer);
+    pub(super) fn join_again(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        joining: Joining,
+    ) -> Option<Duration> {
+        let is_new_stream = self.connect(context, joining.conn, joining.peer);
         self.join = Join {
             node_rank: self.join.node_rank,
             place: None,
@@ -282,22 +276,22 @@ impl Node {
             // same stream its `Join` may have crossed the assignment.
             self.readiness = Readiness::Stopped;
         }
-        self.heard(turn)
+        self.heard(context)
     }
 
     pub(super) fn become_free(&mut self) {
         self.readiness = Readiness::Joined;
     }
 
-    /// Its workers are to stop: their generation is over, as the message says.
+    /// Sends the message that ends the generation; the node has to stop its workers.
     pub(super) fn stop_workers(
         &mut self,
-        turn: &mut Turn<'_>,
+        context: &mut ApplyContext<'_>,
         generation: u64,
         message: &Arc<DaemonMessage>,
     ) {
         self.readiness = Readiness::Stopping(generation);
-        self.send_shared(turn, message);
+        self.send_shared(context, message);
     }
 
     /// Its workers of this generation are gone. False if that was not expected.
@@ -309,7 +303,7 @@ impl Node {
         is_expected
     }
 
-    /// Its workers have come to this step; none in a generation that begins.
+    /// Its workers reached this step; none at the start of a generation.
     pub(super) fn reached(&mut self, step: Option<u64>) {
         self.step = step;
         self.ranks.clear();
@@ -319,32 +313,31 @@ impl Node {
         self.lease_until = self.lease_until.max(until);
     }
 
-    /// Though its lease has run out, it is not lost before `until`. True if that is news.
-    pub(super) fn excuse(&mut self, excuse: Excuse, until: Duration) -> bool {
+    /// Extends its lease to `until`. True if that changes why.
+    pub(super) fn extend_lease(&mut self, extension: LeaseExtension, until: Duration) -> bool {
         self.lease_until = until;
-        let before = self.excuse.replace(excuse);
-        before != Some(excuse) && before != Some(Excuse::Proven)
+        let before = self.extension.replace(extension);
+        before != Some(extension) && before != Some(LeaseExtension::Proven)
     }
 
-    pub(super) fn end_excuse(&mut self, now: Duration) {
-        if self.excuse.is_some() {
+    pub(super) fn end_lease_extension(&mut self, now: Duration) {
+        if self.extension.is_some() {
             self.lease_until = self.lease_until.min(now);
         }
     }
 
-    /// Why it is lost when its lease has run out, and whether it fell silent on an open stream.
-    pub(super) fn lease_words(&self, turn: &Turn<'_>) -> (String, bool) {
+    /// Why it is lost when its lease has run out.
+    pub(super) fn lease_words(&self, context: &ApplyContext<'_>) -> String {
         // Longer than usual, if its lease was renewed.
-        let silence = turn.at.now.saturating_sub(self.last_word);
-        if self.excuse.is_some() && !self.was_closed {
-            (format!("no word of it for {:.1} s", silence.as_secs_f64()), true)
+        let silence = context.at.now.saturating_sub(self.last_word);
+        if self.extension.is_some() && !self.was_closed {
+            format!("no word of it for {:.1} s", silence.as_secs_f64())
         } else if self.is_connected() {
-            let lease = turn.config.lease.max(silence).as_secs_f64();
-            (format!("no heartbeat for {lease:.1} s"), true)
+            let lease = context.config.lease.max(silence).as_secs_f64();
+            format!("no heartbeat for {lease:.1} s")
         } else {
-            let grace = turn.config.reconnect_grace.max(silence).as_secs_f64();
-            let words = format!("its connection broke and it did not reconnect within {grace:.1} s");
-            (words, false)
+            let grace = context.config.reconnect_grace.max(silence).as_secs_f64();
+            format!("its connection broke and it did not reconnect within {grace:.1} s")
         }
     }
 }

@@ -1,23 +1,22 @@
-//! How generations end: failures, success, restarts within the budget.
+//! Ends generations: failures, success, restarts within the budget.
 
 use std::time::Duration;
 
-use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, JobOver, WorkerExit};
+use ddp_proto::{exit, printable};
 
 use super::gathering::Gathering;
 use super::node::Node;
-use super::record::Stage;
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Observation, RestartReason, Speech, Turn};
+use crate::rendezvous::event::{ApplyContext, Observation, Origin, RestartReason, Stage};
 use crate::rendezvous::kv::clip;
+use crate::rendezvous::messages;
 use crate::rendezvous::policy::{Ended, Verdict, Why};
-use crate::rendezvous::words;
 
-/// What ended a generation.
+/// Why a generation ended.
 #[derive(Debug)]
 pub(super) struct GenerationEnd {
     cause: String,
@@ -32,60 +31,60 @@ impl Job {
     /// The first failure to arrive ends the generation; later ones are its consequences. One that says that it is a
     /// consequence itself is held back for a moment, for the cause to arrive; if a node's connection is broken, any
     /// failure is, until that node is lost or has come back: a script whose peer is gone fails like any other.
-    pub(super) fn worker_exit(&mut self, turn: &mut Turn<'_>, from: &Speech, exit: WorkerExit) {
-        self.note_exits(turn, from, std::slice::from_ref(&exit));
+    pub(super) fn worker_exit(&mut self, context: &mut ApplyContext<'_>, from: &Origin, exit: WorkerExit) {
+        self.note_exits(context, from, std::slice::from_ref(&exit));
         if !self.is_of_member(from) {
-            return self.ignore(turn, from, "a worker's exit");
+            return self.ignore(context, from, "a worker's exit");
         }
-        let node = self.roster.get(&from.incarnation);
+        let node = self.table.get(&from.incarnation);
         let hostname = node.map_or_else(String::new, |node| node.hostname().to_owned());
         let away = self.away().min_by_key(|(rank, _)| *rank);
         let away = away.map(|(_, node)| node.hostname().to_owned());
         let Some(running) = self.phase.running_mut() else {
             return;
         };
-        let end = GenerationEnd::of(clamp(turn.config, exit), hostname);
+        let end = GenerationEnd::of(clamp(context.config, exit), hostname);
         let may_follow = end.is_consequence() || (away.is_some() && end.may_be_a_lost_peer());
         // The agent of a single node has looked for a better cause already.
-        if self.roster.members().len() == 1 || !may_follow {
-            return self.end_generation(turn, end);
+        if self.table.members().len() == 1 || !may_follow {
+            return self.end_generation(context, end);
         }
         let cause = end.cause.clone();
-        if running.hold_back(turn, end) {
+        if running.hold_back(context, end) {
             let awaited = away.map_or_else(
                 || {
                     format!(
                         "waiting {} ms for the cause",
-                        turn.config.culprit_wait.as_millis()
+                        context.config.culprit_wait.as_millis()
                     )
                 },
                 |node| format!("node `{node}` is away and may be the cause: waiting for it"),
             );
-            turn.decided(format!("job `{}`: {cause}; {awaited}", self.id));
-            self.roster.end_excuses(turn.at.now);
+            context.decided(format!("job `{}`: {cause}; {awaited}", self.id));
+            self.table.end_lease_extensions(context.at.now);
         }
     }
 
     /// Ends the generation with the failure that was held back, if its time has come.
-    pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn judge_suspect(&mut self, context: &mut ApplyContext<'_>) {
         let away: Vec<Duration> = self.away_until().collect();
         let running = self.phase.running_mut();
-        let end = running.and_then(|running| running.take_due_suspect(turn.at.now, &away));
+        let end = running.and_then(|running| running.take_due_suspect(context.at.now, &away));
         if let Some(end) = end {
-            self.end_generation(turn, end);
+            self.end_generation(context, end);
         }
     }
 
     /// Ends the generation with a failure that was held back, if there is one and it is no consequence.
-    pub(super) fn end_with_held_failure(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn end_with_held_failure(&mut self, context: &mut ApplyContext<'_>) {
         if let Some(end) = self.phase.running_mut().and_then(Running::take_cause) {
-            self.end_generation(turn, end);
+            self.end_generation(context, end);
         }
     }
 
-    /// Members that are out of reach before they are done, with their ranks, in no order.
+    /// Members that are out of reach and have not succeeded, with their ranks, in no order.
     pub(super) fn away(&self) -> impl Iterator<Item = (u32, &Node)> {
-        let members = self.roster.members_away();
+        let members = self.table.members_away();
         let at_work = members.filter(|(_, incarnation, _)| !self.has_succeeded(incarnation));
         at_work.map(|(rank, _, node)| (rank, node))
     }
@@ -95,48 +94,48 @@ impl Job {
         self.away().map(|(_, node)| node.lease_until())
     }
 
-    /// All workers of a node ended with 0; when that is true of every node, the job has succeeded.
-    pub(super) fn node_succeeded(&mut self, turn: &mut Turn<'_>, from: &Speech) {
+    /// All workers of a node ended with 0. The job succeeds with the last node.
+    pub(super) fn node_succeeded(&mut self, context: &mut ApplyContext<'_>, from: &Origin) {
         if !self.is_of_member(from) {
-            return self.ignore(turn, from, "success");
+            return self.ignore(context, from, "success");
         }
         let Some(running) = self.phase.running_mut() else {
             return;
         };
-        let members = self.roster.members();
-        if running.succeed(&from.incarnation, turn.at.now) == members.len() {
+        let members = self.table.members();
+        if running.succeed(&from.incarnation, context.at.now) == members.len() {
             let reason = match members {
                 [alone] => format!("node `{}` succeeded", alone.hostname),
                 all => format!("all {} nodes succeeded", all.len()),
             };
-            self.job_over(turn, exit::SUCCESS, reason);
+            self.job_over(context, exit::SUCCESS, reason);
         }
     }
 
-    /// The node has done its part of the running generation.
+    /// All workers of the node ended with 0 in the running generation.
     pub(super) fn has_succeeded(&self, incarnation: &str) -> bool {
         let running = self.phase.running();
         running.is_some_and(|running| running.has_succeeded(incarnation))
     }
 
-    /// The generation cannot go on as it is, and no worker is to blame: the next one follows.
-    pub(super) fn break_up(&mut self, turn: &mut Turn<'_>, cause: String) {
+    /// Ends the generation without a failure; the next one follows.
+    pub(super) fn break_up(&mut self, context: &mut ApplyContext<'_>, cause: String) {
         let end = GenerationEnd::without_a_node(cause, exit::RENDEZVOUS_TIMED_OUT, Why::Membership);
-        self.end_generation(turn, end);
+        self.end_generation(context, end);
     }
 
     /// Ends the running generation: the next one if the policy allows it, else the end of the job.
-    pub(super) fn end_generation(&mut self, turn: &mut Turn<'_>, end: GenerationEnd) {
+    pub(super) fn end_generation(&mut self, context: &mut ApplyContext<'_>, end: GenerationEnd) {
         let Some(running) = self.phase.running() else {
             return;
         };
         let max_restarts = running.assignment().max_restarts;
         let ended = Ended {
-            ran: running.ran(turn.at.now),
-            step: self.roster.step(),
+            ran: running.ran(context.at.now),
+            step: self.table.step(),
             why: end.why,
         };
-        let verdict = self.account.close(turn.config, max_restarts, ended);
+        let verdict = self.account.close(context.config, max_restarts, ended);
         let no_restart = match verdict {
             Verdict::Restart { .. } | Verdict::Regroup => None,
             Verdict::Permanent => Some("a restart cannot help".to_owned()),
@@ -144,7 +143,7 @@ impl Job {
             Verdict::UsedUp => Some(format!("no restarts left ({max_restarts}/{max_restarts} used)")),
             Verdict::Hopeless { times } => Some(format!(
                 "the last {times} starts failed within {} s each, without progress",
-                turn.config.quick_failure.as_secs_f64()
+                context.config.quick_failure.as_secs_f64()
             )),
         };
         let (first_failure, host) = end.failure.unzip();
@@ -167,14 +166,14 @@ impl Job {
                 },
                 ..JobOver::default()
             };
-            return self.end(turn, Reply::JobOver(over));
+            return self.end(context, Reply::JobOver(over));
         }
         let membership = verdict == Verdict::Regroup;
         let spent = self.account.spent();
         let backoff = if membership {
             Duration::ZERO
         } else {
-            turn.config.backoff(spent, turn.at.dice)
+            context.config.backoff(spent, context.at.dice)
         };
         let over = GenerationOver {
             cause: end.cause,
@@ -187,18 +186,18 @@ impl Job {
             at_step_boundary: false,
             best_step: self.account.best(),
         };
-        turn.observe(Observation::Restarted(match end.why {
+        context.observe(Observation::Restarted(match end.why {
             Why::PortTaken => RestartReason::PortTaken,
             Why::NodeMissing => RestartReason::NodeLost,
             Why::Membership => RestartReason::Membership,
             Why::Failure | Why::Permanent => RestartReason::WorkerFailed,
         }));
-        self.regroup(turn, over);
+        self.regroup(context, over);
     }
 
     /// Tells all members that the generation is over, and gathers them for the next one.
-    pub(super) fn regroup(&mut self, turn: &mut Turn<'_>, over: GenerationOver) {
-        let (now, generation) = (turn.at.now, self.numbering.generation());
+    pub(super) fn regroup(&mut self, context: &mut ApplyContext<'_>, over: GenerationOver) {
+        let (now, generation) = (context.at.now, self.counter.generation());
         let next = if over.membership {
             "this does not count as a restart".to_owned()
         } else {
@@ -208,21 +207,19 @@ impl Job {
             };
             format!("restarting {when} ({}/{})", over.restart_count, over.max_restarts)
         };
-        turn.decided(format!(
+        context.decided(format!(
             "job `{}`: generation {generation} ended: {}; {next}",
             self.id, over.cause
         ));
-        if let Some(ended) = self.history.end(now, &self.id, &over.cause) {
-            turn.end_generation(ended);
-        }
-        self.numbering.end_attempt();
-        self.roster.end_excuses(now);
-        self.roster.stop_members(turn, generation, &over);
-        self.kv.end(turn, &over.cause);
+        self.history.end(now, &over.cause);
+        self.counter.end_attempt();
+        self.table.end_lease_extensions(now);
+        self.table.stop_members(context, generation, &over);
+        self.kv.end(context, &over.cause);
         let not_before = now + Duration::from_millis(over.backoff_ms.into());
         self.last_over = Some(over);
-        self.record(turn, Stage::Ended);
-        let timeout = self.roster.join_timeout(turn.config);
+        self.record(context, Stage::Ended);
+        let timeout = self.table.join_timeout(context.config);
         self.phase = Phase::Gathering(Gathering::new(now, not_before, timeout));
     }
 }
@@ -231,8 +228,8 @@ impl GenerationEnd {
     /// A worker has failed.
     fn of(exit: WorkerExit, hostname: String) -> Self {
         Self {
-            cause: words::worker_exit(&exit, &hostname),
-            exit_code: words::exit_code(&exit),
+            cause: messages::worker_exit(&exit, &hostname),
+            exit_code: messages::exit_code(&exit),
             why: match &exit {
                 exit if exit.permanent => Why::Permanent,
                 exit if exit.port_taken => Why::PortTaken,
@@ -242,7 +239,7 @@ impl GenerationEnd {
         }
     }
 
-    /// A node is gone, or is to go.
+    /// A node is gone, or leaves.
     pub(super) fn without_a_node(cause: String, exit_code: u8, why: Why) -> Self {
         Self {
             cause,
@@ -274,9 +271,10 @@ fn clamp(config: &Config, mut exit: WorkerExit) -> WorkerExit {
     });
     let kept = kept.count();
     exit.stderr_tail.drain(..exit.stderr_tail.len() - kept);
-    let cut = |text: &mut String, bytes: usize| text.truncate(clip(text, bytes).len());
-    cut(&mut exit.message, config.max_tail_bytes);
-    cut(&mut exit.log_file, config.max_name_bytes.max(4096));
-    cut(&mut exit.activity, config.max_name_bytes);
+    let line = |text: &str, bytes| clip(&printable::line(text), bytes).to_owned();
+    exit.message
+        .truncate(clip(&exit.message, config.max_tail_bytes).len());
+    exit.log_file = line(&exit.log_file, config.max_name_bytes.max(4096));
+    exit.activity = line(&exit.activity, config.max_name_bytes);
     exit
 }

@@ -21,16 +21,15 @@ use ddp_proto::trust::data_key::DataKey;
 
 use super::gathering::Gathering;
 use super::joining::MAX_GENERATION;
-use super::record::{Record, Stage};
 use super::running::Running;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Speech, Turn, regrouping, shared};
+use crate::rendezvous::event::{ApplyContext, Origin, Record, Stage, regrouping, shared};
+use crate::rendezvous::messages;
 use crate::rendezvous::nodes::list::NodeList;
 use crate::rendezvous::policy::Account;
 use crate::rendezvous::ranks::Member;
 use crate::rendezvous::size::RankLimits;
-use crate::rendezvous::words;
 
 /// Highest number of an attempt that is believed.
 const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
@@ -39,7 +38,7 @@ const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 #[derive(Debug)]
 pub(super) struct Recovery {
     generation: u64,
-    /// Random name of its assignment; empty while that is not known, and from older builds.
+    /// Id of its assignment; empty while no node has reported it.
     assignment_id: String,
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
@@ -48,7 +47,7 @@ pub(super) struct Recovery {
     /// The rank that each of these nodes claims.
     ranks: HashMap<String, u32>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
-    held: Vec<(Speech, Body)>,
+    held: Vec<(Origin, Body)>,
     began: Duration,
     /// When it is given up.
     until: Duration,
@@ -61,9 +60,8 @@ pub(super) struct Recovery {
 /// What all nodes of the generation were told.
 #[derive(Debug)]
 struct Run {
-    /// Without the nodes, without a node rank, and without its name.
+    /// Without the place of a node.
     assignment: Assignment,
-    node_count: u32,
     /// How long it has run.
     ran: Duration,
     rank_limits: Option<RankLimits>,
@@ -125,16 +123,16 @@ impl Recovery {
     }
 
     /// A node is lost: if it had its place again, it has to come once more.
-    pub(super) fn lose(&mut self, turn: &Turn<'_>, incarnation: &str) {
+    pub(super) fn lose(&mut self, context: &ApplyContext<'_>, incarnation: &str) {
         if let Some(rank) = self.ranks.remove(incarnation) {
             self.claims.remove(&rank);
-            self.hurry(turn);
+            self.hurry(context);
         }
     }
 
     /// A node has failed: the others are not waited for any longer than for a node that was lost.
-    fn hurry(&mut self, turn: &Turn<'_>) {
-        self.until = self.until.min(turn.at.now + turn.config.lease);
+    fn hurry(&mut self, context: &ApplyContext<'_>) {
+        self.until = self.until.min(context.at.now + context.config.lease);
     }
 
     /// The daemon was stalled: it is not given up before.
@@ -152,7 +150,7 @@ impl Recovery {
         let Self {
             generation, claims, ..
         } = self;
-        let more = words::time_left(self.until, now);
+        let more = messages::time_left(self.until, now);
         let Some(count) = self.node_count() else {
             return format!(
                 "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to reconnect{more}"
@@ -161,7 +159,7 @@ impl Recovery {
         format!(
             "the rendezvous daemon was restarted; {} of {} of generation {generation} reconnected; waiting for {}{more}",
             claims.len(),
-            words::nodes(count),
+            messages::nodes(count),
             self.missing_words()
         )
     }
@@ -169,7 +167,10 @@ impl Recovery {
     /// How many nodes the generation has, if that is known.
     fn node_count(&self) -> Option<u32> {
         let recorded = self.is_recorded().then_some(self.recorded.len() as u32);
-        self.run.as_ref().map(|run| run.node_count).or(recorded)
+        self.run
+            .as_ref()
+            .map(|run| run.assignment.node_count)
+            .or(recorded)
     }
 
     /// The node of this rank has not come back.
@@ -181,14 +182,14 @@ impl Recovery {
     fn missing_words(&self) -> String {
         let count = self.node_count().unwrap_or(0);
         let missing = (0..count).filter(|rank| !self.claims.contains_key(rank));
-        words::node_ranks(missing, (count as usize).saturating_sub(self.claims.len()))
+        messages::node_ranks(missing, (count as usize).saturating_sub(self.claims.len()))
     }
 
     fn is_complete(&self) -> bool {
         // No rank is claimed beyond the number of nodes.
         self.run
             .as_ref()
-            .is_some_and(|run| self.claims.len() == run.node_count as usize)
+            .is_some_and(|run| self.claims.len() == run.assignment.node_count as usize)
     }
 
     /// Ranks follow from each other in order of node rank.
@@ -204,14 +205,15 @@ impl Recovery {
     /// Gives a node its place; false if it disagrees with those that are there.
     fn claim(&mut self, incarnation: &str, place: &Place) -> bool {
         let told = place.assignment.as_ref();
-        let Some((told, node)) = told.and_then(|told| Some((told, told.nodes.first()?))) else {
+        let Some((told, node)) = told.and_then(|told| Some((told, told.own.as_ref()?))) else {
             return false;
         };
         let assignment = Assignment {
             node_rank: 0,
-            // Nodes of older builds do not tell it.
-            assignment_id: String::new(),
-            ..told.without_totals()
+            own: None,
+            role_first_rank: 0,
+            role_world_size: 0,
+            ..told.clone()
         };
         if self.assignment_id.is_empty() {
             self.assignment_id.clone_from(&told.assignment_id);
@@ -220,7 +222,6 @@ impl Recovery {
         let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
         let run = self.run.get_or_insert_with(|| Run {
             assignment: assignment.clone(),
-            node_count: place.node_count,
             ran: Duration::ZERO,
             rank_limits: None,
         });
@@ -230,7 +231,7 @@ impl Recovery {
             .claims
             .get(&told.node_rank)
             .is_some_and(|claim| claim.incarnation != incarnation);
-        if run.assignment != assignment || run.node_count != place.node_count || is_taken {
+        if run.assignment != assignment || is_taken {
             return false;
         }
         let claim = Claim {
@@ -251,7 +252,7 @@ impl Recovery {
     fn members(&mut self) -> (Vec<Member>, Vec<NodeAssignment>) {
         let mut nodes = Vec::with_capacity(self.claims.len());
         let mut recorded = std::mem::take(&mut self.recorded).into_iter();
-        let members = (0..self.run.as_ref().map_or(0, |run| run.node_count)).map(|rank| {
+        let members = (0..self.run.as_ref().map_or(0, |run| run.assignment.node_count)).map(|rank| {
             let absent = recorded.next();
             let claim = self.claims.remove(&rank).map(|Claim { incarnation, node }| {
                 let hostname = node.hostname.clone();
@@ -268,18 +269,24 @@ impl Recovery {
 impl Job {
     /// A node comes that was in a generation of which this daemon knows nothing: it keeps its place for now, or has to
     /// stop its workers, for the reason that is returned.
-    pub(super) fn reclaim(&mut self, turn: &mut Turn<'_>, from: &Speech, join: &Join) -> Result<(), String> {
+    pub(super) fn reclaim(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        from: &Origin,
+        join: &Join,
+    ) -> Result<(), String> {
         let generation = from.generation;
-        let place = self.believe(turn, from, join)?;
+        let place = self.believe(context, from, join)?;
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
-                return Err(words::continued_without(generation, &join.hostname));
+                return Err(messages::continued_without(generation, &join.hostname));
             }
             Phase::Recovering(recovery) if recovery.generation == generation => {}
             // A newer one has come to light.
-            Phase::Recovering(_) => self.switch_to_newer(turn, generation),
+            Phase::Recovering(_) => self.switch_to_newer(context, generation),
             _ => {
-                self.phase = Phase::Recovering(Recovery::of(generation, turn.at.now, turn.config.lease));
+                self.phase =
+                    Phase::Recovering(Recovery::of(generation, context.at.now, context.config.lease));
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
@@ -291,53 +298,53 @@ impl Job {
             ", and node `{}` disagrees with the others on generation {generation}",
             join.hostname
         );
-        self.give_up_recovery(turn, &why);
+        self.give_up_recovery(context, &why);
         Err(started_again(generation, &why))
     }
 
     /// The place of a node in a generation that may still be taken up, or why it is not.
     fn believe<'a>(
         &mut self,
-        turn: &mut Turn<'_>,
-        from: &Speech,
+        context: &mut ApplyContext<'_>,
+        from: &Origin,
         join: &'a Join,
     ) -> Result<&'a Place, String> {
         let generation = from.generation;
-        let checked = check_place(turn.config, join, &from.assignment_id);
+        let checked = check_place(context.config, join, &from.assignment_id);
         if let (Err(why), true) = (&checked, join.place.is_some()) {
-            turn.decided(format!(
+            context.decided(format!(
                 "job `{}`: rejected the state that node `{}` reported: {why}",
                 self.id, join.hostname
             ));
         }
         let Ok((place, assignment)) = checked else {
-            self.mark_ended(turn, generation, &join.hostname);
+            self.mark_ended(context, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
         // Whatever becomes of the generation, it and those before it have cost what they have cost.
-        let account = Account::withdraw(assignment);
-        let is_newest = (generation, account.age()) >= (self.numbering.highest(), self.account.age());
+        let account = Account::read_from(assignment);
+        let is_newest = (generation, account.age()) >= (self.counter.highest(), self.account.age());
         if is_newest {
-            self.numbering.believe_attempt(assignment);
+            self.counter.believe_attempt(assignment);
         }
         // Two daemons may have counted on from one generation: then the later one need not have cost more.
-        let run_token = self.numbering.run_token();
+        let run_token = self.counter.run_token();
         let is_of_run = run_token.is_empty() || assignment.run_token == run_token;
         if is_newest && !is_of_run || is_of_run && account.age() >= self.account.age() {
             self.account = account;
         }
         if place.over {
-            self.mark_ended(turn, generation, &join.hostname);
+            self.mark_ended(context, generation, &join.hostname);
             return Err(started_again(generation, " after this generation had ended"));
         }
-        if self.numbering.has_ended(generation) {
+        if self.counter.has_ended(generation) {
             return Err(started_again(
                 generation,
                 ", and this generation had ended on another node",
             ));
         }
-        if turn.config.only_job.is_some() {
-            self.numbering.mark_ended(generation);
+        if context.config.only_job.is_some() {
+            self.counter.mark_ended(generation);
             return Err(started_again(generation, " together with the node that hosts it"));
         }
         Ok(place)
@@ -345,11 +352,11 @@ impl Job {
 
     /// A node comes that was in a generation of this run under another daemon, while this one has state of its own: the
     /// restarts that were spent there are spent here too.
-    pub(super) fn learn_cost(&mut self, turn: &Turn<'_>, from: &Speech, join: &Join) {
-        if let Ok((_, assignment)) = check_place(turn.config, join, &from.assignment_id)
-            && assignment.run_token == self.numbering.run_token()
+    pub(super) fn learn_cost(&mut self, context: &ApplyContext<'_>, from: &Origin, join: &Join) {
+        if let Ok((_, assignment)) = check_place(context.config, join, &from.assignment_id)
+            && assignment.run_token == self.counter.run_token()
         {
-            let account = Account::withdraw(assignment);
+            let account = Account::read_from(assignment);
             if account.age() > self.account.age() {
                 self.account = account;
             }
@@ -358,31 +365,31 @@ impl Job {
 
     /// A node of the generation comes that knows only an earlier one: the last daemon has written it down, but not sent
     /// it to all of its nodes. It will never be complete.
-    pub(super) fn miss_assignment(&mut self, turn: &mut Turn<'_>, from: &Speech, hostname: &str) {
+    pub(super) fn miss_assignment(&mut self, context: &mut ApplyContext<'_>, from: &Origin, hostname: &str) {
         if matches!(&self.phase, Phase::Recovering(recovery)
             if recovery.is_of(&from.incarnation) && from.generation < recovery.generation)
         {
-            self.give_up_recovery(turn, &format!(", and node `{hostname}` never received it"));
+            self.give_up_recovery(context, &format!(", and node `{hostname}` never received it"));
         }
     }
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
-    pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
+    pub(super) fn learn_of_generation(&mut self, context: &mut ApplyContext<'_>, join: &Join) {
         let latest = join.latest_generation;
-        let highest = self.numbering.highest();
-        let has_state = self.numbering.has_begun() || turn.config.only_job.is_some();
+        let highest = self.counter.highest();
+        let has_state = self.counter.has_begun() || context.config.only_job.is_some();
         match &mut self.phase {
             Phase::Gathering(_) if !has_state && latest > highest && latest <= MAX_GENERATION => {
-                self.numbering.learn_of(latest, "");
-                self.phase = Phase::Recovering(Recovery::of(latest, turn.at.now, turn.config.lease));
+                self.counter.learn_of(latest, "");
+                self.phase = Phase::Recovering(Recovery::of(latest, context.at.now, context.config.lease));
             }
             // The node with this rank would have come back with it.
             Phase::Recovering(recovery) if join.node_rank.is_some_and(|asked| recovery.misses(asked)) => {
                 if recovery.is_recorded() {
                     // Another process wants its rank: it may have failed, or be cut off.
-                    recovery.hurry(turn);
+                    recovery.hurry(context);
                 } else {
-                    self.give_up_recovery(turn, &format!(", and node `{}` was restarted", join.hostname));
+                    self.give_up_recovery(context, &format!(", and node `{}` was restarted", join.hostname));
                 }
             }
             _ => {}
@@ -390,35 +397,35 @@ impl Job {
     }
 
     /// A node has taken its place again: the generation runs on if it was the last one.
-    pub(super) fn consider_recovered(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn consider_recovered(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
         if !recovery.is_complete() {
-            let reason = recovery.waiting_words(turn.at.now);
-            return self.tell_waiting(turn, incarnation, reason);
+            let reason = recovery.waiting_words(context.at.now);
+            return self.tell_waiting(context, incarnation, reason);
         }
         if !recovery.is_dense() {
-            return self.give_up_recovery(turn, ", and its nodes disagree on their ranks");
+            return self.give_up_recovery(context, ", and its nodes disagree on their ranks");
         }
         let generation = recovery.generation;
-        let held = self.take_up(turn);
-        turn.decided(format!(
+        let held = self.take_up(context);
+        context.decided(format!(
             "job `{}`: generation {generation} of an earlier daemon continues: all {} nodes reconnected",
             self.id,
-            self.roster.members().len()
+            self.table.members().len()
         ));
-        self.record(turn, Stage::Running);
-        self.send_assignments(turn);
+        self.record(context, Stage::Running);
+        self.send_assignments(context);
         for (from, body) in held {
-            self.message(turn, &from, body);
+            self.message(context, &from, body);
         }
-        self.newcomer(turn);
-        self.tell_spares(turn);
+        self.newcomer(context);
+        self.tell_spares(context);
     }
 
     /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now.
-    pub(super) fn hold(&mut self, turn: &Turn<'_>, from: &Speech, body: Body) -> Option<Body> {
+    pub(super) fn hold(&mut self, context: &ApplyContext<'_>, from: &Origin, body: Body) -> Option<Body> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Some(body);
         };
@@ -427,7 +434,7 @@ impl Job {
             return Some(body);
         }
         if matches!(body, Body::WorkerExit(_)) {
-            recovery.hurry(turn);
+            recovery.hurry(context);
         }
         let mut held = recovery.held.iter();
         if !held.any(|(who, _)| who.incarnation == from.incarnation) {
@@ -437,7 +444,7 @@ impl Job {
     }
 
     /// Not all nodes have come back in time.
-    pub(super) fn recovery_timed_out(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn recovery_timed_out(&mut self, context: &mut ApplyContext<'_>) {
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -449,84 +456,84 @@ impl Job {
         if recovery.is_recorded() && recovery.run.is_none() {
             // All of its nodes are gone: what comes is a new run of the job.
             self.account = Account::default();
-            self.numbering.forget_run();
+            self.counter.forget_run();
             if let Some(earlier) = &mut self.earlier {
                 earlier.members.clear();
             }
         }
-        self.give_up_recovery(turn, &why);
+        self.give_up_recovery(context, &why);
     }
 
     /// A node says that this generation is over, or is not fit to go on with it: no node goes on with it.
-    fn mark_ended(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
-        self.numbering.mark_ended(generation);
+    fn mark_ended(&mut self, context: &mut ApplyContext<'_>, generation: u64, hostname: &str) {
+        self.counter.mark_ended(generation);
         if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
             self.give_up_recovery(
-                turn,
+                context,
                 &format!(", and generation {generation} had ended on node `{hostname}`"),
             );
         }
     }
 
     /// A newer generation has come to light than the one that was to be taken up.
-    fn switch_to_newer(&mut self, turn: &mut Turn<'_>, newer: u64) {
-        let recovery = Recovery::of(newer, turn.at.now, turn.config.lease);
+    fn switch_to_newer(&mut self, context: &mut ApplyContext<'_>, newer: u64) {
+        let recovery = Recovery::of(newer, context.at.now, context.config.lease);
         let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
             return;
         };
         // What its nodes have written again belongs to it.
         let cause = format!("generation {} continued elsewhere", old.generation);
-        self.kv.end(turn, &cause);
+        self.kv.end(context, &cause);
         for claim in old.claims.values() {
             // It has to stop its workers first.
-            self.roster.change(&claim.incarnation, |node| {
-                let over = regrouping(words::continued_without(old.generation, node.hostname()));
+            self.table.change(&claim.incarnation, |node| {
+                let over = regrouping(messages::continued_without(old.generation, node.hostname()));
                 let message = shared(old.generation, Reply::GenerationOver(over));
-                node.stop_workers(turn, old.generation, &message);
+                node.stop_workers(context, old.generation, &message);
             });
         }
     }
 
     /// The generation cannot be taken up, `why`: as if it had run here and its missing nodes had been lost, it is over.
-    fn give_up_recovery(&mut self, turn: &mut Turn<'_>, why: &str) {
+    fn give_up_recovery(&mut self, context: &mut ApplyContext<'_>, why: &str) {
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
         let generation = recovery.generation;
-        self.numbering.mark_ended(generation);
+        self.counter.mark_ended(generation);
         if recovery.run.is_none() {
             let is_recorded = recovery.is_recorded();
             if is_recorded {
-                turn.decided(format!(
+                context.decided(format!(
                     "job `{}`: generation {generation} of an earlier daemon is given up{why}",
                     self.id
                 ));
             }
-            self.kv.end(turn, "its generation has ended");
-            self.record(turn, Stage::Ended);
+            self.kv.end(context, "its generation has ended");
+            self.record(context, Stage::Ended);
             // If no node has come either, it is abandoned at once.
-            let timeout = if is_recorded && self.roster.nodes().is_empty() {
+            let timeout = if is_recorded && self.table.nodes().is_empty() {
                 Duration::ZERO
             } else {
-                self.roster.join_timeout(turn.config)
+                self.table.join_timeout(context.config)
             };
-            let now = turn.at.now;
+            let now = context.at.now;
             self.phase = Phase::Gathering(Gathering::new(now, now, timeout));
-            return self.consider_start(turn);
+            return self.consider_start(context);
         }
-        for (from, body) in self.take_up(turn) {
-            self.message(turn, &from, body);
+        for (from, body) in self.take_up(context) {
+            self.message(context, &from, body);
         }
         // Unless a worker has failed, which is worse.
-        self.end_with_held_failure(turn);
+        self.end_with_held_failure(context);
         self.break_up(
-            turn,
+            context,
             format!("the rendezvous daemon was restarted{why}: restarting the workers"),
         );
     }
 
     /// From now on the generation runs here, with the nodes that have come back; returns what they have reported.
-    fn take_up(&mut self, turn: &mut Turn<'_>) -> Vec<(Speech, Body)> {
+    fn take_up(&mut self, context: &mut ApplyContext<'_>) -> Vec<(Origin, Body)> {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
@@ -535,21 +542,15 @@ impl Job {
         let Some(run) = recovery.run.take() else {
             return held;
         };
-        let assignment_id = std::mem::take(&mut recovery.assignment_id);
-        self.numbering
-            .take_up(recovery.generation, assignment_id.clone(), &run.assignment);
-        self.roster.take_up(members, run.rank_limits);
+        self.counter.take_up(recovery.generation, &run.assignment);
+        self.table.take_up(members, run.rank_limits);
         let assignment = Assignment {
-            lease_ms: turn.config.lease_ms(),
-            assignment_id,
+            lease_ms: context.config.lease_ms(),
             ..run.assignment
         };
-        self.begin_period(turn, &assignment.reason);
-        self.phase = Phase::Running(Box::new(Running::new(
-            (assignment, NodeList::new(nodes)),
-            turn.at.now,
-            run.ran,
-        )));
+        self.begin_period(context, &assignment.reason);
+        let running = Running::new(assignment, NodeList::new(nodes), context.at.now, run.ran);
+        self.phase = Phase::Running(Box::new(running));
         held
     }
 }
@@ -572,10 +573,10 @@ fn check_place<'a>(
     else {
         return Err("it has no assignment");
     };
-    let [node] = told.nodes.as_slice() else {
-        return Err("it lists other nodes than its own");
+    let Some(node) = &told.own else {
+        return Err("it has no node");
     };
-    if !(join.min_nodes..=join.max_nodes).contains(&place.node_count) || told.node_rank >= place.node_count {
+    if !(join.min_nodes..=join.max_nodes).contains(&told.node_count) || told.node_rank >= told.node_count {
         return Err("its node rank or number of nodes is invalid");
     }
     if node.hostname != join.hostname || node.workers != join.workers || node.role != join.role {
@@ -600,10 +601,10 @@ fn check_place<'a>(
     if told.run_token.is_empty() || told.run_token != join.run_token {
         return Err("it belongs to a different run");
     }
-    if told.assignment_id != assignment_id {
+    if told.assignment_id.is_empty() || told.assignment_id != assignment_id {
         return Err("it belongs to a different assignment");
     }
-    if !told.data_key.is_empty() && DataKey::of_assignment(&told.data_key).is_none() {
+    if DataKey::of_assignment(&told.data_key).is_none() {
         return Err("its data key is invalid");
     }
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {

@@ -1,61 +1,57 @@
-//! A generation that runs: who is done, how far it has come, and what may end it.
+//! The running generation: which members succeeded, its progress, and what may end it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{Assignment, LostRank};
 
-use super::node::{Excuse, Node};
+use super::lease_extension::Progress;
+use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
-use super::silence::Progress;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::ApplyContext;
 use crate::rendezvous::nodes::list::NodeList;
 
 /// The running generation.
 #[derive(Debug)]
 pub(super) struct Running {
-    /// What all nodes are told alike.
+    /// The part of the assignment that all nodes receive.
     assignment: Assignment,
     nodes: NodeList,
     /// Members whose workers all ended with 0, by incarnation.
     succeeded: BTreeSet<String>,
-    /// A failure that names another one as its cause, or that may follow from a member whose connection is broken.
+    /// A failure that another rank caused, or that may follow from a member whose connection is broken.
     suspect: Option<Suspect>,
-    /// By node rank: members to which a data connection broke.
-    sightings: BTreeMap<u32, LostRank>,
+    /// By node rank: members that a peer reported lost.
+    lost_peers: BTreeMap<u32, LostRank>,
     progress: Progress,
-    /// When this daemon has assigned it, or taken it up.
+    /// When this daemon assigned it, or took it up.
     since: Duration,
     /// How long it ran before that, under an earlier daemon.
     ran_before: Duration,
-    /// Nodes have come that the job has room for: it goes on with them at this moment.
+    /// The time at which the job grows by the nodes that have joined.
     scale_up: Option<Duration>,
 }
 
-/// What ends the generation if nothing better comes.
+/// A failure that ends the generation unless its cause is reported in time.
 #[derive(Debug)]
 struct Suspect {
     end: GenerationEnd,
-    /// How long it waits for a better cause, if no member's connection is broken.
+    /// Deadline for the cause, if no member's connection is broken.
     until: Duration,
-    /// How long it waits at most.
+    /// Last deadline.
     latest: Duration,
 }
 
 impl Running {
     /// One that begins now, or has run for some time under an earlier daemon.
-    pub(super) fn new(
-        (assignment, nodes): (Assignment, NodeList),
-        now: Duration,
-        ran_before: Duration,
-    ) -> Self {
+    pub(super) fn new(assignment: Assignment, nodes: NodeList, now: Duration, ran_before: Duration) -> Self {
         Self {
             assignment,
             nodes,
             succeeded: BTreeSet::new(),
             suspect: None,
-            sightings: BTreeMap::new(),
+            lost_peers: BTreeMap::new(),
             progress: Progress::default(),
             since: now,
             ran_before,
@@ -76,7 +72,7 @@ impl Running {
         now.saturating_sub(self.since) + self.ran_before
     }
 
-    /// All workers of a member ended with 0. Returns of how many members that is true.
+    /// All workers of a member ended with 0. Returns the number of such members.
     pub(super) fn succeed(&mut self, incarnation: &str, now: Duration) -> usize {
         self.succeeded.insert(incarnation.to_owned());
         self.progress.succeed(now);
@@ -95,41 +91,42 @@ impl Running {
         self.progress.note(now, step);
     }
 
-    /// What speaks for a silent member, and until when. Nothing does once a worker has failed.
-    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+    /// Why the lease of a silent member may be extended, and until when. Never once a worker has failed.
+    pub(super) fn extend_lease(&self, config: &Config, node: &Node) -> Option<(LeaseExtension, Duration)> {
         let progress = self.suspect.is_none().then_some(&self.progress);
-        progress.and_then(|progress| progress.excuse(config, node))
+        progress.and_then(|progress| progress.extend_lease(config, node))
     }
 
-    /// A member tells what a worker of it saw of another node's rank. True if that is news.
-    pub(super) fn note_sighting(&mut self, own: u32, seen: LostRank) -> bool {
+    /// A member reports that a worker lost its connection to a rank of another node. True if that node was not reported
+    /// before.
+    pub(super) fn note_lost_peer(&mut self, own: u32, seen: LostRank) -> bool {
         let Some(node_rank) = self.nodes.node_of(seen.rank) else {
             return false;
         };
         let is_witness = node_rank != own && self.nodes.node_of(seen.witness) == Some(own);
-        let is_news = is_witness && !self.sightings.contains_key(&node_rank);
+        let is_news = is_witness && !self.lost_peers.contains_key(&node_rank);
         if is_news {
-            self.sightings.insert(node_rank, seen);
+            self.lost_peers.insert(node_rank, seen);
         }
         is_news
     }
 
-    /// Members to which a data connection broke, by node rank.
-    pub(super) fn sightings(&self) -> &BTreeMap<u32, LostRank> {
-        &self.sightings
+    /// Members that a peer reported lost, by node rank.
+    pub(super) fn lost_peers(&self) -> &BTreeMap<u32, LostRank> {
+        &self.lost_peers
     }
 
-    /// A failure is held back, for the time being.
+    /// A failure waits for its cause.
     pub(super) fn has_suspect(&self) -> bool {
         self.suspect.is_some()
     }
 
     /// Holds a failure back, for its cause to arrive; false if another one is held back that may as well be the cause. A
     /// connection that breaks again and again does not hold it back for ever.
-    pub(super) fn hold_back(&mut self, turn: &Turn<'_>, end: GenerationEnd) -> bool {
-        let until = turn.at.now + turn.config.culprit_wait;
+    pub(super) fn hold_back(&mut self, context: &ApplyContext<'_>, end: GenerationEnd) -> bool {
+        let until = context.at.now + context.config.culprit_wait;
         let (until, latest) = match &self.suspect {
-            None => (until, until + turn.config.lease),
+            None => (until, until + context.config.lease),
             Some(held) if held.end.is_consequence() && !end.is_consequence() => (held.until, held.latest),
             Some(_) => return false,
         };
@@ -137,10 +134,10 @@ impl Running {
         true
     }
 
-    /// What a member has to report follows, and may be the cause.
-    pub(super) fn await_reports(&mut self, turn: &Turn<'_>) {
+    /// Waits longer for the cause: a member has reconnected, and its reports follow.
+    pub(super) fn await_reports(&mut self, context: &ApplyContext<'_>) {
         if let Some(suspect) = &mut self.suspect {
-            suspect.until = suspect.until.max(turn.at.now + turn.config.culprit_wait);
+            suspect.until = suspect.until.max(context.at.now + context.config.culprit_wait);
         }
     }
 
@@ -166,12 +163,12 @@ impl Running {
         cause.map(|suspect| suspect.end)
     }
 
-    /// Nodes have come: those that come until then are waited for, if not for an earlier one already.
+    /// Nodes have joined: the job grows at this time, unless it does so earlier.
     pub(super) fn plan_scale_up(&mut self, at: Duration) {
         self.scale_up.get_or_insert(at);
     }
 
-    /// Whether the generation goes on with so many newcomers now. It forgets them if they are none.
+    /// True if the job grows by the newcomers now.
     pub(super) fn grows(&mut self, now: Duration, newcomers: usize, is_full: bool) -> bool {
         if newcomers == 0 {
             self.scale_up = None;

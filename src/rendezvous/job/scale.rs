@@ -13,33 +13,36 @@ use ddp_proto::rendezvous::GenerationOver;
 
 use super::Job;
 use super::running::Running;
-use crate::rendezvous::event::{Observation, RestartReason, Turn, regrouping};
+use crate::rendezvous::event::{ApplyContext, Observation, RestartReason, regrouping};
+use crate::rendezvous::messages;
 use crate::rendezvous::ranks::Candidate;
 use crate::rendezvous::size::RankLimits;
-use crate::rendezvous::words;
 
 impl Job {
     /// A node is ready that is no member of the running generation.
-    pub(super) fn newcomer(&mut self, turn: &mut Turn<'_>) {
-        let wait = self.roster.last_call(turn.config.scale_up_wait);
+    pub(super) fn newcomer(&mut self, context: &mut ApplyContext<'_>) {
+        let wait = self.table.last_call(context.config.scale_up_wait);
         if let Some(running) = self.phase.running_mut() {
-            running.plan_scale_up(turn.at.now + wait);
+            running.plan_scale_up(context.at.now + wait);
         }
-        self.consider_scale_up(turn);
+        self.consider_scale_up(context);
     }
 
     /// Goes on with the newcomers when their time has come, or forgets them if they make no larger generation.
-    pub(super) fn consider_scale_up(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn consider_scale_up(&mut self, context: &mut ApplyContext<'_>) {
         let taken = self.growth();
-        let after = self.roster.members().len() + taken.len();
-        let is_full = after >= self.roster.size_limits().max;
+        let after = self.table.members().len() + taken.len();
+        let is_full = after >= self.table.size_limits().max;
         let Some(running) = self.phase.running_mut() else {
             return;
         };
-        if running.grows(turn.at.now, taken.len(), is_full) {
-            let hosts = words::list(taken.iter().map(|c| c.hostname.as_str()));
-            let cause = format!("{hosts} joined; continuing with {}", words::nodes(after as u32));
-            self.change_nodes(turn, cause);
+        if running.grows(context.at.now, taken.len(), is_full) {
+            let hosts = messages::list(taken.iter().map(|c| c.hostname.as_str()), taken.len());
+            let cause = format!(
+                "{hosts} joined; continuing with {}",
+                messages::nodes(after as u32)
+            );
+            self.change_nodes(context, cause);
         }
     }
 
@@ -47,11 +50,11 @@ impl Job {
     fn growth(&self) -> Vec<Candidate> {
         // Who has done its part of the work should not have to do it again for a late guest.
         let running = self.phase.running().filter(|running| !running.has_successes());
-        running.map_or_else(Vec::new, |_| self.roster.growth())
+        running.map_or_else(Vec::new, |_| self.table.growth())
     }
 
     /// Ends the generation at a step boundary, for the next one to have other nodes. No restart is spent.
-    pub(super) fn change_nodes(&mut self, turn: &mut Turn<'_>, cause: String) {
+    pub(super) fn change_nodes(&mut self, context: &mut ApplyContext<'_>, cause: String) {
         let Some(running) = self.phase.running() else {
             return;
         };
@@ -63,24 +66,24 @@ impl Job {
             at_step_boundary: !running.has_suspect(),
             ..regrouping(cause)
         };
-        turn.observe(Observation::Restarted(RestartReason::Membership));
-        self.regroup(turn, over);
+        context.observe(Observation::Restarted(RestartReason::Membership));
+        self.regroup(context, over);
     }
 
     /// What a node waits for that is ready while a generation runs without it.
     pub(super) fn spare_words(&self, incarnation: &str) -> String {
-        let count = self.roster.members().len() as u32;
+        let count = self.table.members().len() as u32;
         let runs = format!(
             "generation {} of job `{}` is running with {}",
-            self.numbering.generation(),
+            self.counter.generation(),
             self.id,
-            words::nodes(count)
+            messages::nodes(count)
         );
         if self.growth().iter().any(|c| c.incarnation == incarnation) {
             return format!("{runs}; this node joins at the next step boundary");
         }
         let is_done = self.phase.running().is_some_and(Running::has_successes);
-        let limits = self.roster.size_limits();
+        let limits = self.table.size_limits();
         let has_room = (count as usize) < limits.max && !is_done;
         if limits.ranks.is_open() || !has_room {
             return format!("{runs}; this node is on standby");
@@ -92,20 +95,20 @@ impl Job {
     }
 
     /// Tells all spares of a generation that runs what they wait for.
-    pub(super) fn tell_spares(&self, turn: &mut Turn<'_>) {
+    pub(super) fn tell_spares(&self, context: &mut ApplyContext<'_>) {
         if self.phase.running().is_some() {
-            for (spare, _) in self.roster.spares() {
-                self.tell_waiting(turn, spare, self.spare_words(spare));
+            for (spare, _) in self.table.spares() {
+                self.tell_waiting(context, spare, self.spare_words(spare));
             }
         }
     }
 
     /// The workers say which numbers of ranks they can go on with.
-    pub(super) fn limit_sizes(&mut self, turn: &mut Turn<'_>, limits: RankLimits) {
-        if self.roster.limit_ranks(limits) {
+    pub(super) fn limit_sizes(&mut self, context: &mut ApplyContext<'_>, limits: RankLimits) {
+        if self.table.limit_ranks(limits) {
             // Other nodes may fit now.
-            self.newcomer(turn);
-            self.tell_spares(turn);
+            self.newcomer(context);
+            self.tell_spares(context);
             self.plan_wake();
         }
     }

@@ -1,6 +1,6 @@
-//! The end of a job: every node is told the same verdict, and those that were away are told it when they come back.
+//! The end of a job: every node receives the same verdict, nodes that were away when they come back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ddp_proto::exit;
@@ -10,37 +10,34 @@ use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::trust::token::is_same_secret;
 
 use super::joining::Joining;
-use super::record::{Record, Stage};
 use super::{Job, Phase};
 use crate::rendezvous::config::{Callers, Config};
-use crate::rendezvous::event::{Observation, Turn, refusal};
+use crate::rendezvous::event::{ApplyContext, Observation, Record, Stage, refusal};
 use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
 pub(super) struct Over {
-    /// What every node is told: `JobOver` or `Refused`.
+    /// `JobOver` or `Refused`, the same for every node.
     verdict: Reply,
     reason: String,
-    /// All incarnations that the verdict concerns.
+    /// Incarnations of the nodes that the verdict concerns.
     told: BTreeSet<String>,
-    /// Nodes that have not left by then are forgotten.
+    /// When the daemon forgets nodes that have not left.
     until: Duration,
 }
 
-/// What is kept of a job without nodes, for those that missed its verdict.
+/// A finished job without nodes: its verdict, for nodes that missed it.
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Finished {
     job: String,
     owner: Owner,
     told: BTreeSet<String>,
-    /// Nodes that fell silent, and how long each is expected back.
-    silent: BTreeMap<String, Duration>,
     run_token: String,
     /// Shows who has the job's token; empty where jobs have none.
     token_proof: Vec<u8>,
     generation: u64,
-    /// None if none was reached: only the number of the generation is of interest then.
+    /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
 }
 
@@ -53,7 +50,7 @@ impl Over {
         self.until
     }
 
-    /// Whether the verdict is on this node too.
+    /// Whether the verdict concerns this node.
     fn concerns(&self, joining: &Joining, run_token: &str) -> bool {
         self.told.contains(&joining.from.incarnation)
             || joining.is_of_run(run_token)
@@ -62,13 +59,12 @@ impl Over {
 }
 
 impl Finished {
-    /// As the ledger has it.
+    /// Takes a finished job from the ledger.
     pub(in crate::rendezvous) fn recalled(record: Record) -> Self {
         let told = record.members.iter().map(|member| member.incarnation.clone());
         Self {
             told: told.collect(),
-            silent: BTreeMap::new(),
-            verdict: record.verdict(),
+            verdict: verdict_of(record.stage),
             run_token: record.run_token,
             token_proof: record.token_proof,
             generation: record.generation,
@@ -85,17 +81,13 @@ impl Finished {
         self.job == job
     }
 
-    /// The verdict is on this node too.
+    /// The verdict concerns this node.
     pub(in crate::rendezvous) fn has(&self, incarnation: &str) -> bool {
         self.told.contains(incarnation)
     }
 
     pub(in crate::rendezvous) fn generation(&self) -> u64 {
         self.generation
-    }
-
-    pub(in crate::rendezvous) fn silent(&self) -> &BTreeMap<String, Duration> {
-        &self.silent
     }
 
     /// Where jobs have tokens of their own, the verdict is for those with the same one.
@@ -113,30 +105,42 @@ impl Finished {
     }
 
     /// Tells a node the verdict, and sends it away; false if there is none.
-    pub(in crate::rendezvous) fn tell(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> bool {
+    pub(in crate::rendezvous) fn tell(&self, context: &mut ApplyContext<'_>, joining: &Joining) -> bool {
         let Some(verdict) = &self.verdict else {
             return false;
         };
-        self.silent.remove(&joining.from.incarnation);
-        turn.send(Some(joining.conn), self.generation, verdict.clone());
-        turn.close(Some(joining.conn));
+        context.send(Some(joining.conn), self.generation, verdict.clone());
+        context.close(Some(joining.conn));
         true
     }
 }
 
+/// The verdict of a job that has ended; none if it continues, or is not decided.
+fn verdict_of(stage: Stage) -> Option<Reply> {
+    match stage {
+        Stage::Running | Stage::Ended | Stage::Abandoned => None,
+        Stage::JobOver { exit_code, reason } => Some(Reply::JobOver(JobOver {
+            exit_code,
+            reason,
+            ..JobOver::default()
+        })),
+        Stage::Refused { code, reason } => Some(Reply::Refused(refusal(code, reason))),
+    }
+}
+
 impl Job {
-    pub(super) fn job_over(&mut self, turn: &mut Turn<'_>, exit_code: u8, reason: String) {
+    pub(super) fn job_over(&mut self, context: &mut ApplyContext<'_>, exit_code: u8, reason: String) {
         let over = JobOver {
             exit_code: i32::from(exit_code),
             reason,
             ..JobOver::default()
         };
-        self.end(turn, Reply::JobOver(over));
+        self.end(context, Reply::JobOver(over));
     }
 
     /// Ends the job with a verdict for every node that is there, `JobOver` or `Refused`. It carries the list of what has
     /// failed, unless the job succeeded.
-    pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply) {
+    pub(super) fn end(&mut self, context: &mut ApplyContext<'_>, mut verdict: Reply) {
         let (reason, stage) = match &mut verdict {
             Reply::JobOver(over) => {
                 let (exit_code, reason) = (over.exit_code, over.reason.clone());
@@ -150,62 +154,59 @@ impl Job {
             }
             _ => return,
         };
-        turn.decided(format!("job `{}` ended: {reason}", self.id));
-        turn.observe(Observation::Ended(match &stage {
+        context.decided(format!("job `{}` ended: {reason}", self.id));
+        context.observe(Observation::Ended(match &stage {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        if let Some(ended) = self.history.end(turn.at.now, &self.id, &reason) {
-            turn.end_generation(ended);
-        }
-        self.roster.end_excuses(turn.at.now);
-        self.roster.send_all(turn, self.numbering.generation(), &verdict);
-        self.kv.end(turn, &format!("the job has ended: {reason}"));
-        self.record(turn, stage);
+        self.history.end(context.at.now, &reason);
+        self.table.end_lease_extensions(context.at.now);
+        self.table.send_all(context, self.counter.generation(), &verdict);
+        self.kv.end(context, &format!("the job has ended: {reason}"));
+        self.record(context, stage);
         self.phase = Phase::Over(Over {
             verdict,
             reason,
-            told: self.roster.concerned(),
-            until: turn.at.now + turn.config.linger,
+            told: self.table.concerned(),
+            until: context.at.now + context.config.linger,
         });
     }
 
-    /// A node comes to a job that is over.
-    pub(super) fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+    /// A node joins a job that is over.
+    pub(super) fn join_when_over(&mut self, context: &mut ApplyContext<'_>, joining: &Joining) {
         let Phase::Over(over) = &self.phase else { return };
-        let reply = if over.concerns(joining, self.numbering.run_token()) {
+        let reply = if over.concerns(joining, self.counter.run_token()) {
             over.verdict.clone()
         } else {
             let reason = format!(
                 "job `{}` has ended: {}\n  hint: to run it again, start its nodes after all previous launchers have exited",
                 self.id, over.reason
             );
-            refusal(Code::JobOver, reason)
+            Reply::Refused(refusal(Code::JobOver, reason))
         };
-        turn.send(Some(joining.conn), self.numbering.generation(), reply);
-        let known = self.roster.change(&joining.from.incarnation, |node| {
-            node.connect(turn, joining.conn, joining.peer);
-            node.heard(turn);
+        context.send(Some(joining.conn), self.counter.generation(), reply);
+        let known = self.table.change(&joining.from.incarnation, |node| {
+            node.connect(context, joining.conn, joining.peer);
+            node.heard(context);
         });
         if known.is_none() {
-            turn.close(Some(joining.conn));
+            context.close(Some(joining.conn));
         }
     }
 
-    /// What is left of the job when no node needs it; none if that is nothing.
-    pub(in crate::rendezvous) fn finish(self, turn: &mut Turn<'_>) -> Option<Finished> {
+    /// What remains of the job when its last node has left, if anything.
+    pub(in crate::rendezvous) fn finish(self, context: &mut ApplyContext<'_>) -> Option<Finished> {
         if !matches!(self.phase, Phase::Over(_)) {
-            self.record(turn, Stage::Abandoned);
+            self.record(context, Stage::Abandoned);
         }
         let (told, verdict) = match self.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),
             Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
         };
-        let generation = self.numbering.highest();
+        let generation = self.counter.highest();
         (generation > 0 || verdict.is_some()).then(|| Finished {
             told,
-            silent: self.roster.silent().clone(),
-            run_token: self.numbering.run_token().to_owned(),
+            run_token: self.counter.run_token().to_owned(),
             token_proof: self.token_proof,
             generation,
             verdict,

@@ -1,59 +1,59 @@
-//! All nodes of one generation, and what each of them is told of the others.
-//!
-//! The list is kept once: as it goes over the wire, in one buffer that all answers share. A node is told totals, which do
-//! not grow with the number of nodes.
+//! The nodes of one generation in order of node rank, and the assignment that each of them receives.
 
-use ddp_proto::assignment::{MAX_LISTED_NODES, Totals};
-use ddp_proto::rendezvous::{Assignment, NodeAssignment, NodeList as Message};
-use prost::Message as _;
-use prost::bytes::Bytes;
+use std::collections::HashMap;
+
+use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 
 /// The nodes of a generation, in order of node rank.
 #[derive(Debug)]
 pub(in crate::rendezvous) struct NodeList {
     nodes: Vec<NodeAssignment>,
-    totals: Totals,
-    /// As [`NodesReply`](ddp_proto::rendezvous::NodesReply) has it.
-    encoded: Bytes,
-    digest: String,
+    world_size: u32,
+    /// By node rank: ranks of the node's role on nodes before it.
+    role_first_ranks: Vec<u32>,
+    role_world_sizes: HashMap<String, u32>,
 }
 
 impl NodeList {
     pub(in crate::rendezvous) fn new(nodes: Vec<NodeAssignment>) -> Self {
-        let message = Message { nodes };
-        let encoded = Bytes::from(message.encode_to_vec());
+        let mut role_world_sizes = HashMap::<String, u32>::new();
+        let (mut world_size, mut role_first_ranks) = (0_u32, Vec::with_capacity(nodes.len()));
+        for node in &nodes {
+            world_size = world_size.saturating_add(node.workers);
+            if !role_world_sizes.contains_key(&node.role) {
+                role_world_sizes.insert(node.role.clone(), 0);
+            }
+            if let Some(size) = role_world_sizes.get_mut(&node.role) {
+                role_first_ranks.push(*size);
+                *size = size.saturating_add(node.workers);
+            }
+        }
         Self {
-            totals: Totals::of(&message.nodes),
-            digest: blake3::hash(&encoded).to_string(),
-            encoded,
-            nodes: message.nodes,
+            nodes,
+            world_size,
+            role_first_ranks,
+            role_world_sizes,
         }
     }
 
-    pub(in crate::rendezvous) fn encoded(&self) -> Bytes {
-        self.encoded.clone()
-    }
-
-    /// What the node of this rank is told: what all are told, and its place. The whole list goes to those that do not
-    /// `take_totals`, and where it is short.
-    pub(in crate::rendezvous) fn tell(
-        &self,
-        common: &Assignment,
-        node_rank: u32,
-        takes_totals: bool,
-    ) -> Assignment {
-        let mut assignment = Assignment {
+    /// The assignment of one node: `common`, which all nodes receive, and its own place. Its size does not grow with the
+    /// number of nodes.
+    pub(in crate::rendezvous) fn assignment_of(&self, common: &Assignment, node_rank: u32) -> Assignment {
+        let own = self.nodes.get(node_rank as usize).cloned();
+        let role_world_size = own.as_ref().and_then(|own| self.role_world_sizes.get(&own.role));
+        Assignment {
             node_rank,
-            nodes_digest: self.digest.clone(),
+            node_count: self.nodes.len() as u32,
+            world_size: self.world_size,
+            role_first_rank: self
+                .role_first_ranks
+                .get(node_rank as usize)
+                .copied()
+                .unwrap_or(0),
+            role_world_size: role_world_size.copied().unwrap_or(0),
+            own,
             ..common.clone()
-        };
-        if !takes_totals || self.nodes.len() <= MAX_LISTED_NODES {
-            assignment.nodes.clone_from(&self.nodes);
         }
-        if let Some(own) = self.nodes.get(node_rank as usize) {
-            self.totals.tell(&mut assignment, own);
-        }
-        assignment
     }
 
     /// Node rank of the node that a rank belongs to.
@@ -69,6 +69,8 @@ impl NodeList {
 
 #[cfg(test)]
 mod tests {
+    use prost::Message as _;
+
     use super::*;
 
     fn list(workers: &[u32]) -> NodeList {
@@ -88,15 +90,18 @@ mod tests {
     }
 
     #[test]
+    fn an_assignment_counts_all_ranks_and_those_of_the_role() {
+        let assignment = list(&[2, 4, 1]).assignment_of(&Assignment::default(), 2);
+        assert_eq!((assignment.node_count, assignment.world_size), (3, 7));
+        assert_eq!((assignment.role_first_rank, assignment.role_world_size), (2, 3));
+        assert_eq!(assignment.own.unwrap().first_rank, 6);
+    }
+
+    #[test]
     fn an_assignment_does_not_grow_with_the_number_of_nodes() {
         let bytes = |nodes: usize| {
-            let list = list(&vec![8; nodes]);
-            let told = list.tell(&Assignment::default(), nodes as u32 - 1, true);
-            assert_eq!(
-                (told.node_count, told.world_size),
-                (nodes as u32, nodes as u32 * 8)
-            );
-            told.encoded_len()
+            let assignment = list(&vec![8; nodes]).assignment_of(&Assignment::default(), nodes as u32 - 1);
+            assignment.encoded_len()
         };
         // The numbers and names have more digits.
         assert!(
@@ -105,28 +110,6 @@ mod tests {
             bytes(10_000),
             bytes(100)
         );
-    }
-
-    #[test]
-    fn old_builds_and_small_jobs_get_the_list() {
-        let lists = |nodes: usize, takes_totals| {
-            let told = list(&vec![1; nodes]).tell(&Assignment::default(), 0, takes_totals);
-            told.nodes.len()
-        };
-        assert_eq!(lists(MAX_LISTED_NODES, true), MAX_LISTED_NODES);
-        assert_eq!(lists(MAX_LISTED_NODES + 1, true), 0);
-        assert_eq!(lists(MAX_LISTED_NODES + 1, false), MAX_LISTED_NODES + 1);
-    }
-
-    #[test]
-    fn the_digest_is_that_of_the_list_on_request() {
-        let list = list(&[2, 3]);
-        let told = list.tell(&Assignment::default(), 1, true);
-        assert_eq!(told.nodes_digest, blake3::hash(&list.encoded()).to_string());
-        let sent = Message::decode(list.encoded()).unwrap();
-        assert_eq!(sent.nodes, list.nodes);
-        assert_eq!(told.own.as_ref(), sent.nodes.last());
-        assert_eq!((told.role_first_rank, told.role_world_size), (0, 3));
     }
 
     #[test]

@@ -1,11 +1,9 @@
-//! What is known of many nodes without a look at all of them.
+//! What a job keeps of many nodes.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`index`] | who is ready, who is away, whose lease ends next |
-//! | [`list`] | the list of a generation's nodes: made once, as bytes, with a digest |
+//! | [`list`] | the nodes of a generation, and the assignment of each |
 //! | [`deadlines`] | the next of many deadlines |
 
 pub(super) mod deadlines;
-pub(super) mod index;
 pub(super) mod list;

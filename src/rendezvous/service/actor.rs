@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
-    StatusReply, StatusRequest,
+    AgentMessage, DaemonMessage, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, StatusReply,
+    StatusRequest,
 };
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
@@ -18,7 +18,8 @@ use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{About, At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
-use crate::rendezvous::state::{Census, State, apply};
+use crate::rendezvous::report::Census;
+use crate::rendezvous::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]
@@ -34,7 +35,6 @@ pub(in crate::rendezvous) enum Request {
     KvGather(CallId, KvGatherRequest, Answer),
     /// Nobody waits for the answer of a read any more; with its job.
     KvCancel(CallId, String),
-    Nodes(NodesRequest, Answer),
     /// With whether an operator asks.
     Status(StatusRequest, bool, oneshot::Sender<Option<StatusReply>>),
     Jobs(oneshot::Sender<JobsReply>),
@@ -48,8 +48,6 @@ pub(in crate::rendezvous) enum Request {
     Drained(oneshot::Sender<()>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
-    /// Answer when no node is expected back.
-    Reunite(oneshot::Sender<()>),
 }
 
 /// Where the result of a call on the store goes.
@@ -66,7 +64,6 @@ pub(in crate::rendezvous) struct Actor {
     /// Reads that wait.
     reads: HashMap<CallId, Answer>,
     drained: Vec<oneshot::Sender<()>>,
-    reunited: Vec<oneshot::Sender<()>>,
     jobless: Vec<oneshot::Sender<()>>,
     metrics: Arc<Metrics>,
     /// Notes carry job, generation and node apart from their words.
@@ -99,7 +96,6 @@ impl Actor {
             agents: HashMap::new(),
             reads: HashMap::new(),
             drained: Vec::new(),
-            reunited: Vec::new(),
             jobless: Vec::new(),
             metrics: Arc::new(Metrics::new()),
             log_fields: false,
@@ -122,9 +118,10 @@ impl Actor {
             if !self.jobless.is_empty() && self.state.is_drained() {
                 answer_all(&mut self.jobless);
             }
-            let expected = self.answer_askers();
-            let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
-            let wake = wake.map(|wake| self.born + wake);
+            if !self.drained.is_empty() && self.state.is_idle() {
+                answer_all(&mut self.drained);
+            }
+            let wake = self.state.next_wake().map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
                 self.apply(Event::Tick)?;
@@ -141,22 +138,6 @@ impl Actor {
                 () = sleep_until(wake) => self.apply(Event::Tick)?,
             }
         }
-    }
-
-    /// Answers those that wait for the nodes to go or to come back, at the end of the daemon. Returns when to look again.
-    fn answer_askers(&mut self) -> Option<Duration> {
-        if !self.drained.is_empty() && self.state.is_idle() {
-            answer_all(&mut self.drained);
-        }
-        if self.reunited.is_empty() {
-            return None;
-        }
-        let now = self.born.elapsed();
-        let expected = self.state.expects_until().filter(|until| *until > now);
-        if expected.is_none() {
-            answer_all(&mut self.reunited);
-        }
-        expected
     }
 
     fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
@@ -197,9 +178,6 @@ impl Actor {
                 self.reads.remove(&call);
                 self.apply(Event::KvCancel { call, job })?;
             }
-            Request::Nodes(request, answer) => {
-                let _ = answer.send(self.state.nodes(&request));
-            }
             Request::Status(request, is_admin, answer) => {
                 let now = self.born.elapsed();
                 // A caller that went away needs no answer.
@@ -222,7 +200,6 @@ impl Actor {
             }
             Request::Drained(jobless) => self.jobless.push(jobless),
             Request::Drain(drained) => self.drained.push(drained),
-            Request::Reunite(reunited) => self.reunited.push(reunited),
         }
         Ok(())
     }
@@ -247,7 +224,7 @@ impl Actor {
         for effect in effects {
             self.metrics.note(&effect);
             match effect {
-                Effect::Record(_) | Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Record(_) | Effect::Observed(_) => {}
                 Effect::Send { conn, message } => self.send(conn, message),
                 Effect::Close { conn } => {
                     // Dropping the sender ends the stream after what is queued.

@@ -436,7 +436,7 @@ impl Drop for Busy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::state::Census;
+    use crate::rendezvous::report::Census;
 
     const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 

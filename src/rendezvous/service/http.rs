@@ -29,8 +29,8 @@ use super::admin::{Admin, Claim};
 use super::metrics::{MAX_LABELLED_JOBS, Metrics};
 use super::page;
 use crate::rendezvous::event::Peer;
+use crate::rendezvous::report::Census;
 use crate::rendezvous::shares::network_of;
-use crate::rendezvous::state::Census;
 
 /// Connections of one address, or half of all: what is left is for others.
 const MAX_CONNECTIONS_OF_ADDRESS: usize = 64;

@@ -291,7 +291,7 @@ fn length_of_whole_lines(bytes: &[u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::job::Stage;
+    use crate::rendezvous::event::Stage;
     use crate::rendezvous::policy::Account;
     use crate::rendezvous::ranks::Member;
 

@@ -22,7 +22,7 @@ use prometheus_client::registry::Registry;
 #[cfg(feature = "otlp")]
 use super::otlp::WaitingSpans;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
-use crate::rendezvous::state::Census;
+use crate::rendezvous::report::Census;
 
 /// Jobs whose generation has a sample of its own.
 pub(super) const MAX_LABELLED_JOBS: usize = 64;
@@ -189,10 +189,6 @@ impl Metrics {
                     self.refused(code);
                 }
             }
-            #[cfg(feature = "otlp")]
-            Effect::GenerationEnded(ended) => self.spans.note(ended),
-            #[cfg(not(feature = "otlp"))]
-            Effect::GenerationEnded(_) => {}
             Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
         }
     }

@@ -607,7 +607,7 @@ mod tests {
 
     use super::*;
     use crate::rendezvous::event::{Effect, Observation};
-    use crate::rendezvous::state::Census;
+    use crate::rendezvous::report::Census;
 
     /// Keeps what it is sent, with the header `tenant`.
     #[derive(Clone)]

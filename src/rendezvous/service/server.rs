@@ -10,7 +10,7 @@ use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, JobsReply, JobsRequest,
     KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus,
-    NodesReply, NodesRequest, StatusReply, StatusRequest,
+    StatusReply, StatusRequest,
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -65,8 +65,7 @@ pub enum ServeError {
 ///
 /// 1. bind an abstract socket or a port, spawn `serve`, connect the own agent to it;
 /// 2. when the own agent has left, make `shutdown` ready and await `serve`: it returns at once if no agent is
-///    left, else when the last one has left, at most [`Config::drain`] later. Nodes that fell silent have until one
-///    [`Config::lease`] after that to come back for the verdict.
+///    left, else when the last one has left, at most [`Config::drain`] later.
 ///
 /// With a `ledger`, it takes up the jobs of an earlier daemon, and writes its own down before it sends what follows.
 ///
@@ -88,7 +87,7 @@ pub async fn serve_with(
     operators: Operators,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let (drain, lease) = (config.drain, config.lease);
+    let drain = config.drain;
     let (actor, requests) = Actor::new(config.clone(), ledger);
     let service = Service::new(requests.clone(), config.clone(), operators.admin);
     // It holds the state of agents, and ends with this function.
@@ -137,15 +136,8 @@ pub async fn serve_with(
             tracing::warn!("launchers are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
         },
     }
-    tokio::select! {
-        ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
-        () = async {
-            reunited(&requests, lease).await;
-            #[cfg(feature = "otlp")]
-            Exporter::finish(exporter).await;
-        } => {}
-    }
+    #[cfg(feature = "otlp")]
+    Exporter::finish(exporter).await;
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
     let ended = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
@@ -158,11 +150,6 @@ fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), Se
         Ok(written) => Ok(written?),
         Err(panic) => std::panic::resume_unwind(panic.into_panic()),
     }
-}
-
-/// Ends when no node is expected back. Late ones are not waited for any longer.
-async fn reunited(requests: &mpsc::Sender<Request>, lease: Duration) {
-    let _ = tokio::time::timeout(lease, answered(requests, Request::Reunite)).await;
 }
 
 /// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
@@ -359,17 +346,6 @@ impl Rendezvous for Service {
             (!entries.is_empty()).then_some(Ok(KvGatherReply { entries }))
         });
         Ok(Response::new(Box::pin(tokio_stream::iter(parts))))
-    }
-
-    async fn nodes(&self, request: tonic::Request<NodesRequest>) -> Result<Response<NodesReply>, Status> {
-        let busy = caller(&request)?.is_used();
-        let (answer, result) = oneshot::channel();
-        let list = self
-            .ask(Request::Nodes(request.into_inner(), answer), result)
-            .await?
-            .map_err(|error| status(&error))?;
-        busy.accepted();
-        Ok(Response::new(NodesReply { list }))
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {

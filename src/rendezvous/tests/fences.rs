@@ -19,7 +19,6 @@ impl Split {
         let (_, assignment) = scene.assignment("x");
         let of_x = assignment.assignment_id.clone();
         let place = Place {
-            node_count: 1,
             assignment: Some(assignment),
             ..Place::default()
         };
@@ -133,9 +132,13 @@ fn the_store_of_an_assignment_is_closed_to_others() {
     insta::assert_snapshot!(s.answer(old).unwrap().unwrap_err(), @"generation superseded: this rendezvous daemon has assigned generation 1 anew (assignment `00000002`, not `00000001`)");
     let own = s.put_as(&split.of_y, 1, "nccl/world/meeting", b"of y");
     assert_eq!(s.answer(own), Some(Ok(vec![])));
-    // An agent of an older build gives no name: the number of its generation has to do.
     let read = s.get(1, "nccl/world/meeting", 0);
     assert_eq!(s.answer(read), Some(Ok(b"of y".to_vec())));
+    let nameless = s.put_as("", 1, "nccl/world/meeting", b"of y");
+    assert!(
+        s.answer(nameless).unwrap().is_err(),
+        "no id is the id of no assignment"
+    );
 }
 
 #[test]

@@ -3,8 +3,8 @@
 mod failures;
 mod fences;
 mod gathering;
-mod isolation;
 mod outcomes;
+mod partition;
 mod reconnects;
 mod records;
 mod recovery;
@@ -27,7 +27,9 @@ use ddp_proto::rendezvous::{
     NodeStopped, NodeSucceeded, StatusRequest, WorkerExit,
 };
 
-use super::job::Stage;
+use ddp_proto::rendezvous::agreed_hash;
+
+use super::event::Stage;
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, Record, Secret, State, apply};
 
 const JOB: &str = "job1";
@@ -103,10 +105,11 @@ impl Scene {
                 Effect::Record(record) => {
                     self.records.insert(record.job.clone(), *record);
                 }
-                Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Observed(_) => {}
                 Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
             }
         }
+        self.state.assert_counts();
     }
 
     /// The state machine's random number. No two daemons have the same.
@@ -251,7 +254,8 @@ impl Scene {
     }
 
     fn put(&mut self, generation: u64, key: &str, value: &[u8]) -> u64 {
-        self.put_as("", generation, key, value)
+        let id = self.assignment_id(self.caller, generation);
+        self.put_as(&id, generation, key, value)
     }
 
     fn put_as(&mut self, assignment_id: &str, generation: u64, key: &str, value: &[u8]) -> u64 {
@@ -279,7 +283,7 @@ impl Scene {
             generation,
             key: key.into(),
             timeout_ms,
-            ..KvGetRequest::default()
+            assignment_id: self.assignment_id(self.caller, generation),
         };
         self.apply(Event::KvGet {
             call: CallId(self.last_id),
@@ -311,22 +315,12 @@ impl Scene {
         self
     }
 
-    /// What the node has received on its stream since the last time, without acknowledgements.
+    /// What the node has received on its stream since the last time.
     fn received(&mut self, node: &str) -> Vec<Received> {
         let received = self.streams.entry(self.current[node]).or_default();
         let news = received.clone();
         received.retain(|h| *h == Received::Closed);
-        news.into_iter()
-            .filter(|h| {
-                !matches!(
-                    h,
-                    Received::Message(DaemonMessage {
-                        body: Some(Reply::HeartbeatAck(_)),
-                        ..
-                    })
-                )
-            })
-            .collect()
+        news
     }
 
     /// What the node has received since the last time, in short words.
@@ -383,8 +377,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         max_restarts: 3,
         local_addr: String::new(),
         master_port: 29_500,
-        job_signature: "aaaa".into(),
-        job_description: "target: train.yaml\ntrain.seed: 1".into(),
+        agreed: agreed(&[("target", "train.yaml"), ("train.seed", "1")]),
         join_timeout_ms: 600_000,
         run_token: String::new(),
         role: String::new(),
@@ -392,6 +385,13 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         free_attempt: 0,
         ..Join::default()
     }
+}
+
+fn agreed(entries: &[(&str, &str)]) -> BTreeMap<String, u64> {
+    let hashed = entries
+        .iter()
+        .map(|(key, value)| ((*key).to_owned(), agreed_hash(key, value)));
+    hashed.collect()
 }
 
 fn killed(rank: u32, signal: i32) -> WorkerExit {
@@ -418,15 +418,12 @@ fn short(received: &Received) -> String {
     match body.as_ref().expect("the daemon never sends an empty message") {
         Reply::Waiting(w) => format!("waiting: {}", w.reason),
         Reply::Assignment(a) => {
-            let nodes: Vec<_> = a
-                .nodes
-                .iter()
-                .map(|n| format!("{}@{}", n.hostname, n.first_rank))
-                .collect();
+            let own = a.own.as_ref().expect("every assignment has a node");
             format!(
-                "assignment {generation}: node rank {} of [{}], master {}:{}, restart {}/{}: {}",
+                "assignment {generation}: node rank {} of {}, first rank {}, master {}:{}, restart {}/{}: {}",
                 a.node_rank,
-                nodes.join(" "),
+                a.node_count,
+                own.first_rank,
                 a.master_addr,
                 a.master_port,
                 a.restart_count,
@@ -456,6 +453,5 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
-        Reply::HeartbeatAck(_) => "ack".into(),
     }
 }

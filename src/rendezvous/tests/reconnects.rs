@@ -235,35 +235,6 @@ fn a_lost_node_receives_the_verdict_when_the_others_have_left() {
 }
 
 #[test]
-fn a_node_that_fell_silent_is_expected_back_for_a_lease() {
-    let mut s = Scene::new();
-    let unforgiving = |node: &str| Join {
-        max_restarts: 0,
-        ..join(node, 2, 2)
-    };
-    s.join_with("a", [10, 0, 0, 1], 0, unforgiving("a"))
-        .join_with("b", [10, 0, 0, 2], 0, unforgiving("b"))
-        .pass(10 * SECOND, &["a"]);
-    assert!(s.words("a").contains("job over 75"));
-    s.leave("a", None, "done");
-    assert!(s.state.is_idle());
-    assert_eq!(s.state.expects_until(), Some(18 * SECOND));
-    s.join_with("b", [10, 0, 0, 2], 1, unforgiving("b"));
-    assert!(s.words("b").contains("job over 75"));
-    assert_eq!(s.state.expects_until(), None);
-}
-
-#[test]
-fn a_node_whose_connection_broke_is_not_expected_back() {
-    let mut s = Scene::new();
-    s.join("a", 2, 2)
-        .join("b", 2, 2)
-        .break_stream("b")
-        .pass(10 * SECOND, &["a"]);
-    assert_eq!(s.state.expects_until(), None);
-}
-
-#[test]
 fn a_join_that_was_on_its_way_when_the_stream_was_ended_has_no_say() {
     let mut s = Scene::new();
     s.join("a", 1, 2).join("b", 1, 2).pass(16 * SECOND, &["a"]);
@@ -298,7 +269,7 @@ fn a_job_can_be_run_again_under_its_name() {
         [10, 0, 0, 1],
         0,
         Join {
-            job_signature: "changed".into(),
+            agreed: agreed(&[("target", "other.yaml")]),
             ..join("a", 1, 1)
         },
     );

@@ -39,16 +39,11 @@ impl Restart {
     /// With `--node-rank`.
     fn back_as(&mut self, node: &str, node_rank: Option<u32>) -> &mut Self {
         let (generation, assignment) = self.places[node].clone();
-        let nodes = assignment.nodes.len() as u32;
-        let rank = assignment.node_rank as usize;
+        let nodes = assignment.node_count;
         let run_token = assignment.run_token.clone();
         let place = ddp_proto::rendezvous::Place {
-            node_count: nodes,
             held_ms: 60_000,
-            assignment: Some(Assignment {
-                nodes: vec![assignment.nodes[rank].clone()],
-                ..assignment
-            }),
+            assignment: Some(assignment),
             ..Default::default()
         };
         let join = Join {

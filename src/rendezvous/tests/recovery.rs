@@ -44,13 +44,8 @@ impl Outage {
 
     fn place(&self, node: &str) -> Place {
         let (_, assignment) = &self.held[node];
-        let rank = assignment.node_rank as usize;
         Place {
-            assignment: Some(Assignment {
-                nodes: vec![assignment.nodes[rank].clone()],
-                ..assignment.clone()
-            }),
-            node_count: assignment.nodes.len() as u32,
+            assignment: Some(assignment.clone()),
             heartbeat: None,
             held_ms: 60_000,
             over: false,
@@ -209,7 +204,7 @@ fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
     o.back("a").scene.join("c", 1, 3);
     o.back("b");
     insta::assert_snapshot!(o.received("b"), @r"
-    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes joined (of 1 to 3) within `last_call_timeout`; node ranks by host name
+    assignment 1: node rank 1 of 2, first rank 2, master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes joined (of 1 to 3) within `last_call_timeout`; node ranks by host name
     generation 1 over at a step boundary: `c` joined; continuing with 3 nodes (no restart spent)
     ");
 }
@@ -332,19 +327,25 @@ fn the_newest_generation_is_the_one_that_is_taken_up() {
     }
 }
 
+fn assignment_of(place: &mut Place) -> &mut Assignment {
+    place.assignment.as_mut().unwrap()
+}
+
 #[test]
 fn places_that_cannot_be_are_not_believed() {
-    let lies: [fn(&mut Place); 10] = [
+    let lies: [fn(&mut Place); 12] = [
         |place| place.assignment = None,
-        |place| place.node_count = 0,
-        |place| place.node_count = u32::MAX,
-        |place| place.assignment.as_mut().unwrap().nodes.clear(),
-        |place| place.assignment.as_mut().unwrap().nodes[0].hostname = "x".into(),
-        |place| place.assignment.as_mut().unwrap().nodes[0].first_rank = u32::MAX,
-        |place| place.assignment.as_mut().unwrap().attempt = u32::MAX,
-        |place| place.assignment.as_mut().unwrap().restart_count = 4,
-        |place| place.assignment.as_mut().unwrap().run_token = "x".repeat(1000),
-        |place| place.assignment.as_mut().unwrap().master_port = 0,
+        |place| assignment_of(place).node_count = 0,
+        |place| assignment_of(place).node_count = u32::MAX,
+        |place| assignment_of(place).own = None,
+        |place| assignment_of(place).own.as_mut().unwrap().hostname = "x".into(),
+        |place| assignment_of(place).own.as_mut().unwrap().first_rank = u32::MAX,
+        |place| assignment_of(place).attempt = u32::MAX,
+        |place| assignment_of(place).restart_count = 4,
+        |place| assignment_of(place).run_token = "x".repeat(1000),
+        |place| assignment_of(place).master_port = 0,
+        |place| assignment_of(place).assignment_id.clear(),
+        |place| assignment_of(place).data_key.clear(),
     ];
     for (number, lie) in lies.into_iter().enumerate() {
         let mut o = Outage::of(&["a"], (1, 1));
@@ -361,7 +362,7 @@ fn places_that_cannot_be_are_not_believed() {
 fn nodes_that_disagree_on_their_generation_start_again() {
     let lies: [fn(&mut Assignment); 3] = [
         |told| told.node_rank = 0,
-        |told| told.nodes[0].first_rank = 3,
+        |told| told.own.as_mut().unwrap().first_rank = 3,
         |told| told.master_addr = "elsewhere".into(),
     ];
     for lie in lies {
@@ -379,7 +380,7 @@ fn nodes_that_disagree_on_their_generation_start_again() {
 }
 
 #[test]
-fn agents_of_an_older_build_start_again_under_a_new_generation() {
+fn agents_without_a_place_start_again_under_a_new_generation() {
     let mut s = Scene::new();
     s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
     insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: restarting the workers of generation 4 (no restart spent)");

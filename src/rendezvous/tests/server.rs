@@ -49,16 +49,16 @@ impl Daemon {
             .unwrap()
     }
 
-    async fn agent(&self, node: &str) -> AgentStream {
+    async fn agent(&self, node: &str) -> Agent {
         let identity = AgentIdentity {
             job_id: JOB.into(),
             incarnation: NodeId(node.into()),
         };
         let client = self.client().await;
-        client
+        let stream = client
             .agent_stream(identity, &mut client.attempts(PATIENCE))
-            .await
-            .unwrap()
+            .await;
+        Agent::new(stream.unwrap())
     }
 
     async fn end(self) {
@@ -71,10 +71,32 @@ impl Daemon {
     }
 }
 
+/// A node's stream, and its assignment.
+struct Agent {
+    stream: AgentStream,
+    assigned: (u64, String),
+}
+
+impl Agent {
+    fn new(stream: AgentStream) -> Self {
+        let assigned = (0, String::new());
+        Self { stream, assigned }
+    }
+
+    fn scope(&self) -> KvScope {
+        KvScope {
+            job_id: JOB.into(),
+            generation: Generation(self.assigned.0),
+            assignment_id: self.assigned.1.clone(),
+            incarnation: NodeId("a".into()),
+        }
+    }
+}
+
 /// The next message that `wanted` takes; others are passed over.
-async fn next<T>(agent: &mut AgentStream, wanted: impl Fn(Reply) -> Option<T>) -> (u64, T) {
+async fn next<T>(agent: &mut Agent, wanted: impl Fn(Reply) -> Option<T>) -> (u64, T) {
     loop {
-        let message = timeout(PATIENCE, agent.next())
+        let message = timeout(PATIENCE, agent.stream.next())
             .await
             .expect("a message comes")
             .unwrap();
@@ -84,26 +106,21 @@ async fn next<T>(agent: &mut AgentStream, wanted: impl Fn(Reply) -> Option<T>) -
     }
 }
 
-async fn next_assignment(agent: &mut AgentStream) -> (Generation, Assignment) {
+async fn next_assignment(agent: &mut Agent) -> (Generation, Assignment) {
     let (generation, assignment) = next(agent, |reply| match reply {
         Reply::Assignment(assignment) => Some(assignment),
         _ => None,
     })
     .await;
+    agent.assigned = (generation, assignment.assignment_id.clone());
     (Generation(generation), assignment)
 }
 
-fn send(agent: &AgentStream, generation: u64, body: Body) {
-    agent.sender().send(Generation(generation), "", body).unwrap();
-}
-
-fn scope(generation: Generation) -> KvScope {
-    KvScope {
-        job_id: JOB.into(),
-        generation,
-        assignment_id: String::new(),
-        incarnation: NodeId("a".into()),
-    }
+fn send(agent: &Agent, generation: u64, body: Body) {
+    let (assigned, id) = &agent.assigned;
+    let id = if generation == *assigned { id } else { "" };
+    let sender = agent.stream.sender();
+    sender.send(Generation(generation), id, body).unwrap();
 }
 
 fn ask(incarnation: &str) -> StatusRequest {
@@ -113,31 +130,26 @@ fn ask(incarnation: &str) -> StatusRequest {
     }
 }
 
-async fn leave(agent: AgentStream) {
+async fn leave(agent: Agent) {
     assert!(
         agent
+            .stream
             .leave(Generation(0), Leave::default(), Instant::now() + PATIENCE)
             .await
     );
 }
 
-/// The list of nodes, and all keys with one prefix, come in one answer.
-async fn answers_all_at_once(client: &Client, generation: Generation, assignment: &Assignment) {
-    let scope = scope(generation);
-    let (list, digest) = client.nodes(&scope).await.unwrap();
-    assert_eq!(
-        (&list.nodes, &digest),
-        (&assignment.nodes, &assignment.nodes_digest)
-    );
-    client.kv_put(&scope, "rank/0", b"a".to_vec()).await.unwrap();
-    let gather = async || client.kv_gather(&scope, "rank/", 2, PATIENCE).await;
-    let put = async || client.kv_put(&scope, "rank/1", b"b".to_vec()).await;
+/// All keys with one prefix come in one answer.
+async fn answers_all_at_once(client: &Client, scope: &KvScope) {
+    client.kv_put(scope, "rank/0", b"a".to_vec()).await.unwrap();
+    let gather = async || client.kv_gather(scope, "rank/", 2, PATIENCE).await;
+    let put = async || client.kv_put(scope, "rank/1", b"b".to_vec()).await;
     let (gathered, written) = tokio::join!(gather(), put());
     written.unwrap();
     let gathered = gathered.unwrap().expect("both are there").entries;
     let gathered: Vec<_> = gathered.iter().map(|entry| entry.key.as_str()).collect();
     assert_eq!(gathered, ["rank/0", "rank/1"]);
-    let few = client.kv_gather(&scope, "rank/", 3, Duration::ZERO).await;
+    let few = client.kv_gather(scope, "rank/", 3, Duration::ZERO).await;
     assert_eq!(few.unwrap(), None);
 }
 
@@ -151,18 +163,18 @@ async fn two_agents_go_through_a_failure_to_success() {
     let (_, seen_by_b) = next_assignment(&mut b).await;
     assert_eq!(first, Generation(1));
     assert_eq!((seen_by_a.node_rank, seen_by_b.node_rank), (0, 1));
-    assert_eq!(seen_by_a.nodes, seen_by_b.nodes);
+    assert_eq!((seen_by_a.node_count, seen_by_b.node_count), (2, 2));
+    let scope = a.scope();
+    let (of_reader, of_blocked) = (scope.clone(), scope.clone());
     assert_eq!(seen_by_a.master_addr, "127.0.0.1", "both come from the loopback");
 
     let (at_a, at_b) = (daemon.client().await, daemon.client().await);
-    let read = tokio::spawn(async move { at_b.kv_get(&scope(first), "id", PATIENCE).await });
-    at_a.kv_put(&scope(first), "id", b"unique".to_vec())
-        .await
-        .unwrap();
+    let read = tokio::spawn(async move { at_b.kv_get(&of_reader, "id", PATIENCE).await });
+    at_a.kv_put(&scope, "id", b"unique".to_vec()).await.unwrap();
     assert_eq!(read.await.unwrap().unwrap().as_deref(), Some(&b"unique"[..]));
-    answers_all_at_once(&at_a, first, &seen_by_b).await;
+    answers_all_at_once(&at_a, &scope).await;
     let blocked = at_a.clone();
-    let blocked = tokio::spawn(async move { blocked.kv_get(&scope(first), "never", PATIENCE).await });
+    let blocked = tokio::spawn(async move { blocked.kv_get(&of_blocked, "never", PATIENCE).await });
 
     send(&b, 1, Body::WorkerExit(killed(2, 9)));
     for agent in [&mut a, &mut b] {
@@ -175,7 +187,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         assert_eq!(over.first_failure.unwrap().stderr_tail, ["last words"]);
     }
     let words = "generation superseded: rank 2 (node `b`) died of SIGKILL".to_owned();
-    let late = at_a.kv_get(&scope(first), "id", PATIENCE).await;
+    let late = at_a.kv_get(&scope, "id", PATIENCE).await;
     assert_eq!(late, Err(ClientError::Superseded { cause: words.clone() }));
     match blocked.await.unwrap() {
         // The read may have come before or after the end; both return the cause.
@@ -215,6 +227,7 @@ async fn a_broken_stream_is_opened_again_and_keeps_its_place() {
     let before = next_assignment(&mut a).await;
     drop(a);
     let mut a = daemon.agent("a").await;
+    a.assigned = (1, before.1.assignment_id.clone());
     send(&a, 1, Body::Join(join("a", 1, 1)));
     assert_eq!(next_assignment(&mut a).await, before);
     leave(a).await;
@@ -233,11 +246,8 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
     next_assignment(&mut a).await;
     let _ = daemon.stop.send(());
     let mut task = daemon.task;
-    send(&a, 1, Body::Heartbeat(Heartbeat::default()));
-    next(&mut a, |reply| {
-        matches!(reply, Reply::HeartbeatAck(_)).then_some(())
-    })
-    .await;
+    send(&a, 1, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
     assert!(!task.is_finished(), "an agent is left");
     leave(a).await;
     timeout(PATIENCE, &mut task)
@@ -255,7 +265,7 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;
     daemon.end().await;
-    let gone = timeout(PATIENCE, a.next())
+    let gone = timeout(PATIENCE, a.stream.next())
         .await
         .expect("the stream ends")
         .unwrap_err();
@@ -268,7 +278,7 @@ async fn what_cannot_be_written_down_is_not_sent() {
     let daemon = Daemon::with(Config::default(), Some(Ledger::on_a_full_disk(dir.path()))).await;
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
-    let gone = timeout(PATIENCE, a.next())
+    let gone = timeout(PATIENCE, a.stream.next())
         .await
         .expect("the stream ends")
         .unwrap_err();
@@ -305,7 +315,7 @@ async fn a_stream_on_which_nobody_joins_is_ended() {
     })
     .await;
     let mut silent = daemon.agent("silent").await;
-    let gone = timeout(PATIENCE, silent.next())
+    let gone = timeout(PATIENCE, silent.stream.next())
         .await
         .expect("it ends")
         .unwrap_err();
@@ -394,13 +404,15 @@ async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
     .await;
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
-    let (generation, _) = next_assignment(&mut a).await;
+    next_assignment(&mut a).await;
+    let assigned = a.assigned.clone();
+    let scope = a.scope();
     let client = daemon.client().await;
     let mut reads = tokio::task::JoinSet::new();
     let read = |reads: &mut tokio::task::JoinSet<_>| {
         for _ in 0..CALLS {
-            let client = client.clone();
-            reads.spawn(async move { client.kv_get(&scope(generation), "late", PATIENCE).await });
+            let (client, scope) = (client.clone(), scope.clone());
+            reads.spawn(async move { client.kv_get(&scope, "late", PATIENCE).await });
         }
     };
     read(&mut reads);
@@ -414,18 +426,12 @@ async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
         incarnation: NodeId("a".into()),
     };
     let mut attempts = client.attempts(PATIENCE);
-    let mut a = client.agent_stream(identity, &mut attempts).await.unwrap();
+    let mut a = Agent::new(client.agent_stream(identity, &mut attempts).await.unwrap());
+    a.assigned = assigned;
     send(&a, 1, Body::Join(join("a", 1, 1)));
-    send(&a, 1, Body::Heartbeat(Heartbeat::default()));
-    next(&mut a, |reply| {
-        matches!(reply, Reply::HeartbeatAck(_)).then_some(())
-    })
-    .await;
+    next_assignment(&mut a).await;
     read(&mut reads);
-    client
-        .kv_put(&scope(generation), "late", b"written".to_vec())
-        .await
-        .unwrap();
+    client.kv_put(&scope, "late", b"written".to_vec()).await.unwrap();
     while let Some(read) = timeout(PATIENCE, reads.join_next()).await.unwrap() {
         assert_eq!(read.unwrap().unwrap().as_deref(), Some(&b"written"[..]));
     }
@@ -484,28 +490,25 @@ async fn errors_of_the_store_keep_their_meaning() {
     let client = daemon.client().await;
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
-    let (generation, assignment) = next_assignment(&mut a).await;
-    client.kv_put(&scope(generation), "k", vec![1]).await.unwrap();
+    let (_, assignment) = next_assignment(&mut a).await;
+    let scope = a.scope();
+    client.kv_put(&scope, "k", vec![1]).await.unwrap();
     for bound in [Duration::ZERO, Duration::from_millis(20)] {
-        assert_eq!(client.kv_get(&scope(generation), "never", bound).await, Ok(None));
+        assert_eq!(client.kv_get(&scope, "never", bound).await, Ok(None));
     }
     let elsewhere = KvScope {
         job_id: "no-job".into(),
-        ..scope(generation)
+        ..scope.clone()
     };
     let another = KvScope {
         assignment_id: "another".into(),
-        ..scope(generation)
+        ..scope.clone()
     };
     let errors = [
-        client.kv_put(&scope(generation), "k", vec![2]).await.unwrap_err(),
+        client.kv_put(&scope, "k", vec![2]).await.unwrap_err(),
         client.kv_put(&another, "k", vec![1]).await.unwrap_err(),
         client
-            .kv_put(
-                &scope(generation),
-                "big",
-                vec![0; Config::default().kv.value_bytes + 1],
-            )
+            .kv_put(&scope, "big", vec![0; Config::default().kv.value_bytes + 1])
             .await
             .unwrap_err(),
         client.kv_get(&elsewhere, "k", PATIENCE).await.unwrap_err(),
@@ -533,7 +536,7 @@ async fn a_large_gather_comes_in_parts_and_arrives_whole() {
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     let (generation, _) = next_assignment(&mut a).await;
-    let scope = scope(generation);
+    let scope = a.scope();
     let value = |n: u8| (0..100_003_u32).map(|at| at as u8 ^ n).collect::<Vec<u8>>();
     for n in 0..5 {
         let put = client.kv_put(&scope, &format!("big/{n}"), value(n)).await;
@@ -555,6 +558,7 @@ async fn a_large_gather_comes_in_parts_and_arrives_whole() {
         generation: generation.0,
         prefix: "big/".into(),
         incarnation: "a".into(),
+        assignment_id: scope.assignment_id.clone(),
         ..Default::default()
     };
     let parts = RendezvousClient::new(channel).kv_gather(request).await.unwrap();
@@ -605,10 +609,7 @@ async fn many_nodes_meet() {
     }
     for (n, agent) in agents.iter_mut().enumerate() {
         let (_, assignment) = next_assignment(agent).await;
-        assert_eq!(
-            (assignment.node_rank as usize, assignment.nodes.len()),
-            (n, NODES as usize)
-        );
+        assert_eq!((assignment.node_rank as usize, assignment.node_count), (n, NODES));
     }
     println!("{NODES} nodes have met after {:?}", begun.elapsed());
     for agent in agents {

@@ -10,7 +10,6 @@ use ddp_launcher::decisions::{Event, Machine, Memory, Rules, SpawnEvent};
 use ddp_launcher::fuzzing::{read_foreign_commands, read_foreign_lines};
 use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
-use ddp_proto::printable::Clean as _;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
     Assignment, DaemonMessage, Failure, Failures, GenerationOver, JobOver, NodeAssignment, Refused, Waiting,
@@ -25,19 +24,19 @@ use super::{joined, parts};
 use crate::runner::Target;
 
 fn assignment() -> Assignment {
-    let mut assignment = Assignment {
+    Assignment {
         node_rank: 0,
         max_restarts: 3,
-        nodes: vec![
-            NodeAssignment {
-                hostname: "node-a".into(),
-                addr: "10.0.0.1".into(),
-                workers: 2,
-                role: "default".into(),
-                ..NodeAssignment::default()
-            };
-            2
-        ],
+        own: Some(NodeAssignment {
+            hostname: "node-a".into(),
+            addr: "10.0.0.1".into(),
+            workers: 2,
+            role: "default".into(),
+            ..NodeAssignment::default()
+        }),
+        node_count: 2,
+        world_size: 4,
+        role_world_size: 4,
         master_addr: "10.0.0.1".into(),
         master_port: 29500,
         lease_ms: 9000,
@@ -46,10 +45,7 @@ fn assignment() -> Assignment {
         assignment_id: "0123".into(),
         data_key: vec![7; 32],
         ..Assignment::default()
-    };
-    // As the daemon tells it: its own place, and the totals.
-    assignment.count_nodes();
-    assignment
+    }
 }
 
 /// All that a daemon says in the life of a job.
@@ -113,7 +109,7 @@ fn daemon_messages() -> Vec<Vec<u8>> {
             Body::Refused(Refused {
                 code: 2,
                 reason: "timed out".into(),
-                failures: None,
+                ..Refused::default()
             }),
         ),
     ]
@@ -166,13 +162,9 @@ fn agent(bytes: &[u8]) -> Generation {
     });
     let mut memory = Memory::default();
     for message in parts(bytes) {
-        let Ok(mut message) = DaemonMessage::decode(message) else {
+        let Ok(message) = DaemonMessage::decode(message) else {
             continue;
         };
-        message.clean();
-        if let Some(Body::Assignment(assignment)) = &mut message.body {
-            assignment.count_nodes();
-        }
         memory.receive(Instant::now(), &message);
         machine.on(Event::Daemon(message));
         live(&mut machine);
@@ -307,7 +299,7 @@ pub(crate) fn worker_lines() -> Target {
         protocol: PROTOCOL,
         generation: Generation(1),
         env: [("RANK".to_owned(), "0".to_owned())].into(),
-        node_addrs: vec!["10.0.0.1".into()],
+        node_addr: "10.0.0.1".into(),
         data_key: Some(DataKey::new(std::array::from_fn(|byte| 0xa0 + byte as u8))),
     };
     let reply = ToWorker::KvReply {

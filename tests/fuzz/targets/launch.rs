@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStringExt as _;
 
 use ddp_proto::printable;
 use ddp_run::cli::launch::settings::Settings;
-use ddp_run::cli::launch::{args, redaction, scheduler};
+use ddp_run::cli::launch::{agreement, args, scheduler};
 use ddp_worker::config;
 
 use crate::runner::Target;
@@ -190,14 +190,12 @@ pub(crate) fn shown_words() -> Target {
             assert!(!printable::line(&text).contains(|c| is_control(c) && c != '\t'));
             assert!(!printable::text(&text).contains(|c| is_control(c) && !matches!(c, '\t' | '\n')));
             let words: Vec<&str> = text.split(' ').collect();
-            let shown = redaction::command_line(words.iter().copied());
+            let shown = agreement::shown_words(words.iter().copied());
             assert_eq!(shown.len(), words.len());
-            redaction::pair(&text);
+            agreement::shown_value("set", &text);
             let password = format!("a{text}");
-            let secret = redaction::command_line(["--password", &password, "x"]);
-            if !text.starts_with('-') && password.parse::<f64>().is_err() {
-                assert_eq!(secret[1], redaction::HIDDEN);
-            }
+            let secret = agreement::shown_words(["--password", &password, "x"]);
+            assert_eq!(secret[1], agreement::HIDDEN);
         })
     }
 }

@@ -8,7 +8,7 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     AgentMessage, Heartbeat, Join, KvGatherRequest, KvGetRequest, KvPutRequest, Leave, LostRank, NodeStopped,
-    NodeSucceeded, NodesRequest, Place, RankProgress, WorkerExit,
+    NodeSucceeded, Place, RankProgress, WorkerExit,
 };
 use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Ledger, Peer, Secret, State, apply};
 use prost::Message;
@@ -31,14 +31,13 @@ enum Step {
     Get = 3,
     Tick = 4,
     Gather = 5,
-    Nodes = 6,
-    Close = 7,
-    Drain = 8,
-    Cancel = 9,
+    Close = 6,
+    Drain = 7,
+    Cancel = 8,
 }
 
 /// How many kinds there are.
-const KINDS: u8 = 10;
+const KINDS: u8 = 9;
 
 /// A step: its kind, a stream or call, time in 100 ms, and bytes.
 fn step(kind: Step, number: u8, time: u8, bytes: Vec<u8>) -> Vec<u8> {
@@ -74,8 +73,7 @@ fn join(node: &str, place: Option<Place>) -> Body {
         workers: 2,
         max_restarts: 1,
         master_port: 29500,
-        job_signature: "1234".into(),
-        job_description: "target: train.yaml\n\narguments: a".into(),
+        agreed: [("target".to_owned(), 1), ("arguments".to_owned(), 2)].into(),
         join_timeout_ms: 60_000,
         role: "default".into(),
         last_call_ms: 100,
@@ -143,12 +141,6 @@ fn life() -> Vec<Vec<u8>> {
         assignment_id: assignment_id(1),
         incarnation: "node-a".into(),
     };
-    let nodes = NodesRequest {
-        job_id: "job".into(),
-        generation: 1,
-        assignment_id: assignment_id(1),
-        incarnation: "node-a".into(),
-    };
     let stopped = NodeStopped {
         exits: vec![exit(0), exit(1)],
         ..NodeStopped::default()
@@ -161,7 +153,6 @@ fn life() -> Vec<Vec<u8>> {
         step(Step::Put, 0, 1, put.encode_to_vec()),
         step(Step::Get, 1, 1, get.encode_to_vec()),
         step(Step::Gather, 2, 1, gather.encode_to_vec()),
-        step(Step::Nodes, 3, 1, nodes.encode_to_vec()),
         say(1, "node-b", 1, Body::Heartbeat(heartbeat)),
         say(0, "node-a", 1, Body::WorkerExit(exit(0))),
         step(Step::Tick, 0, 100, Vec::new()),
@@ -185,13 +176,15 @@ fn recovery() -> Vec<Vec<u8>> {
         assignment: Some(ddp_proto::rendezvous::Assignment {
             node_rank: rank,
             max_restarts: 1,
-            nodes: vec![ddp_proto::rendezvous::NodeAssignment {
+            own: Some(ddp_proto::rendezvous::NodeAssignment {
                 hostname: node.into(),
                 addr: "10.0.0.1".into(),
                 first_rank: 2 * rank,
                 workers: 2,
                 role: "default".into(),
-            }],
+            }),
+            node_count: 2,
+            world_size: 4,
             master_addr: "10.0.0.1".into(),
             master_port: 29500,
             lease_ms: 9000,
@@ -200,7 +193,6 @@ fn recovery() -> Vec<Vec<u8>> {
             data_key: vec![7; 32],
             ..ddp_proto::rendezvous::Assignment::default()
         }),
-        node_count: 2,
         heartbeat: Some(Heartbeat::default()),
         held_ms: 4000,
         over: false,
@@ -284,7 +276,7 @@ fn event_of(step: &[u8], call: CallId) -> Option<Event> {
             let request = KvGatherRequest::decode(message).ok()?;
             Some(Event::KvGather { call, request })
         }
-        7 => {
+        6 => {
             let text = text();
             let mut parts = text.splitn(2, '\n').map(str::to_owned);
             Some(Event::Close {
@@ -292,8 +284,8 @@ fn event_of(step: &[u8], call: CallId) -> Option<Event> {
                 reason: parts.next().unwrap_or_default(),
             })
         }
-        8 => Some(Event::Drain),
-        9 => Some(Event::KvCancel {
+        7 => Some(Event::Drain),
+        8 => Some(Event::KvCancel {
             call: CallId(u64::from(*number)),
             job: text().into_owned(),
         }),
@@ -320,7 +312,7 @@ fn play(bytes: &[u8]) -> Played {
     let (mut now, mut calls) = (Duration::ZERO, 0_u64);
     let mut closed = Vec::new();
     for step in parts(bytes) {
-        let [kind, number, time, message @ ..] = step else {
+        let [kind, number, time, ..] = step else {
             continue;
         };
         now += Duration::from_millis(100) * u32::from(*time);
@@ -332,10 +324,6 @@ fn play(bytes: &[u8]) -> Played {
         }
         if kind % KINDS == Step::Closed as u8 {
             closed.push(conn);
-        }
-        if kind % KINDS == Step::Nodes as u8 {
-            let _ = NodesRequest::decode(message).map(|request| state.nodes(&request).is_ok());
-            continue;
         }
         let event = event_of(step, CallId(calls));
         let Some(event) = event else { continue };

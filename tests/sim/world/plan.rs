@@ -200,7 +200,6 @@ impl World {
             workers: 1 + host as u32 % 3,
             max_restarts: MAX_RESTARTS,
             master_port: 29_500,
-            job_signature: "s".into(),
             join_timeout_ms: 120_000,
             ..Join::default()
         };

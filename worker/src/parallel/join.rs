@@ -176,12 +176,7 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
     let host_addr = if env.node_count == 1 {
         IpAddr::V4(Ipv4Addr::LOCALHOST)
     } else {
-        let own = match session.node_addrs() {
-            // Of many nodes, the agent tells this one's only.
-            [own] => Some(own),
-            all => all.get(node_rank),
-        };
-        resolve(own, node_rank)?
+        resolve(session.node_addr(), node_rank)?
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads + usize::from(options.executor == Executor::Thread);
@@ -199,13 +194,12 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
     })
 }
 
-fn resolve(address: Option<&String>, node_rank: usize) -> Result<IpAddr, JoinError> {
+fn resolve(address: &str, node_rank: usize) -> Result<IpAddr, JoinError> {
     let unusable = |cause: String| JoinError::NodeAddress { node_rank, cause };
-    let address = address.ok_or_else(|| unusable("the agent did not say it".into()))?;
     if let Ok(ip) = address.trim_matches(['[', ']']).parse() {
         return Ok(ip);
     }
-    let mut found = (address.as_str(), 0)
+    let mut found = (address, 0)
         .to_socket_addrs()
         .map_err(|e| unusable(format!("`{address}`: {e}")))?;
     let first = found
@@ -220,7 +214,7 @@ mod tests {
 
     #[test]
     fn addresses_of_nodes_are_read_in_every_form() {
-        let of = |text: &str| resolve(Some(&text.to_owned()), 1);
+        let of = |text: &str| resolve(text, 1);
         assert_eq!(of("10.1.2.3"), Ok(IpAddr::from([10, 1, 2, 3])));
         assert_eq!(of("[::1]"), Ok(IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])));
         assert!(of("localhost").is_ok_and(|ip| ip.is_loopback()));
@@ -228,10 +222,7 @@ mod tests {
 
     #[test]
     fn a_missing_address_names_the_node() {
-        let error = resolve(None, 3).unwrap_err().to_string();
-        assert!(
-            error.starts_with("address of node 3 cannot be used: the agent did not say it"),
-            "{error}"
-        );
+        let error = resolve("", 3).unwrap_err().to_string();
+        assert!(error.starts_with("address of node 3 cannot be used: "), "{error}");
     }
 }

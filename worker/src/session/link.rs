@@ -68,7 +68,7 @@ pub(super) struct Assigned {
     protocol: u32,
     pub(super) generation: Generation,
     pub(super) vars: BTreeMap<String, String>,
-    pub(super) node_addrs: Vec<String>,
+    pub(super) node_addr: String,
     pub(super) data_key: Option<DataKey>,
 }
 
@@ -256,7 +256,7 @@ impl Shared {
                 protocol,
                 generation,
                 env: vars,
-                node_addrs,
+                node_addr,
                 data_key,
             } => {
                 let _ = self.generation.set(generation);
@@ -264,7 +264,7 @@ impl Shared {
                     protocol,
                     generation,
                     vars,
-                    node_addrs,
+                    node_addr,
                     data_key,
                 }));
             }

@@ -22,7 +22,7 @@ const MAX_FAILURE_BYTES: usize = 8 << 10;
 /// sends over the control socket is the truth.
 pub struct Session {
     env: WorkerEnv,
-    node_addrs: Vec<String>,
+    node_addr: String,
     data_key: Option<DataKey>,
     store: Arc<dyn KeyValue>,
     cancel: Cancel,
@@ -75,10 +75,9 @@ impl Session {
     /// A place without an agent, with the given store: for programs and tests whose ranks are threads. If the ranks are
     /// on several nodes, it needs [`Session::with_data_key`].
     pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {
-        let node_addrs = vec![env.master_addr.clone(); env.node_count as usize];
         Self {
+            node_addr: env.master_addr.clone(),
             env,
-            node_addrs,
             data_key: None,
             store,
             cancel: Cancel::new(),
@@ -103,7 +102,7 @@ impl Session {
         env.error_file = env.error_file.or(initial.error_file);
         Ok(Self {
             env,
-            node_addrs: assigned.node_addrs,
+            node_addr: assigned.node_addr,
             data_key: assigned.data_key,
             store: link.shared.store.clone(),
             cancel: link.shared.cancel.clone(),
@@ -117,13 +116,13 @@ impl Session {
         &self.env
     }
 
-    /// Address of every node, in order of node rank; of this one alone, if there are many.
-    pub fn node_addrs(&self) -> &[String] {
-        &self.node_addrs
+    /// Address under which other nodes reach this one.
+    pub fn node_addr(&self) -> &str {
+        &self.node_addr
     }
 
-    /// The secret with which ranks on several nodes prove that they belong to this generation. `None` if the daemon is of
-    /// an older release, and without an agent unless [`Session::with_data_key`] gave one.
+    /// The secret with which ranks on several nodes prove that they belong to this generation. `None` without
+    /// an agent, unless [`Session::with_data_key`] gave one.
     pub fn data_key(&self) -> Option<&DataKey> {
         self.data_key.as_ref()
     }

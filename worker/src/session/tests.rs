@@ -86,7 +86,7 @@ fn the_assignment_is_the_truth() {
     assigned.generation = Generation(9);
     let (session, _peer) = agent.session_assigned(&assigned);
     assert_eq!(session.env(), &assigned);
-    assert_eq!(session.node_addrs(), ["10.0.0.1", "10.0.0.2"]);
+    assert_eq!(session.node_addr(), "10.0.0.1");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The connection to the daemon: whether it can be reached, how long it is waited for, and what people are told of it.
 
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Leave};
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Leave, Refused};
 use nix::time::{ClockId, clock_gettime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -37,8 +38,8 @@ pub(in crate::agent) struct DaemonConnection {
     lease: Option<Duration>,
     /// When the last heartbeat was sent, as [`since_boot`]: the daemon counts the lease from a little later.
     last_heartbeat: Duration,
-    /// The last stall that was noticed: when, and how long it was.
-    stall: Option<(Instant, Duration)>,
+    /// This process was stopped or its machine suspended, and no stream was opened since.
+    was_stalled: bool,
 }
 
 /// The daemon is out of reach.
@@ -50,8 +51,8 @@ struct Outage {
     is_pressing: bool,
     /// What was said last to go on at this node.
     meanwhile: &'static str,
-    /// How long this process was stalled just before, or meanwhile.
-    stalled: Option<Duration>,
+    /// This process was stalled just before, or meanwhile: the daemon may have given up this node.
+    was_stalled: bool,
 }
 
 impl DaemonConnection {
@@ -74,7 +75,7 @@ impl DaemonConnection {
             last_waiting: String::new(),
             lease: None,
             last_heartbeat: since_boot(),
-            stall: None,
+            was_stalled: false,
         };
         (connection, events)
     }
@@ -119,8 +120,11 @@ impl DaemonConnection {
     pub(in crate::agent) fn on_event(&mut self, event: LinkEvent, machine: &Machine) -> Option<Event> {
         match event {
             LinkEvent::Connected(client) => self.client = Some(client),
-            LinkEvent::Message(message) => {
+            LinkEvent::Message(mut message) => {
                 self.note_message(&message, machine);
+                if let Some(Word::Refused(refused)) = &mut message.body {
+                    self.add_own_values(refused);
+                }
                 return Some(Event::Daemon(message));
             }
             LinkEvent::Unanswered(patience, cause) => {
@@ -133,16 +137,12 @@ impl DaemonConnection {
             }
             LinkEvent::Broken(error) => {
                 let now = Instant::now();
-                let lease = self.lease.unwrap_or_default();
-                let stall = self
-                    .stall
-                    .filter(|(noticed, _)| now.duration_since(*noticed) < lease);
                 let mut outage = Outage {
                     begun: now,
                     gives_up: now,
                     is_pressing: false,
                     meanwhile: machine.meanwhile(),
-                    stalled: stall.map(|(_, time)| time),
+                    was_stalled: self.was_stalled,
                 };
                 outage.set_patience(now, machine, &self.plan);
                 self.link.give_up_at(outage.gives_up);
@@ -156,28 +156,16 @@ impl DaemonConnection {
                 self.outage = Some(outage);
             }
             LinkEvent::Restored => {
-                (self.outage, self.stall) = (None, None);
+                (self.outage, self.was_stalled) = (None, false);
                 self.console.say("reconnected to the rendezvous daemon");
             }
             LinkEvent::Gone(error) => {
-                let stalled = self.outage.as_ref().and_then(|outage| outage.stalled);
-                // Work that has succeeded stays a success.
-                let stalled = stalled.filter(|_| !machine.has_succeeded());
-                let (exit_code, error) = match (error.exit_code(), stalled) {
-                    (exit::DAEMON_UNREACHABLE, Some(stalled)) => {
-                        let words = format!(
-                            "the job continued without this node, which was suspended for {:.1} s, and the \
-                             rendezvous daemon at `{}` is gone\n  \
-                             hint: see the launchers of the other nodes for how the job ended",
-                            stalled.as_secs_f64(),
-                            self.plan.endpoint
-                        );
-                        (exit::RENDEZVOUS_TIMED_OUT, words)
-                    }
-                    (exit::DAEMON_UNREACHABLE, None) if self.outage.is_some() && !machine.has_succeeded() => {
-                        (exit::DAEMON_UNREACHABLE, format!("{error}; {HOST_MAY_BE_GONE}"))
-                    }
-                    (exit_code, _) => (exit_code, error.to_string()),
+                let exit_code = error.exit_code();
+                let is_outage = exit_code == exit::DAEMON_UNREACHABLE && self.outage.is_some();
+                let error = if is_outage && !machine.has_succeeded() {
+                    format!("{error}; {HOST_MAY_BE_GONE}")
+                } else {
+                    error.to_string()
                 };
                 return Some(Event::DaemonGone { exit_code, error });
             }
@@ -225,9 +213,18 @@ impl DaemonConnection {
             gap.as_secs_f64(),
             lease.as_secs_f64()
         ));
-        self.stall = Some((Instant::now(), gap));
+        self.was_stalled = true;
         if let Some(outage) = &mut self.outage {
-            outage.stalled = Some(gap);
+            outage.was_stalled = true;
+        }
+    }
+
+    /// The daemon knows only hashes: users see the values that differ in the output of their own launchers.
+    fn add_own_values(&self, refused: &mut Refused) {
+        for key in &refused.differing {
+            let own = self.plan.agreed.get(key);
+            let own = own.map_or("not set".to_owned(), |value| format!("`{}`", value.shown));
+            let _ = write!(refused.reason, "\n  `{key}` on this node: {own}");
         }
     }
 
@@ -261,7 +258,7 @@ impl Outage {
     /// Workers that train need the daemon least. Where none runs, a person waits for the end; and a daemon that has given
     /// up this node may never come back.
     fn is_pressing_now(&self, machine: &Machine) -> bool {
-        self.stalled.is_some() || !machine.is_running()
+        self.was_stalled || !machine.is_running()
     }
 
     /// Sets when the daemon is given up.
@@ -273,7 +270,7 @@ impl Outage {
         } else {
             latest
         };
-        if self.stalled.is_some() {
+        if self.was_stalled {
             // No attempt was made while this process was stopped.
             self.gives_up = self.gives_up.max(now + ATTEMPT_TIMEOUT);
         }
@@ -283,8 +280,6 @@ impl Outage {
     fn exit_code(&self, machine: &Machine) -> u8 {
         if machine.has_succeeded() {
             exit::SUCCESS
-        } else if self.stalled.is_some() {
-            exit::RENDEZVOUS_TIMED_OUT
         } else {
             exit::DAEMON_UNREACHABLE
         }

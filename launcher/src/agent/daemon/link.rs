@@ -6,7 +6,6 @@ use std::time::Duration;
 use ddp_proto::client::{ATTEMPT_TIMEOUT, AgentIdentity, AgentStream, Attempts, Client, ClientError};
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
-use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Leave};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -242,13 +241,7 @@ impl Side {
                 command = self.queue.recv() => command,
                 message = stream.next() => {
                     match message {
-                        Ok(mut message) => {
-                            if let Some(Word::Assignment(assignment)) = &mut message.body {
-                                // A daemon of an older build has sent the list of all nodes instead.
-                                assignment.count_nodes();
-                            }
-                            self.take(message).await;
-                        }
+                        Ok(message) => self.take(message).await,
                         Err(_) if self.memory.is_refused() => return self.await_leave().await,
                         Err(error) => return Stop::Broken(error),
                     }

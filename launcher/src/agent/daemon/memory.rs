@@ -126,7 +126,6 @@ impl Memory {
 /// The place of this node in the generation that was assigned to it last, for a daemon that has lost its state.
 #[derive(Debug)]
 struct HeldPlace {
-    /// With this node alone: what all nodes tell together makes the whole, however many they are.
     assignment: Assignment,
     /// The rest, as it is told.
     rest: Place,
@@ -137,9 +136,8 @@ impl HeldPlace {
     /// None if the assignment has no place for this node, which the agent refuses.
     fn of(now: Instant, assignment: &Assignment) -> Option<Self> {
         Some(Self {
-            assignment: assignment.alone()?,
+            assignment: assignment.own.is_some().then(|| assignment.clone())?,
             rest: Place {
-                node_count: assignment.node_count,
                 heartbeat: Some(Heartbeat::default()),
                 ..Place::default()
             },
@@ -185,21 +183,21 @@ mod tests {
     }
 
     fn assignment_of(assignment_id: &str) -> Word {
-        let node = |hostname: &str, first_rank| NodeAssignment {
-            hostname: hostname.into(),
-            first_rank,
+        let own = NodeAssignment {
+            hostname: "b".into(),
+            first_rank: 2,
             workers: 2,
             ..NodeAssignment::default()
         };
-        let mut assignment = Assignment {
+        Word::Assignment(Assignment {
             node_rank: 1,
-            nodes: vec![node("a", 0), node("b", 2)],
+            own: Some(own),
+            node_count: 2,
+            world_size: 4,
             run_token: "run".into(),
             assignment_id: assignment_id.into(),
             ..Assignment::default()
-        };
-        assignment.count_nodes();
-        Word::Assignment(assignment)
+        })
     }
 
     #[test]
@@ -295,14 +293,8 @@ mod tests {
         assert_eq!((join.run_token.as_str(), join.latest_generation), ("run", 1));
         let place = join.place.unwrap();
         let told = place.assignment.unwrap();
-        assert_eq!((told.node_rank, place.node_count, place.over), (1, 2, false));
-        assert_eq!(
-            told.nodes
-                .iter()
-                .map(|node| node.hostname.as_str())
-                .collect::<Vec<_>>(),
-            ["b"]
-        );
+        assert_eq!((told.node_rank, told.node_count, place.over), (1, 2, false));
+        assert_eq!(told.own.unwrap().hostname, "b");
         assert_eq!(place.heartbeat, Some(heartbeat));
     }
 

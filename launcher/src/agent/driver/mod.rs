@@ -440,7 +440,7 @@ impl<'a> Driver<'a> {
         self.control.begin(Place {
             generation,
             contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
-            node_addrs: prepared.node_addrs,
+            node_addr: prepared.node_addr,
             data_key: prepared.data_key,
             store: Arc::new(Store::new(client, scope)),
             pids: vec![None; prepared.contracts.len()],

@@ -66,8 +66,11 @@ impl Starter {
             max_restarts: plan.max_restarts,
             local_addr: plan.local_addr.clone().unwrap_or_default(),
             master_port: port.map_or(0, u32::from),
-            job_signature: plan.job_signature.clone(),
-            job_description: plan.job_description.clone(),
+            agreed: plan
+                .agreed
+                .iter()
+                .map(|(key, value)| (key.clone(), value.hash))
+                .collect(),
             join_timeout_ms: u32::try_from(plan.join_timeout.as_millis()).unwrap_or(u32::MAX),
             run_token: self.run_token.clone(),
             role: plan.role.clone(),
@@ -75,7 +78,6 @@ impl Starter {
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
             free_attempt,
-            takes_totals: true,
             ..Join::default()
         }
     }

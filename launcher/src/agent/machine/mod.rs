@@ -89,7 +89,7 @@ enum Phase {
 #[derive(Debug, Default)]
 struct Assigned {
     generation: Generation,
-    /// Random name of the assignment; empty from a daemon of an older build.
+    /// Random id of the assignment.
     id: String,
     first_rank: u32,
 }
@@ -135,10 +135,9 @@ impl Machine {
         &self.assigned.id
     }
 
-    /// Whether this is the assignment that the node has. Daemons of older builds do not name it.
+    /// Whether this is the assignment that the node has.
     pub(super) fn is_own(&self, generation: Generation, assignment: &Assignment) -> bool {
-        let (told, own) = (&assignment.assignment_id, &self.assigned.id);
-        generation == self.generation() && (told.is_empty() || own.is_empty() || told == own)
+        generation == self.generation() && assignment.assignment_id == self.assigned.id
     }
 
     /// Whether any worker listens on the control socket, and so can do something with a notice.
@@ -241,7 +240,7 @@ impl Machine {
             // long as the job runs.
             Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
             // An empty body is a message of another build.
-            Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
+            Some(Word::Waiting(_)) | None => Vec::new(),
         }
     }
 

@@ -118,21 +118,13 @@ pub(super) struct WorkerGroup {
     pub(super) cancelled: Arc<AtomicBool>,
 }
 
-/// Of every node, in order of node rank; of this one alone where the list of all is too long to be sent.
-fn node_addrs(assignment: &Assignment) -> Vec<String> {
-    match assignment.nodes.as_slice() {
-        [] => assignment.own.iter().map(|node| node.addr.clone()).collect(),
-        all => all.iter().map(|node| node.addr.clone()).collect(),
-    }
-}
-
 /// A worker group and what is needed to start it.
 pub(super) struct Prepared {
     pub(super) worker_group: WorkerGroup,
     pub(super) specs: Vec<WorkerSpec>,
     pub(super) contracts: Vec<WorkerEnv>,
-    /// Of every node, in order of node rank.
-    pub(super) node_addrs: Vec<String>,
+    /// Address of this node.
+    pub(super) node_addr: String,
     /// Of the generation's data connections.
     pub(super) data_key: Option<DataKey>,
 }
@@ -223,7 +215,10 @@ impl WorkerGroup {
             worker_group,
             specs,
             contracts,
-            node_addrs: node_addrs(assignment),
+            node_addr: assignment
+                .own
+                .as_ref()
+                .map_or_else(String::new, |own| own.addr.clone()),
             data_key: DataKey::of_assignment(&assignment.data_key),
         })
     }

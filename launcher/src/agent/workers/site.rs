@@ -150,8 +150,7 @@ impl Site {
 
     /// The number of the folder that takes the log files of a generation.
     pub(super) fn attempt(&self, generation: Generation, assignment: &Assignment) -> u32 {
-        // A daemon of an older build counts restarts only.
-        let attempt = assignment.attempt.max(assignment.restart_count);
+        let attempt = assignment.attempt;
         let run = format!("{}-{}", assignment.run_token, generation.0);
         self.plan
             .log_dir

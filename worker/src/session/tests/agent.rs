@@ -137,7 +137,7 @@ pub(super) fn assignment(env: &WorkerEnv) -> ToWorker {
         protocol: PROTOCOL,
         generation: env.generation,
         env: env.to_vars(),
-        node_addrs: vec!["10.0.0.1".into(), "10.0.0.2".into()],
+        node_addr: "10.0.0.1".into(),
         data_key: None,
     }
 }

@@ -33,7 +33,7 @@ pub fn with_agent<T>(
                 protocol: PROTOCOL,
                 generation: env.generation,
                 env: env.to_vars(),
-                node_addrs: vec!["127.0.0.1".into()],
+                node_addr: "127.0.0.1".into(),
                 data_key: None,
             };
             serve(stream, &assignment, react)

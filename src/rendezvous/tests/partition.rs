@@ -84,7 +84,7 @@ fn a_new_launcher_does_not_join_the_run_of_nodes_that_all_died_without_a_word() 
     s.join("a'", 2, 2).join("b'", 2, 2);
     let (generation, assignment) = s.assignment("a'");
     assert_eq!(
-        (generation, assignment.nodes.len(), assignment.restart_count),
+        (generation, assignment.node_count, assignment.restart_count),
         (2, 2, 0)
     );
 }

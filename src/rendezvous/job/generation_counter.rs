@@ -1,22 +1,21 @@
-//! The numbers and names of a job's generations. No number is used twice, under any daemon.
+//! The numbers and assignment ids of a job's generations. No daemon uses a number twice.
 
 use ddp_proto::rendezvous::Assignment;
 
-use super::record::{Record, Stage};
-use crate::rendezvous::event::Turn;
+use crate::rendezvous::event::{ApplyContext, Record, Stage};
 
-/// Beyond it, what a node says of its log files is not believed.
+/// The highest attempt number that the daemon accepts from a node.
 const MAX_ATTEMPT: u32 = 1 << 20;
 
-/// How many names a run may have: as many as a die has faces.
+/// Number of different run tokens.
 const TOKENS: f64 = (1_u64 << 53) as f64;
 
-/// The generations of one job, as they are counted.
+/// Counts the generations of one job.
 #[derive(Debug, Default)]
-pub(super) struct Numbering {
+pub(super) struct GenerationCounter {
     /// Last generation that was assigned; 0: none yet.
     generation: u64,
-    /// Random name of its assignment; empty if an earlier daemon of an older build has assigned it.
+    /// Random id of its assignment.
     assignment_id: String,
     /// Last generation of a run or a daemon before this one.
     floor: u64,
@@ -29,8 +28,8 @@ pub(super) struct Numbering {
     run_token: String,
 }
 
-impl Numbering {
-    /// Of a run whose generations come after `floor`.
+impl GenerationCounter {
+    /// For a run whose generations are numbered after `floor`.
     pub(super) fn after(floor: u64) -> Self {
         Self {
             floor,
@@ -39,7 +38,7 @@ impl Numbering {
         }
     }
 
-    /// As an earlier daemon has written it down.
+    /// Continues from the record of an earlier daemon.
     pub(super) fn recalled(record: &Record) -> Self {
         Self {
             highest_ended: record.generation - u64::from(record.stage == Stage::Running),
@@ -81,19 +80,19 @@ impl Numbering {
     }
 
     /// A new generation is assigned. Log files of attempts before `free_attempt` are there already.
-    pub(super) fn assign(&mut self, turn: &mut Turn<'_>, free_attempt: u32) {
+    pub(super) fn assign(&mut self, context: &mut ApplyContext<'_>, free_attempt: u32) {
         self.generation = self.highest() + 1;
-        self.assignment_id = turn.assignment_id();
+        self.assignment_id = context.assignment_id();
         if self.run_token.is_empty() {
-            self.run_token = format!("{:014x}", (turn.at.dice * TOKENS) as u64);
+            self.run_token = format!("{:014x}", (context.at.dice * TOKENS) as u64);
         }
         self.attempts = self.attempts.max(free_attempt.min(MAX_ATTEMPT));
     }
 
     /// A generation that an earlier daemon has assigned runs here from now on.
-    pub(super) fn take_up(&mut self, generation: u64, assignment_id: String, told: &Assignment) {
+    pub(super) fn take_up(&mut self, generation: u64, told: &Assignment) {
         self.generation = generation;
-        self.assignment_id = assignment_id;
+        self.assignment_id.clone_from(&told.assignment_id);
         self.attempts = told.attempt;
         self.run_token.clone_from(&told.run_token);
     }
@@ -121,7 +120,7 @@ impl Numbering {
         self.highest_ended = self.highest_ended.max(generation);
     }
 
-    /// All nodes of the run are gone: what comes is a new one.
+    /// All nodes of the run are gone: the next node begins a new run.
     pub(super) fn forget_run(&mut self) {
         self.attempts = 0;
         self.run_token.clear();

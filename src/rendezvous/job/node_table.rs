@@ -1,6 +1,6 @@
-//! The nodes of a job: who is there, who was in the last assignment, who is gone, and how many are needed.
+//! The nodes of a job: which are there, which were in the last assignment, which are lost, and how many it needs.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
@@ -9,13 +9,13 @@ use ddp_proto::rendezvous::{GenerationOver, Join, NodeStatus};
 use super::joining::join_timeout;
 use super::node::Node;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Turn, shared};
-use crate::rendezvous::nodes::index::NodeIndex;
+use crate::rendezvous::event::{ApplyContext, shared};
+use crate::rendezvous::messages;
+use crate::rendezvous::nodes::deadlines::Deadlines;
 use crate::rendezvous::ranks::{self, Candidate, Member};
 use crate::rendezvous::size::{Limits, RankLimits};
-use crate::rendezvous::words;
 
-/// Lost nodes that a job remembers, to give them the verdict should they come back.
+/// Lost nodes that a job remembers: one that comes back receives the verdict.
 const MAX_LOST: usize = 4096;
 
 /// Nodes that a list for people holds.
@@ -23,25 +23,58 @@ const MAX_LISTED: usize = 1024;
 
 /// The nodes of one job. Each is known by its incarnation.
 #[derive(Debug, Default)]
-pub(super) struct Roster {
+pub(super) struct NodeTable {
     nodes: BTreeMap<String, Node>,
-    index: NodeIndex,
+    /// How many of them are ready, and how many are stopping.
+    ready: usize,
+    stopping: usize,
+    away: BTreeSet<String>,
+    leases: Deadlines,
+    /// Node rank of each member.
+    ranks: HashMap<String, u32>,
     /// Nodes of the last assignment, by node rank: ranks are sticky.
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
     lost: VecDeque<String>,
-    /// Nodes that fell silent on an open stream, and how long each is expected back: their launchers may have been
-    /// suspended.
-    silent: BTreeMap<String, Duration>,
-    /// Nodes that ever came, which numbers their arrival.
+    /// Number of nodes that ever joined: the next arrival number.
     arrivals: u64,
-    /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
+    /// The longest `--rdzv-conf join_timeout` of all nodes so far: used while no node is there.
     patience: Duration,
-    /// The numbers of ranks that the workers can go on with, as they last said.
+    /// The numbers of ranks that the workers support, as they reported last.
     rank_limits: RankLimits,
 }
 
-impl Roster {
+/// What is counted of a node; all false for one that is not there.
+#[derive(Clone, Copy, Debug, Default)]
+struct NodeFlags {
+    is_ready: bool,
+    is_stopping: bool,
+    is_away: bool,
+}
+
+impl NodeFlags {
+    fn of(node: Option<&Node>) -> Self {
+        node.map_or_else(Self::default, |node| Self {
+            is_ready: node.is_ready(),
+            is_stopping: node.is_stopping(),
+            is_away: node.is_away(),
+        })
+    }
+}
+
+impl NodeTable {
+    #[cfg(test)]
+    pub(super) fn assert_counts(&self) {
+        let count = |flag: fn(&Node) -> bool| self.nodes.values().filter(|node| flag(node)).count();
+        assert_eq!(
+            (self.ready, self.stopping),
+            (count(Node::is_ready), count(Node::is_stopping))
+        );
+        assert_eq!(self.away.len(), count(Node::is_away));
+        let earliest = self.nodes.values().map(Node::lease_until).min();
+        assert!(self.leases.next() <= earliest, "a lease would be forgotten");
+    }
+
     pub(super) fn get(&self, incarnation: &str) -> Option<&Node> {
         self.nodes.get(incarnation)
     }
@@ -49,10 +82,24 @@ impl Roster {
     /// Changes a node; none if it is not there.
     pub(super) fn change<T>(&mut self, incarnation: &str, change: impl FnOnce(&mut Node) -> T) -> Option<T> {
         let node = self.nodes.get_mut(incarnation)?;
-        let before = node.facts();
+        let before = NodeFlags::of(Some(node));
         let result = change(node);
-        self.index.update(incarnation, Some(before), Some(node.facts()));
+        self.count(incarnation, before);
         Some(result)
+    }
+
+    /// Keeps the counts up to date after a node has come, gone or changed, so that no message looks at all nodes.
+    fn count(&mut self, incarnation: &str, before: NodeFlags) {
+        let node = self.nodes.get(incarnation);
+        self.leases.note(incarnation, node.map(Node::lease_until));
+        let after = NodeFlags::of(node);
+        self.ready = self.ready + usize::from(after.is_ready) - usize::from(before.is_ready);
+        self.stopping = self.stopping + usize::from(after.is_stopping) - usize::from(before.is_stopping);
+        if after.is_away && !before.is_away {
+            self.away.insert(incarnation.to_owned());
+        } else if before.is_away && !after.is_away {
+            self.away.remove(incarnation);
+        }
     }
 
     pub(super) fn nodes(&self) -> &BTreeMap<String, Node> {
@@ -64,7 +111,7 @@ impl Roster {
         self.nodes.iter().filter(move |(other, _)| *other != incarnation)
     }
 
-    /// A node is about to come. Returns the number of its arrival, and how long it lets the daemon wait for others.
+    /// A node is about to join. Returns its arrival number, and how long the daemon may wait for other nodes.
     pub(super) fn expect(&mut self, config: &Config, join: &Join) -> (u64, Duration) {
         let timeout = join_timeout(config, join);
         self.patience = self.patience.max(timeout);
@@ -73,38 +120,36 @@ impl Roster {
     }
 
     pub(super) fn add(&mut self, incarnation: &str, node: Node) {
-        let after = node.facts();
         let before = self.nodes.insert(incarnation.to_owned(), node);
-        let before = before.as_ref().map(Node::facts);
-        self.index.update(incarnation, before, Some(after));
+        self.count(incarnation, NodeFlags::of(before.as_ref()));
     }
 
-    pub(super) fn dismiss(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn dismiss(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if let Some(node) = self.nodes.remove(incarnation) {
-            self.index.update(incarnation, Some(node.facts()), None);
-            node.close(turn);
+            self.count(incarnation, NodeFlags::of(Some(&node)));
+            node.close(context);
         }
     }
 
-    /// Nodes are there, but none has been connected or has spoken for longer than a lease.
-    pub(super) fn is_deserted(&self, turn: &Turn<'_>) -> bool {
+    /// No node has been connected or heard for longer than a lease, though the job has nodes.
+    pub(super) fn is_deserted(&self, context: &ApplyContext<'_>) -> bool {
         let is_gone = |node: &Node| {
-            let silence = turn.at.now.saturating_sub(node.last_word());
-            !node.is_connected() && silence > turn.config.lease
+            let silence = context.at.now.saturating_sub(node.last_word());
+            !node.is_connected() && silence > context.config.lease
         };
         !self.nodes.is_empty() && self.nodes.values().all(is_gone)
     }
 
-    pub(super) fn dismiss_all(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn dismiss_all(&mut self, context: &mut ApplyContext<'_>) {
         for (incarnation, node) in std::mem::take(&mut self.nodes) {
-            self.index.update(&incarnation, Some(node.facts()), None);
-            node.close(turn);
+            self.count(&incarnation, NodeFlags::of(Some(&node)));
+            node.close(context);
         }
     }
 
-    pub(super) fn lose(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+    pub(super) fn lose(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
         if self.nodes.contains_key(incarnation) {
-            self.dismiss(turn, incarnation);
+            self.dismiss(context, incarnation);
             if self.lost.len() >= MAX_LOST {
                 self.lost.pop_front();
             }
@@ -116,54 +161,39 @@ impl Roster {
         self.lost.iter().any(|lost| lost == incarnation)
     }
 
-    /// The node fell silent, and may come back until then.
-    pub(super) fn fell_silent(&mut self, incarnation: &str, until: Duration) {
-        if self.silent.len() < MAX_LOST {
-            self.silent.insert(incarnation.to_owned(), until);
-        }
-    }
-
-    pub(super) fn came_back(&mut self, incarnation: &str) {
-        self.silent.remove(incarnation);
-    }
-
-    pub(super) fn silent(&self) -> &BTreeMap<String, Duration> {
-        &self.silent
-    }
-
     /// All nodes that the end of the job concerns.
     pub(super) fn concerned(&self) -> BTreeSet<String> {
         self.nodes.keys().chain(&self.lost).cloned().collect()
     }
 
-    /// Nodes whose leases have ended: each is to be excused or lost.
-    pub(super) fn expired(&mut self, turn: &Turn<'_>) -> Vec<String> {
+    /// Nodes whose leases have ended. The caller extends each lease or loses the node.
+    pub(super) fn expired(&mut self, context: &ApplyContext<'_>) -> Vec<String> {
         let lease_of = |incarnation: &str| self.nodes.get(incarnation).map(Node::lease_until);
-        let slack = turn.config.lease / 8;
-        self.index.expired(turn.at.now, slack, lease_of)
+        let slack = context.config.lease / 8;
+        self.leases.expired(context.at.now, slack, lease_of)
     }
 
-    /// The daemon was stalled: no lease runs out before. The index may be early.
+    /// No lease ends before `until`.
     pub(super) fn renew_leases(&mut self, until: Duration) {
         self.nodes.values_mut().for_each(|node| node.renew_lease(until));
     }
 
-    /// No lease runs out before; it may be early, never late.
+    /// The next end of a lease; it may be early, never late.
     pub(super) fn next_lease(&self) -> Option<Duration> {
-        self.index.next_lease()
+        self.leases.next()
     }
 
-    /// A generation that ends, or a failure that may follow from a silent node: no excuse counts any more.
-    pub(super) fn end_excuses(&mut self, now: Duration) {
-        for incarnation in self.index.away().clone() {
-            self.change(&incarnation, |node| node.end_excuse(now));
+    /// Ends all lease extensions: the generation is over, or a failure may follow from a silent node.
+    pub(super) fn end_lease_extensions(&mut self, now: Duration) {
+        for incarnation in self.away.clone() {
+            self.change(&incarnation, |node| node.end_lease_extension(now));
         }
     }
 
-    pub(super) fn send_all(&self, turn: &mut Turn<'_>, generation: u64, body: &Reply) {
+    pub(super) fn send_all(&self, context: &mut ApplyContext<'_>, generation: u64, body: &Reply) {
         let message = shared(generation, body.clone());
         for node in self.nodes.values() {
-            node.send_shared(turn, &message);
+            node.send_shared(context, &message);
         }
     }
 
@@ -171,13 +201,13 @@ impl Roster {
         &self.members
     }
 
-    /// Those of them that are there.
+    /// Members that are there.
     pub(super) fn members_there(&self) -> impl Iterator<Item = (&String, &Node)> {
         let members = self.members.iter().map(|member| &member.incarnation);
         members.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
-    /// Those of them that are there and out of reach, with their ranks, in no order.
+    /// Members that are there but out of reach, with their ranks, in no order.
     pub(super) fn members_away(&self) -> impl Iterator<Item = (u32, &String, &Node)> {
         self.away()
             .filter_map(|(incarnation, node)| Some((self.rank_of(incarnation)?, incarnation, node)))
@@ -185,83 +215,94 @@ impl Roster {
 
     /// Nodes that are out of reach.
     pub(super) fn away(&self) -> impl Iterator<Item = (&String, &Node)> {
-        self.index
-            .away()
+        self.away
             .iter()
             .filter_map(|incarnation| self.nodes.get_key_value(incarnation))
     }
 
     pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
-        self.index.rank_of(incarnation)
+        self.ranks.get(incarnation).copied()
     }
 
     /// Another node that asked for this rank.
     pub(super) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<(&String, &Node)> {
-        let other = self.index.other_with_rank(rank, incarnation)?;
-        self.nodes.get_key_value(other)
+        let mut others = self.others(incarnation);
+        others.find(|(_, node)| node.join().node_rank == Some(rank))
     }
 
-    /// How many nodes have a connection.
+    /// Number of connected nodes.
     pub(super) fn connected(&self) -> usize {
-        self.index.connected()
+        self.nodes.values().filter(|node| node.is_connected()).count()
     }
 
-    /// How people call a node: its host, with its rank if it has one.
+    /// The name of a node in messages: its host, and its rank if it has one.
     pub(super) fn name_of(&self, incarnation: &str) -> String {
         let rank = self.rank_of(incarnation);
         let member = rank.map(|rank| self.members[rank as usize].hostname.as_str());
         let host = self.get(incarnation).map(Node::hostname).or(member);
-        words::node(host.unwrap_or("unknown"), rank)
+        messages::node(host.unwrap_or("unknown"), rank)
     }
 
-    /// These nodes make the next generation, in order of their ranks.
+    /// Makes these nodes the members of the next generation, in order of their ranks.
     pub(super) fn assign(&mut self, chosen: Vec<Candidate>) {
         let members = chosen.into_iter();
         self.set_members(members.map(|c| Member::new(c.incarnation, c.hostname)).collect());
         self.nodes.values_mut().for_each(|node| node.reached(None));
     }
 
-    /// These nodes make a generation that runs already.
+    /// These nodes are the members of a generation that runs already.
     pub(super) fn take_up(&mut self, members: Vec<Member>, rank_limits: Option<RankLimits>) {
         self.set_members(members);
         self.rank_limits = rank_limits.unwrap_or(self.rank_limits);
     }
 
     fn set_members(&mut self, members: Vec<Member>) {
-        self.index
-            .set_members(members.iter().map(|member| member.incarnation.as_str()));
+        self.ranks.clear();
+        for (member, rank) in members.iter().zip(0..) {
+            self.ranks.entry(member.incarnation.clone()).or_insert(rank);
+        }
         self.members = members;
     }
 
     /// The generation is over: its nodes are to stop their workers.
-    pub(super) fn stop_members(&mut self, turn: &mut Turn<'_>, generation: u64, over: &GenerationOver) {
+    pub(super) fn stop_members(
+        &mut self,
+        context: &mut ApplyContext<'_>,
+        generation: u64,
+        over: &GenerationOver,
+    ) {
         let message = shared(generation, Reply::GenerationOver(over.clone()));
         let members = std::mem::take(&mut self.members);
         for member in &members {
             self.change(&member.incarnation, |node| {
-                node.stop_workers(turn, generation, &message);
+                node.stop_workers(context, generation, &message);
             });
         }
         self.members = members;
     }
 
-    /// The node will not come back: the next generation does not wait for it.
+    /// The node left for good: the next generation does not wait for it.
     pub(super) fn mark_left(&mut self, incarnation: &str) {
         if let Some(rank) = self.rank_of(incarnation) {
             self.members[rank as usize].has_left = true;
-            self.index.mark_left(incarnation);
         }
     }
 
     /// All nodes of the last generation are ready for the next one, unless they have left.
     pub(super) fn are_all_ready(&self) -> bool {
-        self.index.are_members_ready()
+        let left = self.members.iter().filter(|member| member.has_left).count();
+        // Most of the time too few nodes are ready for a look at each member.
+        self.ready >= self.members.len() - left && self.are_members(Node::is_ready)
     }
 
-    /// They are there, ready or not.
+    /// All nodes of the last generation are there, ready or not, unless they have left.
     pub(super) fn are_all_there(&self) -> bool {
+        self.are_members(|_| true)
+    }
+
+    fn are_members(&self, wanted: impl Fn(&Node) -> bool) -> bool {
         let mut expected = self.members.iter().filter(|member| !member.has_left);
-        !self.members.is_empty() && expected.all(|member| self.nodes.contains_key(&member.incarnation))
+        !self.members.is_empty() && expected.all(|member| self.get(&member.incarnation).is_some_and(&wanted))
     }
 
     /// Hosts of nodes of the last generation that are gone. A daemon that was restarted may never have learned the name
@@ -281,24 +322,23 @@ impl Roster {
 
     /// Workers of an ended generation may still run.
     pub(super) fn is_stopping(&self) -> bool {
-        self.index.has_stopping()
+        self.stopping > 0
     }
 
     /// Hosts of the nodes that are free for the next generation.
-    pub(super) fn ready_hosts(&self) -> impl ExactSizeIterator<Item = &str> {
-        let ready = self.index.ready().iter();
-        ready.map(|incarnation| self.nodes.get(incarnation).map_or("", Node::hostname))
+    pub(super) fn ready_hosts(&self) -> impl Iterator<Item = &str> {
+        let ready = self.nodes.values().filter(|node| node.is_ready());
+        ready.map(Node::hostname)
     }
 
-    /// How many of them there are.
+    /// Number of nodes that are free for the next generation.
     pub(super) fn ready(&self) -> u32 {
-        self.index.ready().len() as u32
+        self.ready as u32
     }
 
     /// Nodes that are free for the next generation.
     pub(super) fn candidates(&self) -> Vec<Candidate> {
-        let ready = self.index.ready().iter();
-        let ready = ready.filter_map(|incarnation| self.nodes.get_key_value(incarnation));
+        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
         ready
             .map(|(incarnation, node)| node.candidate(incarnation))
             .collect()
@@ -306,8 +346,8 @@ impl Roster {
 
     /// Nodes that are ready while a generation runs without them.
     pub(super) fn spares(&self) -> impl Iterator<Item = (&String, &Node)> {
-        let spares = self.index.spares().iter();
-        spares.filter_map(|incarnation| self.nodes.get_key_value(incarnation))
+        let ready = self.nodes.iter().filter(|(_, node)| node.is_ready());
+        ready.filter(|(incarnation, _)| !self.ranks.contains_key(*incarnation))
     }
 
     pub(super) fn step(&self) -> Option<u64> {
@@ -328,7 +368,7 @@ impl Roster {
 
     /// How long more nodes are waited for; `default` if the job does not say.
     pub(super) fn last_call(&self, default: Duration) -> Duration {
-        match self.index.last_call_ms() {
+        match self.nodes.values().map(|node| node.join().last_call_ms).max() {
             None | Some(0) => default,
             Some(ms) => Duration::from_millis(ms.into()),
         }
@@ -340,7 +380,7 @@ impl Roster {
         first.map_or(0, |join| join.max_restarts)
     }
 
-    /// What people may know of the nodes, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
+    /// The status of each node, in order of their ranks if a generation `runs`: the first [`MAX_LISTED`].
     pub(super) fn statuses(&self, now: Duration, runs: bool) -> Vec<NodeStatus> {
         let mut first_rank = 0;
         let members = (0..)
@@ -371,7 +411,7 @@ impl Roster {
         listed
     }
 
-    /// How many nodes the job needs and takes.
+    /// MIN and MAX nodes of the job.
     pub(super) fn limits(&self) -> (u32, u32) {
         let first = self.nodes.values().next().map(Node::join);
         first.map_or((0, 0), |join| (join.min_nodes, join.max_nodes))
@@ -387,7 +427,7 @@ impl Roster {
         }
     }
 
-    /// The workers say which numbers of ranks they can go on with. True if that is news.
+    /// Sets the numbers of ranks that the workers support. True if they changed.
     pub(super) fn limit_ranks(&mut self, limits: RankLimits) -> bool {
         std::mem::replace(&mut self.rank_limits, limits) != limits
     }

@@ -1,4 +1,4 @@
-//! Members that fall silent while training goes on: their peers are asked before they are lost.
+//! Heartbeat leases of members that fall silent: extended while their peers still make progress.
 //!
 //! A step of synchronous training needs every rank. So each heartbeat that tells of two more steps proves that all
 //! members took part in one after the earlier of them: the first of the two may have been under way. A silent node is lost
@@ -12,18 +12,18 @@ use ddp_proto::rendezvous::Waiting;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 
 use super::Job;
-use super::node::{Excuse, Node};
+use super::node::{LeaseExtension, Node};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{Turn, shared};
+use crate::rendezvous::event::{ApplyContext, shared};
 
-/// Steps within which peers have to show that they advance.
+/// Peers have to report progress within the time of this many steps.
 const PATIENCE_STEPS: u32 = 3;
 
 /// A launcher that lives connects again within this time. Steps prove less than it seems where ranks do not train in
 /// lock-step.
 const RECONNECT_LIMIT: Duration = Duration::from_mins(1);
 
-/// How long a silent node is waited for at most.
+/// The longest time that the daemon waits for a silent node.
 fn limit(config: &Config, node: &Node) -> Duration {
     if node.was_closed() {
         config.outage_timeout.min(RECONNECT_LIMIT)
@@ -32,7 +32,7 @@ fn limit(config: &Config, node: &Node) -> Duration {
     }
 }
 
-/// How far the generation has come, by the heartbeats of all members.
+/// The progress of the generation, by the heartbeats of all members.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// The last two times at which the highest step had grown, and that step; the latest first.
@@ -46,7 +46,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// A member tells its highest step.
+    /// A member reports its highest step.
     pub(super) fn note(&mut self, now: Duration, step: u64) {
         let [last, before] = self.seen;
         let Some((at, reached)) = last else {
@@ -56,7 +56,7 @@ impl Progress {
         if step <= reached {
             return;
         }
-        // Over two of them: members tell of the same step at different times.
+        // Over two reports: members report the same step at different times.
         let (since, from) = before.unwrap_or((at, reached));
         let steps = u32::try_from(step - from).unwrap_or(u32::MAX);
         self.step_time = Some(now.saturating_sub(since) / steps);
@@ -73,14 +73,14 @@ impl Progress {
         self.success = Some(now);
     }
 
-    /// How long a silent member is waited for while no step ends; none if no steps are reported.
+    /// How long the daemon waits for a silent member while no step ends; none if workers report no steps.
     fn patience(&self, config: &Config) -> Option<Duration> {
         let peers_time = self.step_time? * PATIENCE_STEPS + 2 * config.heartbeat_interval();
         Some(config.lease.max(peers_time))
     }
 
-    /// What speaks for a silent member, and until when.
-    pub(super) fn excuse(&self, config: &Config, node: &Node) -> Option<(Excuse, Duration)> {
+    /// Why the lease of a silent member may be extended, and until when.
+    pub(super) fn extend_lease(&self, config: &Config, node: &Node) -> Option<(LeaseExtension, Duration)> {
         let last_word = node.last_word();
         let patience = self.patience(config)?;
         let bound = last_word + limit(config, node);
@@ -88,71 +88,80 @@ impl Progress {
         // closed by its end.
         let may_be_cut_off = (node.is_connected() || node.is_proven()) && !node.was_closed();
         if may_be_cut_off && self.success.is_some_and(|at| at > last_word) {
-            return Some((Excuse::Proven, bound));
+            return Some((LeaseExtension::Proven, bound));
         }
         // Once a member is gone, no step ends but the one that it had contributed to.
         let advanced = self.seen[0].map_or(last_word, |(at, _)| at.max(last_word));
-        let excuse = if self.proven.is_some_and(|at| at > last_word) {
-            Excuse::Proven
+        let extension = if self.proven.is_some_and(|at| at > last_word) {
+            LeaseExtension::Proven
         } else {
-            Excuse::Asked
+            LeaseExtension::Asked
         };
-        Some((excuse, bound.min(advanced + patience)))
+        Some((extension, bound.min(advanced + patience)))
     }
 }
 
 impl Job {
-    /// What a node's silence is worth saying when it is over.
-    pub(super) fn tell_back(&self, turn: &mut Turn<'_>, incarnation: &str, silence: Option<Duration>) {
+    /// Tells the other nodes that a silent one is back.
+    pub(super) fn tell_back(
+        &self,
+        context: &mut ApplyContext<'_>,
+        incarnation: &str,
+        silence: Option<Duration>,
+    ) {
         if let Some(silence) = silence {
-            let name = self.roster.name_of(incarnation);
+            let name = self.table.name_of(incarnation);
             let words = format!("{name} is back after {:.1} s", silence.as_secs_f64());
-            turn.decided(format!("job `{}`: {words}", self.id));
-            self.tell_others(turn, incarnation, &words);
+            context.decided(format!("job `{}`: {words}", self.id));
+            self.tell_others(context, incarnation, &words);
         }
     }
 
-    fn tell_others(&self, turn: &mut Turn<'_>, incarnation: &str, words: &str) {
+    fn tell_others(&self, context: &mut ApplyContext<'_>, incarnation: &str, words: &str) {
         let waiting = Waiting {
             reason: words.to_owned(),
-            lease_ms: turn.config.lease_ms(),
+            lease_ms: context.config.lease_ms(),
         };
-        let message = shared(self.numbering.generation(), Reply::Waiting(waiting));
-        for (_, other) in self.roster.others(incarnation) {
-            other.send_shared(turn, &message);
+        let message = shared(self.counter.generation(), Reply::Waiting(waiting));
+        for (_, other) in self.table.others(incarnation) {
+            other.send_shared(context, &message);
         }
     }
 
-    /// The lease of a node has run out: gives it more time if its peers vouch for it, and returns whether they do.
-    pub(super) fn excuse(&mut self, turn: &mut Turn<'_>, incarnation: &str) -> bool {
+    /// The lease of a node has ended: extends it if its peers make progress, and returns whether it did.
+    pub(super) fn extend_lease(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) -> bool {
         let is_at_work = self.is_member(incarnation) && !self.has_succeeded(incarnation);
-        if !is_at_work || self.roster.members().len() == 1 {
+        if !is_at_work || self.table.members().len() == 1 {
             return false;
         }
-        let (Some(running), Some(node)) = (self.phase.running(), self.roster.get(incarnation)) else {
+        let (Some(running), Some(node)) = (self.phase.running(), self.table.get(incarnation)) else {
             return false;
         };
-        let excuse = running.excuse(turn.config, node);
-        let Some((excuse, until)) = excuse.filter(|(_, until)| *until > turn.at.now) else {
+        let extension = running.extend_lease(context.config, node);
+        let Some((extension, until)) = extension.filter(|(_, until)| *until > context.at.now) else {
             return false;
         };
-        let silence = turn.at.now.saturating_sub(node.last_word()).as_secs_f64();
-        let (bound, was_closed) = (limit(turn.config, node).as_secs_f64(), node.was_closed());
+        let silence = context.at.now.saturating_sub(node.last_word()).as_secs_f64();
+        let (bound, was_closed) = (limit(context.config, node).as_secs_f64(), node.was_closed());
         let hostname = node.hostname().to_owned();
-        let is_news = self.roster.change(incarnation, |node| node.excuse(excuse, until));
+        let is_news = self
+            .table
+            .change(incarnation, |node| node.extend_lease(extension, until));
         if is_news == Some(true) {
-            let awaited = match excuse {
-                Excuse::Asked => "; waiting until its peers must have noticed".to_owned(),
-                Excuse::Proven => format!(", but the reported steps advance: waiting up to {bound} s for it"),
+            let awaited = match extension {
+                LeaseExtension::Asked => "; waiting until its peers must have noticed".to_owned(),
+                LeaseExtension::Proven => {
+                    format!(", but the reported steps advance: waiting up to {bound} s for it")
+                }
             };
             let words = if was_closed {
                 format!("node `{hostname}` closed its connection {silence:.1} s ago{awaited}")
             } else {
                 format!("node `{hostname}` has been silent for {silence:.1} s{awaited}")
             };
-            turn.decided(format!("job `{}`: {words}", self.id));
-            if excuse == Excuse::Proven {
-                self.tell_others(turn, incarnation, &words);
+            context.decided(format!("job `{}`: {words}", self.id));
+            if extension == LeaseExtension::Proven {
+                self.tell_others(context, incarnation, &words);
             }
         }
         true

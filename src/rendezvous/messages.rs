@@ -72,18 +72,12 @@ pub(super) fn node_ranks(ranks: impl Iterator<Item = u32>, count: usize) -> Stri
     words
 }
 
-/// "`a`, `b`", at most [`MAX_NAMED`] of them.
-pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str, IntoIter: ExactSizeIterator>) -> String {
-    let mut names = names.into_iter();
-    let mut words = names
-        .by_ref()
-        .take(MAX_NAMED)
-        .map(|name| format!("`{name}`"))
-        .collect::<Vec<_>>()
-        .join(", ");
-    let more = names.len();
-    if more > 0 {
-        let _ = write!(words, " and {more} more");
+/// "`a`, `b`", at most [`MAX_NAMED`] of the `count` names.
+pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>, count: usize) -> String {
+    let quoted = names.into_iter().take(MAX_NAMED).map(|name| format!("`{name}`"));
+    let mut words = quoted.collect::<Vec<_>>().join(", ");
+    if count > MAX_NAMED {
+        let _ = write!(words, " and {} more", count - MAX_NAMED);
     }
     words
 }
@@ -167,7 +161,7 @@ impl TimedOut<'_> {
             joined(came, self.min, self.max),
         );
         if came > 0 {
-            let _ = write!(words, ": {}", list(self.came.iter().copied()));
+            let _ = write!(words, ": {}", list(self.came.iter().copied(), self.came.len()));
         }
         let missing = self.min.saturating_sub(came);
         let _ = write!(words, "; missing: {}", nodes(missing));
@@ -177,10 +171,16 @@ impl TimedOut<'_> {
             details.push(node_ranks(ranks, self.missing_ranks.len()));
         }
         if !self.gone.is_empty() {
-            details.push(format!("lost: {}", list(self.gone.iter().copied())));
+            details.push(format!(
+                "lost: {}",
+                list(self.gone.iter().copied(), self.gone.len())
+            ));
         }
         if !self.stopping.is_empty() {
-            details.push(format!("still stopping: {}", list(self.stopping.iter().copied())));
+            details.push(format!(
+                "still stopping: {}",
+                list(self.stopping.iter().copied(), self.stopping.len())
+            ));
         }
         if !details.is_empty() {
             let _ = write!(words, " ({})", details.join("; "));
@@ -277,7 +277,7 @@ mod tests {
     fn long_lists_are_cut() {
         let names: Vec<String> = (0..10).map(|n| n.to_string()).collect();
         assert_eq!(
-            list(names.iter().map(String::as_str)),
+            list(names.iter().map(String::as_str), names.len()),
             "`0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 2 more"
         );
     }
