@@ -104,7 +104,7 @@ fn tag(transfer: &Transfer) -> String {
         ActionKind::SendGradient => "gradient",
         _ => "activations",
     };
-    let micro_batch = send.micro_batch.unwrap_or_default();
+    let micro_batch = send.micro_batch;
     format!(
         "`{receive}`: {what} of micro-batch {micro_batch} from stage {} for stage {}",
         send.stage, receive.stage
@@ -335,8 +335,10 @@ mod tests {
     fn a_message_says_stage_action_and_micro_batch() {
         let placement = Placement::looped(2, 1);
         let receive = Action {
-            micro_batch: Some(3),
-            ..Action::of_stage(0, 0, ActionKind::ReceiveGradient)
+            rank: 0,
+            stage: 0,
+            kind: ActionKind::ReceiveGradient,
+            micro_batch: 3,
         };
         let transfer = receive.transfer(&placement).unwrap();
         assert_eq!(

@@ -186,7 +186,6 @@ impl TrainError {
             | Self::Data(_)
             | Self::Agreement(AgreementError::Differs(_))
             | Self::Replicas(_)
-            | Self::Reduce(ReduceError::Unused { .. })
             | Self::Pretrained(_)
             | Self::Checkpoint(_) => true,
             _ => false,

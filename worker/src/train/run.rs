@@ -88,10 +88,9 @@ pub fn run_worker_with(
 
 fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
-    let configured = config.train.grad_accumulation;
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
-    let sizes = allowed_sizes(&config, opened.mesh(), configured);
+    let sizes = allowed_sizes(&config, opened.mesh());
     if env.rank.get() == 0 && sizes != Sizes::default() {
         session.limit_sizes(sizes);
     }

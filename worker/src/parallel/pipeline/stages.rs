@@ -67,7 +67,7 @@ impl Placement {
 pub struct LayerCosts {
     /// What comes before the layers, on the first stage.
     pub embedding: u64,
-    /// Of each layer, in order.
+    /// The cost of each layer, in order.
     pub layers: Vec<u64>,
     /// What comes after the layers, on the last stage.
     pub head: u64,
@@ -84,15 +84,13 @@ impl LayerCosts {
     }
 }
 
-/// There is nothing to put on some stage.
+/// The model has fewer layers than the pipeline has stages.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{layers} layers cannot be divided on {stages} stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
-)]
+#[error("{layers} layers cannot be divided on {stages} stages: each stage needs a layer")]
 pub struct TooFewLayers {
-    /// Of the model.
+    /// Layers of the model.
     pub layers: usize,
-    /// Of the pipeline.
+    /// Stages of the pipeline.
     pub stages: usize,
 }
 
@@ -271,7 +269,7 @@ mod tests {
         let refused = divide_layers(&LayerCosts::equal(3), 4).expect_err("too few");
         assert_eq!(
             refused.to_string(),
-            "3 layers cannot be divided on 4 stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
+            "3 layers cannot be divided on 4 stages: each stage needs a layer"
         );
     }
 

@@ -22,7 +22,7 @@ use super::grad_units::{GradUnits, Round, is_staged};
 use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
-use crate::config::{Accumulate, Sync, Unused};
+use crate::config::{Accumulate, Sync};
 use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
 use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, DeviceTimes};
@@ -37,8 +37,6 @@ pub struct ReducerConfig {
     pub overlap: bool,
     /// What is held of the gradients of other ranks' parameters, where ranks own parts.
     pub accumulate: Accumulate,
-    /// The answer to parameters that take no part in a backward.
-    pub unused: Unused,
     /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
     pub micro_batches: usize,
 }
@@ -50,7 +48,6 @@ impl Default for ReducerConfig {
             sync: Sync::Bucketed,
             overlap: true,
             accumulate: Accumulate::Full,
-            unused: Unused::Error,
             micro_batches: 1,
         }
     }
@@ -65,9 +62,6 @@ pub struct Reducer {
     unit_of: Vec<usize>,
     /// Units are launched as soon as they are complete.
     is_eager: bool,
-    unused: Unused,
-    /// Global rank.
-    rank: usize,
     /// Of the last step.
     progress: Progress,
 }
@@ -182,8 +176,6 @@ impl Reducer {
             // Units in slots must leave their slots, overlapped or not.
             is_eager: is_staged || (config.overlap && !is_all_at_once),
             progress: Progress::new(&layout, &grads, 1),
-            unused: config.unused,
-            rank: set.all.members()[set.all.rank()],
             layout,
             grads,
             uses,
@@ -423,18 +415,6 @@ impl GradSink for Step<'_> {
 
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
         Ok(self.ready(id, at)?)
-    }
-
-    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
-        let reducer = &mut *self.reducer;
-        if reducer.unused == Unused::Zero {
-            return Ok(());
-        }
-        let error = ReduceError::Unused {
-            rank: reducer.rank,
-            unused: what.to_owned(),
-        };
-        Err(reducer.fail(error).into())
     }
 }
 
