@@ -30,7 +30,7 @@ pub(crate) struct Replica {
     tensor: Option<TensorGroup>,
     pub(crate) plan: Arc<PipelinePlan>,
     row: RowState,
-    feed: Feed,
+    feed: TokenFeed,
     /// Factor of each position's gradient.
     dloss: Buffer,
     /// What `dloss` is filled with.
@@ -80,7 +80,7 @@ impl Replica {
         )?;
         let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));
         Ok(Self {
-            feed: Feed::new(world, tokens, counts)?,
+            feed: TokenFeed::new(world, tokens, counts)?,
             row: RowState::new(plan.clone(), edges),
             plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,
@@ -254,7 +254,7 @@ impl Replica {
         times
     }
 
-    /// Of what was launched since the last call, the part that the device measures.
+    /// The times that the device measures of what was launched since the last call.
     pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
         let tensor = self.tensor.as_ref().map(TensorGroup::take_device_times);
         [
@@ -290,7 +290,7 @@ fn activation_pool(
     Ok(ActivationPool::in_arena(device, arena))
 }
 
-/// What accompanies every pass: parameters are gathered and released, and a pass ends soon after the generation is over.
+/// Accompanies every pass: gathers and releases parameters, and ends the pass soon after the generation is over.
 struct ReplicaHooks<'a> {
     parameters: &'a Parameters,
     world: &'a World,
@@ -315,7 +315,7 @@ impl Hooks for ReplicaHooks<'_> {
 }
 
 /// Tokens and targets on their way to the device, on a stream of their own, while another micro-batch is computed.
-struct Feed {
+struct TokenFeed {
     world: World,
     /// Copies, ahead of the stream that computes.
     stream: Stream,
@@ -325,7 +325,7 @@ struct Feed {
     targets: TokenBuffers,
 }
 
-impl Feed {
+impl TokenFeed {
     /// For micro-batches of `shape`, samples by positions. `counts` are the numbers of buffers for tokens and for targets.
     fn new(world: &World, shape: [usize; 2], counts: [usize; 2]) -> Result<Self, TrainError> {
         let device = world.device.as_ref();
@@ -370,7 +370,7 @@ impl Feed {
 /// Memory for tokens, or for targets, of several micro-batches.
 struct TokenBuffers {
     buffers: Vec<TokenBuffer>,
-    /// The one that was released first is taken first.
+    /// Indices of free buffers, the one that was released first in front.
     free: VecDeque<usize>,
     /// By micro-batch.
     taken: BTreeMap<usize, usize>,
@@ -379,7 +379,7 @@ struct TokenBuffers {
 /// Memory for one micro-batch.
 struct TokenBuffer {
     buffer: Buffer,
-    /// All that reads it has run.
+    /// Reached when all that reads the buffer has run.
     read: Event,
 }
 
@@ -409,7 +409,7 @@ impl TokenBuffers {
         buffer.clone()
     }
 
-    /// All that reads those of a micro-batch is in the stream that computes.
+    /// Frees the buffer of a micro-batch. All that reads it must be in the stream that computes.
     fn release(&mut self, world: &World, micro_batch: usize) {
         if let Some(index) = self.taken.remove(&micro_batch) {
             self.give_back(world, index);

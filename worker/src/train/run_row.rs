@@ -10,7 +10,7 @@ use super::row_state::RowPurpose;
 use crate::device::{DeviceError, Event};
 use crate::model::{Activation, GradSink, GradSlot, Hooks, NoHooks, ParamId, SampleKey};
 use crate::parallel::pipeline::Action;
-use crate::parallel::{Portion, Reducer};
+use crate::parallel::{ArenaShare, Reducer};
 use crate::timeline::Mark;
 
 /// An action that is in the stream.
@@ -98,7 +98,7 @@ pub(crate) fn rehearse_step(
     reducer: &mut Reducer,
     micro_batches: usize,
     on_losses: &dyn Fn(&Activation),
-) -> Result<Portion, TrainError> {
+) -> Result<ArenaShare, TrainError> {
     replica.parameters.updated()?;
     let mut grads = reducer.step(micro_batches)?;
     let mut caller = Rehearsal {
@@ -108,7 +108,7 @@ pub(crate) fn rehearse_step(
     };
     run_row(replica, RowPurpose::Training, micro_batches, &mut caller)?;
     let reduced = grads.finish_on(replica.world.stream, replica.world.deadline())?;
-    Ok(reduced.portion())
+    Ok(reduced.sums())
 }
 
 /// Rehearses an evaluation on an idle replica.

@@ -1,5 +1,5 @@
-//! What rank 0 says before the first step: what is trained, on what, and with how much memory. A restart repeats only
-//! what has changed.
+//! The lines that rank 0 prints before the first step: what is trained, on which device, with how much memory. A restart
+//! prints only the lines that have changed.
 
 use ddp_proto::words::{bytes, counted, grouped};
 
@@ -18,8 +18,8 @@ use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
 
-/// What is to be said of this life of the run. The file of the folder has what was said of the one before.
-pub(super) fn introduction(prepared: &Prepared<'_>) -> String {
+/// The lines for this life of the run. A file in the run's directory has the lines of the life before.
+pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let rows = rows(prepared).0;
     let trainer = prepared.trainer.parts();
     let (is_restarted, step) = (is_restarted(trainer.session.env()), trainer.first_step);

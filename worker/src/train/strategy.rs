@@ -99,7 +99,7 @@ impl ShardingStrategy {
         }
     }
 
-    /// Who owns what, as a rank of its copy sees it.
+    /// Which rank owns what, for a rank of the shard group.
     pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
         match (self.strategy, self.accumulate) {
@@ -238,8 +238,8 @@ pub(super) fn allocate(
     Ok((parameters, reducer))
 }
 
-/// State of what this rank owns, in `home`; and masters, where the parameters are not f32 or not near the state. Every
-/// rank must call it.
+/// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near
+/// the state. Every rank must call it.
 pub(super) fn optimizer(
     parameters: &Parameters,
     home: StateMemory,

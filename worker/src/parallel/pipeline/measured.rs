@@ -43,7 +43,7 @@ struct Ran {
     action: Action,
     start: u64,
     end: u64,
-    /// Of the time since the action before, what its rank did not wait.
+    /// Nanoseconds since the action before, without waits.
     before: u64,
 }
 

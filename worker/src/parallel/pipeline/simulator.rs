@@ -418,7 +418,7 @@ impl<'a> Run<'a> {
         timeline.note_memory(action, [start, end], kept_bytes);
     }
 
-    /// Who waits for whom, if any rank has not come to its end.
+    /// The ranks that wait for each other, if a rank has not reached the end of its row.
     fn deadlock(&mut self) -> Option<Deadlock> {
         let ranks = 0..self.ranks.len();
         let mut waits: Vec<Option<Waiting>> = ranks.map(|rank| self.advance(rank)?.err()).collect();

@@ -15,7 +15,7 @@ impl Placement {
         Self::new(ranks, (0..ranks * chunks).map(|stage| stage % ranks).collect())
     }
 
-    /// There and back again: with two chunks rank 0 holds the first and the last stage.
+    /// Stages in a V: with two chunks, rank 0 holds the first and the last stage.
     pub fn v_shaped(ranks: usize, chunks: usize) -> Self {
         let rank_of = |stage: usize| {
             let way = stage % ranks;
@@ -132,9 +132,9 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// The division of the least value, and that value. `value` is given a stage, its layers and the least value of
-    /// all later stages (0 for none), and makes the value of them all, no less for more layers; none refuses the range, and
-    /// with it those of more layers.
+    /// The division of the least value, and that value. `value` gets a stage, its layers and the least value of all later
+    /// stages (0 if there are none), and returns the value of all of them, which must not fall with more layers. `None`
+    /// refuses the layers, and all ranges with more.
     fn least(
         &self,
         value: impl Fn(usize, &Range<usize>, u128) -> Option<u128>,

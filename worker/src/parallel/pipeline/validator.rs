@@ -54,9 +54,9 @@ pub enum Reason {
     /// The pipeline is smaller.
     #[error("there are {stages} stages and {micro_batches} micro-batches")]
     OutOfRange {
-        /// Of the pipeline.
+        /// Stages of the pipeline.
         stages: usize,
-        /// Of the step.
+        /// Micro-batches of the step.
         micro_batches: usize,
     },
     /// Its stage is elsewhere.

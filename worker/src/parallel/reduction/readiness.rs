@@ -69,7 +69,7 @@ struct GradReports {
 }
 
 impl Readiness {
-    /// For rounds of so many micro-batches.
+    /// Nothing is reported yet; a round has `micro_batches`.
     pub(super) fn new(layout: &Arc<GradientLayout>, micro_batches: usize) -> Self {
         let report = |id| GradReports {
             due: layout.spec(ParamId(id)).contributions * micro_batches,

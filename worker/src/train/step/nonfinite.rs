@@ -96,7 +96,7 @@ pub(super) struct Inspection<'a> {
     pub(super) loader: &'a Loader,
     pub(super) rank_table: &'a RankTable,
     pub(super) step: u64,
-    /// Of each micro-batch.
+    /// The samples of each micro-batch.
     pub(super) keys: Vec<SampleKey>,
 }
 

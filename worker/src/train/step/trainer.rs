@@ -20,7 +20,7 @@ use crate::mesh::{Axis, DATA};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
-use crate::parallel::{DeviceTimes, Dtypes, Portion, Reducer, Step};
+use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer, Step};
 use crate::plan::GlobalBatch;
 use crate::session::Session;
 use crate::timeline::Kind;
@@ -71,7 +71,7 @@ impl TrainerParts<'_> {
         work(&mut self.checkpoints, here)
     }
 
-    /// Of a step that is not short.
+    /// The global batch of a step that is not short.
     pub(crate) fn global_batch(&self) -> GlobalBatch {
         GlobalBatch {
             ranks: self.world.mesh.size(&DATA) as u64,
@@ -124,7 +124,7 @@ impl TrainerParts<'_> {
         let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
         times.account(reduced.times());
         Ok(StepGradients {
-            grads: reduced.portion(),
+            grads: reduced.sums(),
             device_times: reduced.device_times(),
             sharing: sharing.expect("a row ends with it"),
         })
@@ -224,7 +224,7 @@ pub(crate) struct Outcome {
     pub(crate) stopped: Option<String>,
 }
 
-/// Told of each finished step; returns what the agent's bar shows of it.
+/// Called with each finished step; returns what the agent's progress bar shows.
 pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &TrainerParts<'_>) -> Option<Progress> + 'a;
 
 impl<'a> Trainer<'a> {
@@ -300,20 +300,20 @@ impl<'a> Trainer<'a> {
             // Resumed when all steps were done already.
             outcome.val_loss = Some(self.validate(outcome.steps)?);
         }
-        // The launcher takes the work for done only in this phase.
+        // The launcher accepts the end of the process as success only in this phase.
         let is_done = outcome.steps >= train.steps;
         self.beat(
             outcome.steps,
             if is_done { Phase::Finishing } else { Phase::Saving },
         );
         self.parts.replica.parameters.drain()?;
-        // Nobody leaves before the last checkpoint is whole.
+        // No rank leaves before the last checkpoint is complete.
         self.parts.rank_table.gather("end of the run", [0.0; 2])?;
         Ok(())
     }
 
-    /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank
-    /// was asked to stop.
+    /// Waits for the numbers of the oldest steps until `kept` are left, and reports them. Once a rank was asked to stop, no
+    /// step is left.
     fn finish_steps(
         &mut self,
         queue: &mut VecDeque<EnqueuedStep>,
@@ -372,7 +372,7 @@ impl<'a> Trainer<'a> {
         failure.map_or(result, |error| Err(error.into()))
     }
 
-    /// What is told of a step, once the device has run it.
+    /// The record of a step, once the device has run it.
     fn record_of(&mut self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepRecord, TrainError> {
         let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
         let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
@@ -380,7 +380,7 @@ impl<'a> Trainer<'a> {
         let result = self.result_of(enqueued, reducer)?;
         self.finished = Instant::now();
         times.step = self.finished - began;
-        // All of the step has run, and who was asked for failures has looked at it.
+        // All of the step has run, and the failures were read after that.
         for device_times in device_times {
             times.account(device_times.times());
         }
@@ -470,7 +470,7 @@ impl<'a> Trainer<'a> {
         self.parts.with_checkpoints(Checkpoints::drain)
     }
 
-    /// Gives up what is under way, because training has failed on some rank.
+    /// Abandons checkpoints and collectives in flight, because training has failed on some rank.
     pub(crate) fn abandon(&mut self) {
         self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
@@ -665,8 +665,8 @@ impl TrainingRow<'_> {
 
 /// The result of the passes of a step.
 struct StepGradients {
-    grads: Portion,
-    /// Of reduction.
+    grads: ArenaShare,
+    /// Times of reduction.
     device_times: DeviceTimes,
     /// The losses, on their way to all ranks.
     sharing: Work,
