@@ -88,7 +88,7 @@ pub(super) fn open(
     let mut whole = spec.whole_layout(config)?;
     let dataset = Dataset::open(&config.data, config.model.block_size)?;
     let choice = Choice::of(config, session, parts.device)?;
-    agree(config, session, (&spec, &whole), (&dataset, &choice))?;
+    agree(config, session, &spec, &whole, &dataset, &choice)?;
     if !is_restarted(env) && RunDir::begins(&config.run, &env.run_id) {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
@@ -317,8 +317,10 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
 fn agree(
     config: &TrainConfig,
     session: &Session,
-    (spec, whole): (&RankSpec, &GradientLayout),
-    (dataset, choice): (&Dataset, &Choice),
+    spec: &RankSpec,
+    whole: &GradientLayout,
+    dataset: &Dataset,
+    choice: &Choice,
 ) -> Result<(), TrainError> {
     let mut document = document(config, dataset);
     for (section, key) in [
