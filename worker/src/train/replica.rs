@@ -64,9 +64,10 @@ impl Replica {
         let tokens = [config.train.micro_batch, config.model.block_size];
         let (positions, channels) = (tokens[0] * tokens[1], config.model.n_embd);
         // Under sequence parallelism blocks hand on a rank's own rows.
-        let handed_on = match model.part.sequence {
-            true => vec![positions / model.part.tensor.1, channels],
-            false => vec![tokens[0], tokens[1], channels],
+        let handed_on = if model.part.sequence {
+            vec![positions / model.part.tensor.1, channels]
+        } else {
+            vec![tokens[0], tokens[1], channels]
         };
         let tensor = tensor_group(world, model.part.sequence)?;
         let dloss = world
