@@ -19,8 +19,8 @@ pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 pub use ddp_worker::mesh::Axis;
 use ddp_worker::metrics::{FoundRun, Request, RunDir, RunFilesError};
+use ddp_worker::parallel::AgreementError;
 use ddp_worker::parallel::pipeline::PipelinePlan;
-use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
@@ -311,8 +311,7 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)
-        | TrainError::Data(_)
-        | TrainError::Reduce(ReduceError::Unused { .. }) => false,
+        | TrainError::Data(_) => false,
         TrainError::Pretrained(error) => {
             matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
         }

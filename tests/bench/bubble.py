@@ -20,7 +20,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("DDP_BIN", ROOT / "target/release"))
 TEXT = ROOT / "examples/data/python-reference.txt"
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "greedy")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "greedy")
 MICRO_BATCHES = (4, 8, 16)
 BOUND = 0.15
 DEADLINE_S = 900

@@ -20,7 +20,7 @@ use ddp_worker::config;
 use ddp_worker::device::{
     Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Isa, Stream,
 };
-use ddp_worker::model::{Activation, ActivationPool, Context, Flight, Model, NoHooks, Passes, build};
+use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, build};
 use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
 use ddp_worker::optim::adamw;
 use local_model::{LocalGrads, LocalParams};
@@ -216,7 +216,7 @@ impl Run {
         };
         self.grads.start_step();
         let passes = Passes { model, ctx: &ctx };
-        let mut flight = Flight::over(model.whole());
+        let mut flight = ChunkState::new(model.whole());
         drop(passes.forward(&mut flight, &self.tokens, &mut NoHooks)?);
         passes.backward(&mut flight, None, &mut NoHooks, &mut self.grads)?;
         self.steps += 1;

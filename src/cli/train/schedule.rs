@@ -1,6 +1,5 @@
-//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text, as a picture, or as a
-//! table for PyTorch. The schedule comes from a configuration, a name, a table, or the timeline of
-//! a run.
+//! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text or as a picture. The
+//! schedule comes from a configuration, a name, or the timeline of a run.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +8,6 @@ use std::{fs, io};
 
 use clap::ArgGroup;
 use ddp_proto::words::{counted, numbered};
-use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
 use ddp_worker::parallel::pipeline::{
     Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, bubble_fraction, grid, picture,
     simulate,
@@ -36,7 +34,7 @@ const TIMELINE: &str = "timeline/timeline.json";
 /// B is I and W together and takes two columns. A unit of the summary is the F of all stages of a
 /// rank.
 #[derive(Debug, clap::Args)]
-#[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "file", "measured"])))]
+#[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "measured"])))]
 pub(super) struct ScheduleArgs {
     /// Show the pipeline of this configuration; its data need not exist
     #[arg(value_name = "FILE.yaml")]
@@ -44,7 +42,7 @@ pub(super) struct ScheduleArgs {
     /// Override one value, for example `--set parallel.pipeline.schedule=zbv`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment, requires = "config")]
     overrides: Vec<String>,
-    /// Show the schedule of this name: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev or greedy
+    /// Show the schedule of this name: gpipe, 1f1b, interleaved, zb-h1, zbv or greedy
     #[arg(long, value_name = "NAME")]
     schedule: Option<String>,
     /// Number of pipeline ranks
@@ -57,9 +55,6 @@ pub(super) struct ScheduleArgs {
     /// Micro-batches per step
     #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     micro_batches: u64,
-    /// Show the schedule in this CSV table, which `--csv` or PyTorch's pipelining wrote
-    #[arg(long, value_name = "FILE.csv")]
-    file: Option<PathBuf>,
     /// Show the measured schedule of a run next to a simulation with the same durations; RUN is the
     /// run's directory, or its timeline (`run.timeline`)
     #[arg(long, value_name = "RUN")]
@@ -67,9 +62,6 @@ pub(super) struct ScheduleArgs {
     /// Draw the schedule into this SVG file
     #[arg(short, long, value_name = "FILE.svg", value_parser = output)]
     output: Option<PathBuf>,
-    /// Print the schedule as a CSV table, for `parallel.pipeline.file` or PyTorch's pipelining
-    #[arg(long, conflicts_with = "output")]
-    csv: bool,
 }
 
 /// An SVG file, or a device.
@@ -115,7 +107,7 @@ fn with_flags(words: &str) -> String {
 /// A schedule's name is not a file, unless there is one.
 fn refuse_name(config: &Path) -> Result<(), CliError> {
     let name = config.to_string_lossy();
-    if config.exists() || PipelinePlan::named(&name, (2, None), 8).is_err() {
+    if config.exists() || PipelinePlan::named(&name, 2, None, 8).is_err() {
         return Ok(());
     }
     Err(CliError::Config(format!(
@@ -123,28 +115,22 @@ fn refuse_name(config: &Path) -> Result<(), CliError> {
     )))
 }
 
-/// Shows a schedule from a configuration, a name or a table, with unit times.
+/// Shows a schedule from a configuration or a name, with unit times.
 fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
-    let plan = match (&args.config, &args.file, &args.schedule) {
-        (Some(config), ..) => {
+    let plan = match &args.config {
+        Some(config) => {
             refuse_name(config)?;
             Draft::read(config, &args.overrides)?.pipeline()?
         }
-        (None, Some(file), _) => {
-            let text = read(file, csv::MAX_BYTES)?;
-            PipelinePlan::of_csv(&String::from_utf8_lossy(&text)).map_err(refused)?
-        }
-        (None, None, name) => {
+        None => {
             let [ranks, micro_batches] = [args.stages, args.micro_batches].map(|count| count as usize);
-            let sizes = (ranks, args.chunks.map(|chunks| chunks as usize));
-            let plan = PipelinePlan::named(name.as_deref().unwrap_or_default(), sizes, micro_batches);
-            plan.map_err(|error| CliError::Config(with_flags(&error.to_string())))?
+            let chunks = args.chunks.map(|chunks| chunks as usize);
+            let name = args.schedule.as_deref().unwrap_or_default();
+            PipelinePlan::named(name, ranks, chunks, micro_batches)
+                .map_err(|error| CliError::Config(with_flags(&error.to_string())))?
         }
     };
     let (schedule, placement) = (plan.schedule(), plan.placement());
-    if args.csv {
-        return Ok(csv::write(schedule, CsvFormat::ComputeOnly));
-    }
     let costs = vec![StageCosts::UNIT; placement.stages()];
     let simulation = simulate(schedule, &costs, Links::IDEAL).map_err(refused)?;
     let panel = Panel {
@@ -180,9 +166,6 @@ fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
         false => read(path, MAX_TRACE_BYTES)?,
     };
     let run = MeasuredRun::of_trace(&trace).map_err(refused)?;
-    if args.csv {
-        return Ok(csv::write(run.schedule(), CsvFormat::ComputeOnly));
-    }
     let numbers: Vec<u64> = run.steps().keys().copied().collect();
     let Some((last, step)) = run.steps().last_key_value() else {
         return Ok(String::new());

@@ -66,7 +66,7 @@ impl CollectiveError {
 pub enum Failure {
     /// Some ranks did not reach the operation in time.
     #[error(
-        "waited {waited_ms} ms for {}\n  hint: the missing rank is slow, stopped or in a different operation; see its log",
+        "waited {waited_ms} ms for {}\n  hint: the missing rank is slow, stopped or in a different operation; see its log. If only large transfers to other nodes stall, the path may drop large frames: compare the MTU of both interfaces (`ip link`)",
         numbered("rank", waiting_for)
     )]
     TimedOut {

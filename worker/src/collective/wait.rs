@@ -13,22 +13,22 @@ use super::error::Failure;
 use super::operation::Request;
 use crate::session::{Cancel, Entries, KeyValue, StoreError, Waiting, Wanted};
 
-/// After so long a wait reports the ranks that it waits for.
+/// A wait of this length reports the ranks that it waits for.
 const REPORT_AFTER: Duration = Duration::from_millis(250);
 
 /// Longest time between two checks of the cancel token and the deadline.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Longest single wait for a key: between two, the cancel token is checked, which the store need not know.
+/// Longest single wait for a key. The cancel token is checked between two such waits, because a store need not know it.
 const STORE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Of so many ranks at most it is found out again and again who is missing: it takes all entries that are there.
+/// In larger groups the absent ranks are looked up only once: each lookup reads one entry per rank.
 const MOST_REPORTED_RANKS: usize = 1024;
 
-/// For so long at most the entries that are there may be on their way.
+/// Longest time to read the entries that the store already has.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// For so long after its deadline ranks are asked for that were not yet.
+/// After the deadline, keep asking the store for this long, so that the error can name the missing ranks.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// How long a rank waits for the others, and what ends the wait earlier.
@@ -320,9 +320,9 @@ impl StoreExchange<'_> {
     }
 }
 
-/// Which of `ranks` have not arrived somewhere, as far as the store knows, and which it could not be asked for in time. Asks
-/// `has_arrived` for each, which may wait for it until `deadline` and then looks once. Ends a second later, or once the
-/// store is out of reach.
+/// The ranks among `ranks` that have not arrived, and those that the store could not be asked about in time. Calls
+/// `has_arrived` for each rank; it may wait until `deadline`, and looks once after that. Ends [`GRACE`] after the deadline,
+/// or once the store is out of reach.
 pub(super) fn absent_ranks(
     ranks: &[usize],
     deadline: Instant,

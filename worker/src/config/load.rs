@@ -51,8 +51,6 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
     data.val = data.val.as_ref().map(|val| val.below(folder));
     data.tokenizer = data.tokenizer.below(folder);
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
-    let pipeline = &mut config.parallel.pipeline;
-    pipeline.file = pipeline.file.take().map(|file| folder.join(file));
     check(&config, &source)?;
     Ok(Located { config, source })
 }

@@ -527,8 +527,6 @@ pub struct Parallel {
     pub sync: Sync,
     /// Communicate while backward runs.
     pub overlap: bool,
-    /// What to do about a parameter that takes no part in a backward.
-    pub unused: Unused,
     /// Size of a gradient bucket, MiB.
     pub bucket_mb: f64,
     /// Size of the first bucket, MiB: smaller, so that communication starts early.
@@ -551,8 +549,6 @@ pub struct Pipeline {
     pub chunks: Option<usize>,
     /// Layers of each part, in the order of the model; none: divided by cost.
     pub layers: Option<Vec<usize>>,
-    /// A schedule as a table in PyTorch's CSV form, instead of `schedule`.
-    pub file: Option<PathBuf>,
 }
 
 /// `parallel.pipeline.schedule`
@@ -573,9 +569,6 @@ pub enum PipelineSchedule {
     /// The same with two chunks a rank in a V (Qi et al. 2024).
     #[serde(rename = "zbv")]
     Zbv,
-    /// Two chunks a rank in a V, forward beside backward (DeepSeek-AI 2024).
-    #[serde(rename = "dualpipev")]
-    DualPipeV,
     /// What fits next, for few micro-batches.
     #[serde(rename = "greedy")]
     Greedy,
@@ -583,15 +576,8 @@ pub enum PipelineSchedule {
 
 impl PipelineSchedule {
     /// The words of the key.
-    pub(crate) const WORDS: &'static [&'static str] = &[
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zbv",
-        "dualpipev",
-        "greedy",
-    ];
+    pub(crate) const WORDS: &'static [&'static str] =
+        &["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "greedy"];
 }
 
 /// `parallel.strategy`
@@ -639,16 +625,6 @@ pub enum Sync {
     PerParameter,
     /// One all-reduce of everything after backward.
     Naive,
-}
-
-/// `parallel.unused`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Unused {
-    /// End the run, and name it and its block.
-    Error,
-    /// Its gradient is zero, on the ranks and in the micro-batches that do not use it.
-    Zero,
 }
 
 /// `parallel.backend`

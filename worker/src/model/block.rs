@@ -113,16 +113,10 @@ pub trait GradSink {
     /// This block's contribution to the gradient of `id` is in the stream up to `at`.
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
 
-    /// Where contributions wait, if the half of backward that makes gradients of weights comes later: what they read must
-    /// stay as it is until then. None: they are computed at once.
-    fn put_off(&mut self) -> Option<&mut Vec<WeightGradient>> {
+    /// Where contributions wait if backward is split and the gradients of weights come later: what they read must stay
+    /// unchanged until then. With `None` they are computed at once.
+    fn deferred(&mut self) -> Option<&mut Vec<WeightGradient>> {
         None
-    }
-
-    /// A block has ended its backward without a contribution to some of its parameters, which `what` names. Without an
-    /// error, their contributions are taken to be zero.
-    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
-        Err(DeviceError::Upstream(what.to_owned()))
     }
 }
 
@@ -214,7 +208,7 @@ impl Context<'_> {
             reads: reads.iter().map(|&read| read.clone()).collect(),
             op: Box::new(move |slots| op(all(slots)).into()),
         };
-        match grads.put_off() {
+        match grads.deferred() {
             Some(queue) => {
                 queue.push(later);
                 Ok(())

@@ -297,7 +297,7 @@ impl NormedDense {
         drop(normalised);
         let dnormalised = ctx.finish_sum(early.map_or_else(gradient, Ok)?)?;
         let dinp = match stream {
-            Some(stream) if grads.put_off().is_none() => stream.clone(),
+            Some(stream) if grads.deferred().is_none() => stream.clone(),
             _ => ctx.lease("gradient of the stream", inp.shape())?,
         };
         if let Some(stream) = stream.filter(|stream| !stream.buffer().same(dinp.buffer())) {

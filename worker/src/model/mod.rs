@@ -12,7 +12,7 @@
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
-//! | [`Passes`], [`Flight`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
+//! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
 //! | [`fill_init`] | stateless first values |
 
@@ -35,7 +35,7 @@ pub use block::{
 pub use build::{ModelError, block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
-pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
+pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};

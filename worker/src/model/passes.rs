@@ -4,13 +4,12 @@
 //! accompanies a pass is in [`Hooks`]: gathering parameters (ZeRO-3), looking at what a block makes, ending early.
 //!
 //! A chunk is a range of blocks: the whole model, or the blocks of a pipeline stage. What forward keeps for backward
-//! belongs to a [`Flight`], and any number of flights may be in the air.
+//! belongs to a [`ChunkState`], and any number of micro-batches may be in flight.
 
 use std::ops::Range;
 
 use super::{Activation, Context, GradSink, GradSlot, KvCache, Model, ParamId, Saved, WeightGradient};
 use crate::device::{DeviceError, Event};
-use crate::ops::Fill;
 use crate::timeline::Kind;
 
 /// One of the two passes over the blocks.
@@ -41,21 +40,21 @@ pub struct NoHooks;
 impl Hooks for NoHooks {}
 
 /// A micro-batch between forward and backward of a chunk: what each block has saved, and between the halves of backward the
-/// gradients of weights that are put off.
+/// deferred gradients of weights.
 #[derive(Debug)]
-pub struct Flight {
+pub struct ChunkState {
     chunk: Range<usize>,
     saved: Vec<Saved>,
-    put_off: Vec<WeightGradient>,
+    deferred: Vec<WeightGradient>,
 }
 
-impl Flight {
+impl ChunkState {
     /// Before forward over the blocks of `chunk`.
-    pub fn over(chunk: Range<usize>) -> Self {
+    pub fn new(chunk: Range<usize>) -> Self {
         Self {
             saved: chunk.clone().map(|_| Saved::default()).collect(),
             chunk,
-            put_off: Vec::new(),
+            deferred: Vec::new(),
         }
     }
 
@@ -75,16 +74,16 @@ pub struct Passes<'a> {
 }
 
 impl Passes<'_> {
-    /// Forward over the chunk of `flight`. The whole model goes from tokens `[B, T]` to the loss of each position
+    /// Forward over the chunk of `state`. The whole model goes from tokens `[B, T]` to the loss of each position
     /// `[B·T]`, 0 where the target is ignored.
     pub fn forward(
         &self,
-        flight: &mut Flight,
+        state: &mut ChunkState,
         input: &Activation,
         hooks: &mut dyn Hooks,
     ) -> Result<Activation, DeviceError> {
         let mut activation = input.clone();
-        for (index, saved) in flight.chunk.clone().zip(&mut flight.saved) {
+        for (index, saved) in state.chunk.clone().zip(&mut state.saved) {
             let block = &self.model.blocks[index];
             let name = || format!("forward {}", block.name()).into();
             let forward = || {
@@ -142,36 +141,39 @@ impl Passes<'_> {
         Ok(activation)
     }
 
-    /// Backward over the chunk of `flight`, from the gradient of its output to that of its input, if it has one. The chunk
+    /// Backward over the chunk of `state`, from the gradient of its output to that of its input, if it has one. The chunk
     /// that ends with the loss is given none, and begins with [`Context::dloss`]. Adds to
-    /// the gradients of the chunk's parameters. A parameter that its block does not use is reported when the block's
-    /// backward has ended: without it, its gradient would never be complete.
+    /// the gradients of the chunk's parameters.
     pub fn backward(
         &self,
-        flight: &mut Flight,
+        state: &mut ChunkState,
         dout: Option<Activation>,
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(flight, dout, hooks, (grads, false))
+        self.backward_over(state, dout, hooks, (grads, false))
     }
 
     /// The first half of [`Passes::backward`]: the gradient of the chunk's input, and of its norms' parameters. Those of
-    /// its weights are put off to [`Passes::weight_gradients`]; until then the flight keeps what they read (Qi et al. 2023,
+    /// its weights are deferred to [`Passes::weight_gradients`]; until then the state keeps what they read (Qi et al. 2023,
     /// Zero bubble pipeline parallelism).
     pub fn input_gradient(
         &self,
-        flight: &mut Flight,
+        state: &mut ChunkState,
         dout: Option<Activation>,
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        self.backward_over(flight, dout, hooks, (grads, true))
+        self.backward_over(state, dout, hooks, (grads, true))
     }
 
     /// The second half: adds to the gradients of the chunk's weights, in the order in which the first half came to them.
-    pub fn weight_gradients(&self, flight: &mut Flight, grads: &mut dyn GradSink) -> Result<(), DeviceError> {
-        for later in flight.put_off.drain(..) {
+    pub fn weight_gradients(
+        &self,
+        state: &mut ChunkState,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        for later in state.deferred.drain(..) {
             grads.enter(later.block);
             self.ctx.contribute_now(grads, later)?;
         }
@@ -180,16 +182,16 @@ impl Passes<'_> {
 
     fn backward_over(
         &self,
-        flight: &mut Flight,
+        state: &mut ChunkState,
         dout: Option<Activation>,
         hooks: &mut dyn Hooks,
         (grads, is_apart): (&mut dyn GradSink, bool),
     ) -> Result<Option<Activation>, DeviceError> {
-        let Flight {
+        let ChunkState {
             chunk,
             saved,
-            put_off,
-        } = flight;
+            deferred,
+        } = state;
         let mut gradient = Some(dout.map_or_else(|| self.ctx.loss_gradient(), Ok)?);
         for (index, saved) in chunk.clone().zip(saved).rev() {
             let block = &self.model.blocks[index];
@@ -198,11 +200,10 @@ impl Passes<'_> {
                 DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
             })?;
             grads.enter(index);
-            let first = put_off.len();
-            let mut reports = Reports {
+            let first = deferred.len();
+            let mut sink = DeferringSink {
                 grads,
-                reported: Vec::new(),
-                put_off: is_apart.then_some(&mut *put_off),
+                deferred: is_apart.then_some(&mut *deferred),
             };
             let name = || format!("backward {}", block.name()).into();
             let backward = || {
@@ -215,76 +216,37 @@ impl Passes<'_> {
                 } else {
                     saved
                 };
-                block.backward(self.ctx, saved, &dout, &mut reports)
+                block.backward(self.ctx, saved, &dout, &mut sink)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
-            let mut reported = reports.reported;
-            for later in &mut put_off[first..] {
+            for later in &mut deferred[first..] {
                 later.block = index;
-                reported.extend(&later.ids);
             }
             hooks.after(index, Pass::Backward, gradient.as_ref())?;
-            let listed = block.params().iter().rev().copied();
-            let unused: Vec<ParamId> = listed.filter(|id| !reported.contains(id)).collect();
-            if !unused.is_empty() {
-                self.contribute_zeros(block.name(), &unused, grads)?;
-            }
         }
         Ok(gradient)
-    }
-
-    fn contribute_zeros(
-        &self,
-        block: &str,
-        ids: &[ParamId],
-        grads: &mut dyn GradSink,
-    ) -> Result<(), DeviceError> {
-        let name = |id: &ParamId| format!("`{}`", self.model.params[id.0].key);
-        let names: Vec<String> = ids.iter().map(name).collect();
-        let plural = if ids.len() == 1 { "" } else { "s" };
-        grads.unused(&format!(
-            "parameter{plural} {} took no part in the backward of block `{block}`",
-            names.join(", ")
-        ))?;
-        for &id in ids {
-            let slot = grads.grad(id)?;
-            if !slot.accumulate {
-                self.ctx.enqueue(Fill {
-                    out: slot.buffer,
-                    value: 0.0,
-                });
-            }
-            grads.contributed(id, self.ctx.record())?;
-        }
-        Ok(())
     }
 }
 
 /// What a recomputed block keeps.
 const BLOCK_INPUT: &str = "block input";
 
-/// The reports of one block on their way.
-struct Reports<'a> {
+/// Passes contributions on, and offers a place to defer those of weights.
+struct DeferringSink<'a> {
     grads: &'a mut dyn GradSink,
-    reported: Vec<ParamId>,
-    put_off: Option<&'a mut Vec<WeightGradient>>,
+    deferred: Option<&'a mut Vec<WeightGradient>>,
 }
 
-impl GradSink for Reports<'_> {
+impl GradSink for DeferringSink<'_> {
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
         self.grads.grad(id)
     }
 
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
-        self.reported.push(id);
         self.grads.contributed(id, at)
     }
 
-    fn put_off(&mut self) -> Option<&mut Vec<WeightGradient>> {
-        self.put_off.as_deref_mut()
-    }
-
-    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
-        self.grads.unused(what)
+    fn deferred(&mut self) -> Option<&mut Vec<WeightGradient>> {
+        self.deferred.as_deref_mut()
     }
 }

@@ -14,7 +14,7 @@ use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
-use crate::parallel::{NormOrder, Portion, ReduceError, ReplicaSet, ShardUnit, Sharding};
+use crate::parallel::{ArenaShare, NormOrder, ReduceError, ReplicaSet, ShardUnit, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -108,9 +108,9 @@ impl Clip {
     /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
-    pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
+    pub fn measure(&self, stream: Stream, grads: &ArenaShare) -> Option<Work> {
         for &unit in &self.counted {
-            let place = self.sharding.own_place(unit);
+            let place = self.sharding.own_ranges(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
                 partials: self
@@ -189,7 +189,7 @@ mod tests {
             elements[0] = 3.0;
             elements[CHUNK + 1] = 4.0;
         }
-        let grads = Portion::Whole(grads);
+        let grads = ArenaShare::Whole(grads);
         for (max_norm, scale) in [(Some(1.0), 0.2), (Some(10.0), 1.0), (None, 1.0)] {
             let train = Train {
                 grad_clip: max_norm,

@@ -159,7 +159,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
             let spec = &params[id.0];
             matrices.push(GatheredMatrix {
                 shape: [spec.global_shape[0], spec.global_shape[1]],
-                home: sharding.home(*id).1,
+                home: sharding.unit_range(*id).1,
                 own: own.clone(),
                 rates: groups.index(id.0),
             });
@@ -322,7 +322,7 @@ mod tests {
     use crate::device::CpuDevice;
     use crate::model::{AxisRole, GroupId, Init};
     use crate::optim::{Optimizer, StateMemory, UpdateStep};
-    use crate::parallel::{GradSpec, GradientLayout, LayoutConfig, Portion};
+    use crate::parallel::{ArenaShare, GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
 
     #[test]
@@ -467,7 +467,10 @@ mod tests {
                 lr: LR as f32,
                 number,
             };
-            let (params, grads) = (Portion::Whole(weights.clone()), Portion::Whole(grads.clone()));
+            let (params, grads) = (
+                ArenaShare::Whole(weights.clone()),
+                ArenaShare::Whole(grads.clone()),
+            );
             assert!(optimizer.step(stream, &params, &grads, &step).is_empty());
         }
         device.synchronize(stream).unwrap();

@@ -12,19 +12,19 @@ use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};
 use crate::model::{ParamId, ParamSpec};
 use crate::ops::{Cast, Rates, Runs, UpdateRule};
-use crate::parallel::{OwnPiece, Place, Portion, ReduceError, Sharding};
+use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, ReduceError, Sharding};
 
 /// State slots of a rule, the masters if parameters have any, and what is updated how.
 pub struct Optimizer {
     home: Arc<StateMemory>,
     rule: Arc<UpdateRule>,
     /// In the order of [`UpdateRule::slots`].
-    slots: Vec<Portion>,
+    slots: Vec<ArenaShare>,
     /// In f32, of parameters that are used in bf16, or by a device that the state is not on.
-    masters: Option<Portion>,
+    masters: Option<ArenaShare>,
     rates: Vec<GroupRates>,
     /// All that this rank owns, by unit.
-    owned: Vec<Place>,
+    owned: Vec<ArenaRanges>,
     stretches: Vec<Stretch>,
     /// Updates what no stretch has.
     muon: Option<Muon>,
@@ -33,7 +33,7 @@ pub struct Optimizer {
 /// Neighbours in memory, which one operation updates.
 #[derive(Clone, Debug, PartialEq)]
 struct Stretch {
-    place: Place,
+    place: ArenaRanges,
     /// As [`Runs::ends`].
     ends: Arc<[(usize, usize)]>,
 }
@@ -92,12 +92,12 @@ impl Optimizer {
     }
 
     /// The f32 numbers of what this rank owns: the masters, or `params` themselves where there are none.
-    pub fn masters<'a>(&'a self, params: &'a Portion) -> &'a Portion {
+    pub fn masters<'a>(&'a self, params: &'a ArenaShare) -> &'a ArenaShare {
         self.masters.as_ref().unwrap_or(params)
     }
 
     /// Puts the rounding of masters that were written from elsewhere into `params` on the stream.
-    pub fn round(&self, stream: Stream, params: &Portion) {
+    pub fn round(&self, stream: Stream, params: &ArenaShare) {
         let Some(masters) = &self.masters else {
             return;
         };
@@ -113,7 +113,13 @@ impl Optimizer {
 
     /// Puts the update of what this rank owns of `params` by `scale · grads` on the stream. Returns the exchanges with other
     /// ranks that it waits for. Every rank must call it.
-    pub fn step(&self, stream: Stream, params: &Portion, grads: &Portion, step: &UpdateStep) -> Vec<Work> {
+    pub fn step(
+        &self,
+        stream: Stream,
+        params: &ArenaShare,
+        grads: &ArenaShare,
+        step: &UpdateStep,
+    ) -> Vec<Work> {
         let rates = self.rates.iter().map(|group| Rates {
             lr: step.lr * group.lr_scale,
             weight_decay: group.weight_decay,
@@ -142,14 +148,14 @@ impl Optimizer {
     }
 
     /// State of what this rank owns: name and numbers of each slot.
-    pub fn slots(&self) -> impl Iterator<Item = (&'static str, &Portion)> {
+    pub fn slots(&self) -> impl Iterator<Item = (&'static str, &ArenaShare)> {
         self.rule.slots.iter().copied().zip(&self.slots)
     }
 
     /// Size of state and masters in bytes.
     pub fn bytes(&self) -> usize {
         let all = self.slots.iter().chain(&self.masters);
-        all.map(|portion| portion.arena().bytes()).sum()
+        all.map(|share| share.arena().bytes()).sum()
     }
 
     /// The same by where they are.
@@ -159,8 +165,8 @@ impl Optimizer {
 }
 
 /// Zeros of f32 for what this rank owns.
-fn shard(home: &StateMemory, sharding: &Sharding, name: &str) -> Result<Portion, DeviceError> {
-    Ok(Portion::Shard(home.alloc(&ArenaSpec::private(
+fn shard(home: &StateMemory, sharding: &Sharding, name: &str) -> Result<ArenaShare, DeviceError> {
+    Ok(ArenaShare::Shard(home.alloc(&ArenaSpec::private(
         name,
         DType::F32,
         sharding.shard_len(),
@@ -172,7 +178,7 @@ fn shard(home: &StateMemory, sharding: &Sharding, name: &str) -> Result<Portion,
 /// leaves zeros.
 fn stretches(sharding: &Sharding, groups: &ParamGroups, included: impl Fn(ParamId) -> bool) -> Vec<Stretch> {
     let pieces = sharding.own_pieces();
-    let kind = |piece: &OwnPiece| (sharding.home(piece.param).0, included(piece.param));
+    let kind = |piece: &OwnPiece| (sharding.unit_range(piece.param).0, included(piece.param));
     let stretches = pieces.chunk_by(|one, next| kind(one) == kind(next));
     let stretch = |pieces: &[OwnPiece]| {
         let (first, last) = (&pieces[0].place, &pieces[pieces.len() - 1].place);
@@ -188,7 +194,7 @@ fn stretches(sharding: &Sharding, groups: &ParamGroups, included: impl Fn(ParamI
             }
         }
         Stretch {
-            place: Place {
+            place: ArenaRanges {
                 whole: first.whole.start..last.whole.end,
                 shard: first.shard.start..last.shard.end,
             },
@@ -297,8 +303,8 @@ mod tests {
         };
         let exchanges = optimizer.step(
             stream,
-            &Portion::Whole(params.clone()),
-            &Portion::Whole(grads),
+            &ArenaShare::Whole(params.clone()),
+            &ArenaShare::Whole(grads),
             &update,
         );
         assert!(exchanges.is_empty());

@@ -8,7 +8,7 @@ use crate::device::Buffer;
 use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::ops::cuda::{kernels, units_of};
 use crate::ops::{Rates, Runs, Update, UpdateNumbers, UpdatePart, UpdateRule, kernel};
-use crate::parallel::{Place, Portion};
+use crate::parallel::{ArenaRanges, ArenaShare};
 
 /// The rule that a configuration asks for.
 pub fn rule(config: &OptimizerConfig) -> Arc<UpdateRule> {
@@ -41,11 +41,11 @@ pub fn units() -> Vec<CompileUnit> {
 /// What the updates of a step read and write.
 pub(super) struct StepMemory<'a> {
     /// f32: the masters, or the parameters.
-    pub(super) params: &'a Portion,
+    pub(super) params: &'a ArenaShare,
     /// The parameters, where there are masters.
-    pub(super) copies: Option<&'a Portion>,
-    pub(super) grads: &'a Portion,
-    pub(super) slots: &'a [Portion],
+    pub(super) copies: Option<&'a ArenaShare>,
+    pub(super) grads: &'a ArenaShare,
+    pub(super) slots: &'a [ArenaShare],
     /// As [`Update::scale`].
     pub(super) scale: &'a Buffer,
     /// By parameter group.
@@ -56,7 +56,7 @@ pub(super) struct StepMemory<'a> {
 
 impl StepMemory<'_> {
     /// The update of a place by a rule, which has the first of the slots.
-    pub(super) fn update(&self, rule: &Arc<UpdateRule>, place: &Place, runs: Runs) -> Update {
+    pub(super) fn update(&self, rule: &Arc<UpdateRule>, place: &ArenaRanges, runs: Runs) -> Update {
         let slots = self.slots.iter().take(rule.slots.len());
         Update {
             rule: rule.clone(),

@@ -96,7 +96,7 @@ pub enum AgreementError {
     /// A signature that cannot be read.
     #[error("comparing the ranks before the first step: rank {rank} published something unreadable: {cause}")]
     Unreadable {
-        /// Who published it.
+        /// The rank that published it.
         rank: usize,
         /// In words.
         cause: String,

@@ -72,7 +72,7 @@ pub(super) struct CommTracker {
 struct Account {
     /// What the host saw.
     times: CommTimes,
-    /// Of operations that are launched now.
+    /// Times of the operations that are launched now.
     device_times: DeviceTimes,
     /// Operations whose end was not seen yet.
     unfinished: Vec<(Work, DeviceTimes)>,

@@ -13,7 +13,7 @@
 //! with the ranks. With several copies of the state (`parallel.shard_group`) the shards of groups are added as they are
 //! accumulated: in f32, or, with a single micro-batch, as on the wire, and rounded once more. Several micro-batches are
 //! added in f32 in any case: to be reduced in bf16, whole gradients lie in an f32 arena and are narrowed, bucket by bucket,
-//! on their way ([`super::Reducer`]); sharded ones are widened when they land in the shard.
+//! on their way ([`super::Reducer`]); sharded ones are widened when they are stored in the shard.
 //!
 //! So a step costs 2 + 4 + 12 bytes a parameter, and bf16 on the wire saves two of them where gradients are held and no
 //! micro-batch is added to another.
@@ -27,11 +27,11 @@ use crate::device::DType;
 /// The types of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dtypes {
-    /// Of parameters that operations read, and of activations.
+    /// Type of the parameters that operations read, and of activations.
     pub params: DType,
-    /// Of gradients while they are reduced.
+    /// Type of gradients while they are reduced.
     pub reduced: DType,
-    /// Of gradients while micro-batches are added, and of the sums that the update reads.
+    /// Type of gradients while micro-batches are added, and of the sums that the update reads.
     pub accumulated: DType,
 }
 

@@ -1,8 +1,8 @@
 //! What the ranks of a pipeline hand to each other: activations and their gradients, through one queue a directed edge.
 //!
-//! Each queue has a communicator of its own, of two ranks and with a thread or a stream of its own. In one queue for all
-//! edges a rank would wait for a message behind which the one lies that the other rank waits for. Messages of an edge
-//! arrive in the order in which they are sent, which the schedule was checked for.
+//! Each queue has a communicator of its own, of two ranks and with a thread or a stream of its own. With one queue for all
+//! edges, two ranks could each wait for a message that is queued behind another one. Messages of an edge
+//! arrive in the order in which they are sent; the validator has checked the schedule for that.
 //!
 //! A queue holds a number of messages, the same on both sides: so many receives are posted ahead of the one that is taken,
 //! and so many activations are held until they are sent; one more first waits for the oldest. Both are leased and let go
@@ -29,7 +29,7 @@ pub struct EdgeQueues {
     rank: usize,
     /// Messages that a queue holds.
     capacity: usize,
-    /// Of every message.
+    /// Shape of every message.
     shape: Vec<usize>,
     dtype: DType,
     outgoing: BTreeMap<Edge, Outgoing>,
@@ -39,25 +39,25 @@ pub struct EdgeQueues {
 
 struct Outgoing {
     comm: Communicator,
-    /// Those that are not known to be sent, the oldest first.
+    /// Messages that may not be sent yet, the oldest first.
     held: VecDeque<(Work, Activation)>,
 }
 
 struct Incoming {
     comm: Communicator,
-    /// The messages to come that no receive is posted for, the first first.
+    /// Messages that no receive is posted for yet, in order.
     expected: VecDeque<Transfer>,
     posted: VecDeque<(Transfer, Arrival)>,
 }
 
-/// An activation that is there or on its way.
+/// An activation that is received or on its way.
 pub struct Arrival {
     activation: Activation,
     work: Option<Work>,
 }
 
 impl Arrival {
-    /// One of this rank.
+    /// An activation that this rank made.
     pub fn local(activation: Activation) -> Self {
         Self {
             activation,
@@ -104,7 +104,7 @@ fn tag(transfer: &Transfer) -> String {
         ActionKind::SendGradient => "gradient",
         _ => "activations",
     };
-    let micro_batch = send.micro_batch.unwrap_or_default();
+    let micro_batch = send.micro_batch;
     format!(
         "`{receive}`: {what} of micro-batch {micro_batch} from stage {} for stage {}",
         send.stage, receive.stage
@@ -112,7 +112,7 @@ fn tag(transfer: &Transfer) -> String {
 }
 
 impl EdgeQueues {
-    /// Of this rank, between the stages of `placement`. Messages have the given shape and type, and
+    /// The queues of this rank between the stages of `placement`. Messages have the given shape and type, and
     /// are received up to `ahead` actions before they are sent. Every rank of the mesh must
     /// call it, with no operation of the world in flight.
     pub fn connect(
@@ -190,7 +190,7 @@ impl EdgeQueues {
         Ok(())
     }
 
-    /// What the receive of a row receives, and posts the next one of its edge.
+    /// Takes the message of a receive, and posts the next receive of its edge.
     pub fn receive(&mut self, receive: Action, pool: &ActivationPool) -> Result<Arrival, DeviceError> {
         let transfer = self.transfer(receive);
         let queue = self.incoming.get_mut(&transfer.edge()).expect("it began with it");
@@ -203,7 +203,7 @@ impl EdgeQueues {
         Ok(arrival)
     }
 
-    /// Later operations of the stream that computes find it there.
+    /// Lets the stream that computes wait for an activation.
     pub fn arrived(&self, arrival: Arrival) -> Result<Activation, DeviceError> {
         if let Some(work) = arrival.work {
             self.tracker
@@ -213,7 +213,7 @@ impl EdgeQueues {
         Ok(arrival.activation)
     }
 
-    /// Sends what the stream that computes has made so far, and keeps it until it is sent.
+    /// Sends an activation once the stream that computes has made it, and keeps it until then.
     pub fn send(&mut self, send: Action, activation: Activation) -> Result<(), DeviceError> {
         let transfer = self.transfer(send);
         let edge = transfer.edge();
@@ -230,7 +230,7 @@ impl EdgeQueues {
         self.check()
     }
 
-    /// Behind the last action of a row: lets go of all that is sent.
+    /// Ends a row after its last action: releases all activations once they are sent.
     pub fn finish(&mut self) -> Result<(), DeviceError> {
         let edges: Vec<Edge> = self.outgoing.keys().copied().collect();
         for edge in edges {
@@ -251,7 +251,7 @@ impl EdgeQueues {
         self.tracker.take_times()
     }
 
-    /// Of what was launched since the last call, the part that the device measures.
+    /// The times that the device measures of what was launched since the last call.
     pub fn take_device_times(&self) -> DeviceTimes {
         self.tracker.take_device_times()
     }
@@ -276,7 +276,7 @@ impl EdgeQueues {
         Ok(())
     }
 
-    /// Lets go of what was sent first, once it is sent.
+    /// Releases the oldest activation once it is sent.
     fn let_go(&mut self, edge: Edge) -> Result<(), DeviceError> {
         let queue = self.outgoing.get_mut(&edge).expect("an edge of this rank");
         if let Some((work, activation)) = queue.held.pop_front() {
@@ -335,8 +335,10 @@ mod tests {
     fn a_message_says_stage_action_and_micro_batch() {
         let placement = Placement::looped(2, 1);
         let receive = Action {
-            micro_batch: Some(3),
-            ..Action::of_stage(0, 0, ActionKind::ReceiveGradient)
+            rank: 0,
+            stage: 0,
+            kind: ActionKind::ReceiveGradient,
+            micro_batch: 3,
         };
         let transfer = receive.transfer(&placement).unwrap();
         assert_eq!(

@@ -20,7 +20,7 @@ const NAME: &str = "world";
 /// How this rank takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JoinOptions {
-    /// Who drives the operations.
+    /// What drives the operations: a thread, or the caller.
     pub executor: Executor,
     /// Threads that this rank computes on; with a core for each of them and the executor, waits may spin.
     pub threads: usize,

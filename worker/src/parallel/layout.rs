@@ -33,7 +33,7 @@ const ALIGNMENT_BYTES: usize = 64;
 /// One gradient, as the layout must know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GradSpec {
-    /// For errors; unique.
+    /// Unique name, for errors.
     pub name: String,
     /// Shape of the parameter.
     pub shape: Vec<usize>,
@@ -367,7 +367,7 @@ fn memory_order(specs: &[GradSpec], order: &[ParamId]) -> Vec<ParamId> {
     groups.flat_map(|group| by_roles(specs, group)).collect()
 }
 
-/// Those of the same roles together, first those of which backward finishes the last one first.
+/// Puts parameters of the same roles together, in the order in which backward finishes the last one of each role.
 fn by_roles(specs: &[GradSpec], group: &[ParamId]) -> Vec<ParamId> {
     let is_alike = |a: &ParamId, b: &ParamId| specs[a.0].roles == specs[b.0].roles;
     let mut ids = group.to_vec();

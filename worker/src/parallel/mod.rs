@@ -5,7 +5,7 @@
 //! | [`GradientLayout`] | which gradient lies where, and in which bucket: a pure function, the same on every rank |
 //! | [`Reducer`] | sums gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
-//! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
+//! | [`Sharding`], [`ArenaShare`] | which rank owns which elements, where not every rank holds everything |
 //! | [`ReplicaSet`], [`CopyGroup`] | who sums, owns, counts and writes a parameter |
 //! | [`NormOrder`] | in which order the norm of all ranks is summed |
 //! | [`Parameters`] | what a rank owns of the parameters, gathered for as long as [`ReshardPolicy`] says |
@@ -16,13 +16,11 @@
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
-//! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
 mod agreement;
-mod batch_norm;
 mod comm_times;
 mod dtypes;
 mod edge_queues;
@@ -37,7 +35,6 @@ mod sharding;
 mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
-pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
 pub use edge_queues::{Arrival, EdgeQueues};
@@ -47,5 +44,5 @@ pub use norm_order::NormOrder;
 pub use parameters::{Difference, Parameters, ReshardPolicy};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::{CopyGroup, ONE_COPY, ReplicaSet, is_counted};
-pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
+pub use sharding::{ArenaRanges, ArenaShare, OwnPiece, ShardUnit, Sharding};
 pub use tensor::TensorGroup;

@@ -19,7 +19,7 @@ pub struct NormOrder {
 }
 
 impl NormOrder {
-    /// Of the chunks of each rank ([`NormOrder::chunks`]), in the order of ranks: pipeline, shard, tensor.
+    /// The order that follows from the chunks of each rank ([`NormOrder::chunks`]), given by rank: pipeline, shard, tensor.
     pub fn new(ranks: &[Vec<Option<usize>>]) -> Self {
         let each = ranks.iter().map(Vec::len).max().unwrap_or(0);
         let placed = ranks.iter().enumerate().flat_map(|(rank, chunks)| {

@@ -21,7 +21,7 @@ use ddp_proto::words::numbered;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
-use super::{CommTimes, DeviceTimes, Place, Portion, ReduceError, ReplicaSet, Sharding};
+use super::{ArenaRanges, ArenaShare, CommTimes, DeviceTimes, ReduceError, ReplicaSet, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::{Model, ParamId, Params, Pass};
@@ -53,7 +53,7 @@ pub struct Parameters {
     stream: Stream,
     sharding: Arc<Sharding>,
     plan: GatherPlan,
-    own: Portion,
+    own: ArenaShare,
     /// Where gathered units lie: slots, or the place of each unit in the whole arena.
     slots: Vec<Buffer>,
     /// By unit: the slots that it may take.
@@ -96,15 +96,16 @@ impl Parameters {
                 .iter()
                 .map(|unit| arena.slice(unit.whole.clone()));
             let (slots, choice) = slots.enumerate().map(|(i, slot)| (slot, i..i + 1)).unzip();
-            (Portion::Whole(arena), slots, choice)
+            (ArenaShare::Whole(arena), slots, choice)
         } else {
             let (sizes, choice) = plan.slots(sharding);
-            let own = Portion::Shard(private(sharding.shard_len())?);
+            let own = ArenaShare::Shard(private(sharding.shard_len())?);
             let slot = |len| shared("gathered parameters", len).map(|arena| arena.whole());
             let slots = sizes.into_iter().map(slot).collect::<Result<Vec<_>, _>>()?;
             (own, slots, choice)
         };
-        let there = |slot: usize| matches!(own, Portion::Whole(_)).then_some(Gathered { slot, work: None });
+        let there =
+            |slot: usize| matches!(own, ArenaShare::Whole(_)).then_some(Gathered { slot, work: None });
         Ok(Self {
             gathered: Mutex::new((0..choice.len()).map(there).collect()),
             compared: Compared::all(set, device, (model, sharding), &own)?,
@@ -195,9 +196,9 @@ impl Parameters {
         };
         let description = &self.sharding.units()[unit];
         let target = self.slots[slot].slice(0..description.whole.len());
-        if let Portion::Shard(_) = self.own {
+        if let ArenaShare::Shard(_) = self.own {
             let copy = Cast {
-                x: self.own.slice(&self.sharding.own_place(unit)),
+                x: self.own.slice(&self.sharding.own_ranges(unit)),
                 out: target.slice(self.sharding.own(unit)),
             };
             self.device.enqueue(self.stream, copy.into());
@@ -224,7 +225,7 @@ impl Parameters {
     }
 
     /// Memory of what this rank owns.
-    pub fn own(&self) -> &Portion {
+    pub fn own(&self) -> &ArenaShare {
         &self.own
     }
 
@@ -236,15 +237,15 @@ impl Parameters {
     /// Bytes for parameters that are gathered at the moment.
     pub fn gathered_bytes(&self) -> usize {
         match self.own {
-            Portion::Whole(_) => 0,
-            Portion::Shard(_) => self.slots.iter().map(Buffer::bytes).sum(),
+            ArenaShare::Whole(_) => 0,
+            ArenaShare::Shard(_) => self.slots.iter().map(Buffer::bytes).sum(),
         }
     }
 
     /// True if every pass over the blocks is a collective one: all ranks must make as many.
     pub fn moves_together(&self) -> bool {
         // Not of this rank's units: other stages have others, and all make as many passes.
-        matches!(self.own, Portion::Shard(_))
+        matches!(self.own, ArenaShare::Shard(_))
     }
 
     /// Time that parameters took since the last call, as far as the host saw it.
@@ -252,7 +253,7 @@ impl Parameters {
         self.tracker.take_times()
     }
 
-    /// Of what was launched since the last call: the part that the device measures, complete when all of it has run and
+    /// The times that the device measures of what was launched since the last call, complete when all of it has run and
     /// [`Parameters::failure`] was asked after that.
     pub fn take_device_times(&self) -> DeviceTimes {
         self.tracker.take_device_times()
@@ -312,7 +313,7 @@ impl Parameters {
 
 impl Params for Parameters {
     fn get(&self, id: ParamId) -> Buffer {
-        let (unit, range) = self.sharding.home(id);
+        let (unit, range) = self.sharding.unit_range(id);
         let gathered = self.gathered();
         let there = gathered[unit].as_ref();
         let slot = there.expect("a block lists the parameters that it reads").slot;
@@ -353,7 +354,7 @@ impl Difference {
 struct Compared {
     comm: Communicator,
     /// Each parameter, or part of one, by name, in forward order.
-    parts: Vec<(String, Place)>,
+    parts: Vec<(String, ArenaRanges)>,
     /// One slice a rank, in each the hashes of all parts.
     hashes: Arena,
 }
@@ -364,26 +365,26 @@ impl Compared {
         set: &ReplicaSet,
         device: &Arc<dyn Device>,
         (model, sharding): (&Model, &Sharding),
-        own: &Portion,
+        own: &ArenaShare,
     ) -> Result<Vec<Self>, CollectiveError> {
-        let mut held: Vec<(ParamId, Place)> = match own {
-            Portion::Whole(_) => {
-                let place = |id| Place {
+        let mut held: Vec<(ParamId, ArenaRanges)> = match own {
+            ArenaShare::Whole(_) => {
+                let place = |id| ArenaRanges {
                     whole: sharding.whole_range(id),
                     shard: 0..0,
                 };
                 let all = (0..sharding.params()).map(ParamId);
                 all.map(|id| (id, place(id))).collect()
             }
-            Portion::Shard(_) => {
+            ArenaShare::Shard(_) => {
                 let own = sharding.own_pieces().into_iter();
                 own.map(|piece| (piece.param, piece.place)).collect()
             }
         };
         held.sort_by_key(|(id, _)| *id);
         let data = match own {
-            Portion::Whole(_) => Some(&set.all),
-            Portion::Shard(_) => set.copies.as_ref(),
+            ArenaShare::Whole(_) => Some(&set.all),
+            ArenaShare::Shard(_) => set.copies.as_ref(),
         };
         let with_data = data.map(|comm| (comm, held.iter().collect::<Vec<_>>()));
         // A tied embedding is a unit of its own, so that its copies are sharded alike.
@@ -396,7 +397,8 @@ impl Compared {
         let compared = compared.map(|(comm, parts)| {
             let len = comm.size() * parts.len() * HASH_BYTES;
             let hashes = ArenaSpec::on_node("parameter hashes", DType::U8, len);
-            let named = |(id, place): &(ParamId, Place)| (model.params[id.0].key.clone(), place.clone());
+            let named =
+                |(id, place): &(ParamId, ArenaRanges)| (model.params[id.0].key.clone(), place.clone());
             Ok(Self {
                 hashes: comm.alloc_shared(device, &hashes)?,
                 parts: parts.into_iter().map(named).collect(),

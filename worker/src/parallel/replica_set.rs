@@ -1,4 +1,4 @@
-//! Who sums, owns, counts and writes a parameter: what follows from its role along each axis of the mesh.
+//! Which ranks sum, own, count and write a parameter. This follows from its role along each axis of the mesh.
 //!
 //! All gradients are summed over the data-parallel ranks ([`DATA`]): over `shard` they are reduce-scattered, so that
 //! each rank owns a slice, over `replicate` all-reduced. That is DDP where `shard` has one rank, ZeRO (FSDP) where
@@ -69,7 +69,7 @@ pub struct CopyGroup {
     pub comm: Communicator,
     /// Each of them holds all of these.
     pub held: BTreeSet<ParamId>,
-    /// Of these each has a part of the gradient.
+    /// The ranks that each have a part of the gradient.
     pub summed: BTreeSet<ParamId>,
 }
 
@@ -101,7 +101,7 @@ impl ReplicaSet {
         }
     }
 
-    /// Of the parameters that this rank holds. Every rank of the mesh must call it.
+    /// The groups for the parameters that this rank holds. Every rank of the mesh must call it.
     ///
     /// # Panics
     /// If the data-parallel ranks do not all have a part of some gradient.

@@ -20,7 +20,7 @@ use crate::ops::CHUNK;
 pub struct ShardUnit {
     /// Its parameters, in the order of their memory.
     pub params: Vec<ParamId>,
-    /// For errors and traces.
+    /// Name in errors and traces.
     pub name: String,
     /// Its elements in the whole arena, padding included: a multiple of world size × [`CHUNK`] of them.
     pub whole: Range<usize>,
@@ -37,7 +37,7 @@ pub struct Sharding {
     rank: usize,
     units: Vec<ShardUnit>,
     /// By parameter: its unit, and its elements within the unit.
-    homes: Vec<(usize, Range<usize>)>,
+    unit_ranges: Vec<(usize, Range<usize>)>,
 }
 
 impl Sharding {
@@ -85,12 +85,12 @@ impl Sharding {
         ranges: impl IntoIterator<Item = (Range<usize>, Vec<ParamId>, String)>,
     ) -> Self {
         let mut units: Vec<ShardUnit> = Vec::new();
-        let mut homes = vec![(0, 0..0); layout.params()];
+        let mut unit_ranges = vec![(0, 0..0); layout.params()];
         for (range, params, name) in ranges {
             assert_eq!(range.start % CHUNK, 0, "{name} begins within a chunk");
             for id in &params {
                 let at = layout.range(*id);
-                homes[id.0] = (units.len(), at.start - range.start..at.end - range.start);
+                unit_ranges[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
             let start = units.last().map_or(0, |unit| unit.whole.end);
             units.push(ShardUnit {
@@ -105,7 +105,7 @@ impl Sharding {
             world,
             rank,
             units,
-            homes,
+            unit_ranges,
         }
     }
 
@@ -121,20 +121,20 @@ impl Sharding {
 
     /// Number of parameters.
     pub fn params(&self) -> usize {
-        self.homes.len()
+        self.unit_ranges.len()
     }
 
     /// Unit of a parameter, and its elements within the unit.
     ///
     /// # Panics
     /// If there is no such parameter.
-    pub fn home(&self, id: ParamId) -> (usize, Range<usize>) {
-        self.homes[id.0].clone()
+    pub fn unit_range(&self, id: ParamId) -> (usize, Range<usize>) {
+        self.unit_ranges[id.0].clone()
     }
 
     /// Units of some parameters, each once, in the order of their memory.
     pub(super) fn units_of(&self, params: &[ParamId]) -> Vec<usize> {
-        let mut units: Vec<usize> = params.iter().map(|id| self.home(*id).0).collect();
+        let mut units: Vec<usize> = params.iter().map(|id| self.unit_range(*id).0).collect();
         units.sort_unstable();
         units.dedup();
         units
@@ -145,7 +145,7 @@ impl Sharding {
     /// # Panics
     /// If there is no such parameter.
     pub fn whole_range(&self, id: ParamId) -> Range<usize> {
-        let (unit, range) = self.home(id);
+        let (unit, range) = self.unit_range(id);
         let start = self.units[unit].whole.start;
         start + range.start..start + range.end
     }
@@ -167,10 +167,10 @@ impl Sharding {
     }
 
     /// This rank's slice of a unit in both arenas.
-    pub fn own_place(&self, unit: usize) -> Place {
+    pub fn own_ranges(&self, unit: usize) -> ArenaRanges {
         let (own, start) = (self.own(unit), self.units[unit].whole.start);
         let shard = start / self.world;
-        Place {
+        ArenaRanges {
             shard: shard..shard + own.len(),
             whole: start + own.start..start + own.end,
         }
@@ -180,18 +180,18 @@ impl Sharding {
     pub fn own_pieces(&self) -> Vec<OwnPiece> {
         let mut pieces = Vec::new();
         for (index, unit) in self.units.iter().enumerate() {
-            let (own, place) = (self.own(index), self.own_place(index));
+            let (own, place) = (self.own(index), self.own_ranges(index));
             for id in &unit.params {
-                let home = &self.homes[id.0].1;
-                let (start, end) = (home.start.max(own.start), home.end.min(own.end));
+                let range = &self.unit_ranges[id.0].1;
+                let (start, end) = (range.start.max(own.start), range.end.min(own.end));
                 if start >= end {
                     continue;
                 }
                 let (from, to) = (start - own.start, end - own.start);
                 pieces.push(OwnPiece {
                     param: *id,
-                    elements: start - home.start..end - home.start,
-                    place: Place {
+                    elements: start - range.start..end - range.start,
+                    place: ArenaRanges {
                         whole: place.whole.start + from..place.whole.start + to,
                         shard: place.shard.start + from..place.shard.start + to,
                     },
@@ -207,11 +207,11 @@ impl Sharding {
         let mut gaps = Vec::new();
         let mut end = 0;
         for id in &unit.params {
-            let home = &self.homes[id.0].1;
-            if home.start > end {
-                gaps.push(end..home.start);
+            let range = &self.unit_ranges[id.0].1;
+            if range.start > end {
+                gaps.push(end..range.start);
             }
-            end = home.end;
+            end = range.end;
         }
         if end < unit.whole.len() {
             gaps.push(end..unit.whole.len());
@@ -219,7 +219,7 @@ impl Sharding {
         gaps
     }
 
-    /// For each chunk of the shard of `rank`, in order, the chunk of the layout that it is; none for padding.
+    /// For each chunk of the shard of `rank`, in order, its chunk in the layout; `None` for padding.
     pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
         let of_unit = |unit: &ShardUnit| {
             let each = unit.whole.len() / self.world / CHUNK;
@@ -233,33 +233,33 @@ impl Sharding {
 /// A part of a parameter that this rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwnPiece {
-    /// Of which parameter.
+    /// The parameter.
     pub param: ParamId,
-    /// Which of its elements, row-major.
+    /// Its elements that this rank owns, row-major.
     pub elements: Range<usize>,
-    /// Where they are.
-    pub place: Place,
+    /// The same elements in the arenas.
+    pub place: ArenaRanges,
 }
 
-/// The same elements in both arenas.
+/// Where the same elements are in the whole arena and in the shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// In the whole arena.
+pub struct ArenaRanges {
+    /// Elements of the whole arena.
     pub whole: Range<usize>,
-    /// In the shard.
+    /// Elements of the shard.
     pub shard: Range<usize>,
 }
 
-/// Elements that a rank holds: of all ranks, or only its own.
+/// The memory of a rank: the elements of all ranks, or only its own.
 #[derive(Clone, Debug)]
-pub enum Portion {
+pub enum ArenaShare {
     /// All units.
     Whole(Arena),
     /// This rank's slice of each.
     Shard(Arena),
 }
 
-impl Portion {
+impl ArenaShare {
     /// The memory.
     pub fn arena(&self) -> &Arena {
         match self {
@@ -268,7 +268,7 @@ impl Portion {
     }
 
     /// The elements at a place.
-    pub fn slice(&self, place: &Place) -> Buffer {
+    pub fn slice(&self, place: &ArenaRanges) -> Buffer {
         match self {
             Self::Whole(arena) => arena.slice(place.whole.clone()),
             Self::Shard(arena) => arena.slice(place.shard.clone()),
@@ -276,7 +276,7 @@ impl Portion {
     }
 }
 
-/// Neighbours of one group each.
+/// Cuts parameters into neighbours of the same group.
 fn by_group<'a>(layout: &'a GradientLayout, params: &'a [ParamId]) -> impl Iterator<Item = &'a [ParamId]> {
     params.chunk_by(|a, b| layout.spec(*a).group == layout.spec(*b).group)
 }
@@ -331,8 +331,8 @@ mod tests {
                         prop_assert!(piece.place.shard.start >= end);
                         prop_assert_eq!(piece.place.whole.len(), piece.elements.len());
                         prop_assert_eq!(piece.place.shard.len(), piece.elements.len());
-                        let home = sharding.whole_range(piece.param);
-                        prop_assert_eq!(home.start + piece.elements.start, piece.place.whole.start);
+                        let range = sharding.whole_range(piece.param);
+                        prop_assert_eq!(range.start + piece.elements.start, piece.place.whole.start);
                         end = piece.place.shard.end;
                         owned[piece.param.0][piece.elements].iter_mut().for_each(|n| *n += 1);
                     }

@@ -119,7 +119,7 @@ impl Situation {
 }
 
 impl Choice {
-    /// For this rank; `given` is the device that the caller brought.
+    /// The choice for this rank; `given` is the caller's device.
     pub(super) fn of(
         config: &TrainConfig,
         session: &Session,

@@ -43,7 +43,7 @@ pub enum TrainError {
         step: u64,
         /// Steps before it that were skipped, in a row.
         skipped: u64,
-        /// Who saw it first, and where.
+        /// The rank that saw it first, and where.
         seen: String,
     },
     /// The configuration asks for what the machine lacks, or what the run that is to be resumed does not allow, in words.
@@ -81,7 +81,7 @@ pub enum TrainError {
         index: usize,
         /// What it matches.
         pattern: String,
-        /// Of the model.
+        /// Parameters of the model.
         params: usize,
         /// The name of one.
         example: String,
@@ -186,7 +186,6 @@ impl TrainError {
             | Self::Data(_)
             | Self::Agreement(AgreementError::Differs(_))
             | Self::Replicas(_)
-            | Self::Reduce(ReduceError::Unused { .. })
             | Self::Pretrained(_)
             | Self::Checkpoint(_) => true,
             _ => false,

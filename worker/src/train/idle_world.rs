@@ -1,5 +1,5 @@
-//! A rank of a mesh that is not there: on a device that does nothing, among ranks that do nothing. The run's own types, made
-//! for it, say what a rank will hold and send before anything is allocated.
+//! A rank of a planned mesh, on a device that does nothing, among ranks that do nothing. The run's own types, made for it,
+//! show what a rank will hold and send before anything is allocated.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::device::{Device, Event, IdleDevice};
 use crate::mesh::{Mesh, MeshShape};
 use crate::session::Cancel;
 
-/// Bound of waits for what is there at once.
+/// Bound of waits, which all end at once.
 const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// One rank of a mesh.

@@ -2,18 +2,20 @@
 //!
 //! | file or folder | what it holds |
 //! |---|---|
-//! | `run.rs` | a run from its first line to its last, what it has come to, and who is told of its failure |
+//! | `run.rs` | a run from its first line to its last, its summary, and the report of a failure |
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
 //! | `device_choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
-//! | `idle_world.rs` | a rank of a mesh that is not there, to plan with |
+//! | `idle_world.rs` | a rank on a device that does nothing, to plan with |
 //! | `warm_up.rs` | kernels that are loaded before the first collective |
 //! | `replica.rs` | the model on this rank, and the memory of its micro-batches |
-//! | `schedule/` | a rank's row of the schedule, action by action |
+//! | `row_state.rs` | what a rank keeps while it runs a row, and what each kind of action does |
+//! | `run_row.rs` | the only loop over a row of a schedule |
 //! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
+//! | `rank_spec.rs` | what a rank holds and does, decided before anything is allocated; its rehearsal |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients, and a rank of the model |
-//! | `startup_table.rs` | what rank 0 says before the first step |
-//! | `recorder.rs` | what is told of each step: to `metrics.jsonl`, to the agent, to the console |
+//! | `startup_table.rs` | the lines that rank 0 prints before the first step |
+//! | `recorder.rs` | the record of each step: in `metrics.jsonl`, for the agent, on the console |
 //! | `step/` | the loop over the steps, and one step |
 //! | `checkpointing/` | saving, resuming, and the global batch of a run that is resumed on other ranks |
 //! | `reporting/` | the console, and the steps whose timeline is written |
@@ -24,12 +26,14 @@ mod device_choice;
 mod error;
 mod idle_world;
 mod planning;
+mod rank_spec;
 mod rank_table;
 mod recorder;
 mod replica;
 mod reporting;
+mod row_state;
 mod run;
-mod schedule;
+mod run_row;
 mod setup;
 mod startup_table;
 mod step;

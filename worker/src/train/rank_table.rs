@@ -72,7 +72,7 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 /// Numbers of one rank in a step.
 const WIDTH: usize = 4;
 
-/// Of each rank in a step: the sum of its losses, their number (both 0 where another stage makes them), its request to stop, and how far it is with the
+/// The row of a rank in a step: the sum of its losses, their number (both 0 if another stage makes them), its request to stop, and how far it is with the
 /// checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
 /// and to the host when it asks for them.
 pub(crate) struct StepTable(RankTable<WIDTH>);

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use super::schedule::{Flights, MicroBatchShape, RowPurpose};
+use super::row_state::{RowPurpose, RowState};
 use crate::collective::WorkError;
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
@@ -21,7 +21,7 @@ use crate::train::world::World;
 
 /// The model on this rank, and the memory of its micro-batches.
 pub(crate) struct Replica {
-    /// What this rank holds of it.
+    /// The part of the model that this rank holds.
     pub(crate) model: Model,
     pub(crate) parameters: Parameters,
     pub(crate) pool: ActivationPool,
@@ -29,8 +29,8 @@ pub(crate) struct Replica {
     /// The ranks that compute each layer together with this one.
     tensor: Option<TensorGroup>,
     pub(crate) plan: Arc<PipelinePlan>,
-    flights: Flights,
-    feed: Feed,
+    row: RowState,
+    feed: TokenFeed,
     /// Factor of each position's gradient.
     dloss: Buffer,
     /// What `dloss` is filled with.
@@ -53,7 +53,7 @@ impl MicroBatch {
 }
 
 impl Replica {
-    /// `activations` is what [`super::schedule::rehearse`] says of the model and the plan. Every rank must call it.
+    /// `activations` are the bytes that a rehearsal of the plan has found. Every rank must call it.
     pub(crate) fn new(
         world: &World,
         model: Model,
@@ -61,8 +61,14 @@ impl Replica {
         (plan, activations): (&Arc<PipelinePlan>, usize),
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
-        let shape = MicroBatchShape::of(config);
-        let positions = shape.samples * shape.positions;
+        let tokens = [config.train.micro_batch, config.model.block_size];
+        let (positions, channels) = (tokens[0] * tokens[1], config.model.n_embd);
+        // Under sequence parallelism blocks hand on a rank's own rows.
+        let handed_on = if model.part.sequence {
+            vec![positions / model.part.tensor.1, channels]
+        } else {
+            vec![tokens[0], tokens[1], channels]
+        };
         let tensor = tensor_group(world, model.part.sequence)?;
         let dloss = world
             .device
@@ -71,12 +77,12 @@ impl Replica {
             &world.mesh,
             (&world.device, world.stream),
             (plan.placement(), plan.capacity(), plan.actions()),
-            (&shape.activations(&model.part), model.dtype()),
+            (&handed_on, model.dtype()),
         )?;
         let counts = buffers_needed(&model, &plan.row(edges.rank(), plan.micro_batches()));
         Ok(Self {
-            feed: Feed::new(world, shape.tokens(), counts)?,
-            flights: Flights::new(plan.clone(), edges),
+            feed: TokenFeed::new(world, tokens, counts)?,
+            row: RowState::new(plan.clone(), edges),
             plan: plan.clone(),
             pool: activation_pool(world, tensor.as_ref(), activations)?,
             tensor,
@@ -135,52 +141,53 @@ impl Replica {
         self.world.device.enqueue(self.world.stream, fill.into());
     }
 
-    /// This rank's share of losses counts: it makes them, and no other rank of its tensor group counts the same ones.
+    /// Whether this rank counts its losses: it computes them, and no other rank of its tensor group counts the same ones.
     pub(crate) fn counts_losses(&self) -> bool {
         self.model.holds_head && self.world.mesh.index(&[Axis::Tensor]) == 0
     }
 
-    /// What this rank does in a step of so many micro-batches, or in an evaluation.
+    /// What this rank does in a step, or in an evaluation, of `micro_batches`.
     pub(crate) fn row(&self, purpose: RowPurpose, micro_batches: usize) -> Vec<Action> {
-        let rank = self.flights.rank();
+        let rank = self.row.rank();
         match purpose {
             RowPurpose::Training | RowPurpose::Inspection => self.plan.row(rank, micro_batches),
             RowPurpose::Evaluation => self.plan.evaluation_row(rank, micro_batches),
         }
     }
 
-    /// Before the first action of a row.
+    /// Prepares for a row.
     pub(crate) fn begin(&mut self, row: &[Action], purpose: RowPurpose) -> Result<(), TrainError> {
         self.feed.reset();
-        let begun = self.flights.begin(row, purpose, &self.pool);
+        let begun = self.row.begin(row, purpose, &self.pool);
         begun.map_err(|error| self.cause(error))
     }
 
     /// True if an action takes a micro-batch from the host: its tokens, its targets, or both.
     pub(crate) fn takes_batch(&self, action: Action) -> bool {
-        Flights::takes_tokens(action) || self.flights.makes_losses(action)
+        RowState::takes_tokens(action) || self.row.makes_losses(action)
     }
 
-    /// Waits, in the stream that computes, for what an action needs of another stage: what follows is its own time.
+    /// Waits, in the stream that computes, for the result of another stage that an action needs.
     pub(crate) fn await_input(&mut self, action: Action) -> Result<(), TrainError> {
-        let awaited = self.flights.await_input(action);
+        let awaited = self.row.await_input(action);
         awaited.map_err(|error| self.cause(error))
     }
 
-    /// Carries out an action of the row. `batch` is the micro-batch for an action that takes one, of the samples that `key`
-    /// names; `hooks` accompany the passes beside the replica's own. Returns the loss of each position, still on the device,
-    /// if the action makes them.
+    /// Carries out an action of the row. `batch` is the micro-batch for an action that takes one, with the given `samples`;
+    /// `hooks` accompany the passes beside the replica's own. Returns the loss of each position, still on the device, if the
+    /// action makes them.
     pub(crate) fn carry_out(
         &mut self,
         action: Action,
-        (batch, key): (Option<&MicroBatch>, SampleKey),
+        batch: Option<&MicroBatch>,
+        samples: SampleKey,
         hooks: &mut dyn Hooks,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, TrainError> {
-        let micro_batch = action.micro_batch.unwrap_or_default();
-        let makes_losses = self.flights.makes_losses(action);
+        let micro_batch = action.micro_batch;
+        let makes_losses = self.row.makes_losses(action);
         let bring = |batch: &MicroBatch| {
-            let wanted = [Flights::takes_tokens(action), makes_losses];
+            let wanted = [RowState::takes_tokens(action), makes_losses];
             self.feed.bring(micro_batch, batch, wanted)
         };
         let (tokens, targets) = batch.map_or((None, None), bring);
@@ -196,7 +203,7 @@ impl Replica {
             shape: self.feed.shape,
             tensor: self.tensor.as_ref().map(|group| group as &dyn TensorOps),
             dtype: model.dtype(),
-            samples: Some(key),
+            samples: Some(samples),
             timeline: Some(world.comm.timeline()),
         };
         let passes = Passes { model, ctx: &ctx };
@@ -205,19 +212,19 @@ impl Replica {
             world,
             others: hooks,
         };
-        let done = (self.flights).carry_out(action, &passes, tokens, &mut hooks, grads);
+        let done = self.row.carry_out(action, &passes, tokens, &mut hooks, grads);
         if makes_losses {
             self.feed.targets.release(&self.world, micro_batch);
         }
-        if action.stage == 0 && self.flights.ends_flight(action) {
+        if action.stage == 0 && self.row.ends_micro_batch(action) {
             self.feed.tokens.release(&self.world, micro_batch);
         }
         done.map_err(|error| self.cause(error))
     }
 
-    /// Behind the last action of a row.
+    /// Ends a row after its last action.
     pub(crate) fn finish(&mut self) -> Result<(), TrainError> {
-        let done = self.flights.finish();
+        let done = self.row.finish();
         done.map_err(|error| self.cause(error))
     }
 
@@ -226,41 +233,40 @@ impl Replica {
         self.dloss.len()
     }
 
-    /// An operation may have failed because its parameters could not be gathered, nothing came from another stage, or the
-    /// ranks of the tensor group did not exchange what they have.
+    /// The cause of a failed operation: communication that failed before it, if there is some, else the error itself.
     pub(crate) fn cause(&self, error: DeviceError) -> TrainError {
         self.failure().map_or_else(|| error.into(), TrainError::from)
     }
 
-    /// Why parameters could not be gathered, or a message of the pipeline failed, if that is so.
+    /// Why parameters could not be gathered, or a message or an exchange of the tensor group failed.
     pub(crate) fn failure(&self) -> Option<WorkError> {
         let of_tensor = || self.tensor.as_ref().and_then(TensorGroup::failure);
-        let of_edges = || self.flights.edges.failure();
+        let of_edges = || self.row.edges.failure();
         self.parameters.failure().or_else(of_edges).or_else(of_tensor)
     }
 
     /// Time that parameters and messages of the pipeline took since the last call, as far as the host saw it.
     pub(crate) fn take_times(&self) -> CommTimes {
         let mut times = self.parameters.take_times();
-        times += self.flights.edges.take_times();
+        times += self.row.edges.take_times();
         if let Some(tensor) = &self.tensor {
             times += tensor.take_times();
         }
         times
     }
 
-    /// Of what was launched since the last call, the part that the device measures.
+    /// The times that the device measures of what was launched since the last call.
     pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
         let tensor = self.tensor.as_ref().map(TensorGroup::take_device_times);
         [
             self.parameters.take_device_times(),
-            self.flights.edges.take_device_times(),
+            self.row.edges.take_device_times(),
             tensor.unwrap_or_default(),
         ]
     }
 }
 
-/// This rank in its tensor group; none if it is alone there. Every rank must call it.
+/// This rank in its tensor group, or `None` if it is alone there. Every rank must call it.
 fn tensor_group(world: &World, is_sequence: bool) -> Result<Option<TensorGroup>, TrainError> {
     if world.mesh.size(&[Axis::Tensor]) == 1 {
         return Ok(None);
@@ -285,7 +291,7 @@ fn activation_pool(
     Ok(ActivationPool::in_arena(device, arena))
 }
 
-/// What accompanies every pass: parameters are gathered and released, and a pass ends soon after the generation is over.
+/// Accompanies every pass: gathers and releases parameters, and ends the pass soon after the generation is over.
 struct ReplicaHooks<'a> {
     parameters: &'a Parameters,
     world: &'a World,
@@ -310,7 +316,7 @@ impl Hooks for ReplicaHooks<'_> {
 }
 
 /// Tokens and targets on their way to the device, on a stream of their own, while another micro-batch is computed.
-struct Feed {
+struct TokenFeed {
     world: World,
     /// Copies, ahead of the stream that computes.
     stream: Stream,
@@ -320,8 +326,8 @@ struct Feed {
     targets: TokenBuffers,
 }
 
-impl Feed {
-    /// For micro-batches of `shape`, samples by positions; so many buffers for tokens, and for targets.
+impl TokenFeed {
+    /// For micro-batches of `shape`, samples by positions. `counts` are the numbers of buffers for tokens and for targets.
     fn new(world: &World, shape: [usize; 2], counts: [usize; 2]) -> Result<Self, TrainError> {
         let device = world.device.as_ref();
         let named = device.host_side().map(|side| side.named_stream("data"));
@@ -352,7 +358,7 @@ impl Feed {
         (tokens.map(shaped), targets)
     }
 
-    /// What an earlier row has left behind by an error is released.
+    /// Releases what a row that ended with an error has left behind.
     fn reset(&mut self) {
         for buffers in [&mut self.tokens, &mut self.targets] {
             for (_, index) in std::mem::take(&mut buffers.taken) {
@@ -365,7 +371,7 @@ impl Feed {
 /// Memory for tokens, or for targets, of several micro-batches.
 struct TokenBuffers {
     buffers: Vec<TokenBuffer>,
-    /// The one that was released first is taken first.
+    /// Indices of free buffers, the one that was released first in front.
     free: VecDeque<usize>,
     /// By micro-batch.
     taken: BTreeMap<usize, usize>,
@@ -374,7 +380,7 @@ struct TokenBuffers {
 /// Memory for one micro-batch.
 struct TokenBuffer {
     buffer: Buffer,
-    /// All that reads it has run.
+    /// Reached when all that reads the buffer has run.
     read: Event,
 }
 
@@ -396,7 +402,7 @@ impl TokenBuffers {
 
     fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
         let index = self.free.pop_front();
-        let index = index.expect("there are as many buffers as micro-batches in the air");
+        let index = index.expect("there are as many buffers as micro-batches in flight");
         self.taken.insert(micro_batch, index);
         let TokenBuffer { buffer, read } = &self.buffers[index];
         world.device.wait_event(stream, read, world.deadline());
@@ -404,7 +410,7 @@ impl TokenBuffers {
         buffer.clone()
     }
 
-    /// All that reads those of a micro-batch is in the stream that computes.
+    /// Frees the buffer of a micro-batch. All that reads it must be in the stream that computes.
     fn release(&mut self, world: &World, micro_batch: usize) {
         if let Some(index) = self.taken.remove(&micro_batch) {
             self.give_back(world, index);
@@ -417,8 +423,8 @@ impl TokenBuffers {
     }
 }
 
-/// Buffers for tokens, and for targets: of as many micro-batches as are in the air at once, and one more, which is brought
-/// meanwhile.
+/// Number of buffers for tokens, and for targets: one for each micro-batch in flight, and one more for the micro-batch that is
+/// copied meanwhile.
 fn buffers_needed(model: &Model, row: &[Action]) -> [usize; 2] {
     let (mut now, mut most) = (0_usize, 0);
     for action in row.iter().filter(|action| action.stage == 0) {

@@ -14,14 +14,14 @@ use super::checkpointing::{allowed_sizes, failed_saves};
 use super::recorder::Recorder;
 use super::reporting::{say, warn};
 use super::setup::{Prepared, Substitutes, open, prepare};
-use super::startup_table::introduction;
+use super::startup_table::startup_table;
 use super::step::Outcome;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies, Tokens};
 use crate::metrics::{RunDir, Summary};
 use crate::session::Session;
 
-/// Of longer data only the start is counted, so that files of billions of tokens cost no more.
+/// In longer data only the start is counted, so that files of billions of tokens cost no more.
 const MAX_ENTROPY_TOKENS: usize = 64 << 20;
 
 /// What a run has come to, as one rank knows it.
@@ -88,10 +88,9 @@ pub fn run_worker_with(
 
 fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
-    let configured = config.train.grad_accumulation;
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
-    let sizes = allowed_sizes(&config, opened.mesh(), configured);
+    let sizes = allowed_sizes(&config, opened.mesh());
     if env.rank.get() == 0 && sizes != Sizes::default() {
         session.limit_sizes(sizes);
     }
@@ -108,7 +107,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         if first_step < config.train.steps {
             Summary::delete(&path)?;
         }
-        say(&introduction(&prepared));
+        say(&startup_table(&prepared));
     }
     let mut outcome = Outcome::default();
     let ended = prepared.trainer.run(
@@ -174,7 +173,11 @@ fn finish(
     if let Some(words) = failed_saves(summary.failed_saves, summary.checkpoint.as_deref()) {
         warn(&words);
     }
-    say(&farewell(&summary, trainer.first_step, prepared.run_dir.path()));
+    say(&end_summary(
+        &summary,
+        trainer.first_step,
+        prepared.run_dir.path(),
+    ));
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
         // Whoever has started this one hears it from its launcher.
         let run = &trainer.config.run;
@@ -234,7 +237,7 @@ fn entropies(dataset: &Dataset) -> Result<Entropies, TrainError> {
 
 /// What to know of a run that has ended: what it took and came to, where its files are, and what to do next. Every model
 /// is one of language: text can be made with all of them.
-fn farewell(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
+fn end_summary(summary: &Summary, first_step: u64, out_dir: &Path) -> String {
     let (steps, out) = (summary.steps, out_dir.display());
     let trained = steps.saturating_sub(first_step);
     let (time, speed) = (duration(summary.seconds), rate(summary.tokens_per_s));
@@ -321,7 +324,7 @@ mod tests {
 
     #[test]
     fn the_end_says_what_to_know() {
-        insta::assert_snapshot!(farewell(&summary(), 0, Path::new("runs/a/b")), @"
+        insta::assert_snapshot!(end_summary(&summary(), 0, Path::new("runs/a/b")), @"
         done: 600 steps, 0:32 at 38.2k tok/s
         val loss 1.718 nats/byte (unigram 3.25, bigram 2.32)
         checkpoint  runs/a/b/checkpoints/step_00000600
@@ -336,13 +339,13 @@ mod tests {
             checkpoint: None,
             ..summary()
         };
-        insta::assert_snapshot!(farewell(&stopped, 300, Path::new("my run")), @"
+        insta::assert_snapshot!(end_summary(&stopped, 300, Path::new("my run")), @"
         stopped after step 340 (SIGTERM); the checkpoint is saved; the last 40 in 0:32 at 38.2k tok/s
         best val loss 1.718 after step 600
         metrics     my run/metrics.jsonl
         next        ddp-train plot 'my run'
         ");
-        let words = farewell(&summary(), 600, Path::new("r"));
+        let words = end_summary(&summary(), 600, Path::new("r"));
         assert!(
             words.starts_with("done: 600 steps, nothing was left to train\n"),
             "{words}"

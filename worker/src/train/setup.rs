@@ -10,11 +10,12 @@ use super::checkpointing::{
     BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
+use super::rank_spec::RankSpec;
 use super::rank_table::{RankTable, StepTable};
 use super::replica::Replica;
 use super::reporting::ProfilingWindow;
 use super::step::{Evaluation, Trainer, TrainerParts};
-use super::strategy::{Blueprint, allocate, optimizer};
+use super::strategy::{allocate, optimizer};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
@@ -25,7 +26,7 @@ use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir, Start};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
-use crate::parallel::{Agreement, Parameters, Reducer, Signature};
+use crate::parallel::{Agreement, GradientLayout, Parameters, Reducer, Signature};
 use crate::session::Session;
 
 /// Parts of the machine to use instead of what the configuration leads to.
@@ -55,7 +56,9 @@ pub(super) struct Prepared<'a> {
 
 /// The files of a run, on which all ranks have agreed.
 pub(super) struct Opened {
-    blueprint: Blueprint,
+    spec: RankSpec,
+    /// The layout of the gradients of a rank with the blocks of all stages.
+    whole: Arc<GradientLayout>,
     choice: Choice,
     dataset: Dataset,
     run_dir: RunDir,
@@ -69,7 +72,7 @@ pub(super) struct Opened {
 
 impl Opened {
     pub(super) fn mesh(&self) -> &MeshShape {
-        &self.blueprint.scheme.mesh
+        &self.spec.strategy.mesh
     }
 }
 
@@ -81,10 +84,11 @@ pub(super) fn open(
     parts: Substitutes,
 ) -> Result<(TrainConfig, Opened), TrainError> {
     let env = session.env();
-    let mut blueprint = Blueprint::of(config, env)?;
+    let mut spec = RankSpec::of(config, env)?;
+    let mut whole = spec.whole_layout(config)?;
     let dataset = Dataset::open(&config.data, config.model.block_size)?;
     let choice = Choice::of(config, session, parts.device)?;
-    agree(config, session, &blueprint, &dataset, &choice)?;
+    agree(config, session, &spec, &whole, &dataset, &choice)?;
     if !is_restarted(env) && RunDir::begins(&config.run, &env.run_id) {
         // Before the folder is made, or emptied.
         check_initial_weights(config)?;
@@ -93,17 +97,18 @@ pub(super) fn open(
     // Checkpoints tell of the configuration as it was given.
     let mut identity = identity(config, &dataset)?;
     let origin = match start {
-        Start::Fresh => Origin::of_new(config, &blueprint.model, session)?,
+        Start::Fresh => Origin::of_new(config, &spec.model, session)?,
         Start::Resume { step } => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
-    let (ranks, given) = (blueprint.scheme.data_ranks(), config.train.grad_accumulation);
+    let (ranks, given) = (spec.strategy.data_ranks(), config.train.grad_accumulation);
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config, ranks, &before)?,
     };
     if config.train.grad_accumulation != given {
-        blueprint = Blueprint::of(&config, env)?;
+        spec = RankSpec::of(&config, env)?;
+        whole = spec.whole_layout(&config)?;
     }
     identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
@@ -111,7 +116,8 @@ pub(super) fn open(
         since: Some(origin.saved().map_or_else(Since::default, Since::of)),
     });
     let opened = Opened {
-        blueprint,
+        spec,
+        whole,
         choice,
         dataset,
         run_dir,
@@ -131,25 +137,25 @@ pub(super) fn prepare<'a>(
     session: &'a Session,
 ) -> Result<Prepared<'a>, TrainError> {
     let (dataset, run_dir) = (opened.dataset, opened.run_dir);
-    let norm_order = (opened.blueprint).norm_order(config, session.env().rank.get() as usize)?;
-    let Blueprint {
-        model,
-        layout,
-        scheme,
-        plan,
-        activations,
-        ..
-    } = opened.blueprint;
+    let spec = opened.spec;
+    let norm_order = spec.norm_order(config, &opened.whole)?;
+    let activations = spec.activations(config)?;
     let (env, choice) = (session.env(), opened.choice);
     let is_alone = session.env().world_size.get() == 1;
     let device = choice.open(config, threads(config), is_alone)?;
-    let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
-    let (parameters, reducer) = allocate(&world, config, &scheme, &model, &layout)?;
+    let world = World::connect(config, session, device, opened.transport, spec.strategy.mesh)?;
+    let (parameters, reducer) = allocate(&world, config, &spec.strategy, &spec.model, &spec.layout)?;
     let home = state_home(&world, &parameters, config, &run_dir)?;
-    let optimizer = optimizer(&parameters, home, config, &model)?;
+    let optimizer = optimizer(&parameters, home, config, &spec.model)?;
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, (parameters.sharding(), &norm_order), &config.train)?;
-    let replica = Replica::new(&world, model, parameters, (&plan, activations), config)?;
+    let replica = Replica::new(
+        &world,
+        spec.model.clone(),
+        parameters,
+        (&spec.plan, activations),
+        config,
+    )?;
     let mut parts = TrainerParts {
         optimizer,
         clip,
@@ -167,13 +173,12 @@ pub(super) fn prepare<'a>(
         grad_bytes: reducer.bytes(),
         first_step: 0,
         config,
-        scheme,
+        spec,
         session,
         world,
         replica,
     };
-    let decided = (&scheme, &layout, &norm_order);
-    warm_up(config, &parts.replica, decided, activations)?;
+    warm_up(config, &parts.replica, &parts.spec, &norm_order, activations)?;
     begin(&mut parts, &opened.origin, &dataset)?;
     let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
@@ -312,7 +317,8 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
 fn agree(
     config: &TrainConfig,
     session: &Session,
-    blueprint: &Blueprint,
+    spec: &RankSpec,
+    whole: &GradientLayout,
     dataset: &Dataset,
     choice: &Choice,
 ) -> Result<(), TrainError> {
@@ -324,7 +330,6 @@ fn agree(
         ("/train/offload", "dir"),
         ("/run", "out_dir"),
         ("/model", "init_from"),
-        ("/parallel/pipeline", "file"),
         ("", "launch"),
     ] {
         if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {
@@ -336,10 +341,10 @@ fn agree(
     signature.field("rule of the data order", ORDER_VERSION);
     signature.field("training tokens", dataset.train.fingerprint()?);
     signature.field("validation tokens", dataset.val.fingerprint()?);
-    signature.model(&blueprint.model, &blueprint.whole);
+    signature.model(&spec.model, whole);
     signature.field(
         "schedule of the pipeline (`parallel.pipeline`)",
-        blueprint.plan.signature(),
+        spec.plan.signature(),
     );
     signature.field("kind of device", choice.kind());
     let (env, store) = (session.env(), session.store());

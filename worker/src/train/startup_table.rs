@@ -1,10 +1,11 @@
-//! What rank 0 says before the first step: what is trained, on what, and with how much memory. A restart repeats only
-//! what has changed.
+//! The lines that rank 0 prints before the first step: what is trained, on which device, with how much memory. A restart
+//! prints only the lines that have changed.
 
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::TrainError;
 use super::planning::{Estimate, Footprint};
+use super::rank_spec::RankSpec;
 use super::setup::{Prepared, is_restarted};
 use super::step::TrainerParts;
 use crate::config::{
@@ -17,8 +18,8 @@ use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::parallel::pipeline::PipelinePlan;
 
-/// What is to be said of this life of the run. The file of the folder has what was said of the one before.
-pub(super) fn introduction(prepared: &Prepared<'_>) -> String {
+/// The lines for this life of the run. A file in the run's directory has the lines of the life before.
+pub(super) fn startup_table(prepared: &Prepared<'_>) -> String {
     let rows = rows(prepared).0;
     let trainer = prepared.trainer.parts();
     let (is_restarted, step) = (is_restarted(trainer.session.env()), trainer.first_step);
@@ -280,12 +281,12 @@ fn precision(config: &TrainConfig) -> String {
 }
 
 fn strategy(trainer: &TrainerParts<'_>) -> String {
-    let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
-    let what = match scheme.strategy {
+    let (parallel, strategy) = (&trainer.config.parallel, &trainer.spec.strategy);
+    let what = match strategy.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
-            return nothing_to_shard(scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]));
+            return nothing_to_shard(strategy.mesh.size(&[Axis::Pipeline, Axis::Tensor]));
         }
-        Strategy::Ddp => match scheme.mesh.size(&[Axis::Pipeline, Axis::Tensor]) {
+        Strategy::Ddp => match strategy.mesh.size(&[Axis::Pipeline, Axis::Tensor]) {
             1 => return "ddp: full replica on each rank".to_owned(),
             ranks => return format!("ddp: full replica on each group of {ranks} ranks"),
         },
@@ -293,8 +294,8 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         Strategy::Zero2 => "zero2: optimizer state and gradients",
         Strategy::Zero3 => "zero3: optimizer state, gradients and parameters",
     };
-    let ranks = counted(scheme.shard_ranks(), "rank");
-    let copies = match scheme.copies() {
+    let ranks = counted(strategy.shard_ranks(), "rank");
+    let copies = match strategy.copies() {
         1 => String::new(),
         copies => format!(", {copies} replicas"),
     };
@@ -317,7 +318,7 @@ fn nothing_to_shard(ranks: usize) -> String {
 
 /// How many ranks divide each matrix, if several do.
 fn tensor(trainer: &TrainerParts<'_>) -> Option<String> {
-    let ranks = trainer.scheme.mesh.size(&[Axis::Tensor]);
+    let ranks = trainer.spec.strategy.mesh.size(&[Axis::Tensor]);
     let norms = if trainer.config.parallel.sequence {
         "; sequence parallelism divides the rest by positions"
     } else {
@@ -384,21 +385,19 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 /// What both ways to accumulate cost, where there is a choice.
 fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
     let trainer = prepared.trainer.parts();
-    let (config, scheme) = (trainer.config, trainer.scheme);
+    let (config, strategy) = (trainer.config, &trainer.spec.strategy);
     // The stages of a pipeline hold whole gradients.
-    let has_choice = matches!(scheme.strategy, Strategy::Zero2 | Strategy::Zero3)
-        && scheme.mesh.size(&[Axis::Pipeline]) == 1;
+    let has_choice = matches!(strategy.strategy, Strategy::Zero2 | Strategy::Zero3)
+        && strategy.mesh.size(&[Axis::Pipeline]) == 1;
     if config.train.grad_accumulation == 1 || !has_choice {
         return Ok(None);
     }
     let estimate = |accumulate| {
-        let (replica, layout) = (&trainer.replica, prepared.reducer.layout());
-        Estimate::new(
-            config,
-            (&replica.model, layout),
-            (scheme.accumulating(accumulate), trainer.world.rank()),
-            (&replica.plan, replica.pool.allocated_bytes()),
-        )
+        let spec = RankSpec {
+            strategy: strategy.accumulating(accumulate),
+            ..trainer.spec.clone()
+        };
+        Estimate::new(config, &spec, trainer.replica.pool.allocated_bytes())
     };
     let (sharded, full) = (estimate(Accumulate::Sharded)?, estimate(Accumulate::Full)?);
     let of = |estimate: Estimate| (estimate.held, estimate.sent.total());
@@ -427,12 +426,12 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
-    let how = match (trainer.scheme.strategy, parallel.sync) {
+    let how = match (trainer.spec.strategy.strategy, parallel.sync) {
         (Strategy::Ddp, Sync::Bucketed) => counted(reductions, "bucket"),
         (Strategy::Ddp, Sync::PerParameter) => "one all-reduce per parameter".to_owned(),
         (Strategy::Ddp, Sync::Naive) => return "one all-reduce after backward".to_owned(),
         (strategy, _) => {
-            let unit = match (strategy, trainer.scheme.accumulate) {
+            let unit = match (strategy, trainer.spec.strategy.accumulate) {
                 (Strategy::Zero3, _) => "group",
                 (Strategy::Zero2, Some(Accumulate::Sharded)) => "part",
                 _ => "bucket",
@@ -440,7 +439,7 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
             format!("reduce-scatter of {}", counted(reductions, unit))
         }
     };
-    match trainer.scheme.accumulate {
+    match trainer.spec.strategy.accumulate {
         Some(Accumulate::Sharded) if !parallel.overlap => format!("{how}, between the blocks of backward"),
         _ => format!("{how}, {when}"),
     }

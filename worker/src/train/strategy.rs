@@ -12,42 +12,36 @@
 //! With `parallel.shard_group`, all this is within a group of ranks, and slices are summed over the groups. Where a
 //! group is one rank, everything is whole, and the strategy is `ddp` whatever it is called.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
-use super::idle_world::idle_world;
-use super::schedule::{MicroBatchShape, rehearse};
 use super::world::World;
-use crate::checkpoint::read_bounded;
-use crate::config::{
-    self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
-};
+use crate::config::{self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig};
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
-use crate::parallel::pipeline::{LayerCosts, PipelinePlan, csv};
+use crate::parallel::pipeline::{LayerCosts, PipelinePlan};
 use crate::parallel::{
-    Dtypes, GradientLayout, LayoutConfig, NormOrder, ONE_COPY, Parameters, Reducer, ReducerConfig,
-    ReplicaSet, ReshardPolicy, Sharding, is_counted,
+    Dtypes, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
+    Sharding,
 };
 use crate::plan::Work;
 
-/// A strategy on a mesh: what is decided before anything is allocated.
+/// The strategy of `parallel.strategy` on a mesh: what is sharded, over which ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Scheme {
+pub(super) struct ShardingStrategy {
     /// [`Strategy::Ddp`] where nothing can be sharded.
     pub(super) strategy: Strategy,
     pub(super) mesh: MeshShape,
-    /// What is held of the gradients of other ranks' parameters; none: these are reduced to all ranks.
+    /// What is held of the gradients of other ranks' parameters. With `None` all ranks get all sums.
     pub(super) accumulate: Option<Accumulate>,
 }
 
-impl Scheme {
-    /// A pure function: every rank decides the same.
+impl ShardingStrategy {
+    /// A pure function, so that every rank decides the same.
     pub(super) fn new(parallel: &Parallel, micro_batches: usize, mesh: MeshShape) -> Self {
         let strategy = match mesh.size(&[Axis::Shard]) {
             1 => Strategy::Ddp,
@@ -105,7 +99,7 @@ impl Scheme {
         }
     }
 
-    /// Who owns what, as a rank of its copy sees it.
+    /// Which rank owns what, for a rank of the shard group.
     pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
         match (self.strategy, self.accumulate) {
@@ -114,61 +108,6 @@ impl Scheme {
             (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, shard, rank),
             (Strategy::Zero3, _) => Sharding::of_groups(layout, shard, rank),
         }
-    }
-}
-
-/// What is decided before anything is allocated.
-pub(super) struct Blueprint {
-    /// What this rank holds of it.
-    pub(super) model: Model,
-    pub(super) layout: Arc<GradientLayout>,
-    /// That of a rank with the blocks of all stages.
-    pub(super) whole: Arc<GradientLayout>,
-    pub(super) scheme: Scheme,
-    pub(super) plan: Arc<PipelinePlan>,
-    /// Bytes of the activations of all micro-batches that are in the air at once.
-    pub(super) activations: usize,
-}
-
-impl Blueprint {
-    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
-        let mesh = mesh(config, env)?;
-        let (plan, rank) = (Arc::new(pipeline_plan(config)?), env.rank.get() as usize);
-        let part = part_of(config, &mesh, &plan, rank);
-        let (model, layout) = held(config, &mesh, &part)?;
-        let layout = Arc::new(layout);
-        let whole = match &part.chunks {
-            None => layout.clone(),
-            Some(_) => Arc::new(held(config, &mesh, &ModelPart { chunks: None, ..part })?.1),
-        };
-        Ok(Self {
-            whole,
-            layout,
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
-            activations: activations(config, &model, &plan, (mesh, rank))?,
-            plan,
-            model,
-        })
-    }
-
-    /// In which order the norm of `rank` is summed, over the ranks that hold one copy of the model with it. A pure
-    /// function: it lays out what each of them holds.
-    pub(super) fn norm_order(&self, config: &TrainConfig, rank: usize) -> Result<NormOrder, TrainError> {
-        let mesh = self.scheme.mesh;
-        // Ranks of one stage have the same layout: a tensor group cuts everything into equal parts.
-        let stages = mesh.members(rank, &[Axis::Pipeline]).into_iter().map(|first| {
-            let (_, layout) = held(config, &mesh, &part_of(config, &mesh, &self.plan, first))?;
-            let sharding = self.scheme.sharding(&layout, 0);
-            Ok::<_, TrainError>((layout, sharding))
-        });
-        let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let chunks = mesh.members(rank, &ONE_COPY).into_iter().map(|member| {
-            let at = |axis| mesh.index(member, &[axis]);
-            let (layout, sharding) = &stages[at(Axis::Pipeline)];
-            let counts = |id| is_counted(&layout.spec(id).roles, at);
-            NormOrder::chunks((layout, sharding), at(Axis::Shard), &self.whole, counts)
-        });
-        Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
     }
 }
 
@@ -181,26 +120,6 @@ pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, T
         [config.train.micro_batch, config.model.block_size],
     )?;
     Ok(mesh)
-}
-
-/// Bytes of the activations of all micro-batches that are in the air at once on a rank, which holds `model`.
-pub(super) fn activations(
-    config: &TrainConfig,
-    model: &Model,
-    plan: &Arc<PipelinePlan>,
-    (mesh, rank): (MeshShape, usize),
-) -> Result<usize, TrainError> {
-    // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
-    let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
-    let longest = if is_piped { plan.micro_batches() } else { 1 };
-    // A few lengths are enough: what finds no place in the memory is put beside it.
-    let steps = match config.data.last_batch {
-        LastBatch::Wrap => BTreeSet::from([longest]),
-        LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
-    };
-    let steps = steps.into_iter().rev();
-    let idle = idle_world(mesh, rank).mesh;
-    rehearse(model, plan, &idle, MicroBatchShape::of(config), steps)
 }
 
 /// A part of the model, and the layout of its gradients.
@@ -246,7 +165,6 @@ pub(super) fn layer_work(config: &TrainConfig) -> Result<[Work; 2], TrainError> 
 
 /// The schedule of every rank, and the layers of every stage.
 pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
-    let pipeline = &config.parallel.pipeline;
     let [layer, head] = layer_work(config)?;
     let costs = LayerCosts {
         // Rows are looked up.
@@ -254,20 +172,9 @@ pub fn pipeline_plan(config: &TrainConfig) -> Result<PipelinePlan, TrainError> {
         layers: vec![layer.total(); config.model.n_layer],
         head: head.total(),
     };
-    let csv = pipeline.file.as_deref().map(|path| {
-        let read = read_bounded(path, csv::MAX_BYTES).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        read.map_err(|error| {
-            TrainError::Refused(format!(
-                "`parallel.pipeline.file`: `{}`: {error}\n  hint: expected a schedule as PyTorch's pipelining writes it, one row per rank",
-                path.display()
-            ))
-        })
-    });
-    let micro_batches = config.train.grad_accumulation;
     Ok(PipelinePlan::new(
-        pipeline,
-        micro_batches,
-        csv.transpose()?.as_deref(),
+        &config.parallel.pipeline,
+        config.train.grad_accumulation,
         &costs,
     )?)
 }
@@ -307,14 +214,14 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes, part: &ModelPart) ->
 pub(super) fn allocate(
     world: &World,
     config: &TrainConfig,
-    scheme: &Scheme,
+    strategy: &ShardingStrategy,
     model: &Model,
     layout: &Arc<GradientLayout>,
 ) -> Result<(Parameters, Reducer), TrainError> {
     let (parallel, compute) = (&config.parallel, (&world.device, world.stream));
     let set = ReplicaSet::of(&world.mesh, &model.params)?;
-    let sharding = Arc::new(scheme.sharding(layout, world.mesh.index(&[Axis::Shard])));
-    let policy = scheme.reshard_policy(parallel);
+    let sharding = Arc::new(strategy.sharding(layout, world.mesh.index(&[Axis::Shard])));
+    let policy = strategy.reshard_policy(parallel);
     let gathers = match policy {
         ReshardPolicy::KeepAll => set.reduce.clone(),
         // Apart from the gradients', so that gathering does not queue behind reducing.
@@ -324,16 +231,15 @@ pub(super) fn allocate(
     let reduction = ReducerConfig {
         sync: parallel.sync,
         overlap: parallel.overlap,
-        accumulate: scheme.accumulate.unwrap_or(Accumulate::Full),
-        unused: parallel.unused,
+        accumulate: strategy.accumulate.unwrap_or(Accumulate::Full),
         micro_batches: config.train.grad_accumulation,
     };
     let reducer = Reducer::over(&set, compute, layout.clone(), &sharding, reduction)?;
     Ok((parameters, reducer))
 }
 
-/// State of what this rank owns, in `home`; and masters, where the parameters are not f32 or not near the state. Every
-/// rank must call it.
+/// The optimizer with the state of what this rank owns, in `home`. It has masters if the parameters are not f32 or not near
+/// the state. Every rank must call it.
 pub(super) fn optimizer(
     parameters: &Parameters,
     home: StateMemory,
@@ -368,7 +274,7 @@ mod tests {
 
     #[test]
     fn a_stage_of_a_pipeline_holds_whole_gradients() {
-        let scheme = |strategy, stages| {
+        let accumulate = |strategy, stages| {
             let parallel = Parallel {
                 strategy,
                 accumulate: Accumulate::Sharded,
@@ -378,12 +284,12 @@ mod tests {
                 },
                 ..Parallel::default()
             };
-            Scheme::new(&parallel, 1, mesh(&parallel, 4)).accumulate
+            ShardingStrategy::new(&parallel, 1, mesh(&parallel, 4)).accumulate
         };
         for strategy in [Strategy::Zero2, Strategy::Zero3] {
-            assert_eq!(scheme(strategy, 1), Some(Accumulate::Sharded));
-            assert_eq!(scheme(strategy, 2), Some(Accumulate::Full));
+            assert_eq!(accumulate(strategy, 1), Some(Accumulate::Sharded));
+            assert_eq!(accumulate(strategy, 2), Some(Accumulate::Full));
         }
-        assert_eq!(scheme(Strategy::Ddp, 2), None);
+        assert_eq!(accumulate(Strategy::Ddp, 2), None);
     }
 }

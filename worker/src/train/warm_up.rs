@@ -2,32 +2,34 @@
 //! where a module is loaded or memory allocated, and a rank that waits there for a collective of NCCL, which waits for
 //! another rank, may wait for ever.
 //!
-//! What it takes is found out by a step and an evaluation of a rank in an idle world, which change nothing: its device
-//! prepares the GPU for every operation that it is given, and carries none out.
+//! A step and an evaluation of a rank in an idle world show what a run needs. They change nothing: the device of that
+//! world prepares the GPU for every operation that it is given, and carries none out.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::TrainError;
 use super::idle_world::idle_world_on;
-use super::planning::rehearse_row;
+use super::rank_spec::RankSpec;
 use super::rank_table::StepTable;
 use super::replica::Replica;
-use super::schedule::RowPurpose;
-use super::strategy::{Scheme, allocate, optimizer};
+use super::run_row::{rehearse_evaluation, rehearse_step};
+use super::strategy::optimizer;
 use crate::config::TrainConfig;
 use crate::device::cuda::CudaDevice;
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, IdleDevice, Stream};
+use crate::model::Activation;
 use crate::ops::Op;
 use crate::optim::{Clip, StateMemory, UpdateStep};
-use crate::parallel::{GradientLayout, NormOrder};
+use crate::parallel::NormOrder;
 
 /// Prepares the GPU of `replica`, if it is on one, for all that a step will run. Nothing but its activations is
 /// overwritten.
 pub(super) fn warm_up(
     config: &TrainConfig,
     replica: &Replica,
-    (scheme, layout, norm_order): (&Scheme, &Arc<GradientLayout>, &NormOrder),
+    spec: &RankSpec,
+    norm_order: &NormOrder,
     activations: usize,
 ) -> Result<(), TrainError> {
     let (gpu, stream) = (replica.world.device.clone(), replica.world.stream);
@@ -39,24 +41,20 @@ pub(super) fn warm_up(
         gpu,
         stream,
     };
-    let (device, rank) = (Arc::new(device) as Arc<dyn Device>, replica.world.comm.rank());
-    let world = idle_world_on(device.clone(), scheme.mesh, rank);
-    let (parameters, mut reducer) = allocate(&world, config, scheme, &replica.model, layout)?;
+    let device = Arc::new(device) as Arc<dyn Device>;
+    let world = idle_world_on(device.clone(), spec.strategy.mesh, spec.rank);
+    let (mut idle, mut reducer) = spec.idle(config, &world, activations)?;
+    let parameters = &idle.parameters;
     let home = StateMemory::on_device(device.clone());
-    let optimizer = optimizer(&parameters, home, config, &replica.model)?;
+    let optimizer = optimizer(parameters, home, config, &spec.model)?;
     let (set, compute) = (parameters.replica_set(), (&device, world.stream));
     let clip = Clip::new(set, compute, (parameters.sharding(), norm_order), &config.train)?;
-    let plan = (&replica.plan, activations);
-    let mut idle = Replica::new(&world, replica.model.clone(), parameters, plan, config)?;
     let table = StepTable::new(&world)?;
     idle.weigh(1.0);
-    idle.parameters.updated()?;
     // The second micro-batch adds to what the first has left.
     let micro_batches = idle.plan.micro_batches().min(2);
-    let mut sums = reducer.step(micro_batches)?;
-    let training = (RowPurpose::Training, micro_batches);
-    rehearse_row(&mut idle, training, &mut sums, |losses| table.add(losses, false))?;
-    let grads = sums.finish_on(world.stream, world.deadline())?.portion();
+    let add = |losses: &Activation| table.add(losses, false);
+    let grads = rehearse_step(&mut idle, &mut reducer, micro_batches, &add)?;
     let _ = clip.measure(world.stream, &grads);
     clip.finish(world.stream, Some(table.rows()));
     let update = UpdateStep {
@@ -67,8 +65,7 @@ pub(super) fn warm_up(
     let own = idle.parameters.own();
     let _ = optimizer.step(world.stream, own, &grads, &update);
     optimizer.round(world.stream, own);
-    let evaluation = (RowPurpose::Evaluation, 1);
-    rehearse_row(&mut idle, evaluation, &mut reducer.step(1)?, |_| {})?;
+    rehearse_evaluation(&mut idle, 1)?;
     replica.world.device.synchronize(stream)?;
     Ok(())
 }

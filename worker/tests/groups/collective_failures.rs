@@ -121,8 +121,10 @@ fn waiting_in_a_pipeline(action: Action) -> String {
 #[test]
 fn who_waits_for_a_message_of_a_pipeline_waits_for_one_time_out_whatever_is_to_come_before_it() {
     let action = |stage, kind| Action {
-        micro_batch: Some(3),
-        ..Action::of_stage(stage, stage, kind)
+        rank: stage,
+        stage,
+        kind,
+        micro_batch: 3,
     };
     std::thread::scope(|scope| {
         for (stage, kind, message) in [

@@ -1,6 +1,5 @@
 //! Groups of ranks within this process: collectives, the reducer and layers that are cut over ranks.
 
-mod batch_norm;
 mod collective_failures;
 mod collective_operations;
 mod collective_properties;
@@ -13,4 +12,3 @@ mod seams;
 mod tensor_group;
 #[path = "../train/train_support/mod.rs"]
 mod train_support;
-mod unused;

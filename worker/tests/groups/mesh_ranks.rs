@@ -331,13 +331,13 @@ impl Member {
         for _ in 0..2 {
             let mut step = reducer.step(self.case.micro_batches).unwrap();
             self.backward(&mut step);
-            let portion = step.finish(Instant::now() + PATIENCE).unwrap().portion();
-            if let Some(work) = clip.measure(stream, &portion) {
+            let share = step.finish(Instant::now() + PATIENCE).unwrap().sums();
+            if let Some(work) = clip.measure(stream, &share) {
                 work.wait(Instant::now() + PATIENCE).unwrap();
             }
             clip.finish(stream, None);
             let own = self.sharding.own_pieces().into_iter().map(|piece| {
-                let elements = portion.slice(&piece.place).host::<f32>().unwrap().to_vec();
+                let elements = share.slice(&piece.place).host::<f32>().unwrap().to_vec();
                 (piece.param, piece.elements.start, elements)
             });
             let own = own.collect();

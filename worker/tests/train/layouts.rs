@@ -162,13 +162,12 @@ const RECOMPUTE: [(Recompute, bool); 6] = [
     (Recompute::Full, false),
     (Recompute::Full, true),
 ];
-const SCHEDULES: [PipelineSchedule; 7] = [
+const SCHEDULES: [PipelineSchedule; 6] = [
     PipelineSchedule::OneFOneB,
     PipelineSchedule::Zbv,
     PipelineSchedule::Interleaved,
     PipelineSchedule::ZbH1,
     PipelineSchedule::GPipe,
-    PipelineSchedule::DualPipeV,
     PipelineSchedule::Greedy,
 ];
 const CHUNKS: [Option<usize>; 4] = [None, Some(2), Some(3), Some(4)];
@@ -220,11 +219,9 @@ fn layouts() -> Vec<Layout> {
                 sequence,
                 precision,
                 recompute,
-                accumulation: match (stages, schedule) {
-                    (1, _) => count,
-                    // As many as stages, or more.
-                    (_, PipelineSchedule::DualPipeV) => 2 * stages + count - 1,
-                    (4, _) => [3, 8, 9][count - 1],
+                accumulation: match stages {
+                    1 => count,
+                    4 => [3, 8, 9][count - 1],
                     _ => [2, 4, 5][count - 1],
                 },
             });

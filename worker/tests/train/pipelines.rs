@@ -9,19 +9,17 @@ use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, Order, PipelineSchedule, Precision, Recompute, Resume,
     Strategy, TrainConfig,
 };
-use ddp_worker::parallel::pipeline::csv::{self, CsvFormat};
-use ddp_worker::parallel::pipeline::{PipelineShape, interleaved_1f1b};
-use ddp_worker::train::TrainError;
+use crate::train_support::deferred::DeferredDevice;
+use crate::train_support::{Job, Trained};
 
 type Change = fn(&mut TrainConfig);
 
-const ALL: [PipelineSchedule; 7] = [
+const ALL: [PipelineSchedule; 6] = [
     PipelineSchedule::GPipe,
     PipelineSchedule::OneFOneB,
     PipelineSchedule::Interleaved,
     PipelineSchedule::ZbH1,
     PipelineSchedule::Zbv,
-    PipelineSchedule::DualPipeV,
     PipelineSchedule::Greedy,
 ];
 
@@ -55,11 +53,6 @@ fn assert_equal(one: &Trained, other: &Trained, what: &str) {
     assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
-/// Whether there is a schedule for so many micro-batches.
-fn exists(schedule: PipelineSchedule, stages: usize, micro_batches: usize) -> bool {
-    schedule != PipelineSchedule::DualPipeV || micro_batches >= 2 * stages
-}
-
 fn every_schedule_equals_one_rank(stages: usize, accumulations: [usize; 3]) {
     for accumulation in accumulations {
         let accumulate = |c: &mut TrainConfig| {
@@ -69,11 +62,9 @@ fn every_schedule_equals_one_rank(stages: usize, accumulations: [usize; 3]) {
         };
         let reference = job(accumulate).train(1);
         for schedule in ALL {
-            if exists(schedule, stages, accumulation) {
-                let job = piped(stages, schedule, accumulate);
-                let what = format!("{schedule:?} on {stages} ranks, {accumulation} micro-batches");
-                assert_equal(&reference, &job.train(stages as u32), &what);
-            }
+            let job = piped(stages, schedule, accumulate);
+            let what = format!("{schedule:?} on {stages} ranks, {accumulation} micro-batches");
+            assert_equal(&reference, &job.train(stages as u32), &what);
         }
     }
 }
@@ -168,7 +159,7 @@ fn a_short_last_step_equals_one_rank() {
         tokens.windows(2).any(|pair| pair[1] - pair[0] < first),
         "a step is short: {tokens:?}"
     );
-    for schedule in [PipelineSchedule::OneFOneB, PipelineSchedule::DualPipeV] {
+    for schedule in [PipelineSchedule::OneFOneB, PipelineSchedule::Zbv] {
         let found = piped(2, schedule, short).train(2);
         assert_equal(&reference, &found, &format!("{schedule:?}"));
     }
@@ -252,44 +243,6 @@ fn a_checkpoint_of_one_pipeline_is_resumed_by_another() {
             assert_eq!(whole.losses(), resumed.losses());
         }
     }
-}
-
-fn refusals(job: &Job, ranks: u32) -> Vec<String> {
-    let outcomes = job.run(ranks);
-    let refusal = |outcome: &crate::train_support::Outcome| match outcome {
-        Err(error @ TrainError::Pipeline(_)) => error.to_string(),
-        other => panic!("{other:?}"),
-    };
-    outcomes.iter().map(refusal).collect()
-}
-
-#[test]
-fn a_file_is_run_as_it_is_and_a_broken_one_is_refused_before_anything_begins() {
-    let shape = PipelineShape {
-        ranks: 2,
-        chunks: 2,
-        micro_batches: 4,
-    };
-    let text = csv::write(&interleaved_1f1b(shape).unwrap(), CsvFormat::ComputeOnly);
-    let accumulate = |c: &mut TrainConfig| c.train.grad_accumulation = 4;
-    let with_file = |text: &str| {
-        let mut job = piped(2, PipelineSchedule::GPipe, accumulate);
-        let path = job.out_dir_beside("schedule.csv");
-        std::fs::write(&path, text).unwrap();
-        job.config.parallel.pipeline.file = Some(path);
-        job
-    };
-    let reference = job(accumulate).train(1);
-    assert_equal(&reference, &with_file(&text).train(2), "from a file");
-
-    let broken = with_file(&text.replacen("0B0", "0B1", 1));
-    let refused = refusals(&broken, 2);
-    assert_eq!(refused[0], refused[1]);
-    insta::assert_snapshot!(refused[0], @r"
-    `parallel.pipeline.file`: rank 0 is refused at `0B1`: the action is there twice, whole or in part
-      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
-    ");
-    assert!(!broken.out_dir().exists(), "nothing was begun");
 }
 
 #[test]

@@ -31,7 +31,7 @@ impl Shown<'_> {
         };
         // Their V has two, whatever is set.
         let usual = match found.candidate.schedule {
-            "ZBV" | "DualPipeV" | "greedy" => 2,
+            "ZBV" | "greedy" => 2,
             _ => 1,
         };
         given.unwrap_or(usual)

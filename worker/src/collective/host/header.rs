@@ -41,7 +41,7 @@ pub(super) struct OperationHeader {
     reserved: u32,
     /// Root or receiver.
     peer: u32,
-    /// Of the operation; it wraps.
+    /// Number of the operation; it wraps.
     number: u32,
     /// Low half of the arena where all must use the same.
     common_arena: u32,

@@ -4,31 +4,30 @@
 //! |---|---|
 //! | `topology` | [`RankInfo`]; the ranks of a group, their nodes, and the order of sums |
 //! | `header` | an operation as 64 bytes, which the ranks compare |
-//! | `introduction` | how two ranks prove to each other that they are of one generation; strangers are kept out |
+//! | `handshake` | how two ranks prove to each other that they belong to one generation |
 //! | `sockets` | connections between ranks: how a group makes them, and passing of descriptors |
-//! | `probe` | whether large frames reach the other nodes |
 //! | `shared_memory` | control segments of a node: barriers, slots, stages; shared arenas |
 //! | `exchange` | what one rank exchanges with one other over their connection |
 //! | `plan` | one round of sums, copies and exchanges; what each rank does in it, for each operation: here a collective algorithm is added |
 //! | `transport` | [`connect`] finds the other ranks of the world; the transport: brief, in place, staged; shared arenas; subgroups |
 
 mod exchange;
+mod handshake;
 mod header;
-mod introduction;
 mod plan;
-mod probe;
 mod shared_memory;
 mod sockets;
 mod topology;
 mod transport;
 
-/// What bytes of other ranks come to: a header, an introduction, a message of a set-up. For `tests/fuzz`.
+/// Reads bytes of another rank as a header, a handshake and a set-up message, and says which of them are valid. For
+/// `tests/fuzz`.
 #[doc(hidden)]
 pub fn read_foreign(bytes: &[u8]) -> [bool; 3] {
     let header = bytes.first_chunk().map(header::compare_foreign);
     [
         header.is_some_and(|outcome| outcome.is_ok()),
-        introduction::hear_foreign(bytes),
+        handshake::read_foreign(bytes),
         transport::read_set_up(bytes).is_ok(),
     ]
 }

@@ -310,7 +310,7 @@ pub(super) struct Round {
 /// How this rank reaches the others of its group.
 pub(super) struct Peers {
     pub(super) topology: Topology,
-    /// For the ranks of this node.
+    /// Shared memory with the ranks of this node.
     pub(super) control: ControlSegments,
     /// By rank of the group; none to itself.
     pub(super) connections: Vec<Option<Connection>>,

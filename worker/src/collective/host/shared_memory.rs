@@ -36,7 +36,7 @@ const STAGES: usize = 3;
 
 /// How long a wait spins before it sleeps. About the cost of a sleep and a wake.
 const SPIN: Duration = Duration::from_micros(50);
-/// For so long it does not yield its core.
+/// A rank spins for this long before it yields its core.
 const SPIN_WITHOUT_YIELD: Duration = Duration::from_micros(5);
 const SPINS_BETWEEN_CLOCK_READS: usize = 32;
 
@@ -54,7 +54,7 @@ const SEGMENT_LABEL: u64 = 0;
 pub(super) struct ControlSegments {
     /// Global ranks.
     globals: Vec<usize>,
-    /// Of the connections to the others, which close when their processes end. None for this rank.
+    /// Sockets of the connections to the others, which close when their processes end. `None` for this rank.
     sockets: Vec<Option<Arc<OwnedFd>>>,
     segments: Vec<HostMemory>,
     me: usize,

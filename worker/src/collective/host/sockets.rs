@@ -1,7 +1,7 @@
 //! Connections between ranks: TCP between nodes, Unix sockets within a node; how a group makes them, and their sockets.
 //!
-//! Of each pair the higher rank connects and the lower one listens. Before anything else, both prove that they are of the
-//! generation (`introduction`). Through a Unix socket ranks of a node also pass descriptors.
+//! In each pair, the higher rank connects and the lower one listens. Before anything else, both prove that they belong to the
+//! generation (`handshake`). Through a Unix socket ranks of a node also pass descriptors.
 #![allow(unsafe_code, reason = "descriptors that the kernel hands over")]
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -34,7 +34,7 @@ const FOREIGN_CONNECTIONS: usize = 128;
 const CONNECT_BOUND: Duration = Duration::from_secs(10);
 /// Between two tries to connect to a rank whose backlog is full.
 const BACKLOG_PAUSE: Duration = Duration::from_millis(1);
-/// Nothing would tell the ranks of other nodes from strangers.
+/// Without a key this rank could not tell the ranks of other nodes from other programs.
 const NO_KEY: &str = "the assignment has no key for the connections between nodes\n  hint: the rendezvous daemon is of an \
                       older release: start it from the release of the nodes";
 /// Where a rank listens for the higher ranks of a group, as it publishes it.
@@ -42,7 +42,7 @@ const NO_KEY: &str = "the assignment has no key for the connections between node
 pub(super) struct Address {
     /// Abstract Unix address, for the ranks of its node.
     unix: String,
-    /// For those of other nodes, if there are some.
+    /// TCP address for the ranks of other nodes, if there are some.
     tcp: Option<SocketAddr>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Listens for ranks of this node and for ranks of others, with room for so many that connect before they are accepted.
+    /// Listens for `local` ranks of this node and `remote` ranks of others; so many can connect before they are accepted.
     pub(super) fn open(info: &RankInfo, local: usize, remote: usize) -> Result<(Self, Address), Failure> {
         if remote > 0 && info.data_key.is_none() {
             return Err(Failure::Invalid(NO_KEY.into()));
@@ -86,7 +86,7 @@ fn listen_unix(name: &str, peers: usize) -> Result<OwnedFd, Failure> {
     Ok(socket)
 }
 
-/// Listens at the address of this node, for so many ranks of others.
+/// Listens at the address of this node, for `peers` ranks of other nodes.
 fn listen_tcp(info: &RankInfo, peers: usize) -> Result<(OwnedFd, SocketAddr), Failure> {
     let host = info.host_addr;
     let refused = |error: io::Error| Failure::System {
@@ -107,7 +107,7 @@ fn listen_tcp(info: &RankInfo, peers: usize) -> Result<(OwnedFd, SocketAddr), Fa
     Ok((socket, address))
 }
 
-/// Listens on the first free port, beginning at another one for each rank of the node; none if all are taken.
+/// Listens on the first free port, beginning at another one for each rank of the node. `None` if all are taken.
 /// The library sets `SO_REUSEADDR`, so connections of the last generation are not in the way.
 fn listen_within(ports: PortRange, host: IpAddr, local_rank: usize) -> io::Result<Option<TcpListener>> {
     // Of two ranks that try a port at the same moment, the kernel may refuse both: hence the second round.
@@ -139,21 +139,21 @@ fn backlog_for(peers: usize) -> Backlog {
     Backlog::new(peers).unwrap_or(Backlog::MAXCONN)
 }
 
-/// What a listener has.
+/// The result of accepting one connection.
 #[derive(Debug)]
 pub(super) enum Accepted {
     /// A connection.
     One(OwnedFd),
-    /// One that is closed by now: another user has called, or the caller is gone.
-    Stranger,
-    /// No more for now.
+    /// A connection that is closed by now: another user has called, or the caller is gone.
+    Refused,
+    /// No caller waits.
     None,
-    /// No descriptor is left for one that waits.
+    /// A caller waits, but this process has no descriptor left.
     NoRoom,
 }
 
-/// The next connection. Unix connections from other users are closed. It accepts one at most: a caller that comes again
-/// and again keeps nothing else waiting.
+/// Accepts the next connection. Closes Unix connections from other users. It accepts one at most, so a caller that connects
+/// again and again does not block anything else.
 pub(super) fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Accepted, Failure> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = match accept4(listener.as_raw_fd(), flags) {
@@ -161,13 +161,13 @@ pub(super) fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Accepted
         Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
         Err(Errno::EAGAIN) => return Ok(Accepted::None),
         Err(Errno::EMFILE | Errno::ENFILE) => return Ok(Accepted::NoRoom),
-        Err(error) if is_of_one_peer(error) => return Ok(Accepted::Stranger),
+        Err(error) if is_of_one_peer(error) => return Ok(Accepted::Refused),
         Err(error) => return Err(system_failure("accepting a peer", error)),
     };
     if !is_local || other_user(&socket) == Ok(None) {
         Ok(Accepted::One(socket))
     } else {
-        Ok(Accepted::Stranger)
+        Ok(Accepted::Refused)
     }
 }
 
@@ -208,7 +208,7 @@ impl Address {
     }
 }
 
-/// Connects to the abstract Unix address of a global rank of this node. If that has ended, another user may listen there.
+/// Connects to the abstract Unix address of a global rank of this node. Another user may listen there if the rank has ended.
 fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure> {
     let what = || format!("connecting to rank {rank} at the abstract Unix address `{name}`");
     let refused = |errno: Errno| system_failure(what(), errno);
@@ -236,7 +236,7 @@ fn connect_unix(name: &str, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure
     }
 }
 
-/// To a rank that listens already: within [`CONNECT_BOUND`].
+/// Connects to a rank that listens already, within [`CONNECT_BOUND`].
 fn connect_tcp(address: SocketAddr, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure> {
     let refused = |cause: &str| Failure::System {
         what: format!("cannot reach rank {rank} at `{address}`"),
@@ -535,8 +535,8 @@ mod tests {
         };
         let _own = call();
         let next = || next_socket(&listener, true).unwrap();
-        assert!(matches!(next(), Accepted::Stranger));
-        assert!(matches!(next(), Accepted::Stranger));
+        assert!(matches!(next(), Accepted::Refused));
+        assert!(matches!(next(), Accepted::Refused));
         assert!(matches!(next(), Accepted::One(_)));
         assert!(matches!(next(), Accepted::None));
     }

@@ -7,7 +7,7 @@ use ddp_proto::trust::data_key::DataKey;
 
 use crate::collective::error::Failure;
 
-/// One rank of the world, and what its transport needs to know of the machine.
+/// One rank of the world, and what its transport needs to know about the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankInfo {
     /// Position among all ranks, from 0.
@@ -22,11 +22,12 @@ pub struct RankInfo {
     pub node_rank: usize,
     /// Address of this node that the ranks of other nodes reach. Not used on one node.
     pub host_addr: IpAddr,
-    /// Where it listens for them; none: at any free port.
+    /// Ports at which the rank listens for them. `None`: any free port.
     pub ports: Option<PortRange>,
     /// The generation of the job: ranks of another one are refused.
     pub generation: u64,
-    /// With which ranks prove that they are of it. On one node they need none: the system says whose a Unix socket is.
+    /// Key with which ranks prove that they belong to the generation. On one node they need none: the system says which user
+    /// has opened a Unix socket.
     pub data_key: Option<DataKey>,
     /// Spin briefly before a wait sleeps. Only useful with a core for each rank of the node.
     pub spin: bool,

@@ -19,10 +19,9 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::exchange::{MemoryRange, Transfer};
+use super::handshake::connect_group;
 use super::header::{OperationHeader, SetUpCall};
-use super::introduction::connect_group;
 use super::plan::{Peers, Round, RoundPlan, given, is_brief};
-use super::probe::probe_paths;
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{Address, Connection, Listener};
 use super::topology::{Member, RankInfo, Topology};
@@ -75,8 +74,6 @@ pub fn connect(
     let topology = Topology::new(members.collect(), info.rank);
     let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
     let connections = connect_group(&listener, info, (WORLD, &topology), &addresses, &wait)?;
-    // Connections of subgroups take the same paths.
-    probe_paths(&topology, &connections, &wait)?;
     let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
     Ok(Box::new(transport))
 }
@@ -545,12 +542,12 @@ impl Transport for HostTransport {
     }
 }
 
-/// What one rank tells the others while all of them set something up.
+/// The message of one rank to the others while all of them set something up.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct SetUpMessage {
     /// Why this rank cannot go on.
     refusal: Option<String>,
-    /// Of a shared arena, or of the name and the members of a subgroup.
+    /// Number of a shared arena, or hash of the name and the members of a subgroup.
     number: u64,
     /// Where this rank listens.
     address: Option<Address>,
@@ -605,7 +602,7 @@ struct StagedRounds {
 }
 
 impl StagedRounds {
-    /// For the buffer at `base`.
+    /// The rounds for the buffer at `base`.
     fn new(descriptor: Descriptor, base: *mut u8, rank: usize, size: usize) -> Result<Self, Failure> {
         let (slices, multiple) = match descriptor.operation {
             Operation::ReduceScatter(_) | Operation::AllGather => (size, 1),

@@ -1,12 +1,15 @@
-//! What a schedule is made of: actions, cells of one action or of two that overlap, and a row of cells for each rank.
+//! A schedule: for each rank, a row of actions.
 //!
 //! The text of an action is that of PyTorch's `torch.distributed.pipelining`: stage, kind, micro-batch. `2F1` is the
-//! forward of micro-batch 1 over stage 2, `0SEND_F1` sends what stage 0 made of it, `3UNSHARD` gathers the weights of
-//! stage 3.
+//! forward of micro-batch 1 over stage 2, `0SEND_F1` sends what stage 0 made of it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use super::stages::Placement;
+
+/// Numbers of stages and micro-batches that are read are below this.
+const MAX_NUMBER: usize = 1 << 20;
 
 /// What an action does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,19 +30,10 @@ pub enum ActionKind {
     SendGradient,
     /// Receives the gradient of the stage's output from the next stage.
     ReceiveGradient,
-    /// Gathers the stage's weights.
-    Unshard,
-    /// Releases the stage's gathered weights.
-    Reshard,
-    /// Reduces the gradients of the stage's weights over the ranks that hold copies of them.
-    ReduceGradient,
-    /// Updates the stage's weights. PyTorch's files have no such action.
-    Step,
 }
 
 impl ActionKind {
-    /// All of them, as the text of an action names them.
-    pub const NAMES: [(Self, &'static str); 12] = [
+    const NAMES: [(Self, &'static str); 8] = [
         (Self::Forward, "F"),
         (Self::Backward, "B"),
         (Self::InputGradient, "I"),
@@ -48,18 +42,14 @@ impl ActionKind {
         (Self::ReceiveActivation, "RECV_F"),
         (Self::SendGradient, "SEND_B"),
         (Self::ReceiveGradient, "RECV_B"),
-        (Self::Unshard, "UNSHARD"),
-        (Self::Reshard, "RESHARD"),
-        (Self::ReduceGradient, "REDUCE_GRAD"),
-        (Self::Step, "STEP"),
     ];
 
-    /// As in the text of an action.
+    /// The kind in the text of an action.
     pub const fn name(self) -> &'static str {
         Self::NAMES[self as usize].1
     }
 
-    /// As sentences have it, of those that compute; else [`ActionKind::name`].
+    /// The kind in a sentence.
     pub const fn noun(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -70,13 +60,7 @@ impl ActionKind {
         }
     }
 
-    /// The kind of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        let kind = Self::NAMES.iter().find(|(_, other)| *other == name);
-        kind.map(|&(kind, _)| kind)
-    }
-
-    /// Whether it computes on a micro-batch: F, B, I or W.
+    /// Whether it computes: F, B, I or W. The other kinds send or receive.
     pub const fn is_compute(self) -> bool {
         matches!(
             self,
@@ -84,11 +68,12 @@ impl ActionKind {
         )
     }
 
-    /// Whether it computes, sends or receives a gradient of a micro-batch.
+    /// Whether it computes, sends or receives a gradient.
     pub const fn is_of_backward(self) -> bool {
-        self.makes_input_gradient()
-            || self.makes_weight_gradient()
-            || matches!(self, Self::SendGradient | Self::ReceiveGradient)
+        !matches!(
+            self,
+            Self::Forward | Self::SendActivation | Self::ReceiveActivation
+        )
     }
 
     /// Whether it makes the gradient of the stage's input: B or I.
@@ -99,11 +84,6 @@ impl ActionKind {
     /// Whether it makes the gradients of the stage's weights, and so frees what forward kept: B or W.
     pub const fn makes_weight_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGradient)
-    }
-
-    /// Whether it is of one micro-batch, and not of the whole stage.
-    pub const fn has_micro_batch(self) -> bool {
-        self.is_compute() || self.is_send() || self.is_receive()
     }
 
     /// Whether it sends.
@@ -122,27 +102,32 @@ impl ActionKind {
 pub struct Action {
     /// Rank that does it, along the pipeline's axis.
     pub rank: usize,
-    /// Stage that it is done to or for.
+    /// Stage that it computes, sends from or receives for.
     pub stage: usize,
     /// What it does.
     pub kind: ActionKind,
-    /// Micro-batch of the step, from 0, where the kind has one.
-    pub micro_batch: Option<usize>,
+    /// Micro-batch of the step, from 0.
+    pub micro_batch: usize,
 }
 
 impl Action {
-    /// An action of a whole stage.
-    pub const fn of_stage(rank: usize, stage: usize, kind: ActionKind) -> Self {
-        Self {
+    /// Reads the text of an action, such as `2F1`.
+    pub fn parse(rank: usize, text: &str) -> Option<Self> {
+        let is_digit = |c: char| c.is_ascii_digit();
+        let rest = text.trim_start_matches(is_digit);
+        let name = rest.trim_end_matches(is_digit);
+        let &(kind, _) = ActionKind::NAMES.iter().find(|(_, other)| *other == name)?;
+        let number = |digits: &str| digits.parse().ok().filter(|&number| number < MAX_NUMBER);
+        Some(Self {
             rank,
-            stage,
+            stage: number(&text[..text.len() - rest.len()])?,
             kind,
-            micro_batch: None,
-        }
+            micro_batch: number(&rest[name.len()..])?,
+        })
     }
 
-    /// The action that F, B or I needs of a neighbouring stage: F of the stage before, or I of the next (which B counts
-    /// as). None at the ends of the pipeline, and for other kinds.
+    /// The action of a neighbouring stage whose result F, B or I needs: F of the stage before, or I of the next stage (a B
+    /// counts as I). `None` at the ends of the pipeline, and for other kinds.
     pub fn input(self, placement: &Placement) -> Option<Self> {
         let (stage, kind) = match self.kind {
             ActionKind::Forward => (self.stage.checked_sub(1)?, ActionKind::Forward),
@@ -162,8 +147,8 @@ impl Action {
         kinds.map(move |kind| self.with(kind))
     }
 
-    /// The message that brings F, B or I its input from another rank, or that a send or a receive is one end of. None
-    /// where there is no input, or where it is made on the same rank.
+    /// The message that brings F, B or I its input, or that a send or a receive is one end of. `None` if there is no
+    /// input, or if the same rank makes it.
     pub fn transfer(self, placement: &Placement) -> Option<Transfer> {
         use ActionKind::{
             Forward, InputGradient, ReceiveActivation, ReceiveGradient, SendActivation, SendGradient,
@@ -206,8 +191,7 @@ impl Action {
 
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}", self.stage, self.kind.name())?;
-        self.micro_batch.map_or(Ok(()), |number| write!(f, "{number}"))
+        write!(f, "{}{}{}", self.stage, self.kind.name(), self.micro_batch)
     }
 }
 
@@ -247,52 +231,48 @@ pub struct Edge {
     pub is_gradient: bool,
 }
 
-/// A cell of a rank's row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cell {
-    /// One action.
-    One(Action),
-    /// A forward of one micro-batch and a backward of another whose communication and computation overlap
-    /// (`OVERLAP_F_B`). Both need their inputs at the start, and both results are there at the end.
-    Overlapped {
-        /// F.
-        forward: Action,
-        /// B or I.
-        backward: Action,
-    },
-}
-
-impl Cell {
-    /// Its actions, in order.
-    pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
-        let (first, second) = match *self {
-            Self::One(action) => (action, None),
-            Self::Overlapped { forward, backward } => (forward, Some(backward)),
-        };
-        std::iter::once(first).chain(second)
-    }
-}
-
-impl fmt::Display for Cell {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::One(action) => action.fmt(f),
-            Self::Overlapped { forward, backward } => write!(f, "({forward};{backward})OVERLAP_F_B"),
-        }
-    }
-}
-
 /// What all ranks of a pipeline do in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     placement: Placement,
     micro_batches: usize,
-    rows: Vec<Vec<Cell>>,
+    rows: Vec<Vec<Action>>,
+}
+
+/// Rows that are not the rows of one pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("stage {stage} must be on exactly one rank")]
+pub struct RowsError {
+    /// Number of the stage.
+    pub stage: usize,
 }
 
 impl Schedule {
+    /// The schedule of these rows. Which rank holds which stage, and the number of micro-batches, follow from the actions.
+    pub fn from_rows(rows: Vec<Vec<Action>>) -> Result<Self, RowsError> {
+        let mut rank_of_stage = BTreeMap::new();
+        let mut micro_batches = 0;
+        for &Action {
+            rank,
+            stage,
+            micro_batch,
+            ..
+        } in rows.iter().flatten()
+        {
+            if *rank_of_stage.entry(stage).or_insert(rank) != rank {
+                return Err(RowsError { stage });
+            }
+            micro_batches = micro_batches.max(micro_batch + 1);
+        }
+        if let Some(stage) = (0..rank_of_stage.len()).find(|stage| !rank_of_stage.contains_key(stage)) {
+            return Err(RowsError { stage });
+        }
+        let placement = Placement::new(rows.len(), rank_of_stage.into_values().collect());
+        Ok(Self::new(placement, micro_batches, rows))
+    }
+
     /// Puts a schedule together, without any check but that there is one row for each rank.
-    pub fn new(placement: Placement, micro_batches: usize, rows: Vec<Vec<Cell>>) -> Self {
+    pub fn new(placement: Placement, micro_batches: usize, rows: Vec<Vec<Action>>) -> Self {
         assert_eq!(rows.len(), placement.ranks(), "one row for each rank");
         Self {
             placement,
@@ -311,14 +291,9 @@ impl Schedule {
         self.micro_batches
     }
 
-    /// The cells of each rank, in the order in which the rank runs them.
-    pub fn rows(&self) -> &[Vec<Cell>] {
+    /// The actions of each rank, in the order in which the rank runs them.
+    pub fn rows(&self) -> &[Vec<Action>] {
         &self.rows
-    }
-
-    /// The actions of a rank, in order.
-    pub fn actions(&self, rank: usize) -> impl Iterator<Item = Action> {
-        self.rows[rank].iter().flat_map(Cell::actions)
     }
 
     /// B for an I or a W, where that stage has B and no halves of this micro-batch: how messages name it.
@@ -327,11 +302,10 @@ impl Schedule {
         if !whole.parts().any(|half| half == action) {
             return action;
         }
-        let mut row = self.actions(action.rank);
-        let is_half = |other: Action| whole.parts().any(|half| half == other);
-        let is_whole = |other: Action| (other.stage, other.kind) == (whole.stage, whole.kind);
-        let has_halves = self.actions(action.rank).any(is_half);
-        if row.any(is_whole) && !has_halves {
+        let row = &self.rows[action.rank];
+        let is_half = |other: &Action| whole.parts().any(|half| half == *other);
+        let is_whole = |other: &Action| (other.stage, other.kind) == (whole.stage, whole.kind);
+        if row.iter().any(is_whole) && !row.iter().any(is_half) {
             whole
         } else {
             action
@@ -340,14 +314,23 @@ impl Schedule {
 
     /// Whether sends and receives are part of it. Without them data is where it is needed as soon as it is made.
     pub fn has_transfers(&self) -> bool {
-        let mut actions = (0..self.rows.len()).flat_map(|rank| self.actions(rank));
-        actions.any(|action| action.kind.is_send() || action.kind.is_receive())
+        let mut actions = self.rows.iter().flatten();
+        actions.any(|action| !action.kind.is_compute())
     }
 
     /// The same with other rows, each made of a rank and its row.
-    pub(super) fn map_rows(&self, mut change: impl FnMut(usize, &[Cell]) -> Vec<Cell>) -> Self {
-        let rows = self.rows.iter().enumerate();
-        let rows = rows.map(|(rank, row)| change(rank, row)).collect();
+    pub(super) fn map_rows(&self, change: impl FnMut((usize, &Vec<Action>)) -> Vec<Action>) -> Self {
+        let rows = self.rows.iter().enumerate().map(change).collect();
         Self::new(self.placement.clone(), self.micro_batches, rows)
+    }
+}
+
+/// A line for each rank, with its actions separated by commas, as PyTorch's pipelining writes them.
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.rows.iter().try_for_each(|row| {
+            let actions: Vec<String> = row.iter().map(ToString::to_string).collect();
+            writeln!(f, "{}", actions.join(","))
+        })
     }
 }

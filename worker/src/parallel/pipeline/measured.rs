@@ -3,8 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::action::{Action, Cell, Schedule};
-use super::csv::{self, CsvError, parse_action};
+use super::action::{Action, RowsError, Schedule};
 use super::simulator::{Deadlock, Interval, MeasuredTicks, RankTimeline, Simulation, replay};
 use super::validator::{Purpose, Refusal, Rules, validate};
 use crate::parallel::comm_times::WAITS;
@@ -23,7 +22,7 @@ pub enum MeasuredError {
     NoStep,
     /// Its actions do not form a schedule: ranks are missing.
     #[error("the actions of step {0} do not form a schedule: {1}")]
-    NoSchedule(u64, CsvError),
+    NoSchedule(u64, RowsError),
     /// Actions are missing.
     #[error("the actions of step {0} do not form a schedule: {1}")]
     Refused(u64, Refusal),
@@ -44,7 +43,7 @@ struct Ran {
     action: Action,
     start: u64,
     end: u64,
-    /// Of the time since the action before, what its rank did not wait.
+    /// Nanoseconds since the action before, without waits.
     before: u64,
 }
 
@@ -72,15 +71,15 @@ impl MeasuredRun {
             }
         }
         let (&last, rows) = steps.last_key_value().ok_or(MeasuredError::NoStep)?;
-        let schedule = csv::read(&text(rows)).map_err(|error| MeasuredError::NoSchedule(last, error))?;
+        let schedule = Schedule::from_rows(actions(rows));
+        let schedule = schedule.map_err(|error| MeasuredError::NoSchedule(last, error))?;
         let rules = Rules {
             purpose: Purpose::Training,
             capacity: None,
         };
         let refused = |error| MeasuredError::Refused(last, error);
         validate(&schedule, rules).map_err(refused)?;
-        let whole = text(rows);
-        steps.retain(|_, rows| text(rows) == whole);
+        steps.retain(|_, rows| actions(rows) == schedule.rows());
         let simulated = steps.iter().map(|(&number, rows)| {
             let simulation = replayed(&schedule, rows).map_err(|error| refused(error.into()))?;
             Ok((number, simulation))
@@ -130,9 +129,7 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
         let passes = spans.iter().filter(|span| span.lane == Lane::Compute);
         let ran = passes.filter(is_pass).filter(within).filter_map(|span| {
             let (name, _) = span.name.split_once(':')?;
-            let action = parse_action(lane, name)
-                .ok()
-                .filter(|action| action.kind.is_compute())?;
+            let action = Action::parse(lane, name).filter(|action| action.kind.is_compute())?;
             let start = ns(span.start_us);
             Some(Ran {
                 action,
@@ -158,12 +155,8 @@ fn steps_of(spans: &[Span], lane: usize) -> BTreeMap<u64, Vec<Ran>> {
     steps
 }
 
-/// The actions as a schedule's table.
-fn text(rows: &[&[Ran]]) -> String {
-    let row = |row: &&[Ran]| {
-        let cells: Vec<String> = row.iter().map(|ran| ran.action.to_string()).collect();
-        cells.join(",") + "\n"
-    };
+fn actions(rows: &[&[Ran]]) -> Vec<Vec<Action>> {
+    let row = |row: &&[Ran]| row.iter().map(|ran| ran.action).collect();
     rows.iter().map(row).collect()
 }
 
@@ -190,8 +183,7 @@ fn as_simulation(rows: &[&[Ran]]) -> Simulation {
             let (start, end) = (start - first, end - first);
             timeline.busy += end - start;
             timeline.note_memory(action, [start, end], 1);
-            let cell = Cell::One(action);
-            timeline.intervals.push(Interval { cell, start, end });
+            timeline.intervals.push(Interval { action, start, end });
         }
         timeline
     };
@@ -289,7 +281,7 @@ mod tests {
         let refused = |file: &TraceFile| MeasuredRun::of_trace(&file.to_json()).unwrap_err().to_string();
         let mut file = two_ranks();
         file.ranks.drain(..2);
-        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: no row has stage 0, but a row has stage 1");
+        insta::assert_snapshot!(refused(&file), @"the actions of step 7 do not form a schedule: stage 0 must be on exactly one rank");
         let mut file = two_ranks();
         file.ranks[2].1.retain(|span| !span.name.starts_with("1B0"));
         file.ranks.truncate(3);

@@ -6,21 +6,18 @@
 //!
 //! | part | what it is |
 //! |---|---|
-//! | [`Action`], [`Cell`], [`Schedule`] | what ranks do, in order; [`Transfer`] and [`Edge`]: messages between them |
+//! | [`Action`], [`Schedule`] | what ranks do, in order; [`Transfer`] and [`Edge`]: messages between them |
 //! | [`Placement`], [`divide_layers`] | which rank holds which stage; which layers a stage consists of |
 //! | [`gpipe`], [`one_f_one_b`], [`interleaved_1f1b`], [`zb_h1`] | generators for stages in a loop |
-//! | [`zbv`], [`dual_pipe_v`], [`greedy`] | generators for stages in a V |
-//! | [`with_transfers`], [`with_reduction`] | passes that complete a schedule |
-//! | [`without_overlap`], [`forward_only`] | passes that change what it computes |
+//! | [`zbv`], [`greedy`] | generators for stages in a V |
+//! | [`with_transfers`], [`forward_only`] | passes: add the messages between ranks; leave out backward |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
 //! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the measured durations |
 //! | [`picture`], [`grid`] | either as an SVG; a simulated one as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
-//! | [`csv`] | schedules as text, as PyTorch's `torch.distributed.pipelining` has them |
 
 mod action;
-pub mod csv;
 mod generators;
 mod measured;
 mod passes;
@@ -30,16 +27,61 @@ mod simulator;
 mod stages;
 mod validator;
 
-pub use action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
-pub use generators::{
-    PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
-};
+pub use action::{Action, ActionKind, Edge, RowsError, Schedule, Transfer};
+pub use generators::{PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv};
 pub use measured::{MeasuredError, MeasuredRun};
-pub use passes::{forward_only, with_reduction, with_transfers, without_overlap};
+pub use passes::{forward_only, with_transfers};
 pub use picture::{Panel, Unit, grid, picture};
 pub use plan::{PipelinePlan, PlanError};
 pub use simulator::{
     Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, bubble_fraction, simulate,
 };
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
+#[cfg(test)]
+use tests::schedule_of;
 pub use validator::{Purpose, Reason, Refusal, Rules, least_capacity, validate};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The schedule of a text with a line for each rank.
+    pub(super) fn schedule_of(text: &str) -> Schedule {
+        let parse = |(rank, line): (usize, &str)| {
+            let actions = line.split(',').filter(|action| !action.is_empty());
+            let parsed = actions.map(|action| Action::parse(rank, action).expect("an action"));
+            parsed.collect()
+        };
+        Schedule::from_rows(text.lines().enumerate().map(parse).collect()).expect("a schedule")
+    }
+
+    #[test]
+    fn a_schedule_is_read_from_its_rows() {
+        let text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n";
+        let schedule = schedule_of(text);
+        assert_eq!(schedule.placement(), &Placement::v_shaped(2, 2));
+        assert_eq!(
+            (schedule.micro_batches(), schedule.to_string().as_str()),
+            (1, text)
+        );
+        for no_action in [
+            "F0",
+            "1",
+            "1f0",
+            "1F0x",
+            "1F-1",
+            "-1F0",
+            "1F",
+            "1F1048576",
+            "1UNSHARD",
+        ] {
+            assert_eq!(Action::parse(0, no_action), None, "{no_action}");
+        }
+        let rows = |rows: &[(usize, &str)]| {
+            let row = |&(rank, action): &(usize, &str)| vec![Action::parse(rank, action).expect("an action")];
+            Schedule::from_rows(rows.iter().map(row).collect())
+        };
+        assert_eq!(rows(&[(0, "0F0"), (1, "0F1")]), Err(RowsError { stage: 0 }));
+        assert_eq!(rows(&[(0, "0F0"), (1, "2F0")]), Err(RowsError { stage: 1 }));
+    }
+}

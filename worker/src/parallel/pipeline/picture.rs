@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::action::{Action, Cell};
+use super::action::Action;
 use super::simulator::{Interval, RankTimeline, Simulation};
 use super::stages::Placement;
 use crate::timeline::svg::Svg;
@@ -85,7 +85,8 @@ impl Panel<'_> {
             svg.text([16.0, y + 17.0], "", &name);
             svg.rect([LEFT, y, scale.x(end) - LEFT, LANE], "idle", None);
             for interval in &timeline.intervals {
-                for action in interval.cell.actions().filter(|action| action.kind.is_compute()) {
+                let action = interval.action;
+                if action.kind.is_compute() {
                     let chunk = stages.iter().position(|stage| *stage == action.stage);
                     self.draw_action(svg, scale, (action, chunk.unwrap_or(0)), interval, y);
                 }
@@ -108,12 +109,6 @@ impl Panel<'_> {
         y: f64,
     ) {
         let (left, right) = (scale.x(interval.start), scale.x(interval.end));
-        // Of two actions that overlap each has half of the height.
-        let (top, height) = match interval.cell {
-            Cell::One(_) => (y, LANE),
-            Cell::Overlapped { forward, .. } if forward == action => (y, LANE / 2.0),
-            Cell::Overlapped { .. } => (y + LANE / 2.0, LANE / 2.0),
-        };
         let class = format!("{}{}", action.kind.name(), chunk.min(SHADES - 1));
         let tip = format!(
             "{action}: {}, {} {}",
@@ -121,14 +116,10 @@ impl Panel<'_> {
             short((interval.end - interval.start) as f64 / self.unit.ticks),
             self.unit.name
         );
-        svg.rect([left, top, right - left, height], &class, Some(&tip));
-        let label = action.micro_batch.unwrap_or_default().to_string();
+        svg.rect([left, y, right - left, LANE], &class, Some(&tip));
+        let label = action.micro_batch.to_string();
         if label.len() as f64 * CHARACTER + 2.0 < right - left {
-            svg.text(
-                [f64::midpoint(left, right), top + height / 2.0 + 4.0],
-                "in",
-                &label,
-            );
+            svg.text([f64::midpoint(left, right), y + LANE / 2.0 + 4.0], "in", &label);
         }
     }
 
@@ -187,11 +178,11 @@ pub fn picture(title: &str, panels: &[Panel<'_>]) -> String {
 
 /// The same as text where actions last few ticks: a row a rank and a column a tick; `.` where a rank does not compute.
 pub fn grid(simulation: &Simulation) -> String {
-    let computes = |interval: &Interval| interval.cell.actions().all(|action| action.kind.is_compute());
+    let computes = |interval: &Interval| interval.action.kind.is_compute();
     let all = simulation.ranks.iter().flat_map(|rank| &rank.intervals);
     let lengths = all
-        .filter(|cell| computes(cell))
-        .map(|cell| cell.cell.to_string().len());
+        .filter(|interval| computes(interval))
+        .map(|interval| interval.action.to_string().len());
     let width = lengths.max().unwrap_or(0) + 1;
     let mut text = String::new();
     for (rank, timeline) in simulation.ranks.iter().enumerate() {
@@ -200,7 +191,7 @@ pub fn grid(simulation: &Simulation) -> String {
             let (start, end) = (interval.start as usize, interval.end as usize);
             columns[start..end].fill("-".repeat(width - 1));
             if let Some(first) = columns[start..end].first_mut() {
-                *first = interval.cell.to_string();
+                *first = interval.action.to_string();
             }
         }
         let _ = write!(text, "rank {rank:<3}");
@@ -247,7 +238,7 @@ mod tests {
     use crate::parallel::pipeline::{Links, PipelinePlan, StageCosts, simulate};
 
     fn simulated(schedule: &str, ranks: usize, micro_batches: usize) -> (Placement, Simulation) {
-        let plan = PipelinePlan::named(schedule, (ranks, None), micro_batches).unwrap();
+        let plan = PipelinePlan::named(schedule, ranks, None, micro_batches).unwrap();
         let costs = vec![StageCosts::UNIT; plan.placement().stages()];
         let simulation = simulate(plan.schedule(), &costs, Links::IDEAL).unwrap();
         (plan.placement().clone(), simulation)

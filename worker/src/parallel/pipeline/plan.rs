@@ -1,22 +1,21 @@
 //! The pipeline of a run: from a configuration to a checked schedule, and the layers of each stage.
 //! These are pure functions: any caller can compute what every rank will do.
 //!
-//! A generator or a file makes the schedule of a step, [passes](super::with_transfers) complete it,
-//! and the [validator](super::validate) refuses a schedule that cannot run. The last step of an
-//! epoch may have fewer micro-batches. It skips the actions of those that it lacks. The remaining
-//! actions keep their order, so the step waits for nothing that a whole step does not wait for.
+//! A generator makes the schedule of a step, [`with_transfers`] adds the messages between ranks, and the
+//! [validator](super::validate) refuses a schedule that cannot run. The last step of an epoch may have fewer
+//! micro-batches. It skips the actions of those that it lacks. The remaining actions keep their order, so the step waits
+//! for nothing that a whole step does not wait for.
 
 use std::fmt::Write as _;
 use std::ops::Range;
 
 use ddp_proto::words::{counted, numbered};
 
-use super::action::{Action, ActionKind, Schedule};
-use super::csv::{self, CsvFormat};
+use super::action::{Action, Schedule};
 use super::generators::{
-    PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
+    PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
-use super::passes::{forward_only, with_reduction, with_transfers, without_overlap};
+use super::passes::{forward_only, with_transfers};
 use super::simulator::{Deadlock, Links, Simulation, StageCosts, simulate};
 use super::stages::{LayerCosts, Placement, divide_layers};
 use super::validator::{Purpose, Rules, least_capacity, validate};
@@ -26,7 +25,6 @@ const STAGES: &str = "parallel.pipeline.stages";
 const SCHEDULE: &str = "parallel.pipeline.schedule";
 const CHUNKS: &str = "parallel.pipeline.chunks";
 const LAYERS: &str = "parallel.pipeline.layers";
-const FILE: &str = "parallel.pipeline.file";
 
 /// The `parallel.pipeline` section describes no pipeline of this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,7 +38,7 @@ pub struct PlanError {
 
 /// Most forward passes of a schedule. Schedules are made, checked and simulated before anything
 /// starts.
-const MAX_CELLS: usize = 1 << 16;
+const MAX_FORWARDS: usize = 1 << 16;
 
 fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanError {
     let hint = hint.into();
@@ -62,31 +60,19 @@ pub struct PipelinePlan {
 }
 
 impl PipelinePlan {
-    /// For steps of up to so many micro-batches. `csv` is the text of [`Pipeline::file`], if there is one.
-    pub fn new(
-        config: &Pipeline,
-        micro_batches: usize,
-        csv: Option<&str>,
-        costs: &LayerCosts,
-    ) -> Result<Self, PlanError> {
+    /// The plan for steps of up to `micro_batches`, of a model whose layers cost `costs`.
+    pub fn new(config: &Pipeline, micro_batches: usize, costs: &LayerCosts) -> Result<Self, PlanError> {
         check_single(config)?;
         let scheduled = if config.stages == 1 { 1 } else { micro_batches };
-        let made = match csv {
-            None => generated(config, scheduled)?,
-            Some(text) => read(config, micro_batches, text)?,
-        };
-        let key = if csv.is_some() { FILE } else { SCHEDULE };
+        let made = generated(config, scheduled)?;
         let layers = layers(config, costs, made.placement().stages())?;
-        // The schedule must already be valid before messages are added.
-        let apart = without_overlap(&made);
-        check(key, &apart, Purpose::Training)?;
-        let (training, evaluation) = (completed(&apart), with_transfers(&forward_only(&apart)));
-        check(key, &training, Purpose::Training)?;
-        check(key, &evaluation, Purpose::Evaluation)?;
+        let (training, evaluation) = (with_transfers(&made), with_transfers(&forward_only(&made)));
+        check(&training, Purpose::Training)?;
+        check(&evaluation, Purpose::Evaluation)?;
         let least = [&training, &evaluation].map(|schedule| least_capacity(schedule).unwrap_or(1));
         let capacity = least.into_iter().fold(1, usize::max);
         Ok(Self {
-            name: csv.map_or(name(config.schedule), |_| "from a file"),
+            name: name(config.schedule),
             layers,
             micro_batches,
             training,
@@ -95,11 +81,11 @@ impl PipelinePlan {
         })
     }
 
-    /// Refuses a generated schedule for steps of so many micro-batches that would be too large, without making it.
+    /// Refuses a schedule that would be too large, without making it.
     pub fn check_size(config: &Pipeline, micro_batches: usize) -> Result<(), PlanError> {
-        match (&config.file, config.stages) {
-            (Some(_), _) | (_, 1) => Ok(()),
-            (None, _) => sized(config, micro_batches).map(drop),
+        match config.stages {
+            1 => Ok(()),
+            _ => sized(config, micro_batches).map(drop),
         }
     }
 
@@ -107,7 +93,8 @@ impl PipelinePlan {
     /// schedule supports.
     pub fn named(
         schedule: &str,
-        (ranks, chunks): (usize, Option<usize>),
+        ranks: usize,
+        chunks: Option<usize>,
         micro_batches: usize,
     ) -> Result<Self, PlanError> {
         let Ok(schedule) = serde_json::from_value(schedule.into()) else {
@@ -119,44 +106,20 @@ impl PipelinePlan {
             schedule,
             chunks,
             layers: None,
-            file: None,
         };
         let stages = ranks.saturating_mul(chunks.unwrap_or_else(|| usual_chunks(schedule)));
         // A larger number is refused later.
-        let stages = stages.min(MAX_CELLS);
-        Self::new(&config, micro_batches, None, &LayerCosts::equal(stages))
+        let stages = stages.min(MAX_FORWARDS);
+        Self::new(&config, micro_batches, &LayerCosts::equal(stages))
     }
 
-    /// The schedule of a CSV table, for a model with enough layers.
-    pub fn of_csv(text: &str) -> Result<Self, PlanError> {
-        let schedule = parsed(text)?;
-        let (placement, micro_batches) = (schedule.placement(), schedule.micro_batches());
-        let config = Pipeline {
-            stages: placement.ranks(),
-            schedule: PipelineSchedule::OneFOneB,
-            chunks: None,
-            layers: None,
-            file: None,
-        };
-        Self::new(
-            &config,
-            micro_batches,
-            Some(text),
-            &LayerCosts::equal(placement.stages()),
-        )
-    }
-
-    /// The smallest and the largest number of micro-batches that the schedule of a configuration
-    /// supports. It must support `given`.
-    pub fn micro_batches_for(config: &Pipeline, given: usize) -> (usize, usize) {
-        let PipelineShape { ranks, chunks, .. } = shape_of(config, given);
-        let most = MAX_CELLS / ranks.saturating_mul(chunks).max(1);
-        match config.schedule {
-            _ if config.stages == 1 => (1, usize::MAX),
-            _ if config.file.is_some() => (given, given),
-            PipelineSchedule::DualPipeV => (2 * config.stages, most),
-            _ => (1, most),
+    /// The largest number of micro-batches per step that the schedule of a configuration supports.
+    pub fn most_micro_batches(config: &Pipeline) -> usize {
+        if config.stages == 1 {
+            return usize::MAX;
         }
+        let PipelineShape { ranks, chunks, .. } = shape_of(config, 1);
+        MAX_FORWARDS / ranks.saturating_mul(chunks).max(1)
     }
 
     /// Name of the schedule, for people.
@@ -164,7 +127,7 @@ impl PipelinePlan {
         self.name
     }
 
-    /// What ranks do in a step: computing, messages and reductions.
+    /// What ranks compute, send and receive in a step.
     pub fn schedule(&self) -> &Schedule {
         &self.training
     }
@@ -186,11 +149,7 @@ impl PipelinePlan {
 
     /// Most actions of a rank in a step.
     pub fn actions(&self) -> usize {
-        let ranks = 0..self.placement().ranks();
-        ranks
-            .map(|rank| self.training.actions(rank).count())
-            .max()
-            .unwrap_or(0)
+        self.training.rows().iter().map(Vec::len).max().unwrap_or(0)
     }
 
     /// Messages that the queue of an edge must hold.
@@ -198,12 +157,12 @@ impl PipelinePlan {
         self.capacity
     }
 
-    /// What a rank does in a step of so many micro-batches, which are no more than [`PipelinePlan::micro_batches`].
+    /// What a rank does in a step of `micro_batches`, at most [`PipelinePlan::micro_batches`].
     pub fn row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.training, rank, micro_batches)
     }
 
-    /// What a rank does to compute the losses of so many micro-batches, as for [`PipelinePlan::row`].
+    /// What a rank does in an evaluation of `micro_batches`, as for [`PipelinePlan::row`].
     pub fn evaluation_row(&self, rank: usize, micro_batches: usize) -> Vec<Action> {
         self.first(&self.evaluation, rank, micro_batches)
     }
@@ -219,8 +178,8 @@ impl PipelinePlan {
         self.placement().stages_of(rank).map(blocks).collect()
     }
 
-    /// The part of all ranks' time in which they do not compute, if F, I and W of every stage take equally long and messages
-    /// no time.
+    /// The bubble: the part of all ranks' time in which they do not compute, if F, I and W of every stage take equally long
+    /// and messages take no time.
     pub fn bubble(&self) -> f64 {
         let costs = vec![StageCosts::UNIT; self.layers.len()];
         let simulated = self.simulated(&costs, Links::IDEAL);
@@ -242,10 +201,12 @@ impl PipelinePlan {
         ) {
             let _ = write!(words, ", chunk {chunk}");
         }
-        let _ = write!(words, ", {}", action.kind.noun());
-        if let Some(number) = action.micro_batch {
-            let _ = write!(words, " of micro-batch {number}");
-        }
+        let _ = write!(
+            words,
+            ", {} of micro-batch {}",
+            action.kind.noun(),
+            action.micro_batch
+        );
         words
     }
 
@@ -260,34 +221,28 @@ impl PipelinePlan {
 
     /// Hash of the whole plan. Ranks compare it.
     pub fn signature(&self) -> String {
-        let schedule = csv::write(&self.training, CsvFormat::ComputeComms);
         let text = format!(
-            "layers {:?}, {} micro-batches\n{schedule}",
-            self.layers, self.micro_batches
+            "layers {:?}, {} micro-batches\n{}",
+            self.layers, self.micro_batches, self.training
         );
         blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
     }
 
     /// A rank's actions, without those of micro-batch `micro_batches` and later ones.
     fn first(&self, schedule: &Schedule, rank: usize, micro_batches: usize) -> Vec<Action> {
+        let row = &schedule.rows()[rank];
         if schedule.micro_batches() == self.micro_batches {
-            let is_of_them = |action: &Action| action.micro_batch.is_none_or(|number| number < micro_batches);
-            return schedule.actions(rank).filter(is_of_them).collect();
+            let is_in_step = |action: &Action| action.micro_batch < micro_batches;
+            return row.iter().copied().filter(is_in_step).collect();
         }
-        // Without a pipeline: one after the other, then what is done once.
-        let numbered = (0..micro_batches).flat_map(|number| {
-            let actions = schedule
-                .actions(rank)
-                .filter(|action| action.micro_batch.is_some());
-            actions.map(move |action| Action {
-                micro_batch: Some(number),
+        // Without a pipeline: one micro-batch after the other.
+        let numbered = |micro_batch| {
+            row.iter().map(move |&action| Action {
+                micro_batch,
                 ..action
             })
-        });
-        let once = schedule
-            .actions(rank)
-            .filter(|action| action.micro_batch.is_none());
-        numbered.chain(once).collect()
+        };
+        (0..micro_batches).flat_map(numbered).collect()
     }
 }
 
@@ -296,7 +251,6 @@ fn check_single(config: &Pipeline) -> Result<(), PlanError> {
     let set = [
         (config.chunks.is_some_and(|chunks| chunks > 1), CHUNKS),
         (config.layers.is_some(), LAYERS),
-        (config.file.is_some(), FILE),
     ];
     match set.into_iter().find(|(is_set, _)| *is_set && config.stages == 1) {
         None => Ok(()),
@@ -326,11 +280,11 @@ fn sized(config: &Pipeline, micro_batches: usize) -> Result<(PipelineSchedule, P
     };
     let shape = shape_of(config, micro_batches);
     let cells = [shape.ranks, shape.chunks, micro_batches];
-    if cells.into_iter().fold(1, usize::saturating_mul) > MAX_CELLS {
+    if cells.into_iter().fold(1, usize::saturating_mul) > MAX_FORWARDS {
         return Err(refused(
             "train.grad_accumulation",
             format!(
-                "a schedule of {} ranks × {} chunks × {micro_batches} micro-batches has more than {MAX_CELLS} forward passes",
+                "a schedule of {} ranks × {} chunks × {micro_batches} micro-batches has more than {MAX_FORWARDS} forward passes",
                 shape.ranks, shape.chunks
             ),
             "use fewer and larger micro-batches",
@@ -348,7 +302,6 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
         PipelineSchedule::Interleaved => interleaved_1f1b(shape),
         PipelineSchedule::ZbH1 => zb_h1(shape),
         PipelineSchedule::Zbv => zbv(shape),
-        PipelineSchedule::DualPipeV => dual_pipe_v(shape),
         PipelineSchedule::Greedy => greedy(shape),
     };
     made.map_err(|error| {
@@ -363,104 +316,23 @@ fn generated(config: &Pipeline, micro_batches: usize) -> Result<Schedule, PlanEr
     })
 }
 
-fn parsed(text: &str) -> Result<Schedule, PlanError> {
-    csv::read(text).map_err(|error| {
-        let hint =
-            "each row is a rank, each cell an action such as `0F1`, as PyTorch's pipelining writes them";
-        refused(FILE, format!("`{FILE}` is not a valid schedule: {error}"), hint)
-    })
-}
-
-/// The schedule of a file, in either of PyTorch's forms.
-fn read(config: &Pipeline, micro_batches: usize, text: &str) -> Result<Schedule, PlanError> {
-    let schedule = parsed(text)?;
-    let (ranks, stages) = (schedule.placement().ranks(), schedule.placement().stages());
-    if ranks != config.stages {
-        return Err(refused(
-            STAGES,
-            format!(
-                "`{FILE}` has {}, but `{STAGES}` is {}",
-                counted(ranks as u64, "row"),
-                config.stages
-            ),
-            format!("set `{STAGES}: {ranks}`, or use a different file"),
-        ));
-    }
-    // Tied weights are on the first and the last rank, or on the first alone.
-    let ends = [0, stages - 1].map(|stage| schedule.placement().rank_of(stage));
-    if ends[0] != 0 || (ends[1] != 0 && ends[1] != ranks - 1) {
-        return Err(refused(
-            FILE,
-            format!(
-                "`{FILE}` has the first stage on rank {}, and the last on rank {}",
-                ends[0], ends[1]
-            ),
-            "put the first stage in the first row, and the last stage in the last row or in the first",
-        ));
-    }
-    if let Some(chunks) = config.chunks.filter(|chunks| chunks * ranks != stages) {
-        return Err(refused(
-            CHUNKS,
-            format!(
-                "`{CHUNKS}` is {chunks}, but `{FILE}` has {} on {ranks} ranks",
-                counted(stages as u64, "stage")
-            ),
-            "leave it out: the file determines it",
-        ));
-    }
-    if schedule.micro_batches() != micro_batches {
-        let of_file = schedule.micro_batches();
-        return Err(refused(
-            "train.grad_accumulation",
-            format!(
-                "`{FILE}` is for {}, but `train.grad_accumulation` is {micro_batches}",
-                counted(of_file as u64, "micro-batch")
-            ),
-            format!("set `train.grad_accumulation: {of_file}`, or use a different file"),
-        ));
-    }
-    Ok(schedule)
-}
-
 /// Refuses a schedule that cannot run.
-fn check(key: &'static str, schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
+fn check(schedule: &Schedule, purpose: Purpose) -> Result<(), PlanError> {
     let rules = Rules {
         purpose,
         capacity: None,
     };
     validate(schedule, rules).map_err(|refusal| {
-        let hint = match key {
-            FILE => "correct the table: each row lists the actions of one rank, in the order in which it runs them",
-            _ => "use a different `parallel.pipeline.schedule`",
-        };
-        refused(key, format!("`{key}`: {refusal}"), hint)
+        let hint = "use a different `parallel.pipeline.schedule`";
+        refused(SCHEDULE, format!("`{SCHEDULE}`: {refusal}"), hint)
     })
-}
-
-/// Adds the reductions of gradients, and the messages between ranks.
-fn completed(made: &Schedule) -> Schedule {
-    let is_reduction = |action: Action| action.kind == ActionKind::ReduceGradient;
-    let mut ranks = 0..made.rows().len();
-    let reduced = if ranks.any(|rank| made.actions(rank).any(is_reduction)) {
-        made.clone()
-    } else {
-        with_reduction(made)
-    };
-    if reduced.has_transfers() {
-        reduced
-    } else {
-        with_transfers(&reduced)
-    }
 }
 
 /// The layers of each stage: from the configuration, else divided by cost.
 fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Range<usize>>, PlanError> {
     let Some(counts) = &config.layers else {
-        return divide_layers(costs, stages).map_err(|error| {
-            let text = error.to_string();
-            let (what, hint) = text.split_once("\n  hint: ").unwrap_or((&text, ""));
-            refused(STAGES, what.to_owned(), hint)
-        });
+        return divide_layers(costs, stages)
+            .map_err(|error| refused(STAGES, error.to_string(), "use fewer pipeline ranks or chunks"));
     };
     let (sum, all) = (counts.iter().sum::<usize>(), costs.layers.len());
     if counts.len() != stages || sum != all {
@@ -487,10 +359,7 @@ fn layers(config: &Pipeline, costs: &LayerCosts, stages: usize) -> Result<Vec<Ra
 fn usual_chunks(kind: PipelineSchedule) -> usize {
     match kind {
         PipelineSchedule::GPipe | PipelineSchedule::OneFOneB | PipelineSchedule::ZbH1 => 1,
-        PipelineSchedule::Interleaved
-        | PipelineSchedule::Zbv
-        | PipelineSchedule::DualPipeV
-        | PipelineSchedule::Greedy => 2,
+        PipelineSchedule::Interleaved | PipelineSchedule::Zbv | PipelineSchedule::Greedy => 2,
     }
 }
 
@@ -501,7 +370,6 @@ fn name(kind: PipelineSchedule) -> &'static str {
         PipelineSchedule::Interleaved => "interleaved 1F1B",
         PipelineSchedule::ZbH1 => "ZB-H1",
         PipelineSchedule::Zbv => "ZBV",
-        PipelineSchedule::DualPipeV => "DualPipeV",
         PipelineSchedule::Greedy => "greedy",
     }
 }

@@ -3,13 +3,12 @@
 use super::*;
 use crate::parallel::pipeline::Edge;
 
-const ALL: [PipelineSchedule; 7] = [
+const ALL: [PipelineSchedule; 6] = [
     PipelineSchedule::GPipe,
     PipelineSchedule::OneFOneB,
     PipelineSchedule::Interleaved,
     PipelineSchedule::ZbH1,
     PipelineSchedule::Zbv,
-    PipelineSchedule::DualPipeV,
     PipelineSchedule::Greedy,
 ];
 
@@ -22,11 +21,11 @@ fn of(schedule: PipelineSchedule, stages: usize) -> Pipeline {
 }
 
 fn plan(config: &Pipeline, micro_batches: usize, layers: usize) -> Result<PipelinePlan, PlanError> {
-    PipelinePlan::new(config, micro_batches, None, &LayerCosts::equal(layers))
+    PipelinePlan::new(config, micro_batches, &LayerCosts::equal(layers))
 }
 
-fn refusal(config: &Pipeline, micro_batches: usize, csv: Option<&str>) -> String {
-    let error = PipelinePlan::new(config, micro_batches, csv, &LayerCosts::equal(8)).unwrap_err();
+fn refusal(config: &Pipeline, micro_batches: usize) -> String {
+    let error = PipelinePlan::new(config, micro_batches, &LayerCosts::equal(8)).unwrap_err();
     format!("{}: {error}", error.key)
 }
 
@@ -39,8 +38,8 @@ fn text(row: &[Action]) -> String {
 fn without_a_pipeline_one_micro_batch_comes_after_the_other() {
     for kind in ALL {
         let plan = plan(&of(kind, 1), 3, 2).unwrap();
-        assert_eq!(text(&plan.row(0, 3)), "0F0 0B0 0F1 0B1 0F2 0B2 0REDUCE_GRAD");
-        assert_eq!(text(&plan.row(0, 1)), "0F0 0B0 0REDUCE_GRAD");
+        assert_eq!(text(&plan.row(0, 3)), "0F0 0B0 0F1 0B1 0F2 0B2");
+        assert_eq!(text(&plan.row(0, 1)), "0F0 0B0");
         assert_eq!(text(&plan.evaluation_row(0, 2)), "0F0 0F1");
         assert_eq!(plan.chunks_of(0), [0..4]);
         assert_eq!(plan.bubble(), 0.0);
@@ -52,11 +51,11 @@ fn one_forward_one_backward_on_two_ranks() {
     let plan = plan(&of(PipelineSchedule::OneFOneB, 2), 2, 4).unwrap();
     assert_eq!(
         text(&plan.row(0, 2)),
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD"
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
     );
     assert_eq!(
         text(&plan.row(1, 2)),
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD"
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
     );
     assert_eq!(text(&plan.evaluation_row(1, 1)), "1RECV_F0 1F0");
     assert_eq!([plan.chunks_of(0), plan.chunks_of(1)], [[0..3], [3..6]]);
@@ -68,12 +67,7 @@ fn every_schedule_is_there_for_every_number_of_micro_batches_that_it_has() {
     for kind in ALL {
         for stages in [2, 3, 4] {
             for micro_batches in 1..=9 {
-                let made = plan(&of(kind, stages), micro_batches, 30);
-                if kind == PipelineSchedule::DualPipeV && micro_batches < 2 * stages {
-                    assert!(made.is_err());
-                    continue;
-                }
-                check_short_steps(&made.unwrap());
+                check_short_steps(&plan(&of(kind, stages), micro_batches, 30).unwrap());
             }
         }
     }
@@ -142,15 +136,11 @@ fn what_is_no_pipeline_is_refused_in_words() {
         chunks: Some(2),
         ..of(PipelineSchedule::OneFOneB, 2)
     };
-    insta::assert_snapshot!(refusal(&several, 4, None), @r"
+    insta::assert_snapshot!(refusal(&several, 4), @r"
     parallel.pipeline.schedule: 1F1B does not support 2 ranks, 2 chunks per rank and 4 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several
       hint: change `parallel.pipeline.chunks` (chunks per rank), `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
     ");
-    insta::assert_snapshot!(refusal(&of(PipelineSchedule::DualPipeV, 2), 3, None), @r"
-    parallel.pipeline.schedule: DualPipeV does not support 2 ranks, 2 chunks per rank and 3 micro-batches: it needs 2 chunks per rank, and at least 4 micro-batches (2 × pipeline ranks)
-      hint: change `train.grad_accumulation` (micro-batches) or `parallel.pipeline.schedule`
-    ");
-    insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3, None), @r"
+    insta::assert_snapshot!(refusal(&of(PipelineSchedule::OneFOneB, 9), 3), @r"
     parallel.pipeline.stages: 8 layers cannot be divided on 9 stages: each stage needs a layer
       hint: use fewer pipeline ranks or chunks
     ");
@@ -158,7 +148,7 @@ fn what_is_no_pipeline_is_refused_in_words() {
         layers: Some(vec![4, 3]),
         ..zbv.clone()
     };
-    insta::assert_snapshot!(refusal(&layers, 4, None), @r"
+    insta::assert_snapshot!(refusal(&layers, 4), @r"
     parallel.pipeline.layers: `parallel.pipeline.layers` has 2 numbers that add up to 7 layers, but there are 4 stages and `model.n_layer` is 8
       hint: give one number per stage (ranks × chunks), or leave it out to divide the layers by cost
     ");
@@ -166,7 +156,7 @@ fn what_is_no_pipeline_is_refused_in_words() {
         chunks: Some(2),
         ..of(PipelineSchedule::Zbv, 1)
     };
-    insta::assert_snapshot!(refusal(&alone, 4, None), @r"
+    insta::assert_snapshot!(refusal(&alone, 4), @r"
     parallel.pipeline.chunks: `parallel.pipeline.chunks` is set, but `parallel.pipeline.stages` is 1: there is no pipeline
       hint: set `parallel.pipeline.stages`, or leave it out
     ");
@@ -174,15 +164,15 @@ fn what_is_no_pipeline_is_refused_in_words() {
 
 #[test]
 fn sizes_beyond_all_pipelines_are_refused_before_anything_is_made_of_them() {
-    let refused = |sizes, micro_batches| {
-        let plan = PipelinePlan::named("interleaved", sizes, micro_batches);
+    let refused = |ranks, chunks, micro_batches| {
+        let plan = PipelinePlan::named("interleaved", ranks, Some(chunks), micro_batches);
         plan.unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refused((1 << 40, Some(usize::MAX)), 8), @r"
+    insta::assert_snapshot!(refused(1 << 40, usize::MAX, 8), @r"
     a schedule of 1099511627776 ranks × 18446744073709551615 chunks × 8 micro-batches has more than 65536 forward passes
       hint: use fewer and larger micro-batches
     ");
-    refused((1 << 12, Some(1 << 12)), 1);
+    refused(1 << 12, 1 << 12, 1);
 }
 
 #[test]
@@ -196,38 +186,4 @@ fn a_rank_says_which_stages_it_has_also_where_it_is_behind_its_row() {
         words(PipelineSchedule::Zbv),
         "stages 0, 3 of 4, reduction and update"
     );
-}
-
-#[test]
-fn a_file_that_is_no_schedule_is_refused_with_rank_action_and_reason() {
-    let config = of(PipelineSchedule::OneFOneB, 2);
-    let good = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1";
-    let made = PipelinePlan::new(&config, 2, Some(good), &LayerCosts::equal(4)).unwrap();
-    assert_eq!(made.name(), "from a file");
-    assert_eq!(text(&made.row(0, 1)), "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD");
-    let refusal = |csv: &str, micro_batches| refusal(&config, micro_batches, Some(csv));
-    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", 2), @r"
-    parallel.pipeline.file: `parallel.pipeline.file`: rank 1 is refused at `1B1`: `1F1` has to come before it
-      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
-    ");
-    insta::assert_snapshot!(refusal("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", 2), @r"
-    parallel.pipeline.file: `parallel.pipeline.file`: rank 0 is refused at `0B0`: it comes after `0B1`, but a stage takes micro-batches in order, as sums depend on it
-      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
-    ");
-    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2), @r"
-    parallel.pipeline.file: `parallel.pipeline.file`: the schedule deadlocks: rank 0 at `0B0` waits for `1B0` of rank 1; rank 1 at `1F1` waits for `0F1` of rank 0
-      hint: correct the table: each row lists the actions of one rank, in the order in which it runs them
-    ");
-    insta::assert_snapshot!(refusal("0F0,0X0", 2), @r"
-    parallel.pipeline.file: `parallel.pipeline.file` is not a valid schedule: row 1, column 2, `0X0`: expected an action: a stage, a kind and a micro-batch, such as `2F1`
-      hint: each row is a rank, each cell an action such as `0F1`, as PyTorch's pipelining writes them
-    ");
-    insta::assert_snapshot!(refusal("0F0,0B0", 1), @r"
-    parallel.pipeline.stages: `parallel.pipeline.file` has 1 row, but `parallel.pipeline.stages` is 2
-      hint: set `parallel.pipeline.stages: 1`, or use a different file
-    ");
-    insta::assert_snapshot!(refusal(good, 4), @r"
-    train.grad_accumulation: `parallel.pipeline.file` is for 2 micro-batches, but `train.grad_accumulation` is 4
-      hint: set `train.grad_accumulation: 2`, or use a different file
-    ");
 }

@@ -1,13 +1,13 @@
 //! Simulator: when each rank runs which action of a schedule, how long it waits, and what it keeps meanwhile.
 //!
 //! Time is in ticks and memory in bytes, of whatever size the caller counts in: whole numbers, so that results are
-//! exact. A rank runs its cells in order, each as soon as what it needs is there. Which rank waits for which follows
+//! exact. A rank runs its actions in order, each as soon as what it needs is there. Which rank waits for which follows
 //! from the order alone, not from the durations: a schedule that deadlocks here deadlocks always.
 
 use std::collections::HashMap;
 use std::fmt;
 
-use super::action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
+use super::action::{Action, ActionKind, Edge, Schedule, Transfer};
 
 /// What the actions of a stage cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,8 +50,6 @@ impl StageCosts {
 pub struct Links {
     /// Ticks from the start of a send to where the message can be received. An edge carries one message at a time.
     pub transit: u64,
-    /// Ticks that a send or a receive occupies its rank. With 0 the rank computes meanwhile.
-    pub occupied: u64,
     /// Messages that a queue holds, from their send to their receive. A send waits for a free place; with 0 places it
     /// waits for its receive. None: any number.
     pub capacity: Option<usize>,
@@ -61,16 +59,15 @@ impl Links {
     /// Messages arrive at once, and nobody waits for a place.
     pub const IDEAL: Self = Self {
         transit: 0,
-        occupied: 0,
         capacity: None,
     };
 }
 
-/// A cell that ran.
+/// An action that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
     /// What ran.
-    pub cell: Cell,
+    pub action: Action,
     /// Tick of its start.
     pub start: u64,
     /// Tick of its end.
@@ -80,7 +77,7 @@ pub struct Interval {
 /// What a rank did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankTimeline {
-    /// Its cells, in order.
+    /// Its actions, in order.
     pub intervals: Vec<Interval>,
     /// Ticks in which it computed: F, B, I, W.
     pub busy: u64,
@@ -243,7 +240,7 @@ struct Run<'a> {
     measured: Option<&'a HashMap<Action, MeasuredTicks>>,
     links: Links,
     has_transfers: bool,
-    /// By rank, the cell that comes next, and when the one before ends.
+    /// By rank, the position of the next action in its row, and when the one before ends.
     next: Vec<(usize, u64)>,
     /// When what was done ended, with I and W for B.
     ended: HashMap<Action, u64>,
@@ -289,40 +286,33 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The cell that comes next on a rank.
-    fn cell(&self, rank: usize) -> Option<Cell> {
+    fn next_action(&self, rank: usize) -> Option<Action> {
         self.schedule.rows()[rank].get(self.next[rank].0).copied()
     }
 
-    /// Runs the next cell of a rank, if there is one and what it needs is there. Otherwise says what is not.
+    /// Runs the next action of a rank, if its input is there. Otherwise returns what the rank waits for. `None` at the end
+    /// of the row.
     fn advance(&mut self, rank: usize) -> Option<Result<(), Waiting>> {
-        let cell = self.cell(rank)?;
-        let before = cell.actions().map(|action| self.measured(action).before);
-        let mut start = self.next[rank].1 + before.sum::<u64>();
-        for action in cell.actions() {
-            let ready = match action.kind {
-                kind if kind.is_send() => self.may_send(action),
-                kind if kind.is_receive() => self.may_receive(action),
-                _ => self.may_compute(action),
-            };
-            match ready {
-                Ok(at) => start = start.max(at),
-                Err(awaited) => return Some(Err(Waiting { action, awaited })),
-            }
-        }
-        let end = start + cell.actions().map(|action| self.ticks(action)).sum::<u64>();
-        for action in cell.actions() {
-            self.carry_out(action, start, end);
-        }
-        self.ranks[rank].intervals.push(Interval { cell, start, end });
+        let action = self.next_action(rank)?;
+        let ready = match action.kind {
+            kind if kind.is_send() => self.may_send(action),
+            kind if kind.is_receive() => self.may_receive(action),
+            _ => self.may_compute(action),
+        };
+        let ready = match ready {
+            Ok(at) => at,
+            Err(awaited) => return Some(Err(Waiting { action, awaited })),
+        };
+        let start = ready.max(self.next[rank].1 + self.measured(action).before);
+        let end = start + self.ticks(action);
+        self.carry_out(action, start, end);
+        (self.ranks[rank].intervals).push(Interval { action, start, end });
         self.next[rank] = (self.next[rank].0 + 1, end);
         Some(Ok(()))
     }
 
     fn ticks(&self, action: Action) -> u64 {
-        if action.kind.is_send() || action.kind.is_receive() {
-            self.links.occupied
-        } else if self.measured.is_some() {
+        if self.measured.is_some() {
             self.measured(action).took
         } else {
             self.costs[action.stage].ticks(action.kind)
@@ -364,7 +354,7 @@ impl<'a> Run<'a> {
         let is_free = match self.links.capacity {
             None => 0,
             // The receiver has to be there.
-            Some(0) if self.cell(transfer.receive.rank) == Some(Cell::One(transfer.receive)) => {
+            Some(0) if self.next_action(transfer.receive.rank) == Some(transfer.receive) => {
                 self.next[transfer.receive.rank].1
             }
             Some(0) => return Err(transfer.receive),
@@ -428,7 +418,7 @@ impl<'a> Run<'a> {
         timeline.note_memory(action, [start, end], kept_bytes);
     }
 
-    /// Who waits for whom, if any rank has not come to its end.
+    /// The ranks that wait for each other, if a rank has not reached the end of its row.
     fn deadlock(&mut self) -> Option<Deadlock> {
         let ranks = 0..self.ranks.len();
         let mut waits: Vec<Option<Waiting>> = ranks.map(|rank| self.advance(rank)?.err()).collect();

@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::parallel::pipeline::generators::{
-    PipelineShape, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
+    PipelineShape, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
-use crate::parallel::pipeline::passes::{forward_only, with_transfers, without_overlap};
+use crate::parallel::pipeline::passes::{forward_only, with_transfers};
 use crate::parallel::pipeline::validator::least_capacity;
 
 const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineShape {
@@ -100,17 +100,10 @@ fn zero_bubble_schedules_as_in_the_table() {
         let of = |schedule: Result<Schedule, _>| numbers(&schedule.expect("fits"));
         assert_eq!(of(zb_h1(shape(ranks, 1, micro_batches))), of_zb_h1);
         assert_eq!(of(zbv(shape(ranks, 2, micro_batches))), of_zbv);
-        // The pattern of ZBV needs 2P − 1 micro-batches, and that of DualPipeV 2P.
+        // The pattern of ZBV needs 2P − 1 micro-batches.
         if micro_batches < 2 * ranks - 1 {
             let greedy = greedy(shape(ranks, 2, micro_batches));
             assert_eq!(of(greedy), of_zbv);
-        } else {
-            let (length, bubble, peak) = of_zbv;
-            let schedule = dual_pipe_v(shape(ranks, 2, micro_batches)).expect("fits");
-            let one_by_one = without_overlap(&schedule);
-            assert_eq!(numbers(&one_by_one), (length, bubble, peak + 0.5));
-            let (length, _, peak) = numbers(&schedule);
-            assert_eq!((length, peak), (of_zb_h1.0, of_zb_h1.2 + 0.5));
         }
     }
 }
@@ -141,13 +134,6 @@ fn lengths_and_peaks_follow_the_formulas() {
                 let of_zbv = run(&zbv(shape(p, 2, m)).expect("fits"));
                 assert_eq!(of_zbv.end, (6 * m + p - 1) as u64);
                 assert_eq!(of_zbv.peak_bytes(), (2 * p) as u64);
-            }
-            if m >= 2 * p {
-                let overlapped = dual_pipe_v(shape(p, 2, m)).expect("fits");
-                let one_by_one = run(&without_overlap(&overlapped));
-                assert_eq!(one_by_one.end, (6 * m + p - 1) as u64);
-                assert_eq!(run(&overlapped).end, (6 * m + 2 * (p - 1)) as u64);
-                assert_eq!(one_by_one.peak_bytes(), (2 * p + 1) as u64);
             }
         }
     }
@@ -243,7 +229,6 @@ fn without_queues_only_gpipe_ends_and_one_message_is_enough() {
             interleaved_1f1b(shape(p, 4, m)),
             zbv(two),
             greedy(two),
-            dual_pipe_v(shape(p, 2, m.max(2 * p))),
         ];
         for schedule in others {
             let schedule = with_transfers(&schedule.expect("fits"));
@@ -273,7 +258,7 @@ fn long_rounds_of_interleaving_need_longer_queues() {
 fn no_send_waits_with_a_queue_of_this_depth() {
     for (p, m) in [(4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32)] {
         let depth = |schedule: Result<Schedule, _>| {
-            let schedule = with_transfers(&without_overlap(&schedule.expect("fits")));
+            let schedule = with_transfers(&schedule.expect("fits"));
             let links = |capacity| Links {
                 capacity,
                 ..Links::IDEAL
@@ -284,13 +269,7 @@ fn no_send_waits_with_a_queue_of_this_depth() {
             free.deepest_queue
         };
         let (one, two) = (shape(p, 1, m), shape(p, 2, m));
-        for schedule in [
-            gpipe(one),
-            one_f_one_b(one),
-            zb_h1(one),
-            zbv(two),
-            dual_pipe_v(shape(p, 2, m.max(2 * p))),
-        ] {
+        for schedule in [gpipe(one), one_f_one_b(one), zb_h1(one), zbv(two)] {
             assert_eq!(depth(schedule), 1, "P {p}, M {m}");
         }
         let of_interleaved = if p == 4 { 2 } else { 3 };
@@ -322,7 +301,7 @@ fn a_timeline_says_when_what_ran_and_what_was_kept() {
         .iter()
         .map(|rank| {
             let intervals = rank.intervals.iter();
-            let texts = intervals.map(|it| format!("{} {}-{}", it.cell, it.start, it.end));
+            let texts = intervals.map(|it| format!("{} {}-{}", it.action, it.start, it.end));
             texts.collect::<Vec<_>>().join(", ")
         })
         .collect();

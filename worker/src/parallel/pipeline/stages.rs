@@ -15,7 +15,7 @@ impl Placement {
         Self::new(ranks, (0..ranks * chunks).map(|stage| stage % ranks).collect())
     }
 
-    /// There and back again: with two chunks rank 0 holds the first and the last stage.
+    /// Stages in a V: with two chunks, rank 0 holds the first and the last stage.
     pub fn v_shaped(ranks: usize, chunks: usize) -> Self {
         let rank_of = |stage: usize| {
             let way = stage % ranks;
@@ -67,7 +67,7 @@ impl Placement {
 pub struct LayerCosts {
     /// What comes before the layers, on the first stage.
     pub embedding: u64,
-    /// Of each layer, in order.
+    /// The cost of each layer, in order.
     pub layers: Vec<u64>,
     /// What comes after the layers, on the last stage.
     pub head: u64,
@@ -84,15 +84,13 @@ impl LayerCosts {
     }
 }
 
-/// There is nothing to put on some stage.
+/// The model has fewer layers than the pipeline has stages.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{layers} layers cannot be divided on {stages} stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
-)]
+#[error("{layers} layers cannot be divided on {stages} stages: each stage needs a layer")]
 pub struct TooFewLayers {
-    /// Of the model.
+    /// Layers of the model.
     pub layers: usize,
-    /// Of the pipeline.
+    /// Stages of the pipeline.
     pub stages: usize,
 }
 
@@ -134,9 +132,9 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// The division of the least value, and that value. `value` is given a stage, its layers and the least value of
-    /// all later stages (0 for none), and makes the value of them all, no less for more layers; none refuses the range, and
-    /// with it those of more layers.
+    /// The division of the least value, and that value. `value` gets a stage, its layers and the least value of all later
+    /// stages (0 if there are none), and returns the value of all of them, which must not fall with more layers. `None`
+    /// refuses the layers, and all ranges with more.
     fn least(
         &self,
         value: impl Fn(usize, &Range<usize>, u128) -> Option<u128>,
@@ -271,7 +269,7 @@ mod tests {
         let refused = divide_layers(&LayerCosts::equal(3), 4).expect_err("too few");
         assert_eq!(
             refused.to_string(),
-            "3 layers cannot be divided on 4 stages: each stage needs a layer\n  hint: use fewer pipeline ranks or chunks"
+            "3 layers cannot be divided on 4 stages: each stage needs a layer"
         );
     }
 

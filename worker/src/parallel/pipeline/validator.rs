@@ -1,15 +1,11 @@
-//! Validator: refuses a schedule that computes something wrong or cannot come to its end, before anything starts.
-//! How much it keeps is not looked at: that is allocated before the first step, and plans hold it against the machine's
-//! memory.
+//! Validator: refuses a schedule that computes something wrong or deadlocks, before anything starts.
+//! It does not check memory: the activations of a step are allocated before the first step.
 //!
 //! | rule | why |
 //! |---|---|
 //! | each stage and micro-batch has one F, and one B or one I and one W | nothing is left out or counted twice |
 //! | what is needed on the same rank is done before | |
 //! | F, I, W and B of a stage take micro-batches in order | sums of losses and gradients have the same bits under every schedule |
-//! | nothing of a stage computes after its reduction | the reduced gradient is complete |
-//! | nothing of a stage computes or is reduced after its update | a step has one version of the weights |
-//! | a stage that gathers its weights computes only while they are | |
 //! | each message is sent once and received once | |
 //! | no rank waits for itself or in a circle with others | messages arrive in order, and queues hold few |
 
@@ -58,9 +54,9 @@ pub enum Reason {
     /// The pipeline is smaller.
     #[error("there are {stages} stages and {micro_batches} micro-batches")]
     OutOfRange {
-        /// Of the pipeline.
+        /// Stages of the pipeline.
         stages: usize,
-        /// Of the step.
+        /// Micro-batches of the step.
         micro_batches: usize,
     },
     /// Its stage is elsewhere.
@@ -81,15 +77,6 @@ pub enum Reason {
     /// The order of sums would differ.
     #[error("it comes after `{0}`, but a stage takes micro-batches in order, as sums depend on it")]
     Descends(Action),
-    /// The gradients are reduced, or the weights updated, already.
-    #[error("it comes after `{0}`")]
-    ComesAfter(Action),
-    /// The weights are not there.
-    #[error("the weights of the stage are not gathered at that point")]
-    NotGathered,
-    /// They are there already.
-    #[error("the weights of the stage are gathered already")]
-    GatheredAlready,
     /// Both stages are on one rank, or there is no other stage.
     #[error("no other rank is at its other end")]
     NoOtherEnd,
@@ -99,7 +86,7 @@ pub enum Reason {
 pub fn validate(schedule: &Schedule, rules: Rules) -> Result<(), Refusal> {
     for rank in 0..schedule.placement().ranks() {
         let mut row = Row::new(schedule, rules, rank);
-        for action in schedule.actions(rank) {
+        for &action in &schedule.rows()[rank] {
             row.check(action)
                 .and_then(|()| row.check_order(action))
                 .map_err(|reason| Refusal::Action { action, reason })?;
@@ -135,17 +122,6 @@ pub fn least_capacity(schedule: &Schedule) -> Option<usize> {
         .or(Some(enough))
 }
 
-/// What was done of a stage.
-#[derive(Clone, Copy, Default)]
-struct StageState {
-    /// Its last F, I and W; a B is both of these.
-    last: [Option<Action>; 3],
-    /// Its reduction, and its update.
-    closed_by: Option<Action>,
-    /// Whether its weights are gathered, if it gathers them.
-    is_gathered: Option<bool>,
-}
-
 /// Whether an action does F, I, W.
 fn halves(kind: ActionKind) -> [bool; 3] {
     [
@@ -163,36 +139,26 @@ struct Row<'a> {
     has_transfers: bool,
     /// What was done, with I and W for B.
     done: HashSet<Action>,
-    stages: HashMap<usize, StageState>,
+    /// By stage: its last F, I and W; a B is both of these.
+    last: HashMap<usize, [Option<Action>; 3]>,
 }
 
 impl<'a> Row<'a> {
     fn new(schedule: &'a Schedule, rules: Rules, rank: usize) -> Self {
-        let gathering = schedule
-            .actions(rank)
-            .filter(|action| action.kind == ActionKind::Unshard);
-        let state = StageState {
-            is_gathered: Some(false),
-            ..StageState::default()
-        };
         Self {
             schedule,
             rules,
             rank,
             has_transfers: schedule.has_transfers(),
             done: HashSet::new(),
-            stages: gathering.map(|action| (action.stage, state)).collect(),
+            last: HashMap::new(),
         }
     }
 
     /// Whether the action may be there at all.
     fn check(&self, action: Action) -> Result<(), Reason> {
         let (placement, micro_batches) = (self.schedule.placement(), self.schedule.micro_batches());
-        let is_known = match action.micro_batch {
-            Some(number) => action.kind.has_micro_batch() && number < micro_batches,
-            None => !action.kind.has_micro_batch(),
-        };
-        if action.stage >= placement.stages() || !is_known {
+        if action.stage >= placement.stages() || action.micro_batch >= micro_batches {
             return Err(Reason::OutOfRange {
                 stages: placement.stages(),
                 micro_batches,
@@ -202,8 +168,7 @@ impl<'a> Row<'a> {
         if holder != self.rank || action.rank != self.rank {
             return Err(Reason::OtherRank(holder));
         }
-        let is_message = action.kind.is_send() || action.kind.is_receive();
-        if is_message && action.transfer(placement).is_none() {
+        if !action.kind.is_compute() && action.transfer(placement).is_none() {
             return Err(Reason::NoOtherEnd);
         }
         if action.kind.is_of_backward() && self.rules.purpose == Purpose::Evaluation {
@@ -215,31 +180,18 @@ impl<'a> Row<'a> {
         Ok(())
     }
 
-    /// Whether what has to be done before is done, and nothing that has to be done after.
+    /// Whether all that the action needs is done, and no later micro-batch.
     fn check_order(&self, action: Action) -> Result<(), Reason> {
         let needs = self.needs(action).into_iter().flatten();
         if let Some(needed) = needs.into_iter().find(|needed| !self.done.contains(needed)) {
             return Err(Reason::NeedsBefore(self.schedule.as_written(needed)));
         }
-        let nothing = StageState::default();
-        let stage = self.stages.get(&action.stage).unwrap_or(&nothing);
-        let before = halves(action.kind)
-            .into_iter()
-            .zip(stage.last)
-            .filter_map(|(is_done, last)| last.filter(|_| is_done));
-        let mut later = before.filter(|last| last.micro_batch > action.micro_batch);
-        if let Some(last) = later.next() {
-            return Err(Reason::Descends(last));
-        }
-        let changes = action.kind.is_compute() || action.kind == ActionKind::ReduceGradient;
-        if let Some(closed_by) = stage.closed_by.filter(|_| changes) {
-            return Err(Reason::ComesAfter(closed_by));
-        }
-        match (action.kind, stage.is_gathered) {
-            (ActionKind::Unshard, Some(true)) => Err(Reason::GatheredAlready),
-            (ActionKind::Reshard, None | Some(false)) => Err(Reason::NotGathered),
-            (kind, Some(false)) if kind.is_compute() => Err(Reason::NotGathered),
-            _ => Ok(()),
+        let last = self.last.get(&action.stage).copied().unwrap_or_default();
+        let same_half = halves(action.kind).into_iter().zip(last);
+        let mut before = same_half.filter_map(|(is_done, last)| last.filter(|_| is_done));
+        match before.find(|last| last.micro_batch > action.micro_batch) {
+            Some(last) => Err(Reason::Descends(last)),
+            None => Ok(()),
         }
     }
 
@@ -262,21 +214,13 @@ impl<'a> Row<'a> {
 
     /// Notes that an action is done.
     fn note(&mut self, action: Action) {
-        let stage = self.stages.entry(action.stage).or_default();
-        for (last, is_done) in stage.last.iter_mut().zip(halves(action.kind)) {
+        let stage = self.last.entry(action.stage).or_default();
+        for (last, is_done) in stage.iter_mut().zip(halves(action.kind)) {
             if is_done {
                 *last = Some(action);
             }
         }
-        match action.kind {
-            ActionKind::Unshard => stage.is_gathered = Some(true),
-            ActionKind::Reshard => stage.is_gathered = Some(false),
-            ActionKind::ReduceGradient | ActionKind::Step => stage.closed_by = Some(action),
-            _ => {}
-        }
-        if !matches!(action.kind, ActionKind::Unshard | ActionKind::Reshard) {
-            self.done.extend(action.parts());
-        }
+        self.done.extend(action.parts());
     }
 
     /// The first action that should be in the row and is not.
@@ -296,7 +240,7 @@ impl<'a> Row<'a> {
                     rank: self.rank,
                     stage,
                     kind,
-                    micro_batch: Some(number),
+                    micro_batch: number,
                 })
             };
             (0..self.schedule.micro_batches()).flat_map(of_micro_batch)

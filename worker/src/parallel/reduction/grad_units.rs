@@ -1,16 +1,16 @@
 //! The gradients of a rank, and their way over the ranks, unit by unit.
 //!
-//! A unit is what one reduction carries. It is contributed, reduced, and *landed*: this rank's part of the sum is put
+//! A unit is what one reduction carries. It is contributed, reduced, and *stored*: this rank's part of the sum is put
 //! where it belongs.
 //!
-//! | what a rank keeps | contributed | reduced | landed |
+//! | what a rank keeps | contributed | reduced | stored |
 //! |---|---|---|---|
 //! | all gradients | in its place | in place: all-reduced, or reduce-scattered to owners | is there |
 //! | all, in a wider type than crosses the wire | in its place | narrowed, in a slot | own part is widened into its place |
 //! | its shard (ZeRO-2, -3) | in a slot | in that slot | own part is copied into the shard, or added to it |
 //!
 //! What ranks beyond the data-parallel ones have a part of ([`CopyGroup::summed`]) is summed over them first, where it
-//! was contributed, when the unit is complete. With several copies of the state, what has landed for the last time in a
+//! was contributed, when the unit is complete. With several copies of the state, what is stored for the last time in a
 //! step is then summed over the copies ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the
 //! same operations.
 //!
@@ -29,7 +29,7 @@ use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
 use crate::model::ParamId;
 use crate::ops::{Cast, ColumnSum, Fill};
 use crate::parallel::comm_times::CommTracker;
-use crate::parallel::{CopyGroup, GradientLayout, Portion, ReplicaSet, ShardUnit, Sharding};
+use crate::parallel::{ArenaShare, CopyGroup, GradientLayout, ReplicaSet, ShardUnit, Sharding};
 
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
@@ -43,7 +43,7 @@ pub(super) fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
 struct Reduction {
     /// Its elements, where all gradients lie in one arena.
     range: Range<usize>,
-    /// Those of them whose sums end on this rank, counted from the first.
+    /// The elements whose sums this rank gets, counted from the first.
     own: Range<usize>,
     /// Parameters that must be ready.
     params: Vec<ParamId>,
@@ -51,7 +51,7 @@ struct Reduction {
     partial: Vec<PartialSum>,
     /// Another stage of a pipeline has a part of some gradient: launched when the passes of this rank are over.
     is_shared_by_stages: bool,
-    /// For errors and traces.
+    /// Name in errors and traces.
     tag: String,
 }
 
@@ -63,7 +63,7 @@ struct PartialSum {
 }
 
 impl PartialSum {
-    /// Those of a unit, in the order in which they are summed: neighbours at once.
+    /// The partial sums of a unit, in order. Neighbours are summed at once.
     fn all(
         (start, params): (usize, &[ParamId]),
         layout: &GradientLayout,
@@ -181,8 +181,8 @@ struct Unit {
     slots: Range<usize>,
     /// Where this rank's part of the sum belongs.
     target: Buffer,
-    /// Reached when this rank's part has landed for the last time in a step; taken when it is summed over the copies.
-    landed: Option<Event>,
+    /// Reached when this rank's part is stored for the last time in a step; taken when it is summed over the copies.
+    stored: Option<Event>,
 }
 
 impl Unit {
@@ -190,22 +190,22 @@ impl Unit {
     fn new(
         reduction: Reduction,
         slots: Range<usize>,
-        sums: &Portion,
+        sums: &ArenaShare,
         (sharding, index): (&Sharding, usize),
     ) -> Self {
         let place = match sums {
-            Portion::Whole(arena) => Some(arena.slice(reduction.range.clone())),
-            Portion::Shard(_) => None,
+            ArenaShare::Whole(arena) => Some(arena.slice(reduction.range.clone())),
+            ArenaShare::Shard(_) => None,
         };
         Self {
             target: match &place {
                 Some(place) => place.slice(reduction.own.clone()),
-                None => sums.slice(&sharding.own_place(index)),
+                None => sums.slice(&sharding.own_ranges(index)),
             },
             reduction,
             place,
             slots,
-            landed: None,
+            stored: None,
         }
     }
 }
@@ -215,13 +215,13 @@ struct Slot {
     /// The unit that is being written.
     unit: Option<usize>,
     /// The unit that is being reduced.
-    landing: Option<Landing>,
-    /// Of what it serves, or has served last: the smallest is the first to be free again.
+    pending: Option<PendingSum>,
+    /// Number of its current or last launch. The slot with the smallest one becomes free first.
     launch: u64,
 }
 
 /// A unit that is being reduced in a slot.
-struct Landing {
+struct PendingSum {
     unit: usize,
     work: Work,
     /// The first round overwrites what is in its target, later ones are added to it.
@@ -237,7 +237,7 @@ pub(super) struct GradUnits {
     sharding: Arc<Sharding>,
     units: Vec<Unit>,
     /// What this rank keeps.
-    sums: Portion,
+    sums: ArenaShare,
     /// By parameter, where all of them lie in one arena.
     grads: Vec<Buffer>,
     slots: Vec<Slot>,
@@ -270,7 +270,7 @@ impl GradUnits {
             Ok(Slot {
                 arena: shared("gradients in flight", layout.dtype(), len)?,
                 unit: None,
-                landing: None,
+                pending: None,
                 launch: 0,
             })
         };
@@ -283,9 +283,9 @@ impl GradUnits {
             Ok(device.alloc(&ArenaSpec::private(name, dtype, len))?)
         };
         let sums = if is_staged {
-            Portion::Shard(kept(sharding.shard_len())?)
+            ArenaShare::Shard(kept(sharding.shard_len())?)
         } else {
-            Portion::Whole(kept(sharding.whole_len())?)
+            ArenaShare::Whole(kept(sharding.whole_len())?)
         };
         let placed = reductions.into_iter().zip(choice).enumerate();
         let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, (sharding, index));
@@ -337,11 +337,11 @@ impl GradUnits {
 
     /// True if gradients of other ranks' parameters exist in slots only: every micro-batch communicates.
     pub(super) fn is_staged(&self) -> bool {
-        matches!(self.sums, Portion::Shard(_))
+        matches!(self.sums, ArenaShare::Shard(_))
     }
 
     /// The memory that this rank keeps.
-    pub(super) fn sums(&self) -> &Portion {
+    pub(super) fn sums(&self) -> &ArenaShare {
         &self.sums
     }
 
@@ -362,7 +362,7 @@ impl GradUnits {
             slot.unit = None;
         }
         for unit in &mut self.units {
-            unit.landed = None;
+            unit.stored = None;
         }
         self.replicated = 0;
     }
@@ -372,7 +372,7 @@ impl GradUnits {
         if let Some(grad) = self.grads.get(id.0) {
             return Ok(grad.clone());
         }
-        let (unit, range) = self.sharding.home(id);
+        let (unit, range) = self.sharding.unit_range(id);
         let slot = match self.slot_of(unit) {
             Some(slot) => slot,
             None => self.open_slot(unit)?,
@@ -405,32 +405,32 @@ impl GradUnits {
             self.launches += 1;
             let slot = &mut self.slots[slot];
             (slot.unit, slot.launch) = (None, self.launches);
-            slot.landing = Some(Landing {
+            slot.pending = Some(PendingSum {
                 unit: index,
                 work,
                 round,
             });
         } else {
-            self.units[index].landed = Some(work.event().clone());
+            self.units[index].stored = Some(work.event().clone());
         }
         self.sum_copies();
     }
 
-    /// Lands the units that were launched. Reached when those have landed that the stream that computes does not wait
+    /// Stores the units that were launched. Reached when those are stored that the stream that computes does not wait
     /// for.
-    pub(super) fn land(&mut self, deadline: Instant) -> Event {
+    pub(super) fn store_slots(&mut self, deadline: Instant) -> Event {
         let mut order: Vec<usize> = (0..self.slots.len()).collect();
         order.sort_by_key(|&slot| self.slots[slot].launch);
         for slot in order {
-            self.land_slot(slot, deadline);
+            self.store_slot(slot, deadline);
         }
-        let landed = if self.slots.is_empty() || self.is_staged() {
+        let stored = if self.slots.is_empty() || self.is_staged() {
             Event::reached()
         } else {
             self.device.record(self.stream)
         };
         self.sum_copies();
-        landed
+        stored
     }
 
     /// Sums what other ranks have a part of. Reached when the unit has these sums.
@@ -495,15 +495,15 @@ impl GradUnits {
                 unit.reduction.tag
             )));
         };
-        self.land_slot(slot, self.comm.deadline());
+        self.store_slot(slot, self.comm.deadline());
         self.slots[slot].unit = Some(index);
         Ok(slot)
     }
 
-    /// Lands what is being reduced in a slot, if something is.
-    fn land_slot(&mut self, slot: usize, deadline: Instant) {
+    /// Stores what is being reduced in a slot, if something is.
+    fn store_slot(&mut self, slot: usize, deadline: Instant) {
         let slot = &mut self.slots[slot];
-        let Some(Landing { unit, work, round }) = slot.landing.take() else {
+        let Some(PendingSum { unit, work, round }) = slot.pending.take() else {
             return;
         };
         let unit = &mut self.units[unit];
@@ -521,21 +521,21 @@ impl GradUnits {
         };
         self.device.enqueue(self.stream, op);
         if round.is_last() {
-            unit.landed = Some(self.device.record(self.stream));
+            unit.stored = Some(self.device.record(self.stream));
         }
     }
 
-    /// Sums over the copies of the state what has landed for the last time, up to the first unit that has not.
+    /// Sums over the copies of the state what is stored for the last time, up to the first unit that has not.
     fn sum_copies(&mut self) {
         let Some(comm) = &self.replicate else {
             return;
         };
         while let Some(unit) = self.units.get_mut(self.replicated)
-            && let Some(landed) = unit.landed.take()
+            && let Some(stored) = unit.stored.take()
         {
             self.replicated += 1;
             let tag = format!("{} of all copies", unit.reduction.tag);
-            let launch = Launch::after(landed, Traffic::Grads, tag);
+            let launch = Launch::after(stored, Traffic::Grads, tag);
             let work = self
                 .tracker
                 .launch(|| comm.all_reduce(&unit.target, ReduceOp::Sum, launch));

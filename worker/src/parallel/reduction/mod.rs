@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `reducer.rs` | the reducer, and the two phases of a step: gradients are written, then sums are read |
 //! | `readiness.rs` | which gradients of a step are complete, and when; what can go wrong |
-//! | `grad_units.rs` | the memory of gradients, and the way of each unit: contributed, reduced, landed, summed over copies |
+//! | `grad_units.rs` | the memory of gradients, and the way of each unit: contributed, reduced, stored, summed over copies |
 //! | `use_accumulators.rs` | a sum for each use of a tied parameter |
 
 mod grad_units;

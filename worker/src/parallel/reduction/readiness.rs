@@ -18,16 +18,6 @@ pub enum ReduceError {
     /// Gradients were not asked for, written and reported as the layout says.
     #[error("{0}")]
     Misuse(String),
-    /// A block did not use parameters that it lists.
-    #[error(
-        "rank {rank}: {unused}\n  hint: take them out of the model, or set `parallel.unused: zero` to train them with a gradient of zero from this rank"
-    )]
-    Unused {
-        /// Rank in the group.
-        rank: usize,
-        /// Which, and of which block.
-        unused: String,
-    },
     /// An earlier step left the ranks in disagreement.
     #[error("the reducer cannot be used any more: {0}")]
     Poisoned(String),
@@ -79,7 +69,7 @@ struct GradReports {
 }
 
 impl Readiness {
-    /// For rounds of so many micro-batches.
+    /// Nothing is reported yet; a round has `micro_batches`.
     pub(super) fn new(layout: &Arc<GradientLayout>, micro_batches: usize) -> Self {
         let report = |id| GradReports {
             due: layout.spec(ParamId(id)).contributions * micro_batches,

@@ -1,6 +1,6 @@
 //! The reducer: sums gradients over the ranks while they are being computed.
 //!
-//! It knows no models. Whoever can say "gradient i is ready" can use it:
+//! It knows no models. Any program that can report "gradient i is ready" can use it:
 //!
 //! 1. [`Reducer::step`] begins a step and gives the right to write gradients ([`Step`]);
 //! 2. each gradient is written and reported ([`Step::ready`]); a bucket is launched as soon as it and all before it
@@ -22,11 +22,11 @@ use super::grad_units::{GradUnits, Round, is_staged};
 use super::readiness::{Readiness, ReduceError};
 use super::use_accumulators::UseAccumulators;
 use crate::collective::{Communicator, WorkError};
-use crate::config::{Accumulate, Sync, Unused};
+use crate::config::{Accumulate, Sync};
 use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
 use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, DeviceTimes};
-use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
+use crate::parallel::{ArenaShare, GradientLayout, ReplicaSet, Sharding};
 
 /// How gradients are synchronised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +37,6 @@ pub struct ReducerConfig {
     pub overlap: bool,
     /// What is held of the gradients of other ranks' parameters, where ranks own parts.
     pub accumulate: Accumulate,
-    /// The answer to parameters that take no part in a backward.
-    pub unused: Unused,
     /// Most micro-batches of a step. With several that are added up here, each use of a tied parameter has a sum of its own.
     pub micro_batches: usize,
 }
@@ -50,7 +48,6 @@ impl Default for ReducerConfig {
             sync: Sync::Bucketed,
             overlap: true,
             accumulate: Accumulate::Full,
-            unused: Unused::Error,
             micro_batches: 1,
         }
     }
@@ -65,10 +62,7 @@ pub struct Reducer {
     unit_of: Vec<usize>,
     /// Units are launched as soon as they are complete.
     is_eager: bool,
-    unused: Unused,
-    /// Global rank.
-    rank: usize,
-    /// Of the last step.
+    /// Progress of the last step.
     progress: Progress,
 }
 
@@ -182,8 +176,6 @@ impl Reducer {
             // Units in slots must leave their slots, overlapped or not.
             is_eager: is_staged || (config.overlap && !is_all_at_once),
             progress: Progress::new(&layout, &grads, 1),
-            unused: config.unused,
-            rank: set.all.members()[set.all.rank()],
             layout,
             grads,
             uses,
@@ -352,13 +344,13 @@ impl<'a> Step<'a> {
 
     /// Launches what is left, waits for all of it, and gives the sums.
     pub fn finish(mut self, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        let landed = self.complete(deadline)?;
+        let stored = self.complete(deadline)?;
         let reducer = &mut *self.reducer;
         for work in std::mem::take(&mut reducer.grads.in_flight) {
             let done = reducer.grads.tracker.wait_on_host(&work, deadline);
             done.map_err(|e| reducer.fail(e.into()))?;
         }
-        landed.wait(deadline).map_err(|e| reducer.fail(e.into()))?;
+        stored.wait(deadline).map_err(|e| reducer.fail(e.into()))?;
         let mut reduced = self.reduced()?;
         // Nothing is in flight: the host knows what the device measured.
         reduced.times += reduced.device_times.take();
@@ -369,18 +361,18 @@ impl<'a> Step<'a> {
     /// gradients: on a device that runs asynchronously the host does not wait. An operation that fails fails the
     /// stream; [`Reducer::failure`] has its error.
     pub fn finish_on(mut self, stream: Stream, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        let landed = self.complete(deadline)?;
+        let stored = self.complete(deadline)?;
         let GradUnits {
             in_flight, tracker, ..
         } = &mut self.reducer.grads;
         for work in std::mem::take(in_flight) {
             tracker.wait_in_stream(stream, work.event(), deadline);
         }
-        tracker.wait_in_stream(stream, &landed, deadline);
+        tracker.wait_in_stream(stream, &stored, deadline);
         self.reduced()
     }
 
-    /// Why the step failed, if it has: who was given an error in words finds the kind here.
+    /// Why the step failed, if it has.
     pub fn failure(&self) -> Option<&ReduceError> {
         self.reducer.progress.failed.as_ref()
     }
@@ -394,7 +386,7 @@ impl<'a> Step<'a> {
         while reducer.progress.launched < reducer.progress.launches() {
             reducer.launch_next();
         }
-        Ok(reducer.grads.land(deadline))
+        Ok(reducer.grads.store_slots(deadline))
     }
 
     /// Everything is there, or streams wait for it.
@@ -424,18 +416,6 @@ impl GradSink for Step<'_> {
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
         Ok(self.ready(id, at)?)
     }
-
-    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
-        let reducer = &mut *self.reducer;
-        if reducer.unused == Unused::Zero {
-            return Ok(());
-        }
-        let error = ReduceError::Unused {
-            rank: reducer.rank,
-            unused: what.to_owned(),
-        };
-        Err(reducer.fail(error).into())
-    }
 }
 
 /// The summed gradients, for reading. The next step can begin when this is gone.
@@ -447,7 +427,7 @@ pub struct Reduced<'a> {
 
 impl Reduced<'_> {
     /// The memory, padding included. Of a whole arena that is scattered, only what this rank owns has a meaning.
-    pub fn portion(&self) -> Portion {
+    pub fn sums(&self) -> ArenaShare {
         self.reducer.grads.sums().clone()
     }
 

@@ -29,14 +29,14 @@ pub(super) struct UseAccumulators {
     device: Arc<dyn Device>,
     /// Computes the gradients.
     stream: Stream,
-    /// Those that several blocks use: the uses in forward order.
+    /// By parameter that several blocks use: its uses, in forward order.
     tied: BTreeMap<ParamId, Vec<ParamUse>>,
     /// The block whose contributions are made at the moment.
     block: Option<usize>,
 }
 
 impl UseAccumulators {
-    /// None of any parameter: all uses are added to one sum.
+    /// Without accumulators: all uses of a parameter are added to one sum.
     pub(super) fn none((device, stream): (&Arc<dyn Device>, Stream)) -> Self {
         Self {
             device: device.clone(),
@@ -46,7 +46,7 @@ impl UseAccumulators {
         }
     }
 
-    /// Of the parameters of which the layout knows several blocks.
+    /// Accumulators for the parameters that several blocks of the layout use.
     pub(super) fn new(
         layout: &GradientLayout,
         compute: (&Arc<dyn Device>, Stream),
@@ -104,8 +104,7 @@ impl UseAccumulators {
         uses.get_mut(index.unwrap_or(0))
     }
 
-    /// Of a tied parameter: memory for the next contribution, if it is not the gradient's, and whether it has a value
-    /// already.
+    /// For a tied parameter: the memory for the next contribution, unless that is the gradient's, and whether it has a value.
     pub(super) fn slot(&mut self, id: ParamId) -> Option<(Option<Buffer>, bool)> {
         let tied = self.current(id)?;
         Some((tied.sum.clone(), tied.is_written))

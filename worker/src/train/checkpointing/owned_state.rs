@@ -10,7 +10,7 @@ use crate::checkpoint::{Extent, Reader, TensorKind, name_older, share_of};
 use crate::device::{Arena, Buffer, DeviceError};
 use crate::model::{ParamId, ParamSpec, Run};
 use crate::optim::{Optimizer, evict};
-use crate::parallel::{OwnPiece, Place, Portion, Sharding};
+use crate::parallel::{ArenaRanges, ArenaShare, OwnPiece, Sharding};
 use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
@@ -84,10 +84,10 @@ pub(super) fn copy(here: RankState<'_>, own: &mut [OwnTensors], snapshot: &Arena
 /// Some pieces of each tensor of the state: parameters, and the optimizer's slots.
 fn own_tensors(here: RankState<'_>, pieces: &[OwnPiece]) -> Vec<OwnTensors> {
     let (parameters, params) = (&here.replica.parameters, &here.replica.model.params);
-    let of_kind = |(kind, portion): (TensorKind, &Portion)| {
+    let of_kind = |(kind, share): (TensorKind, &ArenaShare)| {
         let own = pieces.iter().flat_map(|piece| extents(&kind, piece, params));
         let placed = own.map(|(extent, places)| {
-            let buffers = places.iter().map(|place| portion.slice(place)).collect();
+            let buffers = places.iter().map(|place| share.slice(place)).collect();
             (extent, buffers)
         });
         let (extents, buffers) = placed.unzip();
@@ -99,7 +99,7 @@ fn own_tensors(here: RankState<'_>, pieces: &[OwnPiece]) -> Vec<OwnTensors> {
     };
     let masters = (TensorKind::Parameter, here.optimizer.masters(parameters.own()));
     let slots = here.optimizer.slots();
-    let slots = slots.map(|(name, portion)| (TensorKind::State(name.to_owned()), portion));
+    let slots = slots.map(|(name, share)| (TensorKind::State(name.to_owned()), share));
     std::iter::once(masters).chain(slots).map(of_kind).collect()
 }
 
@@ -130,7 +130,7 @@ fn written_by(
 
 /// What a checkpoint calls a piece of a parameter's tensor of some kind, and where the elements of each extent are, in
 /// order.
-fn extents(kind: &TensorKind, piece: &OwnPiece, params: &[ParamSpec]) -> Vec<(Extent, Vec<Place>)> {
+fn extents(kind: &TensorKind, piece: &OwnPiece, params: &[ParamSpec]) -> Vec<(Extent, Vec<ArenaRanges>)> {
     let spec = &params[piece.param.0];
     let runs = spec.runs(piece.elements.clone());
     let regions = spec.regions().into_iter().enumerate();
@@ -149,12 +149,12 @@ fn extents(kind: &TensorKind, piece: &OwnPiece, params: &[ParamSpec]) -> Vec<(Ex
 }
 
 /// Where some elements of a piece are.
-fn place_of(piece: &OwnPiece, elements: &Range<usize>) -> Place {
+fn place_of(piece: &OwnPiece, elements: &Range<usize>) -> ArenaRanges {
     let within = |range: &Range<usize>| {
         let start = range.start + (elements.start - piece.elements.start);
         start..start + elements.len()
     };
-    Place {
+    ArenaRanges {
         whole: within(&piece.place.whole),
         shard: within(&piece.place.shard),
     }

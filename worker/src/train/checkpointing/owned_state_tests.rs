@@ -14,7 +14,7 @@ use crate::config::{self, Accumulate, Parallel, Pipeline, ShardGroup, Strategy};
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
 use crate::parallel::{GradientLayout, LayoutConfig, is_counted};
-use crate::train::strategy::Scheme;
+use crate::train::strategy::ShardingStrategy;
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
@@ -233,7 +233,7 @@ impl Trained {
         let model = model::build_part(&self.model, 1024, &part).unwrap();
         let config = LayoutConfig::of(&self.parallel, mesh.size(&DATA));
         let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let sharding = Scheme::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
+        let sharding = ShardingStrategy::new(&self.parallel, 2, mesh).sharding(&layout, at(Axis::Shard));
         let copy = (at(Axis::Replicate), mesh.size(&[Axis::Replicate]));
         let counts = |id: ParamId| is_counted(&model.params[id.0].roles, at);
         let pieces = written_by(&sharding, counts, copy);

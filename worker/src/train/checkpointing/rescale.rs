@@ -77,9 +77,8 @@ fn noun(parallel: &Parallel) -> &'static str {
 }
 
 /// The numbers of ranks of the job with which a run can go on that is on `mesh` now: such as make a mesh, and keep the
-/// global batch if it is to be kept, with a schedule for the micro-batches that a rank then has. Not all such, where a
-/// schedule needs many: but the size at which a rank has as many micro-batches as are `configured` stays one of them.
-pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape, configured: usize) -> Sizes {
+/// global batch if it is to be kept, with a schedule for the micro-batches that a rank then has.
+pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape) -> Sizes {
     let (train, parallel) = (&config.train, &config.parallel);
     let multiple_of = MeshShape::ranks_multiple_of(parallel);
     // Whether the groups of other nodes lie within nodes cannot be told from the number of ranks.
@@ -95,17 +94,15 @@ pub(crate) fn allowed_sizes(config: &TrainConfig, mesh: &MeshShape, configured: 
     let (least, most) = if stays {
         (micro_batches, micro_batches)
     } else {
-        PipelinePlan::micro_batches_for(&parallel.pipeline, micro_batches)
+        (1, PipelinePlan::most_micro_batches(&parallel.pipeline))
     };
-    // What is a multiple of enough micro-batches is enough, and what is shared by multiples of enough ranks not too much.
-    let enough = divisors(micro_batches).find(|&count| count >= least && configured.is_multiple_of(count));
     let fewest = divisors(data).map(|ranks| ranks * of_each).find(|&ranks| {
         multiple_of.is_none_or(|unit| (ranks as u64).is_multiple_of(unit))
             && of_step * of_each / ranks <= most
     });
     let fewest = fewest.unwrap_or(data * of_each) as u64;
     Sizes {
-        ranks_divide: Some((of_each * of_step / enough.unwrap_or(micro_batches)) as u64),
+        ranks_divide: Some((of_each * of_step / least) as u64),
         ranks_multiple_of: (fewest > 1).then_some(fewest),
     }
 }
@@ -186,8 +183,7 @@ mod tests {
     use super::*;
     use crate::config::{self, PipelineSchedule, Strategy};
     use crate::mesh::MeshError;
-    use crate::parallel::pipeline::csv::{self, CsvFormat};
-    use crate::parallel::pipeline::{LayerCosts, PipelineShape, gpipe};
+    use crate::parallel::pipeline::LayerCosts;
 
     /// A run of 12 samples a step: 3 ranks × 2 micro-batches × 2 samples.
     fn before() -> BatchBefore {
@@ -266,13 +262,13 @@ mod tests {
     #[test]
     fn the_numbers_of_ranks_that_are_said_to_do_are_those_that_are_not_refused() {
         let keeps = config(train(Rescale::KeepGlobalBatch));
-        let sizes = allowed_sizes(&keeps, &mesh_of(&keeps.parallel, 3).unwrap(), 2);
+        let sizes = allowed_sizes(&keeps, &mesh_of(&keeps.parallel, 3).unwrap());
         for ranks in 1..=13 {
             let is_kept = rescale(&mut keeps.clone(), ranks, &before()).is_ok();
             assert_eq!(is_kept, allows(sizes, ranks), "{ranks} ranks");
         }
         let follows = config(train(Rescale::KeepMicroBatch));
-        let sizes = allowed_sizes(&follows, &mesh_of(&follows.parallel, 3).unwrap(), 2);
+        let sizes = allowed_sizes(&follows, &mesh_of(&follows.parallel, 3).unwrap());
         assert_eq!(sizes, Sizes::default());
     }
 
@@ -286,12 +282,12 @@ mod tests {
         config
     }
 
-    fn sizes_on(config: &TrainConfig, ranks: u64, configured: usize) -> Sizes {
-        allowed_sizes(config, &mesh_of(&config.parallel, ranks).unwrap(), configured)
+    fn sizes_on(config: &TrainConfig, ranks: u64) -> Sizes {
+        allowed_sizes(config, &mesh_of(&config.parallel, ranks).unwrap())
     }
 
     /// Whether a run that is on 2 data-parallel ranks can go on on so many ranks of the job.
-    fn goes_on(config: &TrainConfig, csv: Option<&str>, ranks: u64) -> bool {
+    fn goes_on(config: &TrainConfig, ranks: u64) -> bool {
         let mut config = config.clone();
         let batch = Batch {
             samples: (2 * config.train.micro_batch * config.train.grad_accumulation) as u64,
@@ -308,7 +304,7 @@ mod tests {
         let data = mesh.size(&DATA) as u64;
         let is_kept = rescale(&mut config, data, &BatchBefore { batch, configured }).is_ok();
         let (pipeline, costs) = (&config.parallel.pipeline, LayerCosts::equal(16));
-        is_kept && PipelinePlan::new(pipeline, config.train.grad_accumulation, csv, &costs).is_ok()
+        is_kept && PipelinePlan::new(pipeline, config.train.grad_accumulation, &costs).is_ok()
     }
 
     #[test]
@@ -316,10 +312,10 @@ mod tests {
         // 4 ranks hold a model: a number that 2 × 3 micro-batches are no multiple of, nor 2 × 5.
         for micro_batches in [3, 4, 5, 6] {
             let config = piped(2, PipelineSchedule::OneFOneB, micro_batches);
-            let sizes = sizes_on(&config, 8, config.train.grad_accumulation);
+            let sizes = sizes_on(&config, 8);
             assert_eq!(sizes.ranks_multiple_of, Some(4));
             for ranks in 1..=64 {
-                let expected = goes_on(&config, None, ranks);
+                let expected = goes_on(&config, ranks);
                 assert_eq!(allows(sizes, ranks), expected, "{ranks} ranks, {micro_batches}");
             }
             assert!(allows(sizes, 4 * 2 * micro_batches as u64), "one each");
@@ -328,51 +324,36 @@ mod tests {
 
     #[test]
     fn no_number_of_ranks_is_said_to_do_for_which_there_is_no_schedule() {
-        let none = || None::<String>;
-        let file = |micro_batches| {
-            let shape = PipelineShape {
-                ranks: 2,
-                chunks: 1,
-                micro_batches,
-            };
-            Some(csv::write(&gpipe(shape).unwrap(), CsvFormat::ComputeOnly))
-        };
         let interleaved = piped(2, PipelineSchedule::Interleaved, 6);
-        let mut from_file = piped(2, PipelineSchedule::OneFOneB, 6);
-        from_file.parallel.pipeline.file = Some("schedule.csv".into());
         let mut long = piped(2, PipelineSchedule::GPipe, 20_000);
         long.parallel.pipeline.chunks = Some(1);
-        let mut sharded = piped(2, PipelineSchedule::DualPipeV, 16);
+        let mut sharded = piped(2, PipelineSchedule::Zbv, 16);
         sharded.parallel.strategy = Strategy::Zero1;
         sharded.parallel.shard_group = Some(ShardGroup::Ranks(2));
         let mut per_node = piped(2, PipelineSchedule::OneFOneB, 4);
         per_node.parallel.strategy = Strategy::Zero1;
         per_node.parallel.shard_group = Some(ShardGroup::Node);
-        for (config, text, allowed) in [
-            // At least 4 micro-batches: 12 on 1, 6 on 2; and 4 on 3, which 2 × 6 micro-batches would do too.
-            (piped(2, PipelineSchedule::DualPipeV, 6), none(), &[4, 8][..]),
-            (piped(2, PipelineSchedule::DualPipeV, 8), none(), &[4, 8, 16]),
-            (interleaved, none(), &[4, 8, 12, 16, 24, 48]),
-            (from_file, file(6), &[8]),
+        for (config, allowed) in [
+            (interleaved, &[4, 8, 12, 16, 24, 48][..]),
             // 40,000 of one rank would be too many.
-            (long, none(), &[8, 16, 32, 40, 64]),
-            (sharded, none(), &[8, 16, 32]),
-            (per_node, none(), &[8]),
+            (long, &[8, 16, 32, 40, 64]),
+            (sharded, &[8, 16, 32, 64]),
+            (per_node, &[8]),
         ] {
-            let sizes = sizes_on(&config, 8, config.train.grad_accumulation);
+            let sizes = sizes_on(&config, 8);
             let found: Vec<u64> = (1..=64).filter(|&ranks| allows(sizes, ranks)).collect();
             assert_eq!(found, allowed, "{:?}", config.parallel.pipeline);
             // Large schedules take long to check.
             for ranks in found.into_iter().filter(|_| config.train.grad_accumulation < 100) {
-                assert!(goes_on(&config, text.as_deref(), ranks), "{ranks}: {config:?}");
+                assert!(goes_on(&config, ranks), "{ranks}: {config:?}");
             }
         }
     }
 
     #[test]
     fn a_run_that_has_shrunk_can_grow_to_what_it_was() {
-        let whole = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 6), 8, 6);
-        let half = sizes_on(&piped(2, PipelineSchedule::DualPipeV, 12), 4, 6);
+        let whole = sizes_on(&piped(2, PipelineSchedule::Zbv, 6), 8);
+        let half = sizes_on(&piped(2, PipelineSchedule::Zbv, 12), 4);
         assert_eq!(half, whole);
     }
 

@@ -12,7 +12,8 @@ use crate::mesh::{Axis, DATA, MeshShape};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::plan::{Cluster, GlobalBatch};
 use crate::train::TrainError;
-use crate::train::strategy::{Scheme, activations, held, mesh, part_of, pipeline_plan};
+use crate::train::rank_spec::RankSpec;
+use crate::train::strategy::{mesh, pipeline_plan};
 
 /// The machines of a plan.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -128,7 +129,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     };
     let mesh = mesh(&config, &env)?;
     let plan = Arc::new(pipeline_plan(&config)?);
-    let found = estimate(&config, (mesh, 0), &plan, ENOUGH)?;
+    let found = Estimate::new(&config, &RankSpec::new(&config, mesh, &plan, 0)?, ENOUGH)?;
     Ok(found.sent.activations)
 }
 
@@ -137,23 +138,6 @@ const REHEARSED_ROUNDS: usize = 4;
 
 /// Bytes that any activations fit in, where their number is of no interest.
 const ENOUGH: usize = 1 << 50;
-
-/// What a rank holds and sends, whose activations take so much.
-fn estimate(
-    config: &TrainConfig,
-    (mesh, rank): (MeshShape, usize),
-    plan: &Arc<PipelinePlan>,
-    activations: usize,
-) -> Result<Estimate, TrainError> {
-    let (model, layout) = held(config, &mesh, &part_of(config, &mesh, plan, rank))?;
-    let scheme = Scheme::new(&config.parallel, config.train.grad_accumulation, mesh);
-    Estimate::new(
-        config,
-        (&model, &Arc::new(layout)),
-        (scheme, rank),
-        (plan, activations),
-    )
-}
 
 /// A configuration on a mesh, before anything is laid out.
 pub(super) struct PlannedMesh<'a> {
@@ -204,11 +188,9 @@ impl<'a> PlannedMesh<'a> {
     /// Bytes of the activations of each rank of the pipeline; none if a rank has more than `most`. They do not depend on what
     /// data-parallel ranks share.
     pub(super) fn activations(&self, most: u64) -> Result<Option<Vec<usize>>, TrainError> {
-        let (config, mesh) = (&self.config, self.mesh);
         let mut found = Vec::new();
         for rank in self.first_ranks() {
-            let (model, _) = held(config, &mesh, &part_of(config, &mesh, &self.plan, rank))?;
-            let bytes = activations(config, &model, &self.plan, (mesh, rank))?;
+            let bytes = self.spec(rank)?.activations(&self.config)?;
             if bytes as u64 > most {
                 return Ok(None);
             }
@@ -280,13 +262,17 @@ impl<'a> PlannedMesh<'a> {
             );
             let mut found = match known.iter().find(|(other, _)| *other == part) {
                 Some((_, known)) => *known,
-                None => estimate(&self.config, (self.mesh, rank), &self.plan, ENOUGH)?,
+                None => Estimate::new(&self.config, &self.spec(rank)?, ENOUGH)?,
             };
             found.held.activations = activations[index] as u64;
             known.push((part, found));
             estimates.push(found);
         }
         Ok(estimates)
+    }
+
+    fn spec(&self, rank: usize) -> Result<RankSpec, TrainError> {
+        RankSpec::new(&self.config, self.mesh, &self.plan, rank)
     }
 
     /// One rank of each stage.
@@ -305,20 +291,15 @@ impl<'a> PlannedMesh<'a> {
     }
 }
 
-/// Of the micro-batches of a step so many are rehearsed: what is in the air at once is there in the first rounds of a
-/// pipeline, and later ones only repeat it. But GPipe has all of them in the air, and of a file nothing is known.
+/// Number of micro-batches to rehearse. What is in flight at once is in flight in the first rounds of a pipeline, and later
+/// rounds only repeat it. But GPipe has all micro-batches in flight.
 fn rehearsed_micro_batches(config: &TrainConfig) -> usize {
-    let Pipeline {
-        stages,
-        schedule,
-        file,
-        ..
-    } = &config.parallel.pipeline;
+    let Pipeline { stages, schedule, .. } = &config.parallel.pipeline;
     let all = config.train.grad_accumulation;
     // As many are left over from whole rounds as of all, and interleaved 1F1B spreads them over as many rounds.
     let left_over = all % stages;
     let enough = REHEARSED_ROUNDS.max(left_over) * stages + left_over;
-    if *schedule == PipelineSchedule::GPipe || file.is_some() {
+    if *schedule == PipelineSchedule::GPipe {
         return all;
     }
     all.min(enough)

@@ -2,22 +2,19 @@
 //! on a device that does nothing, among ranks that do nothing. One step is rehearsed there, and what the types say of
 //! their memory and count on the wire is the estimate.
 
-use std::sync::Arc;
-
 use ddp_proto::env::WorkerEnv;
 
 use crate::collective::WireBytes;
 use crate::config::{Strategy, TrainConfig};
 use crate::mesh::Axis;
-use crate::model::{Activation, GradSink, Model, NoHooks, SampleKey};
 use crate::optim::{Optimizer, StateMemory};
-use crate::parallel::pipeline::PipelinePlan;
-use crate::parallel::{GradientLayout, Reducer};
+use crate::parallel::Reducer;
 use crate::train::TrainError;
 use crate::train::idle_world::idle_world;
-use crate::train::replica::{MicroBatch, Replica};
-use crate::train::schedule::RowPurpose;
-use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
+use crate::train::rank_spec::RankSpec;
+use crate::train::replica::Replica;
+use crate::train::run_row::rehearse_step;
+use crate::train::strategy::optimizer;
 
 /// What a rank holds and sends, under one strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +48,7 @@ pub struct Footprint {
     pub optimizer: u64,
     /// Of parameters, gradients and optimizer: so that ranks have equal slices of whole chunks.
     pub padding: u64,
-    /// Activations of all micro-batches that are in the air at once.
+    /// Activations of all micro-batches in flight.
     pub activations: u64,
 }
 
@@ -122,35 +119,26 @@ impl StepTraffic {
 }
 
 impl Estimate {
-    /// Of a configuration on the rank that `env` describes: a pure function.
+    /// The rank that `env` describes: a pure function.
     pub fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
-        let Blueprint {
-            model,
-            layout,
-            scheme,
-            plan,
-            activations,
-            ..
-        } = Blueprint::of(config, env)?;
-        let rank = env.rank.get() as usize;
-        Self::new(config, (&model, &layout), (scheme, rank), (&plan, activations))
+        let spec = RankSpec::of(config, env)?;
+        Self::new(config, &spec, spec.activations(config)?)
     }
 
+    /// The rank of `spec`, with an arena of so many bytes for activations.
     pub(in crate::train) fn new(
         config: &TrainConfig,
-        (model, layout): (&Model, &Arc<GradientLayout>),
-        (scheme, rank): (Scheme, usize),
-        (plan, activations): (&Arc<PipelinePlan>, usize),
+        spec: &RankSpec,
+        activations: usize,
     ) -> Result<Self, TrainError> {
-        let world = idle_world(scheme.mesh, rank);
-        let (parameters, mut reducer) = allocate(&world, config, &scheme, model, layout)?;
+        let world = idle_world(spec.strategy.mesh, spec.rank);
+        let (mut replica, mut reducer) = spec.idle(config, &world, activations)?;
         let home = StateMemory::on_device(world.device.clone());
-        let optimizer = optimizer(&parameters, home, config, model)?;
-        let mut replica = Replica::new(&world, model.clone(), parameters, (plan, activations), config)?;
+        let optimizer = optimizer(&replica.parameters, home, config, &spec.model)?;
         Ok(Self {
-            strategy: scheme.strategy,
-            shard_ranks: scheme.shard_ranks() as u64,
-            parameters: model.param_count() as u64,
+            strategy: spec.strategy.strategy,
+            shard_ranks: spec.strategy.shard_ranks() as u64,
+            parameters: spec.model.param_count() as u64,
             padded: replica.parameters.sharding().whole_len() as u64,
             sent: step_traffic(&mut replica, &mut reducer, config.train.grad_accumulation)?,
             held: Footprint::of(&replica, &reducer, &optimizer),
@@ -158,7 +146,7 @@ impl Estimate {
     }
 }
 
-/// What a step of so many micro-batches sends. The second one is rehearsed, and later ones send as much. But if a stage of a
+/// What a step of `micro_batches` sends. The second one is rehearsed, and later ones send as much. But if a stage of a
 /// pipeline gathers parameters, what is still there from the pass before depends on the order: all micro-batches of the plan are
 /// rehearsed then, of which a round has as many as the pipeline has ranks.
 fn step_traffic(
@@ -176,7 +164,7 @@ fn step_traffic(
     let mut sent_by = |micro_batches| {
         let before = replica.world.mesh.wire_bytes_by_axis();
         if micro_batches > 0 {
-            step(replica, reducer, micro_batches)?;
+            rehearse_step(replica, reducer, micro_batches, &|_| {})?;
         }
         let after = replica.world.mesh.wire_bytes_by_axis();
         Ok::<_, TrainError>(Axis::ALL.map(|axis| after[axis as usize] - before[axis as usize]))
@@ -201,36 +189,9 @@ fn step_traffic(
     })
 }
 
-/// All but what tells of the step.
+/// All bytes but those of the step's own numbers.
 fn of_step(sent: &WireBytes) -> u64 {
     sent.grads + sent.params + sent.activations + sent.pipeline
-}
-
-/// The passes of a step, and the gathering of what its update leaves.
-fn step(replica: &mut Replica, reducer: &mut Reducer, micro_batches: usize) -> Result<(), TrainError> {
-    replica.parameters.updated()?;
-    let mut grads = reducer.step(micro_batches)?;
-    rehearse_row(replica, (RowPurpose::Training, micro_batches), &mut grads, |_| {})?;
-    grads.finish_on(replica.world.stream, replica.world.deadline())?;
-    Ok(())
-}
-
-/// A row of so many micro-batches, on a device that does nothing. `losses` is called with those that it makes.
-pub(in crate::train) fn rehearse_row(
-    replica: &mut Replica,
-    (purpose, micro_batches): (RowPurpose, usize),
-    grads: &mut dyn GradSink,
-    losses: impl Fn(&Activation),
-) -> Result<(), TrainError> {
-    let (batch, key) = (MicroBatch::new(replica.positions()), SampleKey::default());
-    let row = replica.row(purpose, micro_batches);
-    replica.begin(&row, purpose)?;
-    for action in row {
-        let batch = replica.takes_batch(action).then_some(&batch);
-        let made = replica.carry_out(action, (batch, key), &mut NoHooks, grads)?;
-        made.iter().for_each(&losses);
-    }
-    replica.finish()
 }
 
 #[cfg(test)]

@@ -15,7 +15,6 @@ mod search;
 mod step_times;
 
 pub use candidate::{Candidate, Machines};
-pub(super) use estimate::rehearse_row;
 pub use estimate::{Estimate, Footprint, StepTraffic};
 pub use planner::{Adjustment, Advice, Comparison};
 pub use search::{FoundLayout, LayoutSearch};

@@ -318,7 +318,6 @@ fn uneven_stages_are_planned_by_the_largest() {
         ("interleaved", 24),
         ("greedy", 2),
         ("gpipe", 21),
-        ("dualpipev", 21),
     ] {
         for more in [
             &["parallel.pipeline.stages=2", "parallel.strategy=zero1"][..],

@@ -222,8 +222,7 @@ fn hidden(simulation: &Simulation, costs: &[StageCosts], plan: &PipelinePlan) ->
     let of_rank = |(rank, timeline): (usize, &RankTimeline)| {
         let last_backward = |stage: usize| {
             let mut starts = timeline.intervals.iter().rev().filter(|interval| {
-                let mut actions = interval.cell.actions();
-                actions.any(|action| action.stage == stage && action.kind.makes_weight_gradient())
+                interval.action.stage == stage && interval.action.kind.makes_weight_gradient()
             });
             starts.next().map_or(0, |interval| interval.start)
         };

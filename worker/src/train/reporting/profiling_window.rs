@@ -163,7 +163,7 @@ impl ProfilingWindow {
     }
 }
 
-/// Those of which one trace is made: of all ranks, whether there is a file, and its number of spans.
+/// By rank: whether it wrote a file, and its number of spans. One trace is made of all files.
 fn merged(all: &[[f64; 2]]) -> Vec<usize> {
     let mut room = MAX_MERGED_SPANS;
     let whole = (0..all.len()).filter(|&rank| all[rank][0] > 0.0).enumerate();

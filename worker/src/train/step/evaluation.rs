@@ -1,14 +1,18 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
+use std::ops::Range;
+
 use crate::data::{Tokens, eval_blocks, fill_eval_batch};
-use crate::device::{DeviceError, Event};
+use crate::device::DeviceError;
 use crate::mesh::DATA;
-use crate::model::{Activation, GradSink, GradSlot, NoHooks, ParamId, SampleKey};
+use crate::model::{Activation, GradSink, Hooks, NoHooks};
+use crate::parallel::pipeline::Action;
 use crate::session::Session;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
 use crate::train::replica::{MicroBatch, Replica};
-use crate::train::schedule::RowPurpose;
+use crate::train::row_state::RowPurpose;
+use crate::train::run_row::{EnqueuedAction, NoGradients, RowCaller, run_row};
 use crate::train::world::World;
 
 /// The held-out text, cut into blocks.
@@ -31,7 +35,6 @@ impl Evaluation {
         replica: &mut Replica,
         rank_table: &RankTable,
     ) -> Result<f64, TrainError> {
-        let mut batch = MicroBatch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
         let blocks = self.tokens.blocks(self.block_size);
         let ranks = world.mesh.size(&DATA);
@@ -44,40 +47,82 @@ impl Evaluation {
         } else {
             passes(mine.clone())
         };
-        let (mut total, mut positions) = (0.0, 0);
-        let mut done = 0;
-        while done < needed {
+        let mut row = EvaluationRow {
+            evaluation: self,
+            session,
+            mine,
+            rows: rows as u64,
+            done: 0,
+            total: 0.0,
+            positions: 0,
+            hooks: NoHooks,
+            grads: NoGradients,
+        };
+        while row.done < needed {
             // As many as a step has: so the memory of activations suffices.
-            let count = (needed - done).min(replica.plan.micro_batches() as u64);
-            let row = replica.row(RowPurpose::Evaluation, count as usize);
-            replica.begin(&row, RowPurpose::Evaluation)?;
-            for action in row {
-                world.check()?;
-                session.still_alive();
-                if replica.plan.placement().ranks() > 1 && action.kind.is_compute() {
-                    session.set_activity(|| replica.plan.in_words(action));
-                }
-                let m = done + action.micro_batch.unwrap_or_default() as u64;
-                let next = mine.start + m * rows as u64;
-                let taken = mine.end.saturating_sub(next).min(rows as u64) as usize;
-                let takes_batch = replica.takes_batch(action);
-                if takes_batch {
-                    let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
-                    fill_eval_batch(&self.tokens, next..next + taken as u64, self.block_size, rows)?;
-                }
-                let batch = (takes_batch.then_some(&batch), SampleKey::default());
-                let losses = replica.carry_out(action, batch, &mut NoHooks, &mut NoGradients)?;
-                if let Some(losses) = losses.filter(|_| replica.counts_losses()) {
-                    total += sum_of(world, &losses)?;
-                    positions += taken * self.block_size;
-                }
-            }
-            replica.finish()?;
-            done += count;
+            let count = (needed - row.done).min(replica.plan.micro_batches() as u64);
+            run_row(replica, RowPurpose::Evaluation, count as usize, &mut row)?;
+            row.done += count;
         }
-        let shares = rank_table.gather("validation loss", [total, positions as f64])?;
+        let shares = rank_table.gather("validation loss", [row.total, row.positions as f64])?;
         let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
         Ok(sum(0) / sum(1))
+    }
+}
+
+/// This rank's share of an evaluation.
+struct EvaluationRow<'a> {
+    evaluation: &'a Evaluation,
+    session: &'a Session,
+    /// The blocks of this rank.
+    mine: Range<u64>,
+    /// Blocks of a micro-batch.
+    rows: u64,
+    /// Micro-batches of earlier rows.
+    done: u64,
+    /// Sum of the losses so far.
+    total: f64,
+    /// Positions that it is over.
+    positions: usize,
+    hooks: NoHooks,
+    grads: NoGradients,
+}
+
+impl EvaluationRow<'_> {
+    /// The blocks of the micro-batch of an action; empty after the last block of this rank.
+    fn blocks(&self, action: Action) -> Range<u64> {
+        let next = self.mine.start + (self.done + action.micro_batch as u64) * self.rows;
+        next..next + self.mine.end.saturating_sub(next).min(self.rows)
+    }
+}
+
+impl RowCaller for EvaluationRow<'_> {
+    fn before(&mut self, replica: &Replica, action: Action) -> Result<(), TrainError> {
+        replica.world.check()?;
+        self.session.still_alive();
+        if replica.plan.placement().ranks() > 1 && action.kind.is_compute() {
+            self.session.set_activity(|| replica.plan.in_words(action));
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
+        let Evaluation { tokens, block_size } = self.evaluation;
+        let rows = (&mut batch.inputs[..], &mut batch.targets[..]);
+        Ok(fill_eval_batch(tokens, self.blocks(action), *block_size, rows)?)
+    }
+
+    fn sinks(&mut self) -> (&mut dyn Hooks, &mut dyn GradSink) {
+        (&mut self.hooks, &mut self.grads)
+    }
+
+    fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
+        if let Some(losses) = enqueued.losses.filter(|_| replica.counts_losses()) {
+            let blocks = self.blocks(enqueued.action);
+            self.total += sum_of(&replica.world, &losses)?;
+            self.positions += (blocks.end - blocks.start) as usize * self.evaluation.block_size;
+        }
+        Ok(())
     }
 }
 
@@ -88,17 +133,4 @@ fn sum_of(world: &World, losses: &Activation) -> Result<f64, DeviceError> {
         .chunks_exact(size_of::<f32>())
         .map(bytemuck::pod_read_unaligned::<f32>);
     Ok(losses.map(f64::from).sum())
-}
-
-/// An evaluation has no backward.
-struct NoGradients;
-
-impl GradSink for NoGradients {
-    fn grad(&mut self, _id: ParamId) -> Result<GradSlot, DeviceError> {
-        unreachable!("an evaluation has no backward")
-    }
-
-    fn contributed(&mut self, _id: ParamId, _at: Event) -> Result<(), DeviceError> {
-        unreachable!("an evaluation has no backward")
-    }
 }

@@ -14,10 +14,12 @@ use crate::config::OnNonFinite;
 use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{Activation, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey};
+use crate::parallel::pipeline::Action;
 use crate::train::TrainError;
 use crate::train::rank_table::RankTable;
 use crate::train::replica::{MicroBatch, Replica};
-use crate::train::schedule::RowPurpose;
+use crate::train::row_state::RowPurpose;
+use crate::train::run_row::{RowCaller, run_row};
 use crate::train::world::World;
 
 /// Steps that were skipped.
@@ -94,7 +96,7 @@ pub(super) struct Inspection<'a> {
     pub(super) loader: &'a Loader,
     pub(super) rank_table: &'a RankTable,
     pub(super) step: u64,
-    /// Of each micro-batch.
+    /// The samples of each micro-batch.
     pub(super) keys: Vec<SampleKey>,
 }
 
@@ -120,38 +122,59 @@ impl Inspection<'_> {
 
     /// The first micro-batch, and in it the first of `places` by its index, with a number that is not finite on this rank.
     fn search(&mut self, places: &[Location]) -> Result<Option<(usize, usize)>, TrainError> {
-        let mut batch = MicroBatch::new(self.replica.positions());
         let world = self.replica.world.clone();
+        let model = self.replica.model.clone();
         let seen = RefCell::new(Seen {
             world: &world,
             places,
-            blocks: in_whole(&self.replica.model, self.whole),
+            blocks: in_whole(&model, self.whole),
             at: (0, 0),
             first: None,
         });
-        let model = self.replica.model.clone();
-        let mut sink = LookingSink {
-            model: &model,
-            memory: HashMap::new(),
-            seen: &seen,
+        let mut row = InspectionRow {
+            loader: self.loader,
+            step: self.step,
+            keys: &self.keys,
+            hooks: LookingHooks { seen: &seen },
+            sink: LookingSink {
+                model: &model,
+                memory: HashMap::new(),
+                seen: &seen,
+            },
         };
-        let row = self.replica.row(RowPurpose::Inspection, self.keys.len());
-        self.replica.begin(&row, RowPurpose::Inspection)?;
-        for action in row {
-            let m = action.micro_batch.unwrap_or_default();
-            seen.borrow_mut().at.0 = m;
-            let takes_batch = self.replica.takes_batch(action);
-            if takes_batch {
-                let MicroBatch { inputs, targets } = &mut batch;
-                self.loader.fill(self.step, m as u64, inputs, targets)?;
-            }
-            let batch = (takes_batch.then_some(&batch), self.keys[m]);
-            let mut hooks = LookingHooks { seen: &seen };
-            self.replica.carry_out(action, batch, &mut hooks, &mut sink)?;
-        }
-        self.replica.finish()?;
+        run_row(self.replica, RowPurpose::Inspection, self.keys.len(), &mut row)?;
         let first = seen.borrow().first;
         Ok(first)
+    }
+}
+
+struct InspectionRow<'a> {
+    loader: &'a Loader,
+    step: u64,
+    keys: &'a [SampleKey],
+    hooks: LookingHooks<'a>,
+    sink: LookingSink<'a>,
+}
+
+impl RowCaller for InspectionRow<'_> {
+    fn before(&mut self, _replica: &Replica, action: Action) -> Result<(), TrainError> {
+        self.hooks.seen.borrow_mut().at.0 = action.micro_batch;
+        Ok(())
+    }
+
+    fn read(&mut self, _replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
+        let MicroBatch { inputs, targets } = batch;
+        self.loader
+            .fill(self.step, action.micro_batch as u64, inputs, targets)?;
+        Ok(())
+    }
+
+    fn samples(&self, micro_batch: usize) -> SampleKey {
+        self.keys[micro_batch]
+    }
+
+    fn sinks(&mut self) -> (&mut dyn Hooks, &mut dyn GradSink) {
+        (&mut self.hooks, &mut self.sink)
     }
 }
 
@@ -292,10 +315,6 @@ impl GradSink for LookingSink<'_> {
         let mut seen = self.seen.borrow_mut();
         let place = Location::Gradient(seen.block(), self.model.whole_id(id));
         seen.look_at(place, &gradient)
-    }
-
-    fn unused(&mut self, _what: &str) -> Result<(), DeviceError> {
-        Ok(())
     }
 }
 

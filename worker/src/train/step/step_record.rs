@@ -76,7 +76,7 @@ pub(crate) struct EnqueuedStep {
 
 /// What a step that the device has run came to.
 pub(crate) struct StepResult {
-    /// Of all ranks.
+    /// Numbers of all ranks.
     pub(crate) rows: StepRows,
     /// Norm of the averaged gradients before clipping.
     pub(crate) norm: f32,

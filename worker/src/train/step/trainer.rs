@@ -17,26 +17,28 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
 use crate::mesh::{Axis, DATA};
-use crate::model::{ModelPart, NoHooks, SampleKey};
+use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
-use crate::parallel::{DeviceTimes, Dtypes, Portion, ReduceError, Reducer, Step};
+use crate::parallel::{ArenaShare, DeviceTimes, Dtypes, Reducer, Step};
 use crate::plan::GlobalBatch;
 use crate::session::Session;
 use crate::timeline::Kind;
 use crate::train::TrainError;
 use crate::train::checkpointing::{Checkpoints, Position, RankState};
+use crate::train::rank_spec::RankSpec;
 use crate::train::rank_table::{RankTable, StepTable};
 use crate::train::replica::{MicroBatch, Replica};
 use crate::train::reporting::{ProfilingWindow, say};
-use crate::train::schedule::RowPurpose;
-use crate::train::strategy::{Scheme, network};
+use crate::train::row_state::RowPurpose;
+use crate::train::run_row::{EnqueuedAction, RowCaller, run_row};
+use crate::train::strategy::network;
 use crate::train::world::World;
 
 /// What a rank trains with, as the run was set up. Others read it; only the trainer changes it.
 pub(crate) struct TrainerParts<'a> {
     pub(crate) config: &'a TrainConfig,
-    pub(crate) scheme: Scheme,
+    pub(crate) spec: RankSpec,
     pub(crate) session: &'a Session,
     pub(crate) world: World,
     pub(crate) replica: Replica,
@@ -69,7 +71,7 @@ impl TrainerParts<'_> {
         work(&mut self.checkpoints, here)
     }
 
-    /// Of a step that is not short.
+    /// The global batch of a step that is not short.
     pub(crate) fn global_batch(&self) -> GlobalBatch {
         GlobalBatch {
             ranks: self.world.mesh.size(&DATA) as u64,
@@ -93,115 +95,39 @@ impl TrainerParts<'_> {
         times: &mut StepTimes,
     ) -> Result<StepGradients, TrainError> {
         let micro_batches = self.begin_passes(step);
-        let row = self.replica.row(RowPurpose::Training, micro_batches as usize);
-        let mut grads = reducer.step(micro_batches as usize)?;
-        self.replica.begin(&row, RowPurpose::Training)?;
-        let mut run = RunningStep {
+        let replica = &mut self.replica;
+        let mut row = TrainingRow {
+            config: self.config,
+            session: self.session,
+            step_table: &self.step_table,
+            loader: &self.loader,
+            checkpoints: &self.checkpoints,
             step,
             micro_batches,
-            batch: MicroBatch::new(self.replica.positions()),
-            stages: self.replica.plan.placement().stages(),
+            stages: replica.plan.placement().stages(),
             losses: 0,
             positions: 0,
+            exposed_before: Duration::ZERO,
+            sharing: None,
+            hooks: NoHooks,
+            grads: reducer.step(micro_batches as usize)?,
+            times,
         };
-        let mut sharing = None;
-        for action in row {
-            self.carry_out(&mut run, action, &mut grads, times)?;
-            // In a pipeline another rank may still need this one to come to its losses.
-            if run.stages == 1 && run.losses == micro_batches && sharing.is_none() {
-                sharing = Some(self.share(run.positions, times));
-            }
-        }
-        if run.stages > 1 {
-            let rank = self.world.mesh.index(&[Axis::Pipeline]);
-            (self.session).set_activity(|| self.replica.plan.behind_row_in_words(rank));
-        }
-        let sharing = sharing.unwrap_or_else(|| self.share(run.positions, times));
-        self.replica.finish()?;
-        times.account(self.replica.take_times());
+        run_row(replica, RowPurpose::Training, micro_batches as usize, &mut row)?;
+        let TrainingRow {
+            grads,
+            sharing,
+            times,
+            ..
+        } = row;
+        times.account(replica.take_times());
         let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
         times.account(reduced.times());
         Ok(StepGradients {
-            grads: reduced.portion(),
+            grads: reduced.sums(),
             device_times: reduced.device_times(),
-            sharing,
+            sharing: sharing.expect("a row ends with it"),
         })
-    }
-
-    /// Tells the other ranks of the losses of so many positions.
-    fn share(&self, positions: usize, times: &mut StepTimes) -> Work {
-        let began = Instant::now();
-        let stop = self.session.stop_requested().is_some();
-        let losses = self.replica.counts_losses().then_some(positions);
-        let sharing = self.step_table.share(losses, stop, self.checkpoints.code());
-        times.share += began.elapsed();
-        sharing
-    }
-
-    /// One action of the step.
-    fn carry_out(
-        &mut self,
-        run: &mut RunningStep,
-        action: Action,
-        grads: &mut Step<'_>,
-        times: &mut StepTimes,
-    ) -> Result<(), TrainError> {
-        self.world.check()?;
-        let m = action.micro_batch.unwrap_or_default() as u64;
-        let takes_batch = self.replica.takes_batch(action);
-        if takes_batch {
-            self.read(run, action, times)?;
-        }
-        if run.stages > 1 && action.kind.is_compute() {
-            self.session.set_activity(|| self.replica.plan.in_words(action));
-        }
-        let (began, before) = (Instant::now(), grads.times().exposed);
-        self.replica.await_input(action)?;
-        let span = self.world.begin_span();
-        let batch = (takes_batch.then_some(&run.batch), self.key(run.step, m));
-        let done = self.replica.carry_out(action, batch, &mut NoHooks, grads);
-        let losses = done.map_err(|error| match grads.failure() {
-            Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
-            _ => error,
-        })?;
-        if let Some(losses) = losses {
-            if self.replica.counts_losses() {
-                self.step_table.add(&losses, run.losses == 0);
-            }
-            run.losses += 1;
-        }
-        let waited = times.account(self.replica.take_times());
-        let waited = waited + grads.times().exposed.saturating_sub(before);
-        let took = began.elapsed().saturating_sub(waited);
-        let (kind, sum) = match action.kind {
-            ActionKind::Forward => (Kind::Forward, &mut times.forward),
-            kind if kind.is_compute() => (Kind::Backward, &mut times.backward),
-            _ => return Ok(()),
-        };
-        *sum += took;
-        let noun = action.kind.noun();
-        self.world.end_span(span, kind, || run.of_action(action, noun));
-        Ok(())
-    }
-
-    /// Reads the micro-batch that an action takes.
-    fn read(
-        &mut self,
-        run: &mut RunningStep,
-        action: Action,
-        times: &mut StepTimes,
-    ) -> Result<(), TrainError> {
-        let (began, span) = (Instant::now(), self.world.begin_span());
-        let (m, MicroBatch { inputs, targets }) =
-            (action.micro_batch.unwrap_or_default() as u64, &mut run.batch);
-        let filled = self.loader.fill(run.step, m, inputs, targets)?;
-        if action.stage + 1 == run.stages {
-            run.positions += filled * self.config.model.block_size;
-        }
-        self.world
-            .end_span(span, Kind::Data, || run.of_action(action, "data"));
-        times.data += began.elapsed();
-        Ok(())
     }
 
     /// Number of micro-batches of a step. Each of its positions, over all micro-batches and ranks, weighs the same: this is
@@ -211,14 +137,6 @@ impl TrainerParts<'_> {
         let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
         passes
-    }
-
-    /// The samples of a micro-batch of this rank.
-    fn key(&self, step: u64, m: u64) -> SampleKey {
-        SampleKey {
-            seed: self.config.run.seed,
-            first: self.loader.first_sample(step, m),
-        }
     }
 
     /// Later operations of the stream run after `work`. An error that is known already is returned.
@@ -240,7 +158,8 @@ impl TrainerParts<'_> {
     /// Which rank saw a number of `step` that is not finite first, and where, in words.
     fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
         let passes = self.begin_passes(step);
-        let keys = (0..passes).map(|m| self.key(step, m)).collect();
+        let key = |m| sample_key(self.config, &self.loader, step, m);
+        let keys = (0..passes).map(key).collect();
         let whole = network(self.config, Dtypes::of(self.config), &ModelPart::WHOLE)?;
         let inspection = Inspection {
             replica: &mut self.replica,
@@ -305,7 +224,7 @@ pub(crate) struct Outcome {
     pub(crate) stopped: Option<String>,
 }
 
-/// Told of each finished step; returns what the agent's bar shows of it.
+/// Called with each finished step; returns what the agent's progress bar shows.
 pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &TrainerParts<'_>) -> Option<Progress> + 'a;
 
 impl<'a> Trainer<'a> {
@@ -381,20 +300,20 @@ impl<'a> Trainer<'a> {
             // Resumed when all steps were done already.
             outcome.val_loss = Some(self.validate(outcome.steps)?);
         }
-        // The launcher takes the work for done only in this phase.
+        // The launcher accepts the end of the process as success only in this phase.
         let is_done = outcome.steps >= train.steps;
         self.beat(
             outcome.steps,
             if is_done { Phase::Finishing } else { Phase::Saving },
         );
         self.parts.replica.parameters.drain()?;
-        // Nobody leaves before the last checkpoint is whole.
+        // No rank leaves before the last checkpoint is complete.
         self.parts.rank_table.gather("end of the run", [0.0; 2])?;
         Ok(())
     }
 
-    /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank
-    /// was asked to stop.
+    /// Waits for the numbers of the oldest steps until `kept` are left, and reports them. Once a rank was asked to stop, no
+    /// step is left.
     fn finish_steps(
         &mut self,
         queue: &mut VecDeque<EnqueuedStep>,
@@ -453,7 +372,7 @@ impl<'a> Trainer<'a> {
         failure.map_or(result, |error| Err(error.into()))
     }
 
-    /// What is told of a step, once the device has run it.
+    /// The record of a step, once the device has run it.
     fn record_of(&mut self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepRecord, TrainError> {
         let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
         let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
@@ -461,7 +380,7 @@ impl<'a> Trainer<'a> {
         let result = self.result_of(enqueued, reducer)?;
         self.finished = Instant::now();
         times.step = self.finished - began;
-        // All of the step has run, and who was asked for failures has looked at it.
+        // All of the step has run, and the failures were read after that.
         for device_times in device_times {
             times.account(device_times.times());
         }
@@ -551,7 +470,7 @@ impl<'a> Trainer<'a> {
         self.parts.with_checkpoints(Checkpoints::drain)
     }
 
-    /// Gives up what is under way, because training has failed on some rank.
+    /// Abandons checkpoints and collectives in flight, because training has failed on some rank.
     pub(crate) fn abandon(&mut self) {
         self.parts.checkpoints.abandon();
         self.parts.world.comm.abandon();
@@ -624,24 +543,118 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// A step whose row is being run.
-struct RunningStep {
-    step: u64,
-    micro_batches: u64,
-    /// Where tokens are read into.
-    batch: MicroBatch,
-    /// Of the pipeline.
-    stages: usize,
-    /// Micro-batches whose losses are there.
-    losses: u64,
-    /// Of this rank's losses so far.
-    positions: usize,
+/// The samples of a micro-batch of this rank.
+fn sample_key(config: &TrainConfig, loader: &Loader, step: u64, micro_batch: u64) -> SampleKey {
+    SampleKey {
+        seed: config.run.seed,
+        first: loader.first_sample(step, micro_batch),
+    }
 }
 
-impl RunningStep {
+/// The row of a step while it runs.
+struct TrainingRow<'a> {
+    config: &'a TrainConfig,
+    session: &'a Session,
+    step_table: &'a StepTable,
+    loader: &'a Loader,
+    checkpoints: &'a Checkpoints,
+    step: u64,
+    micro_batches: u64,
+    stages: usize,
+    /// Micro-batches whose losses are computed.
+    losses: u64,
+    /// Positions of this rank's losses so far.
+    positions: usize,
+    /// Time of reduction that nothing hid, before the action that runs.
+    exposed_before: Duration,
+    /// The losses, on their way to all ranks.
+    sharing: Option<Work>,
+    hooks: NoHooks,
+    grads: Step<'a>,
+    times: &'a mut StepTimes,
+}
+
+impl RowCaller for TrainingRow<'_> {
+    fn before(&mut self, replica: &Replica, action: Action) -> Result<(), TrainError> {
+        replica.world.check()?;
+        if self.stages > 1 && action.kind.is_compute() {
+            self.session.set_activity(|| replica.plan.in_words(action));
+        }
+        self.exposed_before = self.grads.times().exposed;
+        Ok(())
+    }
+
+    fn read(&mut self, replica: &Replica, action: Action, batch: &mut MicroBatch) -> Result<(), TrainError> {
+        let (began, span) = (Instant::now(), replica.world.begin_span());
+        let MicroBatch { inputs, targets } = batch;
+        let filled = (self.loader).fill(self.step, action.micro_batch as u64, inputs, targets)?;
+        if action.stage + 1 == self.stages {
+            self.positions += filled * self.config.model.block_size;
+        }
+        (replica.world).end_span(span, Kind::Data, || self.name_of(action, "data"));
+        self.times.data += began.elapsed();
+        Ok(())
+    }
+
+    fn samples(&self, micro_batch: usize) -> SampleKey {
+        sample_key(self.config, self.loader, self.step, micro_batch as u64)
+    }
+
+    fn sinks(&mut self) -> (&mut dyn Hooks, &mut dyn GradSink) {
+        (&mut self.hooks, &mut self.grads)
+    }
+
+    fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
+        let action = enqueued.action;
+        if let Some(losses) = enqueued.losses {
+            if replica.counts_losses() {
+                self.step_table.add(&losses, self.losses == 0);
+            }
+            self.losses += 1;
+        }
+        let waited = self.times.account(replica.take_times());
+        let waited = waited + (self.grads.times().exposed).saturating_sub(self.exposed_before);
+        let took = enqueued.began.elapsed().saturating_sub(waited);
+        if action.kind.is_compute() {
+            let (kind, sum) = match action.kind {
+                ActionKind::Forward => (Kind::Forward, &mut self.times.forward),
+                _ => (Kind::Backward, &mut self.times.backward),
+            };
+            *sum += took;
+            let noun = action.kind.noun();
+            (replica.world).end_span(enqueued.span, kind, || self.name_of(action, noun));
+        }
+        // In a pipeline another rank may still need this one to come to its losses.
+        if self.stages == 1 && self.losses == self.micro_batches && self.sharing.is_none() {
+            self.share(replica);
+        }
+        Ok(())
+    }
+
+    fn at_end(&mut self, replica: &Replica) {
+        if self.stages > 1 {
+            let rank = replica.world.mesh.index(&[Axis::Pipeline]);
+            (self.session).set_activity(|| replica.plan.behind_row_in_words(rank));
+        }
+        if self.sharing.is_none() {
+            self.share(replica);
+        }
+    }
+}
+
+impl TrainingRow<'_> {
+    /// Begins to share the losses of this rank with all others.
+    fn share(&mut self, replica: &Replica) {
+        let began = Instant::now();
+        let stop = self.session.stop_requested().is_some();
+        let positions = replica.counts_losses().then_some(self.positions);
+        self.sharing = Some(self.step_table.share(positions, stop, self.checkpoints.code()));
+        self.times.share += began.elapsed();
+    }
+
     /// Name of a span. In a pipeline it begins with the action as schedules write it.
-    fn of_action(&self, action: Action, what: &str) -> String {
-        let m = action.micro_batch.unwrap_or_default();
+    fn name_of(&self, action: Action, what: &str) -> String {
+        let m = action.micro_batch;
         match (self.stages, self.micro_batches) {
             (1, 1) => what.to_owned(),
             (1, _) => format!("micro-batch {}: {what}", m + 1),
@@ -652,8 +665,8 @@ impl RunningStep {
 
 /// The result of the passes of a step.
 struct StepGradients {
-    grads: Portion,
-    /// Of reduction.
+    grads: ArenaShare,
+    /// Times of reduction.
     device_times: DeviceTimes,
     /// The losses, on their way to all ranks.
     sharing: Work,

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device};
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, Flight, Model, NoHooks, ParamId, Params, Passes, SampleKey, build,
+    Activation, ActivationPool, ChunkState, Context, Model, NoHooks, ParamId, Params, Passes, SampleKey,
+    build,
 };
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, Scale, SquaredNorm, UPDATE_NUMBERS,
@@ -128,7 +129,7 @@ impl Job {
         let passes = Passes { model, ctx: &ctx };
         let tokens = Activation::borrowed(ids(), vec![self.batch, self.positions]);
         for _ in 0..2 {
-            let mut flight = Flight::over(model.whole());
+            let mut flight = ChunkState::new(model.whole());
             passes.forward(&mut flight, &tokens, &mut NoHooks).unwrap();
             passes
                 .backward(&mut flight, None, &mut NoHooks, &mut grads)

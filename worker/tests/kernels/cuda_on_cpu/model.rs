@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device};
-use ddp_worker::model::{Activation, ActivationPool, Context, Flight, NoHooks, Passes, SampleKey, build};
+use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, NoHooks, Passes, SampleKey, build};
 
 use super::device::Imitation;
 use crate::local_model::{LocalGrads, LocalParams};
@@ -60,7 +60,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         model: &model,
         ctx: &ctx,
     };
-    let mut flight = Flight::over(model.whole());
+    let mut flight = ChunkState::new(model.whole());
     let tokens = Activation::borrowed(tokens, vec![BATCH, POSITIONS]);
     let losses = passes.forward(&mut flight, &tokens, &mut NoHooks).unwrap();
     let read = |buffer| -> Vec<f32> {

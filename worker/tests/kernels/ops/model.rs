@@ -2,7 +2,7 @@
 
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, DeviceError, Event};
-use ddp_worker::model::{Context, Flight, GradSink, GradSlot, NoHooks, ParamId, SampleKey, Saved, build};
+use ddp_worker::model::{ChunkState, Context, GradSink, GradSlot, NoHooks, ParamId, SampleKey, Saved, build};
 use ddp_worker::ops::{Rates, Runs, Update};
 use ddp_worker::optim::adamw;
 
@@ -234,7 +234,7 @@ fn a_tiny_batch_is_learnt_by_heart() {
 #[test]
 fn backward_without_forward_says_what_is_missing() {
     let mut rank = rank(ModelKind::Gpt2, DType::F32, 1);
-    let mut flight = Flight::over(rank.model.whole());
+    let mut flight = ChunkState::new(rank.model.whole());
     let ctx = rank.context(0);
     let mut grads = rank.grads.clone();
     let error = rank

@@ -6,7 +6,7 @@ use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{
     ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Stream,
 };
-use ddp_worker::model::{Activation, ActivationPool, Context, Flight, Model, NoHooks, Passes, SampleKey};
+use ddp_worker::model::{Activation, ActivationPool, ChunkState, Context, Model, NoHooks, Passes, SampleKey};
 use ddp_worker::ops::Op;
 
 use crate::local_model::{LocalGrads, LocalParams};
@@ -232,8 +232,8 @@ impl Rank {
         }
     }
 
-    pub(crate) fn forward(&self, micro_batch: usize) -> (Activation, Flight) {
-        let mut flight = Flight::over(self.model.whole());
+    pub(crate) fn forward(&self, micro_batch: usize) -> (Activation, ChunkState) {
+        let mut flight = ChunkState::new(self.model.whole());
         let ctx = self.context(micro_batch);
         let tokens = &self.batches[micro_batch].tokens;
         let losses = self
@@ -244,7 +244,7 @@ impl Rank {
         (losses, flight)
     }
 
-    pub(crate) fn backward(&mut self, micro_batch: usize, flight: &mut Flight) {
+    pub(crate) fn backward(&mut self, micro_batch: usize, flight: &mut ChunkState) {
         let mut grads = self.grads.clone();
         let ctx = self.context(micro_batch);
         let done = self.passes(&ctx).backward(flight, None, &mut NoHooks, &mut grads);

@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::parallel::pipeline::action::Schedule;
-use crate::parallel::pipeline::csv::{self, CsvFormat};
 use crate::parallel::pipeline::passes::{forward_only, with_transfers};
 use crate::parallel::pipeline::validator::{Purpose, Rules, least_capacity, validate};
 
@@ -15,7 +14,7 @@ const fn shape(ranks: usize, chunks: usize, micro_batches: usize) -> PipelineSha
 }
 
 fn text(schedule: Result<Schedule, ShapeError>) -> String {
-    csv::write(&schedule.expect("the schedule exists"), CsvFormat::ComputeOnly)
+    schedule.expect("the schedule exists").to_string()
 }
 
 /// FNV-1a of 64 bits.
@@ -69,14 +68,6 @@ fn schedules_read_like_the_papers() {
     );
 }
 
-/// `dualpipev_4rank_10mb.csv` of PyTorch's test/distributed/pipelining/artifacts.
-#[test]
-fn dual_pipe_v_is_that_of_pytorch() {
-    let text = text(dual_pipe_v(shape(4, 2, 10)));
-    assert!(text.contains("7F3,(0F7;7B3)OVERLAP_F_B,(7F4;0B0)OVERLAP_F_B,"));
-    assert_eq!(hash(&text), 15_628_595_065_255_627_812, "{text}");
-}
-
 /// `zb1p_2rank_2stagep_compute.csv` of the same folder, without its bubbles.
 #[test]
 fn zb_h1_with_chunks_is_the_interleaved_zero_bubble_of_pytorch() {
@@ -105,11 +96,7 @@ fn the_shapes_of_pytorchs_tests_run() {
             assert_runs(&schedule.expect("fits"), shape);
         }
         assert_eq!(zbv(shape).is_ok(), chunks == 2);
-        assert_eq!(
-            dual_pipe_v(shape).is_ok(),
-            chunks == 2 && micro_batches >= 2 * ranks
-        );
-        for schedule in [zbv(shape), dual_pipe_v(shape)].into_iter().flatten() {
+        if let Ok(schedule) = zbv(shape) {
             assert_runs(&schedule, shape);
         }
     }
@@ -128,15 +115,7 @@ fn any_number_of_micro_batches_runs_on_any_number_of_ranks() {
         for micro_batches in 1..=2 * ranks + 1 {
             for chunks in 1..=3 {
                 let shape = shape(ranks, chunks, micro_batches);
-                let all = [
-                    gpipe,
-                    one_f_one_b,
-                    interleaved_1f1b,
-                    zb_h1,
-                    zbv,
-                    greedy,
-                    dual_pipe_v,
-                ];
+                let all = [gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zbv, greedy];
                 let those = all.into_iter().filter_map(|generate| generate(shape).ok());
                 those.for_each(|schedule| assert_runs(&schedule, shape));
             }
@@ -147,10 +126,6 @@ fn any_number_of_micro_batches_runs_on_any_number_of_ranks() {
 #[test]
 fn what_does_not_exist_is_refused_in_words() {
     let refused = |schedule: Result<Schedule, ShapeError>| schedule.expect_err("does not fit").to_string();
-    assert_eq!(
-        refused(dual_pipe_v(shape(4, 2, 7))),
-        "DualPipeV does not support 4 ranks, 2 chunks per rank and 7 micro-batches: it needs 2 chunks per rank, and at least 8 micro-batches (2 × pipeline ranks)"
-    );
     assert_eq!(
         refused(one_f_one_b(shape(4, 2, 8))),
         "1F1B does not support 4 ranks, 2 chunks per rank and 8 micro-batches: 1F1B has one chunk per rank; use interleaved 1F1B for several"

@@ -3,7 +3,7 @@
 
 use super::row_writer::RowWriter;
 use super::shape::{PipelineShape, ShapeError};
-use crate::parallel::pipeline::action::{ActionKind, Cell, Schedule};
+use crate::parallel::pipeline::action::{Action, ActionKind, Schedule};
 use crate::parallel::pipeline::stages::Placement;
 
 use ActionKind::{Forward, InputGradient};
@@ -80,11 +80,11 @@ impl Run {
     }
 
     /// Ticks until all is done, and the rows.
-    fn finish(mut self, preference: &[Choice]) -> (usize, Vec<Vec<Cell>>) {
+    fn finish(mut self, preference: &[Choice]) -> (usize, Vec<Vec<Action>>) {
         let mut ticks = 0;
         // F, I and W of each micro-batch in both chunks.
         let length = 6 * self.shape.micro_batches;
-        let is_done = |row: &RowWriter| row.cells().len() == length;
+        let is_done = |row: &RowWriter| row.actions().len() == length;
         while !self.rows.iter().all(is_done) {
             let chosen: Vec<_> = (0..self.shape.ranks)
                 .map(|rank| self.choose(rank, preference))
@@ -94,7 +94,7 @@ impl Run {
             }
             ticks += 1;
         }
-        let rows = self.rows.into_iter().map(RowWriter::into_cells).collect();
+        let rows = self.rows.into_iter().map(RowWriter::into_actions).collect();
         (ticks, rows)
     }
 

@@ -4,7 +4,7 @@ use std::iter;
 
 use super::row_writer::RowWriter;
 use super::shape::{PipelineShape, ShapeError};
-use crate::parallel::pipeline::action::{ActionKind, Cell, Schedule};
+use crate::parallel::pipeline::action::{Action, ActionKind, Schedule};
 use crate::parallel::pipeline::stages::Placement;
 
 /// All forwards, then all backwards (Huang et al. 2019, GPipe, section 2.2). With several chunks stage by stage
@@ -20,7 +20,7 @@ pub fn gpipe(shape: PipelineShape) -> Result<Schedule, ShapeError> {
         for stage in placement.stages_of(rank).rev() {
             (0..shape.micro_batches).for_each(|_| row.write(stage, ActionKind::Backward));
         }
-        row.into_cells()
+        row.into_actions()
     };
     Ok(shape.schedule(placement.clone(), row))
 }
@@ -76,7 +76,7 @@ fn alternating(shape: PipelineShape, of_rank: impl Fn(usize) -> Alternation) -> 
     shape.schedule(placement, |rank| row(shape, rank, &of_rank(rank)))
 }
 
-fn row(shape: PipelineShape, rank: usize, alternation: &Alternation) -> Vec<Cell> {
+fn row(shape: PipelineShape, rank: usize, alternation: &Alternation) -> Vec<Action> {
     let stage_of = |chunk: usize| chunk * shape.ranks + rank;
     let mut forwards = chunks(shape, false).map(stage_of);
     let mut row = RowWriter::new(rank);
@@ -98,7 +98,7 @@ fn row(shape: PipelineShape, rank: usize, alternation: &Alternation) -> Vec<Cell
         }
     }
     while row.write_w(None) {}
-    row.into_cells()
+    row.into_actions()
 }
 
 /// The micro-batches of each round.

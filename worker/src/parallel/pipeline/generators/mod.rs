@@ -12,7 +12,7 @@ mod v_shaped;
 pub use greedy::greedy;
 pub use looped::{gpipe, interleaved_1f1b, one_f_one_b, zb_h1};
 pub use shape::{PipelineShape, ShapeError};
-pub use v_shaped::{dual_pipe_v, zbv};
+pub use v_shaped::zbv;
 
 #[cfg(test)]
 #[path = "generators_tests.rs"]

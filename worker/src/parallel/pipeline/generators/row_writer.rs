@@ -2,13 +2,13 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::parallel::pipeline::action::{Action, ActionKind, Cell};
+use crate::parallel::pipeline::action::{Action, ActionKind};
 
 /// Writes the row of a rank. A generator gives the stage and the kind of each action. The
 /// micro-batch follows from them, because every stage runs micro-batches in order.
 pub(super) struct RowWriter {
     rank: usize,
-    cells: Vec<Cell>,
+    actions: Vec<Action>,
     /// By stage, how many F were written.
     forwards: HashMap<usize, usize>,
     /// By stage, how many B and I were written.
@@ -21,23 +21,32 @@ impl RowWriter {
     pub(super) fn new(rank: usize) -> Self {
         Self {
             rank,
-            cells: Vec::new(),
+            actions: Vec::new(),
             forwards: HashMap::new(),
             backwards: HashMap::new(),
             without_w: VecDeque::new(),
         }
     }
 
-    pub(super) fn cells(&self) -> &[Cell] {
-        &self.cells
+    pub(super) fn actions(&self) -> &[Action] {
+        &self.actions
     }
 
-    pub(super) fn into_cells(self) -> Vec<Cell> {
-        self.cells
+    pub(super) fn into_actions(self) -> Vec<Action> {
+        self.actions
     }
 
-    /// F, B or I of a stage's next micro-batch.
-    fn next(&mut self, stage: usize, kind: ActionKind) -> Action {
+    fn action(&self, stage: usize, kind: ActionKind, micro_batch: usize) -> Action {
+        Action {
+            rank: self.rank,
+            stage,
+            kind,
+            micro_batch,
+        }
+    }
+
+    /// Writes F, B or I of a stage's next micro-batch.
+    pub(super) fn write(&mut self, stage: usize, kind: ActionKind) {
         let written = match kind {
             ActionKind::Forward => &mut self.forwards,
             _ => &mut self.backwards,
@@ -48,31 +57,7 @@ impl RowWriter {
         if kind == ActionKind::InputGradient {
             self.without_w.push_back((stage, micro_batch));
         }
-        self.action(stage, kind, micro_batch)
-    }
-
-    fn action(&self, stage: usize, kind: ActionKind, micro_batch: usize) -> Action {
-        Action {
-            rank: self.rank,
-            stage,
-            kind,
-            micro_batch: Some(micro_batch),
-        }
-    }
-
-    /// Writes F, B or I of a stage's next micro-batch.
-    pub(super) fn write(&mut self, stage: usize, kind: ActionKind) {
-        let action = self.next(stage, kind);
-        self.cells.push(Cell::One(action));
-    }
-
-    /// Writes F of one stage and B of another that overlap.
-    pub(super) fn write_overlapped(&mut self, forward: usize, backward: usize) {
-        let (forward, backward) = (
-            self.next(forward, ActionKind::Forward),
-            self.next(backward, ActionKind::Backward),
-        );
-        self.cells.push(Cell::Overlapped { forward, backward });
+        self.actions.push(self.action(stage, kind, micro_batch));
     }
 
     /// Writes the oldest W that was not written yet, of `stage` or of any stage. Returns false if
@@ -84,7 +69,7 @@ impl RowWriter {
         };
         let (stage, micro_batch) = self.without_w.remove(at).expect("its position");
         let action = self.action(stage, ActionKind::WeightGradient, micro_batch);
-        self.cells.push(Cell::One(action));
+        self.actions.push(action);
         true
     }
 

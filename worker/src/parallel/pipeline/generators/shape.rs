@@ -2,7 +2,7 @@
 
 use ddp_proto::words::counted;
 
-use crate::parallel::pipeline::action::{Cell, Schedule};
+use crate::parallel::pipeline::action::{Action, Schedule};
 use crate::parallel::pipeline::stages::Placement;
 
 /// Sizes of a pipeline.
@@ -30,7 +30,7 @@ pub struct ShapeError {
     /// The sizes.
     pub shape: PipelineShape,
     /// What the schedule needs.
-    pub reason: String,
+    pub reason: &'static str,
 }
 
 impl PipelineShape {
@@ -41,7 +41,11 @@ impl PipelineShape {
 
     /// Refuses sizes that no schedule supports, and for the reason `unsuitable` those that this one
     /// does not support.
-    pub(super) fn check(self, schedule: &'static str, unsuitable: Option<&str>) -> Result<(), ShapeError> {
+    pub(super) fn check(
+        self,
+        schedule: &'static str,
+        unsuitable: Option<&'static str>,
+    ) -> Result<(), ShapeError> {
         let has_zero = self.ranks == 0 || self.chunks == 0 || self.micro_batches == 0;
         let zero = has_zero.then_some("each must be at least 1");
         match zero.or(unsuitable) {
@@ -49,13 +53,13 @@ impl PipelineShape {
             Some(reason) => Err(ShapeError {
                 schedule,
                 shape: self,
-                reason: reason.to_owned(),
+                reason,
             }),
         }
     }
 
     /// The rows that `row` makes for each rank.
-    pub(super) fn schedule(self, placement: Placement, row: impl FnMut(usize) -> Vec<Cell>) -> Schedule {
+    pub(super) fn schedule(self, placement: Placement, row: impl FnMut(usize) -> Vec<Action>) -> Schedule {
         let rows = (0..self.ranks).map(row).collect();
         Schedule::new(placement, self.micro_batches, rows)
     }

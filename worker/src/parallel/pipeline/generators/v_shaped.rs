@@ -1,12 +1,12 @@
-//! Schedules of stages that lie in a V, the first and the last stage on rank 0: ZBV and DualPipeV.
+//! Schedules of stages that lie in a V, the first and the last stage on rank 0: ZBV.
 
 use super::greedy::greedy;
 use super::row_writer::RowWriter;
 use super::shape::{PipelineShape, ShapeError};
-use crate::parallel::pipeline::action::{ActionKind, Cell, Schedule};
+use crate::parallel::pipeline::action::{Action, ActionKind, Schedule};
 use crate::parallel::pipeline::stages::Placement;
 
-use ActionKind::{Backward, Forward, InputGradient};
+use ActionKind::{Forward, InputGradient};
 
 /// ZB-V: if F, I and W take equally long, the only bubble is that of the start. It needs the memory
 /// of 1F1B (Qi et al. 2023, Zero bubble pipeline parallelism, section 6).
@@ -22,7 +22,7 @@ pub fn zbv(shape: PipelineShape) -> Result<Schedule, ShapeError> {
     Ok(shape.schedule(placement, |rank| zbv_row(shape, rank)))
 }
 
-fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
+fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Action> {
     let (first, second) = (rank, shape.stages() - 1 - rank);
     let behind = shape.ranks - rank;
     let mut row = RowWriter::new(rank);
@@ -59,58 +59,5 @@ fn zbv_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
     }
     while row.write_w(Some(second)) {}
     while row.write_w(Some(first)) {}
-    row.into_cells()
-}
-
-/// DualPipe cut in half: forward of one direction overlaps with backward of the other, so that the communication of
-/// experts hides behind computation (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1; as a V in DeepSeek's repository DualPipe).
-pub fn dual_pipe_v(shape: PipelineShape) -> Result<Schedule, ShapeError> {
-    let least = 2 * shape.ranks;
-    let fits = shape.chunks == 2 && shape.micro_batches >= least;
-    let reason =
-        format!("it needs 2 chunks per rank, and at least {least} micro-batches (2 × pipeline ranks)");
-    shape.check("DualPipeV", (!fits).then_some(&reason))?;
-    let placement = Placement::v_shaped(shape.ranks, 2);
-    Ok(shape.schedule(placement, |rank| dual_pipe_v_row(shape, rank)))
-}
-
-fn dual_pipe_v_row(shape: PipelineShape, rank: usize) -> Vec<Cell> {
-    let (first, second) = (rank, shape.stages() - 1 - rank);
-    let behind = shape.ranks - 1 - rank;
-    let mut row = RowWriter::new(rank);
-    (0..2 * behind).for_each(|_| row.write(first, Forward));
-    for _ in 0..=rank {
-        row.write(first, Forward);
-        row.write(second, Forward);
-    }
-    for _ in 0..behind {
-        row.write(second, InputGradient);
-        row.write_w(None);
-        row.write(second, Forward);
-    }
-    for number in 0..=shape.micro_batches + rank - 2 * shape.ranks {
-        if number == 0 && behind == 0 {
-            // The last rank runs its first backward without delay.
-            row.write(first, Forward);
-            row.write(second, Backward);
-        } else {
-            row.write_overlapped(first, second);
-        }
-        row.write_overlapped(second, first);
-    }
-    for _ in 0..behind {
-        row.write(second, Backward);
-        row.write_overlapped(second, first);
-    }
-    // The flush. From half way on, W is delayed to fill the bubbles that follow.
-    for number in 0..=2 * rank + 1 {
-        let kind = if number > rank { InputGradient } else { Backward };
-        row.write(if number % 2 == 0 { second } else { first }, kind);
-    }
-    for _ in 0..behind {
-        row.write_w(None);
-        row.write(first, InputGradient);
-    }
-    while row.write_w(None) {}
-    row.into_cells()
+    row.into_actions()
 }

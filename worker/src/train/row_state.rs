@@ -1,44 +1,42 @@
-//! A rank's row of a schedule, action by action: the only place that knows what each kind of action does with activations.
-//! Training, evaluation and the search for numbers that are not finite run rows here, and so does the rehearsal of memory:
-//! what it leases and lets go of, and when, follows from the row alone.
+//! What a rank keeps while it runs a row of a schedule, and what each kind of action does with activations.
 //!
-//! Between its actions a micro-batch is a [`Flight`] of each chunk. What one stage makes for the next is either handed on,
-//! where that is on the same rank, or sent; what another rank makes is received.
+//! Between its actions, a micro-batch in flight has a [`ChunkState`] for each chunk. A stage hands its result to the next
+//! stage directly if both are on this rank, and otherwise sends it. What a rank leases and releases, and when, follows from
+//! the row alone. That is why a rehearsal finds the memory that a run needs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::DeviceError;
-use crate::model::{Activation, ActivationPool, Flight, GradSink, Hooks, Passes};
+use crate::model::{Activation, ActivationPool, ChunkState, GradSink, Hooks, Passes};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
 use crate::parallel::{Arrival, EdgeQueues};
 
 /// What a row is run for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowPurpose {
-    /// Both passes, as the row has them.
+    /// Both passes.
     Training,
     /// Forward only: nothing is kept.
     Evaluation,
-    /// Both passes, with the whole of backward where the row has its first half.
+    /// Both passes. I does the work of B, and W does nothing.
     Inspection,
 }
 
-/// The micro-batches of a row on their way.
-pub(crate) struct Flights {
+/// The micro-batches of a row that are in flight, and the messages between stages.
+pub(crate) struct RowState {
     plan: Arc<PipelinePlan>,
     pub(crate) edges: EdgeQueues,
     purpose: RowPurpose,
     /// By stage and micro-batch: between forward and the end of backward.
-    in_flight: HashMap<(usize, usize), Flight>,
+    in_flight: HashMap<(usize, usize), ChunkState>,
     /// By the F, B or I that takes it (B as I).
     inputs: HashMap<Action, Arrival>,
     /// By the F, B or I that made it (B as I).
     to_send: HashMap<Action, Activation>,
 }
 
-impl Flights {
-    /// `edges` are between the stages of the plan.
+impl RowState {
     pub(crate) fn new(plan: Arc<PipelinePlan>, edges: EdgeQueues) -> Self {
         Self {
             plan,
@@ -55,7 +53,7 @@ impl Flights {
         self.edges.rank()
     }
 
-    /// Before the first action of a row. What an earlier row has left behind by an error is dropped.
+    /// Prepares for a row. Drops what a row that ended with an error has left behind.
     pub(crate) fn begin(
         &mut self,
         row: &[Action],
@@ -79,8 +77,8 @@ impl Flights {
         action.kind == ActionKind::Forward && action.stage == self.last_stage()
     }
 
-    /// True if tokens are not needed any more behind this action.
-    pub(crate) fn ends_flight(&self, action: Action) -> bool {
+    /// True if nothing reads the micro-batch's tokens after this action.
+    pub(crate) fn ends_micro_batch(&self, action: Action) -> bool {
         match self.purpose {
             RowPurpose::Training => action.kind.makes_weight_gradient(),
             RowPurpose::Evaluation => action.kind == ActionKind::Forward,
@@ -100,7 +98,8 @@ impl Flights {
         Ok(())
     }
 
-    /// Does it. `tokens` are for an action that takes some. Returns the losses, if it makes some.
+    /// Carries out an action. `tokens` are for a forward over the first stage. Returns the losses of a forward over the
+    /// last stage.
     pub(crate) fn carry_out(
         &mut self,
         action: Action,
@@ -115,34 +114,34 @@ impl Flights {
                 self.backward(action, passes, hooks, grads)?;
             }
             ActionKind::WeightGradient if self.purpose == RowPurpose::Training => {
-                let mut flight = self.take_flight(action);
-                passes.weight_gradients(&mut flight, grads)?;
+                let mut state = self.take_in_flight(action);
+                passes.weight_gradients(&mut state, grads)?;
             }
             ActionKind::SendActivation | ActionKind::SendGradient => {
-                let producer = action.with(made_by(action.kind));
+                let producer = action.with(end_of(action.kind));
                 let activation = self.to_send.remove(&producer);
-                self.edges
-                    .send(action, activation.expect("it was made before, as was checked"))?;
+                self.edges.send(
+                    action,
+                    activation.expect("the schedule was checked: F or I comes first"),
+                )?;
             }
             ActionKind::ReceiveActivation | ActionKind::ReceiveGradient => {
                 let arrival = self.edges.receive(action, passes.ctx.pool)?;
-                self.inputs.insert(action.with(made_by(action.kind)), arrival);
+                self.inputs.insert(action.with(end_of(action.kind)), arrival);
             }
-            // Blocks gather their parameters themselves, and the reducer knows when a gradient is complete.
-            ActionKind::WeightGradient
-            | ActionKind::Unshard
-            | ActionKind::Reshard
-            | ActionKind::ReduceGradient
-            | ActionKind::Step => {}
+            ActionKind::WeightGradient => {}
         }
         Ok(None)
     }
 
-    /// Behind the last action.
+    /// Ends a row after its last action.
     pub(crate) fn finish(&mut self) -> Result<(), DeviceError> {
         self.edges.finish()?;
         let left = [self.in_flight.len(), self.inputs.len(), self.to_send.len()];
-        assert_eq!(left, [0; 3], "a row was checked to end what it begins");
+        assert_eq!(
+            left, [0; 3],
+            "the schedule was checked: a row ends every micro-batch"
+        );
         Ok(())
     }
 
@@ -161,9 +160,9 @@ impl Flights {
         let made = if self.purpose == RowPurpose::Evaluation {
             passes.evaluate(chunk, &input, hooks)?
         } else {
-            let mut flight = Flight::over(chunk);
-            let made = passes.forward(&mut flight, &input, hooks)?;
-            self.in_flight.insert(key(action), flight);
+            let mut state = ChunkState::new(chunk);
+            let made = passes.forward(&mut state, &input, hooks)?;
+            self.in_flight.insert(key(action), state);
             made
         };
         if self.makes_losses(action) {
@@ -187,14 +186,14 @@ impl Flights {
         } else {
             Some(self.take_input(input_gradient)?)
         };
-        let mut flight = self.take_flight(action);
+        let mut state = self.take_in_flight(action);
         let is_half = action.kind == ActionKind::InputGradient && self.purpose == RowPurpose::Training;
         let dinput = if is_half {
-            let dinput = passes.input_gradient(&mut flight, dout, hooks, grads)?;
-            self.in_flight.insert(key(action), flight);
+            let dinput = passes.input_gradient(&mut state, dout, hooks, grads)?;
+            self.in_flight.insert(key(action), state);
             dinput
         } else {
-            passes.backward(&mut flight, dout, hooks, grads)?
+            passes.backward(&mut state, dout, hooks, grads)?
         };
         if let (Some(dinput), true) = (dinput, action.stage > 0) {
             self.hand_on(input_gradient, dinput);
@@ -202,7 +201,7 @@ impl Flights {
         Ok(())
     }
 
-    /// Gives what F or I has made to the next stage, or the one before, at once or to be sent.
+    /// Gives the result of F to the next stage, or that of I to the stage before: directly, or in the next send.
     fn hand_on(&mut self, made_by: Action, activation: Activation) {
         let stage = match made_by.kind {
             ActionKind::Forward => made_by.stage + 1,
@@ -219,12 +218,12 @@ impl Flights {
     fn take_input(&mut self, consumer: Action) -> Result<Activation, DeviceError> {
         let arrival = self.inputs.remove(&consumer);
         self.edges
-            .arrived(arrival.expect("it came before, as was checked"))
+            .arrived(arrival.expect("the schedule was checked: the input comes first"))
     }
 
-    fn take_flight(&mut self, action: Action) -> Flight {
-        let flight = self.in_flight.remove(&key(action));
-        flight.expect("it went forward before, as was checked")
+    fn take_in_flight(&mut self, action: Action) -> ChunkState {
+        let state = self.in_flight.remove(&key(action));
+        state.expect("the schedule was checked: F comes first")
     }
 
     /// Which of this rank's chunks a stage is.
@@ -241,11 +240,11 @@ impl Flights {
 }
 
 fn key(action: Action) -> (usize, usize) {
-    (action.stage, action.micro_batch.unwrap_or_default())
+    (action.stage, action.micro_batch)
 }
 
-/// F or I, whose result is sent, or that takes what is received.
-const fn made_by(message: ActionKind) -> ActionKind {
+/// F or I: the action that made what is sent, or that takes what is received.
+const fn end_of(message: ActionKind) -> ActionKind {
     match message {
         ActionKind::SendActivation | ActionKind::ReceiveActivation => ActionKind::Forward,
         _ => ActionKind::InputGradient,

@@ -1,17 +1,18 @@
-//! How two ranks prove to each other that they are of one generation, before anything else crosses their connection.
+//! The handshake of two ranks: before anything else crosses their connection, both prove that they belong to the same
+//! generation.
 //!
 //! | message | from | content |
 //! |---|---|---|
 //! | [`Challenge`] | the rank that listens | a nonce |
-//! | [`Hello`] | the rank that connects | who it is, a nonce, its proof |
+//! | [`Hello`] | the rank that connects | its rank, a nonce, its proof |
 //! | answer | the rank that listens | its proof |
 //!
-//! A proof is a BLAKE3 hash keyed with the generation's data key: of who proves, the group, the generation, both ranks and
-//! both nonces. So a recorded introduction is of no use for another connection, and a proof that is sent back is none. Who
-//! does not know the key learns a nonce, and nothing else.
+//! A proof is a BLAKE3 hash, keyed with the generation's data key, of the prover's side, the group, the generation, both
+//! ranks and both nonces. So a recorded handshake does not work on another connection, and neither does a proof that is sent
+//! back. A peer without the key learns only a nonce.
 //!
-//! Anybody can connect. A caller without a proof is kept for [`UNPROVEN_BOUND`], and no more than [`MAX_STRANGERS`] at once: the
-//! oldest gives way. A rank to whom that happened calls again. Who has proved itself is never sent away.
+//! Anyone can connect. A caller without a proof is kept for [`UNPROVEN_BOUND`]. At most [`MAX_UNPROVEN`] of them are kept: a
+//! further one replaces the oldest. A rank that was replaced calls again. A caller with a proof is never replaced.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -33,21 +34,21 @@ use crate::collective::wait::{Wait, poll_once};
 
 /// How long a caller may take to prove that it is a rank.
 const UNPROVEN_BOUND: Duration = Duration::from_secs(5);
-/// Most callers without a proof, besides as many as there are ranks to come.
-const MAX_STRANGERS: usize = 256;
-/// Most callers that are accepted before those that are there are heard again.
+/// Most callers without a proof, in addition to one for each rank that is awaited.
+const MAX_UNPROVEN: usize = 256;
+/// Most callers to accept before reading from those already accepted.
 const ACCEPTED_AT_ONCE: usize = 64;
-/// Pause before a rank calls again that was sent away.
+/// Pause before a rank calls again after its connection was closed.
 const RECALL_PAUSE: Duration = Duration::from_millis(20);
 
-/// The first bytes of either side; those of builds whose introductions differ have another one.
+/// The first bytes of either side. Builds with another handshake have other ones.
 const MAGIC: u64 = 0x6464_7072_756e_0002;
-/// Begins what is hashed, so that a proof is of nothing else that is ever hashed with this key.
-const CONTEXT: &[u8] = b"ddp-run: introduction of two ranks, version 2";
+/// Begins what is hashed, so that nothing else that is hashed with this key is a proof.
+const CONTEXT: &[u8] = b"ddp-run: handshake of two ranks, version 2";
 
 type Nonce = [u8; 32];
 
-/// What the rank that listens says first.
+/// The first message, from the rank that listens.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Challenge {
@@ -55,7 +56,7 @@ struct Challenge {
     nonce: Nonce,
 }
 
-/// What the rank that connects answers.
+/// The second message, from the rank that connects.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Hello {
@@ -70,7 +71,7 @@ struct Hello {
 const MAX_MESSAGE_BYTES: usize = size_of::<Hello>();
 const ANSWER_BYTES: usize = size_of::<Nonce>();
 
-/// Who proves itself.
+/// The side that makes a proof.
 #[derive(Clone, Copy)]
 enum Prover {
     Caller = 1,
@@ -95,7 +96,7 @@ struct GroupProof {
 }
 
 impl GroupProof {
-    /// On one node there may be no key: the system says there that the other process is of this user.
+    /// On one node there may be no key. There the system says that the other process belongs to this user.
     fn new(info: &RankInfo, group: &str) -> Self {
         Self {
             key: info.data_key.clone().unwrap_or(DataKey::new([0; 32])),
@@ -121,7 +122,7 @@ impl GroupProof {
         hasher.finalize()
     }
 
-    /// The hello to the rank `listener`, and the answer that it has to give.
+    /// The hello to the rank `listener`, and the answer that it must give.
     fn hello(&self, listener: u64, challenge: &Challenge) -> (Hello, Hash) {
         let ends = Ends {
             caller: self.rank,
@@ -139,7 +140,7 @@ impl GroupProof {
         (hello, self.of(Prover::Listener, &ends))
     }
 
-    /// The answer to a hello that proves that its sender is of this generation, and knows this nonce.
+    /// The answer to a hello, if its proof shows that the sender belongs to this generation and knows this nonce.
     fn answer(&self, hello: &Hello, listeners_nonce: Nonce) -> Option<Hash> {
         let ends = Ends {
             caller: hello.rank,
@@ -164,7 +165,7 @@ struct Called<'a> {
 }
 
 impl Called<'_> {
-    fn is_lost(&self, cause: &str) -> Failure {
+    fn lost(&self, cause: &str) -> Failure {
         let cause = cause.lines().next().unwrap_or_default();
         Failure::PeerLost {
             rank: self.rank,
@@ -172,7 +173,7 @@ impl Called<'_> {
         }
     }
 
-    fn is_a_stranger(&self) -> Failure {
+    fn has_no_proof(&self) -> Failure {
         let (rank, address) = (self.rank, self.address.shown(self.is_local));
         Failure::System {
             what: format!("cannot reach rank {rank} at `{address}`"),
@@ -190,8 +191,8 @@ enum Expected<'a> {
     Hello(Nonce),
 }
 
-/// A connection whose introduction is under way.
-struct Introduction<'a> {
+/// A connection before its handshake is complete.
+struct Handshake<'a> {
     socket: OwnedFd,
     since: Instant,
     expected: Expected<'a>,
@@ -200,19 +201,19 @@ struct Introduction<'a> {
     filled: usize,
 }
 
-/// What became of an introduction.
-enum Step<'a> {
-    /// Another message follows, now or later.
-    Next(Introduction<'a>),
+/// The state of a handshake after reading from its connection.
+enum Outcome<'a> {
+    /// It waits for a message.
+    Waiting(Handshake<'a>),
     /// The rank has proved itself.
     Proven(usize, OwnedFd),
-    /// The other end is gone before it did.
-    SentAway(Called<'a>),
-    /// It was a stranger.
+    /// The called rank closed the connection before that.
+    CallAgain(Called<'a>),
+    /// The caller closed the connection, or has no valid proof.
     Closed,
 }
 
-impl<'a> Introduction<'a> {
+impl<'a> Handshake<'a> {
     fn new(socket: OwnedFd, expected: Expected<'a>) -> Self {
         Self {
             socket,
@@ -223,11 +224,11 @@ impl<'a> Introduction<'a> {
         }
     }
 
-    /// Greets who has connected.
-    fn with_caller(socket: OwnedFd) -> Option<Self> {
+    /// Sends the challenge to a caller.
+    fn challenge(socket: OwnedFd) -> Option<Self> {
         let nonce = rand::random();
         let challenge = Challenge { magic: MAGIC, nonce };
-        say(&socket, bytes_of(&challenge)).then(|| Self::new(socket, Expected::Hello(nonce)))
+        send_message(&socket, bytes_of(&challenge)).then(|| Self::new(socket, Expected::Hello(nonce)))
     }
 
     fn is_of_caller(&self) -> bool {
@@ -242,7 +243,8 @@ impl<'a> Introduction<'a> {
         }
     }
 
-    /// Reads what has come of the next message. Ready with false: the other end is gone.
+    /// Reads the next message as far as it has arrived. `Ready(true)` once it is whole, `Ready(false)` if the other end is
+    /// gone.
     fn receive(&mut self) -> Poll<bool> {
         let end = self.message_bytes();
         let rest = &mut self.bytes[self.filled..end];
@@ -261,27 +263,27 @@ impl<'a> Introduction<'a> {
         }
     }
 
-    /// Takes what has come. `awaited` are the ranks whose calls are.
-    fn proceed(mut self, proof: &GroupProof, awaited: &[usize]) -> Result<Step<'a>, Failure> {
+    /// Reads and answers what has arrived. `awaited` are the global ranks that may call.
+    fn proceed(mut self, proof: &GroupProof, awaited: &[usize]) -> Result<Outcome<'a>, Failure> {
         let is_whole = match self.receive() {
-            Poll::Pending => return Ok(Step::Next(self)),
+            Poll::Pending => return Ok(Outcome::Waiting(self)),
             Poll::Ready(is_whole) => is_whole,
         };
         let message = &self.bytes[..self.filled];
         match self.expected {
             Expected::Challenge(called) | Expected::Answer(called, _) if !is_whole => {
-                Ok(Step::SentAway(called))
+                Ok(Outcome::CallAgain(called))
             }
             Expected::Challenge(called) => {
                 let challenge: Challenge = pod_read_unaligned(message);
                 if challenge.magic != MAGIC {
-                    return Err(called.is_a_stranger());
+                    return Err(called.has_no_proof());
                 }
                 let (hello, answer) = proof.hello(called.rank as u64, &challenge);
-                if !say(&self.socket, bytes_of(&hello)) {
-                    return Ok(Step::SentAway(called));
+                if !send_message(&self.socket, bytes_of(&hello)) {
+                    return Ok(Outcome::CallAgain(called));
                 }
-                Ok(Step::Next(Self {
+                Ok(Outcome::Waiting(Self {
                     since: self.since,
                     ..Self::new(self.socket, Expected::Answer(called, answer))
                 }))
@@ -289,11 +291,11 @@ impl<'a> Introduction<'a> {
             Expected::Answer(called, answer) => {
                 let theirs: [u8; ANSWER_BYTES] = pod_read_unaligned(message);
                 if answer != Hash::from_bytes(theirs) {
-                    return Err(called.is_a_stranger());
+                    return Err(called.has_no_proof());
                 }
-                Ok(Step::Proven(called.rank, self.socket))
+                Ok(Outcome::Proven(called.rank, self.socket))
             }
-            Expected::Hello(_) if !is_whole => Ok(Step::Closed),
+            Expected::Hello(_) if !is_whole => Ok(Outcome::Closed),
             Expected::Hello(nonce) => {
                 let hello: Hello = pod_read_unaligned(message);
                 let rank = usize::try_from(hello.rank)
@@ -301,19 +303,19 @@ impl<'a> Introduction<'a> {
                     .filter(|rank| awaited.contains(rank));
                 let answer = proof.answer(&hello, nonce);
                 match rank.zip(answer) {
-                    Some((rank, answer)) if say(&self.socket, answer.as_bytes()) => {
-                        Ok(Step::Proven(rank, self.socket))
+                    Some((rank, answer)) if send_message(&self.socket, answer.as_bytes()) => {
+                        Ok(Outcome::Proven(rank, self.socket))
                     }
-                    _ => Ok(Step::Closed),
+                    _ => Ok(Outcome::Closed),
                 }
             }
         }
     }
 }
 
-/// Sends a message of an introduction; false if the other end is gone. It fits into the empty buffer of a new connection,
-/// so this does not wait.
-fn say(socket: &OwnedFd, message: &[u8]) -> bool {
+/// Sends a message of a handshake; false if the other end is gone. It fits into the empty buffer of a new connection, so
+/// this does not wait.
+fn send_message(socket: &OwnedFd, message: &[u8]) -> bool {
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     send(socket.as_raw_fd(), message, flags) == Ok(message.len())
 }
@@ -339,7 +341,7 @@ pub(super) fn connect_group(
             is_local: is_here(rank),
         });
     let proof = GroupProof::new(info, name);
-    let mut sockets = Introductions::new(listener, proof, &globals[me + 1..]).all(called, wait)?;
+    let mut sockets = Handshakes::new(listener, proof, &globals[me + 1..]).all(called, wait)?;
     let connections = globals.iter().enumerate().map(|(rank, &global)| {
         let socket = sockets.remove(&global);
         let connect = |socket| Connection::new(global, socket, is_here(rank));
@@ -348,19 +350,19 @@ pub(super) fn connect_group(
     connections.collect()
 }
 
-/// The introductions of one rank to all others of a group.
-struct Introductions<'a> {
+/// The handshakes of one rank with all others of a group.
+struct Handshakes<'a> {
     listener: &'a Listener,
     proof: GroupProof,
     /// Global ranks that call this one.
     awaited: &'a [usize],
-    pending: Vec<Introduction<'a>>,
-    /// Those that were sent away, to be called again.
+    pending: Vec<Handshake<'a>>,
+    /// Ranks to call again.
     recalled: Vec<Called<'a>>,
     proven: BTreeMap<usize, OwnedFd>,
 }
 
-impl<'a> Introductions<'a> {
+impl<'a> Handshakes<'a> {
     fn new(listener: &'a Listener, proof: GroupProof, awaited: &'a [usize]) -> Self {
         Self {
             listener,
@@ -372,7 +374,7 @@ impl<'a> Introductions<'a> {
         }
     }
 
-    /// Calls these ranks, answers those that are awaited, and returns the connection to each, by global rank.
+    /// Calls the ranks of `called`, answers those that are awaited, and returns the connections by global rank.
     fn all(
         mut self,
         called: impl Iterator<Item = Called<'a>>,
@@ -391,10 +393,10 @@ impl<'a> Introductions<'a> {
             if missing.is_empty() {
                 return Ok(self.proven);
             }
-            // Also where something comes all the time.
+            // Also if messages arrive all the time.
             wait.check(|| missing.clone())?;
-            self.sleep(wait)?;
-            self.hear()?;
+            self.wait_for_message(wait)?;
+            self.read_all()?;
             self.accept()?;
             self.call_again(wait)?;
         }
@@ -403,7 +405,7 @@ impl<'a> Introductions<'a> {
     fn call(&mut self, called: Called<'a>, wait: &Wait) -> Result<(), Failure> {
         let socket = called.address.connect(called.rank, called.is_local, wait)?;
         self.pending
-            .push(Introduction::new(socket, Expected::Challenge(called)));
+            .push(Handshake::new(socket, Expected::Challenge(called)));
         Ok(())
     }
 
@@ -413,18 +415,18 @@ impl<'a> Introductions<'a> {
         }
         let recalled = std::mem::take(&mut self.recalled);
         for called in recalled {
-            // It was there before: it is not the one that failed.
+            // The rank answered before, so this error means that it has ended.
             self.call(called, wait).map_err(|failure| match failure {
-                Failure::System { cause, .. } => called.is_lost(&cause),
+                Failure::System { cause, .. } => called.lost(&cause),
                 other => other,
             })?;
         }
         Ok(())
     }
 
-    /// Until something comes, or for a moment.
-    fn sleep(&self, wait: &Wait) -> Result<(), Failure> {
-        let pending = self.pending.iter().map(|introduction| &introduction.socket);
+    /// Waits until something arrives, or for a moment.
+    fn wait_for_message(&self, wait: &Wait) -> Result<(), Failure> {
+        let pending = self.pending.iter().map(|handshake| &handshake.socket);
         let sockets = self.listener.sockets().map(|(socket, _)| socket).chain(pending);
         let mut fds: Vec<_> = sockets
             .map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN))
@@ -433,17 +435,17 @@ impl<'a> Introductions<'a> {
         Ok(())
     }
 
-    fn hear(&mut self) -> Result<(), Failure> {
-        for introduction in std::mem::take(&mut self.pending) {
-            match introduction.proceed(&self.proof, self.awaited)? {
-                // Its time is over only if it has said nothing by now.
-                Step::Next(next) if next.is_of_caller() && next.since.elapsed() > UNPROVEN_BOUND => {}
-                Step::Next(next) => self.pending.push(next),
-                Step::Proven(rank, socket) => {
+    fn read_all(&mut self) -> Result<(), Failure> {
+        for handshake in std::mem::take(&mut self.pending) {
+            match handshake.proceed(&self.proof, self.awaited)? {
+                // A message that arrived late but is here now still counts.
+                Outcome::Waiting(next) if next.is_of_caller() && next.since.elapsed() > UNPROVEN_BOUND => {}
+                Outcome::Waiting(next) => self.pending.push(next),
+                Outcome::Proven(rank, socket) => {
                     self.proven.entry(rank).or_insert(socket);
                 }
-                Step::SentAway(called) => self.recalled.push(called),
-                Step::Closed => {}
+                Outcome::CallAgain(called) => self.recalled.push(called),
+                Outcome::Closed => {}
             }
         }
         Ok(())
@@ -454,15 +456,15 @@ impl<'a> Introductions<'a> {
             for _ in 0..ACCEPTED_AT_ONCE {
                 match next_socket(listener, is_local)? {
                     Accepted::None => break,
-                    Accepted::Stranger => {}
+                    Accepted::Refused => {}
                     Accepted::One(socket) => {
                         let callers = self.pending.iter().filter(|p| p.is_of_caller()).count();
-                        if callers >= MAX_STRANGERS + self.awaited.len() {
-                            self.send_oldest_away();
+                        if callers >= MAX_UNPROVEN + self.awaited.len() {
+                            self.close_oldest_caller();
                         }
-                        self.pending.extend(Introduction::with_caller(socket));
+                        self.pending.extend(Handshake::challenge(socket));
                     }
-                    Accepted::NoRoom if self.send_oldest_away() => {}
+                    Accepted::NoRoom if self.close_oldest_caller() => {}
                     Accepted::NoRoom => return Err(no_room()),
                 }
             }
@@ -470,9 +472,9 @@ impl<'a> Introductions<'a> {
         Ok(())
     }
 
-    /// Makes room for one more; false if there is no caller without a proof.
-    fn send_oldest_away(&mut self) -> bool {
-        let oldest = self.pending.iter().position(Introduction::is_of_caller);
+    /// Makes room for one more caller; false if there is no caller without a proof.
+    fn close_oldest_caller(&mut self) -> bool {
+        let oldest = self.pending.iter().position(Handshake::is_of_caller);
         oldest.map(|oldest| self.pending.remove(oldest)).is_some()
     }
 }
@@ -484,22 +486,22 @@ fn no_room() -> Failure {
     }
 }
 
-/// Takes an introduction that came over a real socket; true if it proves something. For `tests/fuzz`.
-pub(super) fn hear_foreign(bytes: &[u8]) -> bool {
+/// Reads the bytes of a handshake from a real socket; true if they are a valid proof. For `tests/fuzz`.
+pub(super) fn read_foreign(bytes: &[u8]) -> bool {
     let Ok((ours, mut theirs)) = std::os::unix::net::UnixStream::pair() else {
         return false;
     };
     let proof = GroupProof::new(&RankInfo::on_one_node(0, 2), "world");
     let socket = OwnedFd::from(ours);
-    // More than fits is not read either.
+    // Bytes that do not fit are not read either.
     let _ = theirs
         .set_nonblocking(true)
         .and_then(|()| theirs.write_all(bytes));
     drop(theirs);
-    let introduction = Introduction::new(socket, Expected::Hello([0; 32]));
-    matches!(introduction.proceed(&proof, &[1]), Ok(Step::Proven(..)))
+    let handshake = Handshake::new(socket, Expected::Hello([0; 32]));
+    matches!(handshake.proceed(&proof, &[1]), Ok(Outcome::Proven(..)))
 }
 
 #[cfg(test)]
-#[path = "introduction_tests.rs"]
+#[path = "handshake_tests.rs"]
 mod tests;

@@ -1,0 +1,138 @@
+//! What a rank of a run holds and does, decided before anything is allocated.
+//!
+//! [`RankSpec::idle`] makes the run's own types for it on a device that does nothing, among ranks that do nothing. A step
+//! on it shows how much memory activations need, and what a rank sends. So nothing is described twice: what is rehearsed
+//! is what runs. Neither numbers nor memory are touched; it takes microseconds a block.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ddp_proto::env::WorkerEnv;
+
+use super::TrainError;
+use super::idle_world::idle_world;
+use super::replica::Replica;
+use super::run_row::{rehearse_evaluation, rehearse_step};
+use super::strategy::{ShardingStrategy, allocate, held, mesh, part_of, pipeline_plan};
+use super::world::World;
+use crate::config::{LastBatch, TrainConfig};
+use crate::mesh::{Axis, MeshShape};
+use crate::model::{ActivationPool, Model, ModelPart};
+use crate::parallel::pipeline::PipelinePlan;
+use crate::parallel::{GradientLayout, NormOrder, ONE_COPY, Reducer, is_counted};
+
+/// What a rank holds and does.
+#[derive(Clone)]
+pub(super) struct RankSpec {
+    /// Global rank.
+    pub(super) rank: usize,
+    /// The part of the model that the rank holds.
+    pub(super) model: Model,
+    /// The layout of the gradients of that part.
+    pub(super) layout: Arc<GradientLayout>,
+    pub(super) strategy: ShardingStrategy,
+    pub(super) plan: Arc<PipelinePlan>,
+}
+
+impl RankSpec {
+    /// The rank that `env` describes.
+    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+        let mesh = mesh(config, env)?;
+        let plan = Arc::new(pipeline_plan(config)?);
+        Self::new(config, mesh, &plan, env.rank.get() as usize)
+    }
+
+    /// A rank of a mesh. `plan` may be for fewer micro-batches than the configuration.
+    pub(super) fn new(
+        config: &TrainConfig,
+        mesh: MeshShape,
+        plan: &Arc<PipelinePlan>,
+        rank: usize,
+    ) -> Result<Self, TrainError> {
+        let (model, layout) = held(config, &mesh, &part_of(config, &mesh, plan, rank))?;
+        Ok(Self {
+            rank,
+            model,
+            layout: Arc::new(layout),
+            strategy: ShardingStrategy::new(&config.parallel, config.train.grad_accumulation, mesh),
+            plan: plan.clone(),
+        })
+    }
+
+    /// The layout of the gradients of a rank with the blocks of all stages.
+    pub(super) fn whole_layout(&self, config: &TrainConfig) -> Result<Arc<GradientLayout>, TrainError> {
+        if self.model.part.chunks.is_none() {
+            return Ok(self.layout.clone());
+        }
+        let part = ModelPart {
+            chunks: None,
+            ..self.model.part.clone()
+        };
+        Ok(Arc::new(held(config, &self.strategy.mesh, &part)?.1))
+    }
+
+    /// In which order the norm is summed, over the ranks that hold one copy of the model with this one. A pure function: it
+    /// lays out what each of them holds. `whole` is [`RankSpec::whole_layout`].
+    pub(super) fn norm_order(
+        &self,
+        config: &TrainConfig,
+        whole: &GradientLayout,
+    ) -> Result<NormOrder, TrainError> {
+        let mesh = self.strategy.mesh;
+        // Ranks of one stage have the same layout: a tensor group cuts everything into equal parts.
+        let stages = mesh
+            .members(self.rank, &[Axis::Pipeline])
+            .into_iter()
+            .map(|first| {
+                let (_, layout) = held(config, &mesh, &part_of(config, &mesh, &self.plan, first))?;
+                let sharding = self.strategy.sharding(&layout, 0);
+                Ok::<_, TrainError>((layout, sharding))
+            });
+        let stages = stages.collect::<Result<Vec<_>, _>>()?;
+        let chunks = mesh.members(self.rank, &ONE_COPY).into_iter().map(|member| {
+            let at = |axis| mesh.index(member, &[axis]);
+            let (layout, sharding) = &stages[at(Axis::Pipeline)];
+            let counts = |id| is_counted(&layout.spec(id).roles, at);
+            NormOrder::chunks((layout, sharding), at(Axis::Shard), whole, counts)
+        });
+        Ok(NormOrder::new(&chunks.collect::<Vec<_>>()))
+    }
+
+    /// The rank in an idle world, with an arena of so many bytes for activations.
+    pub(super) fn idle(
+        &self,
+        config: &TrainConfig,
+        world: &World,
+        activations: usize,
+    ) -> Result<(Replica, Reducer), TrainError> {
+        let (parameters, reducer) = allocate(world, config, &self.strategy, &self.model, &self.layout)?;
+        let plan = (&self.plan, activations);
+        let replica = Replica::new(world, self.model.clone(), parameters, plan, config)?;
+        Ok((replica, reducer))
+    }
+
+    /// Bytes of the arena in which the activations of all micro-batches in flight find a place.
+    pub(super) fn activations(&self, config: &TrainConfig) -> Result<usize, TrainError> {
+        let mesh = self.strategy.mesh;
+        // One after the other, micro-batches use the same memory. Else the last step of an epoch may be short.
+        let is_piped = mesh.size(&[Axis::Pipeline]) > 1;
+        let longest = if is_piped { self.plan.micro_batches() } else { 1 };
+        // A few lengths are enough: what finds no place in the memory is put beside it.
+        let steps = match config.data.last_batch {
+            LastBatch::Wrap => BTreeSet::from([longest]),
+            LastBatch::Short => BTreeSet::from([longest, (longest - 1).max(1), longest.div_ceil(2), 1]),
+        };
+        let world = idle_world(mesh, self.rank);
+        let (mut replica, mut reducer) = self.idle(config, &world, 0)?;
+        replica.pool = ActivationPool::planned(world.device.clone(), isize::MAX as usize)?;
+        for micro_batches in steps.into_iter().rev() {
+            rehearse_step(&mut replica, &mut reducer, micro_batches, &|_| {})?;
+            rehearse_evaluation(&mut replica, micro_batches)?;
+        }
+        Ok(replica.pool.extent())
+    }
+}
+
+#[cfg(test)]
+#[path = "rank_spec_tests.rs"]
+mod tests;
