@@ -14,9 +14,9 @@ use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Sa
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
-    LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    SwigluBackward, SwigluForward, TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, Llama3Scaling,
+    PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward,
+    TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -603,19 +603,14 @@ impl FeedForward {
         let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
         let (inp_of, out) = (wide.buffer().clone(), active.buffer().clone());
+        ctx.enqueue(linear);
         match self.activation {
-            ActivationKind::Gelu => {
-                let gelu = GeluForward { inp: inp_of, out };
-                ctx.enqueue(LinearGeluForward { linear, gelu });
-            }
-            ActivationKind::SwiGlu => {
-                ctx.enqueue(linear);
-                ctx.enqueue(SwigluForward {
-                    inp: inp_of,
-                    out,
-                    channels: self.projection.inputs,
-                });
-            }
+            ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: inp_of, out }),
+            ActivationKind::SwiGlu => ctx.enqueue(SwigluForward {
+                inp: inp_of,
+                out,
+                channels: self.projection.inputs,
+            }),
         }
         self.widen.keep(saved, &normalised);
         drop(normalised);
@@ -647,19 +642,18 @@ impl FeedForward {
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
         let (dactive, linear) = self.projection.dinp(ctx, &dprojected)?;
+        ctx.enqueue(linear);
         let (active, dwide) = match self.activation {
             ActivationKind::Gelu => {
-                let gelu = GeluBackward {
+                ctx.enqueue(GeluBackward {
                     inp_out: wide.buffer().clone(),
                     dout_dinp: dactive.buffer().clone(),
                     makes_out: kept.is_none(),
-                };
-                ctx.enqueue(LinearGeluBackward { linear, gelu });
+                });
                 // Without one that was kept, `wide` is the output of the GELU from here on.
                 (kept.unwrap_or(wide), dactive)
             }
             ActivationKind::SwiGlu => {
-                ctx.enqueue(linear);
                 ctx.enqueue(SwigluBackward {
                     inp_dinp: wide.buffer().clone(),
                     dout_out: dactive.buffer().clone(),

@@ -9,9 +9,9 @@
 //!
 //! | file | operations |
 //! |---|---|
-//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
-//! | `layernorm`, `rmsnorm` | forward and backward |
+//! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
 //! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
@@ -39,10 +39,9 @@ pub mod cuda;
 mod dropout;
 mod elementwise;
 mod encoder;
-mod layernorm;
 mod linear;
 mod norm;
-mod rmsnorm;
+mod row_norm;
 mod swiglu;
 mod update;
 
@@ -58,14 +57,10 @@ pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
 pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
-pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
-pub use layernorm::{LayerNormBackward, LayerNormForward};
-pub use linear::{
-    LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape,
-    WeightLayout,
-};
+pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
-pub use rmsnorm::{RmsNormBackward, RmsNormForward};
+pub(crate) use row_norm::LAYERNORM_EPSILON;
+pub use row_norm::{NormBackward, NormForward};
 pub use swiglu::{SwigluBackward, SwigluForward};
 pub(crate) use update::HostUpdate;
 pub use update::{
@@ -80,7 +75,7 @@ use crate::device::{Buffer, Cpu, DeviceError};
 
 /// An operation: its kernel on the CPU, and what it launches on an NVIDIA GPU.
 pub trait Operation {
-    /// Name in errors and traces: `layernorm_forward`.
+    /// Name in errors and traces: `norm_forward`.
     const NAME: &'static str;
 
     /// Borrows the buffers, checks their sizes, computes.
@@ -157,17 +152,13 @@ operations!(
     Fill,
     GeluBackward,
     GeluForward,
-    LayerNormBackward,
-    LayerNormForward,
     LinearDinp,
     LinearDweight,
     LinearForward,
-    LinearGeluBackward,
-    LinearGeluForward,
     LossSum,
+    NormBackward,
+    NormForward,
     PositionBackward,
-    RmsNormBackward,
-    RmsNormForward,
     RotaryBackward,
     RotaryForward,
     Scale,
@@ -228,9 +219,8 @@ pub fn units() -> Vec<CompileUnit> {
         dropout::units(),
         elementwise::units(),
         encoder::units(),
-        layernorm::units(),
         norm::units(),
-        rmsnorm::units(),
+        row_norm::units(),
         swiglu::units(),
     ]
     .concat()

@@ -282,7 +282,6 @@ impl Orthogonal {
                 dout: x.clone(),
                 dweight: square.clone(),
                 accumulate: false,
-                dbias: None,
                 shape: in_out(rows, cols, cols),
             };
             let next = multiply(x, &square, &product, in_out(rows, cols, cols));

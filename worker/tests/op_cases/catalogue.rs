@@ -6,9 +6,8 @@ use std::sync::Arc;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates,
-    RmsNormBackward, RmsNormForward, Runs, Scale, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward,
-    Update, UpdateRule, Updates,
+    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, Runs, Scale,
+    SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, UpdateRule, Updates,
 };
 use ddp_worker::optim;
 
@@ -410,11 +409,12 @@ fn layernorm(size: Size) -> Vec<Case> {
             close(ACT, 4, n),
         ];
         cases.push(Case::new(format!("layernorm forward of {name}"), forward, |b| {
-            LayerNormForward {
+            NormForward {
                 inp: b[0].clone(),
                 weight: b[1].clone(),
-                bias: b[2].clone(),
+                bias: Some(b[2].clone()),
                 out: b[3].clone(),
+                epsilon: 1e-5,
             }
         }));
         for accumulate in [false, true] {
@@ -427,13 +427,14 @@ fn layernorm(size: Size) -> Vec<Case> {
                 close(GRAD, 6, channels),
             ];
             let case = Case::new(format!("layernorm backward of {name}"), backward, move |b| {
-                LayerNormBackward {
+                NormBackward {
                     dout: b[0].clone(),
                     inp: b[1].clone(),
                     weight: b[2].clone(),
                     dinp: b[3].clone(),
                     dweight: b[4].clone(),
-                    dbias: b[5].clone(),
+                    dbias: Some(b[5].clone()),
+                    epsilon: 1e-5,
                     accumulate_dinp: accumulate,
                     accumulate_dweight: accumulate,
                     accumulate_dbias: !accumulate,
@@ -458,9 +459,10 @@ fn rmsnorm(size: Size) -> Vec<Case> {
         cases.push(Case::new(
             format!("rmsnorm forward of {name}"),
             forward,
-            move |b| RmsNormForward {
+            move |b| NormForward {
                 inp: b[0].clone(),
                 weight: b[1].clone(),
+                bias: None,
                 out: b[2].clone(),
                 epsilon,
             },
@@ -474,15 +476,17 @@ fn rmsnorm(size: Size) -> Vec<Case> {
                 close(GRAD, 5, channels),
             ];
             let case = Case::new(format!("rmsnorm backward of {name}"), backward, move |b| {
-                RmsNormBackward {
+                NormBackward {
                     dout: b[0].clone(),
                     inp: b[1].clone(),
                     weight: b[2].clone(),
                     dinp: b[3].clone(),
                     dweight: b[4].clone(),
+                    dbias: None,
                     epsilon,
                     accumulate_dinp: accumulate,
                     accumulate_dweight: !accumulate,
+                    accumulate_dbias: false,
                 }
             });
             cases.push(case);

@@ -11,9 +11,9 @@ use ddp_worker::model::build;
 use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum,
     CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward,
-    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
-    PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
+    LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward, PositionBackward,
+    Rates, RotaryBackward, RotaryEmbedding, RotaryForward, Runs, SquaredNorm, SwigluBackward, SwigluForward,
+    TokenBackward, Update, VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -120,7 +120,6 @@ fn linear_of(s: &Storage, shape: LinearShape, accumulate: bool) -> Vec<(&'static
         dout: dout.clone(),
         dweight: dweight.clone(),
         accumulate,
-        dbias: None,
         shape,
     });
     s.rig.run(ColumnSum {
@@ -168,19 +167,21 @@ fn layernorm() {
             let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
             let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
             let (dweight, dbias) = (s.dirty_grad(channels), s.dirty_grad(channels));
-            s.rig.run(LayerNormForward {
+            s.rig.run(NormForward {
                 inp: inp.clone(),
                 weight: weight.clone(),
-                bias: s.inp(3, channels),
+                bias: Some(s.inp(3, channels)),
                 out: out.clone(),
+                epsilon: 1e-5,
             });
-            s.rig.run(LayerNormBackward {
+            s.rig.run(NormBackward {
                 dout: s.inp(4, rows * channels),
                 inp,
                 weight,
                 dinp: dinp.clone(),
                 dweight: dweight.clone(),
-                dbias: dbias.clone(),
+                dbias: Some(dbias.clone()),
+                epsilon: 1e-5,
                 accumulate_dinp: accumulate,
                 accumulate_dweight: accumulate,
                 accumulate_dbias: accumulate,
@@ -203,21 +204,24 @@ fn rmsnorm() {
             let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
             let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
             let dweight = s.dirty_grad(channels);
-            s.rig.run(RmsNormForward {
+            s.rig.run(NormForward {
                 inp: inp.clone(),
                 weight: weight.clone(),
+                bias: None,
                 out: out.clone(),
                 epsilon,
             });
-            s.rig.run(RmsNormBackward {
+            s.rig.run(NormBackward {
                 dout: s.inp(4, rows * channels),
                 inp,
                 weight,
                 dinp: dinp.clone(),
                 dweight: dweight.clone(),
+                dbias: None,
                 epsilon,
                 accumulate_dinp: accumulate,
                 accumulate_dweight: accumulate,
+                accumulate_dbias: false,
             });
             vec![("out", out), ("dinp", dinp), ("dweight", dweight)]
         });

@@ -4,9 +4,9 @@ use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy,
     CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward,
-    GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
-    Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding,
-    RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
+    GeluForward, LinearDinp, LinearDweight, LinearForward, LinearShape, Llama3Scaling, NormBackward,
+    NormForward, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward,
+    SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -54,7 +54,6 @@ fn linear() {
                 dout: dout.clone(),
                 dweight: dweight.clone(),
                 accumulate: false,
-                dbias: None,
                 shape,
             });
             rig.run(ColumnSum {
@@ -123,7 +122,6 @@ fn accumulation_adds_to_what_is_there() {
             dout: dout.clone(),
             dweight: dweight.clone(),
             accumulate,
-            dbias: None,
             shape,
         });
         rig.run(ColumnSum {
@@ -151,24 +149,26 @@ fn layernorm() {
     let forward = |inputs: &[Vec<f64>]| {
         let b = buffers(&rig, inputs);
         let out = rig.empty(DType::F64, rows * channels);
-        rig.run(LayerNormForward {
+        rig.run(NormForward {
             inp: b[0].clone(),
             weight: b[1].clone(),
-            bias: b[2].clone(),
+            bias: Some(b[2].clone()),
             out: out.clone(),
+            epsilon: 1e-5,
         });
         values(&out)
     };
     let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
         let b = buffers(&rig, inputs);
         let [dinp, dweight, dbias] = [rows * channels, channels, channels].map(|n| rig.empty(DType::F64, n));
-        rig.run(LayerNormBackward {
+        rig.run(NormBackward {
             dout: rig.buffer(dout),
             inp: b[0].clone(),
             weight: b[1].clone(),
             dinp: dinp.clone(),
             dweight: dweight.clone(),
-            dbias: dbias.clone(),
+            dbias: Some(dbias.clone()),
+            epsilon: 1e-5,
             accumulate_dinp: false,
             accumulate_dweight: false,
             accumulate_dbias: false,
@@ -187,13 +187,14 @@ fn layernorm_adds_to_the_residual_gradient() {
             rig.buffer(&[start; 40]),
             rig.buffer(&[start; 40]),
         );
-        rig.run(LayerNormBackward {
+        rig.run(NormBackward {
             dout: rig.buffer(&numbers(1, 80)),
             inp: rig.buffer(&numbers(2, 80)),
             weight: rig.buffer(&numbers(3, 40)),
             dinp: dinp.clone(),
             dweight: dweight.clone(),
-            dbias: dbias.clone(),
+            dbias: Some(dbias.clone()),
+            epsilon: 1e-5,
             accumulate_dinp: accumulate,
             accumulate_dweight: accumulate,
             accumulate_dbias: accumulate,
@@ -239,9 +240,10 @@ fn rmsnorm() {
     let forward = |inputs: &[Vec<f64>]| {
         let b = buffers(&rig, inputs);
         let out = rig.empty(DType::F64, rows * channels);
-        rig.run(RmsNormForward {
+        rig.run(NormForward {
             inp: b[0].clone(),
             weight: b[1].clone(),
+            bias: None,
             out: out.clone(),
             epsilon,
         });
@@ -250,15 +252,17 @@ fn rmsnorm() {
     let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
         let b = buffers(&rig, inputs);
         let [dinp, dweight] = [rows * channels, channels].map(|n| rig.buffer(&vec![start; n]));
-        rig.run(RmsNormBackward {
+        rig.run(NormBackward {
             dout: rig.buffer(dout),
             inp: b[0].clone(),
             weight: b[1].clone(),
             dinp: dinp.clone(),
             dweight: dweight.clone(),
+            dbias: None,
             epsilon,
             accumulate_dinp: accumulate,
             accumulate_dweight: accumulate,
+            accumulate_dbias: false,
         });
         vec![values(&dinp), values(&dweight)]
     };

@@ -85,11 +85,6 @@ impl CudaDevice {
             .clone()
     }
 
-    /// How many kinds of products cuBLASLt could not make in one pass, and were made in more.
-    pub fn products_refused(&self) -> Result<usize, DeviceError> {
-        Ok(self.kernels.products()?.refusals())
-    }
-
     /// Enqueues something, unless the stream has failed.
     fn attempt(
         &self,
@@ -211,10 +206,6 @@ impl Device for CudaDevice {
 
     fn is_asynchronous(&self) -> bool {
         true
-    }
-
-    fn sums_biases_in_products(&self) -> bool {
-        self.kernels.options().kernels.fused_bias_gradients
     }
 
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {

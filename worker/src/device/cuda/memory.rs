@@ -35,11 +35,6 @@ impl DevicePtr {
     pub const fn as_ptr(self) -> *mut c_void {
         self.0 as *mut c_void
     }
-
-    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
-    pub const fn is_aligned(self, bytes: usize) -> bool {
-        self.0.is_multiple_of(bytes as u64)
-    }
 }
 
 /// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device, unless
