@@ -478,6 +478,28 @@ fn a_rank_that_stands_still_is_named() {
     }
 }
 
+#[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
+fn a_call_of_nccl_that_fails_is_named_and_so_is_a_library_that_is_too_old() {
+    let emulator = emulator();
+    for (setting, expected) in [
+        (
+            ("EMULATOR_NCCL_FAIL", "5"),
+            "internal error - please report this issue to the NCCL developers: ",
+        ),
+        (
+            ("EMULATOR_NCCL", "21701"),
+            "is NCCL 2.17.1, but at least 2.18.0 is required",
+        ),
+    ] {
+        let job = job();
+        let finished = refused(gpus(emulator, &job, 2).env(setting.0, setting.1));
+        assert_ne!(finished.code(), Some(0));
+        finished.expect_stderr(expected);
+        expect_clean_aborts(&finished);
+    }
+}
+
 /// A communicator is aborted on its GPU: from elsewhere NCCL makes a context on the first one, in memory that
 /// a successor of its rank needs. And its process ends without exit handlers, of which it would die.
 #[track_caller]

@@ -2,8 +2,8 @@
 
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, NormBackward, NormForward,
-    RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, NormBackward, NormForward, Rotary,
+    RotaryEmbedding, SwigluBackward, SwigluForward,
 };
 
 use crate::bench::{Bench, Work};
@@ -83,19 +83,21 @@ impl Llama {
         };
         let first_position = 0;
         bench.row("rotary embedding", Work::moving(4 * rotated), || {
-            Ok(RotaryForward {
+            Ok(Rotary {
                 qkv: bench.act(n)?,
                 shape,
                 embedding,
                 first_position,
+                backward: false,
             })
         })?;
         bench.row("  gradient", Work::moving(4 * rotated), || {
-            Ok(RotaryBackward {
-                dqkv: bench.act(n)?,
+            Ok(Rotary {
+                qkv: bench.act(n)?,
                 shape,
                 embedding,
                 first_position,
+                backward: true,
             })
         })
     }

@@ -3,8 +3,8 @@
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward,
-    NormForward, Rates, Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
+    GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearShape, NormBackward, NormForward, Rates,
+    Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 

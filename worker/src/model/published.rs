@@ -53,14 +53,12 @@ pub struct FusedTensors {
 pub struct SizeSetting {
     /// Key in `config.json`.
     pub published: &'static str,
-    /// Key in the `model` section.
-    pub key: &'static str,
     /// Reads it.
     pub get: fn(&config::Model) -> usize,
     /// Changes it.
     pub set: fn(&mut config::Model, usize),
     /// Where `config.json` leaves it out: so many times the size under another key.
-    pub default: Option<(u64, &'static str)>,
+    pub default: Option<(usize, &'static str)>,
 }
 
 /// A setting that is the same in every model that this build trains.
@@ -88,7 +86,6 @@ pub struct PublishedTensor {
 const fn layers(published: &'static str) -> SizeSetting {
     SizeSetting {
         published,
-        key: "n_layer",
         get: |model| model.n_layer,
         set: |model, size| model.n_layer = size,
         default: None,
@@ -98,7 +95,6 @@ const fn layers(published: &'static str) -> SizeSetting {
 const fn channels(published: &'static str) -> SizeSetting {
     SizeSetting {
         published,
-        key: "n_embd",
         get: |model| model.n_embd,
         set: |model, size| model.n_embd = size,
         default: None,
@@ -108,17 +104,15 @@ const fn channels(published: &'static str) -> SizeSetting {
 const fn heads(published: &'static str) -> SizeSetting {
     SizeSetting {
         published,
-        key: "n_head",
         get: |model| model.n_head,
         set: |model, size| model.n_head = size,
         default: None,
     }
 }
 
-const fn inner(published: &'static str, default: Option<(u64, &'static str)>) -> SizeSetting {
+const fn inner(published: &'static str, default: Option<(usize, &'static str)>) -> SizeSetting {
     SizeSetting {
         published,
-        key: "n_inner",
         get: config::Model::inner,
         set: |model, size| model.n_inner = Some(size),
         default,
@@ -197,7 +191,6 @@ static LLAMA: Published = Published {
         heads("num_attention_heads"),
         SizeSetting {
             published: "num_key_value_heads",
-            key: "n_kv_head",
             get: config::Model::kv_heads,
             set: |model, size| model.n_kv_head = Some(size),
             default: Some((1, "num_attention_heads")),

@@ -14,9 +14,8 @@ use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Sa
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, Llama3Scaling,
-    PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward,
-    TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, PositionBackward, Rotary,
+    RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -430,20 +429,6 @@ impl Attention {
         Some(mask.of_part(first as u32))
     }
 
-    /// How queries and keys are rotated, if they are.
-    fn rotary(&self) -> Option<RotaryEmbedding> {
-        let PositionKind::Rotary { theta, scaling } = self.positions else {
-            return None;
-        };
-        let scaling = scaling.map(|scaling| Llama3Scaling {
-            factor: scaling.factor,
-            low_freq_factor: scaling.low_freq_factor,
-            high_freq_factor: scaling.high_freq_factor,
-            original_max_position_embeddings: scaling.original_positions,
-        });
-        Some(RotaryEmbedding { base: theta, scaling })
-    }
-
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
     pub(super) fn forward(
         &self,
@@ -453,7 +438,7 @@ impl Attention {
     ) -> Result<Activation, DeviceError> {
         let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, (inp, &mut *saved), "projected")?;
-        self.rotate(ctx, &qkv, 0);
+        self.rotate(ctx, &qkv, 0, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
         ctx.enqueue(AttentionForward {
@@ -481,7 +466,7 @@ impl Attention {
     ) -> Result<Activation, DeviceError> {
         let (shape, first_position) = (self.shape(ctx), cache.positions);
         let qkv = self.qkv.forward(ctx, (inp, &mut Saved::default()), "projected")?;
-        self.rotate(ctx, &qkv, first_position);
+        self.rotate(ctx, &qkv, first_position, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         ctx.enqueue(AttentionDecode {
             qkv: qkv.buffer().clone(),
@@ -495,14 +480,15 @@ impl Attention {
         self.projection.forward_onto(ctx, &mixed, inp, dropout)
     }
 
-    /// Turns queries and keys by their positions, where the model does that.
-    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize) {
-        if let Some(embedding) = self.rotary() {
-            ctx.enqueue(RotaryForward {
+    /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
+    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize, backward: bool) {
+        if let PositionKind::Rotary { theta, scaling } = self.positions {
+            ctx.enqueue(Rotary {
                 qkv: qkv.buffer().clone(),
                 shape: self.shape(ctx),
-                embedding,
+                embedding: RotaryEmbedding { base: theta, scaling },
                 first_position,
+                backward,
             });
         }
     }
@@ -540,14 +526,7 @@ impl Attention {
             dropout: self.mask(ctx),
         });
         drop((qkv, mixed, lse, dmixed));
-        if let Some(rotary) = self.rotary() {
-            ctx.enqueue(RotaryBackward {
-                dqkv: dqkv.buffer().clone(),
-                shape: self.shape(ctx),
-                embedding: rotary,
-                first_position: 0,
-            });
-        }
+        self.rotate(ctx, &dqkv, 0, true);
         self.qkv
             .backward(ctx, ([&inp, &dqkv], saved), Some(stream), grads)
     }

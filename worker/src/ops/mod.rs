@@ -12,7 +12,7 @@
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
 //! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
-//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
+//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
@@ -46,8 +46,7 @@ mod swiglu;
 mod update;
 
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Llama3Scaling, RotaryBackward,
-    RotaryEmbedding, RotaryForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
 };
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
@@ -159,8 +158,7 @@ operations!(
     NormBackward,
     NormForward,
     PositionBackward,
-    RotaryBackward,
-    RotaryForward,
+    Rotary,
     Scale,
     SquaredNorm,
     SwigluBackward,

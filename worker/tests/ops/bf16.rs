@@ -12,8 +12,8 @@ use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum,
     CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward,
     LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward, PositionBackward,
-    Rates, RotaryBackward, RotaryEmbedding, RotaryForward, Runs, SquaredNorm, SwigluBackward, SwigluForward,
-    TokenBackward, Update, VocabularyPart, WeightLayout,
+    Rates, Rotary, RotaryEmbedding, Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update,
+    VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -265,17 +265,19 @@ fn rotary() {
     compare(|s| {
         let n = shape.rows() * shape.qkv_channels();
         let (qkv, dqkv) = (s.inp(1, n), s.inp(2, n));
-        s.rig.run(RotaryForward {
+        s.rig.run(Rotary {
             qkv: qkv.clone(),
             shape,
             embedding,
             first_position,
+            backward: false,
         });
-        s.rig.run(RotaryBackward {
-            dqkv: dqkv.clone(),
+        s.rig.run(Rotary {
+            qkv: dqkv.clone(),
             shape,
             embedding,
             first_position,
+            backward: true,
         });
         vec![("rotated", qkv), ("rotated back", dqkv)]
     });

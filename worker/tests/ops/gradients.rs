@@ -1,12 +1,13 @@
 //! Every operation's backward against finite differences, in f64.
 
+use ddp_worker::config::RopeScaling;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy,
     CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward,
-    GeluForward, LinearDinp, LinearDweight, LinearForward, LinearShape, Llama3Scaling, NormBackward,
-    NormForward, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward,
-    SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
+    GeluForward, LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward,
+    PositionBackward, Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart,
+    WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -332,32 +333,34 @@ fn rotary() {
     };
     let embedding = RotaryEmbedding {
         base: 50.0,
-        scaling: Some(Llama3Scaling {
+        scaling: Some(RopeScaling {
             factor: 4.0,
             low_freq_factor: 1.0,
             high_freq_factor: 2.0,
-            original_max_position_embeddings: 40,
+            original_positions: 40,
         }),
     };
     let rig = Rig::new();
     let inputs = [numbers(1, shape.rows() * shape.qkv_channels())];
     let forward = |inputs: &[Vec<f64>]| {
         let qkv = rig.buffer(&inputs[0]);
-        rig.run(RotaryForward {
+        rig.run(Rotary {
             qkv: qkv.clone(),
             shape,
             embedding,
             first_position: 3,
+            backward: false,
         });
         values(&qkv)
     };
     let backward = |_: &[Vec<f64>], dout: &[f64]| {
         let dqkv = rig.buffer(dout);
-        rig.run(RotaryBackward {
-            dqkv: dqkv.clone(),
+        rig.run(Rotary {
+            qkv: dqkv.clone(),
             shape,
             embedding,
             first_position: 3,
+            backward: true,
         });
         vec![values(&dqkv)]
     };
