@@ -15,7 +15,6 @@
 //! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
-//! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
@@ -31,7 +30,6 @@
 //! `F` channels of a feed-forward layer, `V` vocabulary, `R = B·T` rows.
 
 mod attention;
-mod batch_norm;
 mod column_sum;
 pub(crate) mod cpu;
 mod cross_entropy;
@@ -48,7 +46,6 @@ mod update;
 pub use attention::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
 };
-pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
 pub(crate) use cpu::kernel::kernel;
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
@@ -136,10 +133,6 @@ operations!(
     AttentionBackward,
     AttentionDecode,
     AttentionForward,
-    BatchNormBackward,
-    BatchNormBackwardSums,
-    BatchNormForward,
-    BatchNormSums,
     Cast,
     ClipScale,
     ColumnSum,

@@ -160,9 +160,9 @@ fn linear() {
 }
 
 #[test]
-fn layernorm() {
-    let (rows, channels) = (70, 45);
-    for accumulate in [false, true] {
+fn layernorm_and_rmsnorm() {
+    let (rows, channels, epsilon) = (70, 45, 1e-3);
+    for (has_bias, accumulate) in [(false, false), (false, true), (true, false), (true, true)] {
         compare(|s| {
             let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
             let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
@@ -170,9 +170,9 @@ fn layernorm() {
             s.rig.run(NormForward {
                 inp: inp.clone(),
                 weight: weight.clone(),
-                bias: Some(s.inp(3, channels)),
+                bias: has_bias.then(|| s.inp(3, channels)),
                 out: out.clone(),
-                epsilon: 1e-5,
+                epsilon,
             });
             s.rig.run(NormBackward {
                 dout: s.inp(4, rows * channels),
@@ -180,50 +180,15 @@ fn layernorm() {
                 weight,
                 dinp: dinp.clone(),
                 dweight: dweight.clone(),
-                dbias: Some(dbias.clone()),
-                epsilon: 1e-5,
+                dbias: has_bias.then(|| dbias.clone()),
+                epsilon,
                 accumulate_dinp: accumulate,
                 accumulate_dweight: accumulate,
                 accumulate_dbias: accumulate,
             });
-            vec![
-                ("out", out),
-                ("dinp", dinp),
-                ("dweight", dweight),
-                ("dbias", dbias),
-            ]
-        });
-    }
-}
-
-#[test]
-fn rmsnorm() {
-    let (rows, channels, epsilon) = (70, 45, 1e-3);
-    for accumulate in [false, true] {
-        compare(|s| {
-            let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
-            let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
-            let dweight = s.dirty_grad(channels);
-            s.rig.run(NormForward {
-                inp: inp.clone(),
-                weight: weight.clone(),
-                bias: None,
-                out: out.clone(),
-                epsilon,
-            });
-            s.rig.run(NormBackward {
-                dout: s.inp(4, rows * channels),
-                inp,
-                weight,
-                dinp: dinp.clone(),
-                dweight: dweight.clone(),
-                dbias: None,
-                epsilon,
-                accumulate_dinp: accumulate,
-                accumulate_dweight: accumulate,
-                accumulate_dbias: false,
-            });
-            vec![("out", out), ("dinp", dinp), ("dweight", dweight)]
+            let mut results = vec![("out", out), ("dinp", dinp), ("dweight", dweight)];
+            results.extend(has_bias.then_some(("dbias", dbias)));
+            results
         });
     }
 }

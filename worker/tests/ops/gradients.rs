@@ -137,73 +137,53 @@ fn accumulation_adds_to_what_is_there() {
     }
 }
 
+/// Layer normalisation, and without a bias that by the root mean square.
 #[test]
-fn layernorm() {
-    // More rows than one part of the work has, and channels that do not fill the lanes.
-    let (rows, channels) = (35, 5);
+fn layernorm_and_rmsnorm() {
+    // More rows than one part of the work has, and channels that do not fill the lanes. ε that is seen.
+    let (rows, channels, epsilon) = (35, 5, 0.1);
     let rig = Rig::new();
-    let inputs = [
-        numbers(1, rows * channels),
-        numbers(2, channels),
-        numbers(3, channels),
-    ];
-    let forward = |inputs: &[Vec<f64>]| {
-        let b = buffers(&rig, inputs);
-        let out = rig.empty(DType::F64, rows * channels);
-        rig.run(NormForward {
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            bias: Some(b[2].clone()),
-            out: out.clone(),
-            epsilon: 1e-5,
+    for has_bias in [true, false] {
+        let mut inputs = vec![numbers(1, rows * channels), numbers(2, channels)];
+        inputs.extend(has_bias.then(|| numbers(3, channels)));
+        let forward = |inputs: &[Vec<f64>]| {
+            let b = buffers(&rig, inputs);
+            let out = rig.empty(DType::F64, rows * channels);
+            rig.run(NormForward {
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                bias: b.get(2).cloned(),
+                out: out.clone(),
+                epsilon,
+            });
+            values(&out)
+        };
+        let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
+            let b = buffers(&rig, inputs);
+            let gradients: Vec<_> = inputs.iter().map(|x| rig.buffer(&vec![start; x.len()])).collect();
+            rig.run(NormBackward {
+                dout: rig.buffer(dout),
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                dinp: gradients[0].clone(),
+                dweight: gradients[1].clone(),
+                dbias: gradients.get(2).cloned(),
+                epsilon,
+                accumulate_dinp: accumulate,
+                accumulate_dweight: accumulate,
+                accumulate_dbias: accumulate,
+            });
+            gradients.iter().map(values).collect::<Vec<Vec<f64>>>()
+        };
+        check_gradients(&inputs, forward, |inputs, dout| {
+            run_backward(inputs, dout, 7.0, false)
         });
-        values(&out)
-    };
-    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
-        let b = buffers(&rig, inputs);
-        let [dinp, dweight, dbias] = [rows * channels, channels, channels].map(|n| rig.empty(DType::F64, n));
-        rig.run(NormBackward {
-            dout: rig.buffer(dout),
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            dbias: Some(dbias.clone()),
-            epsilon: 1e-5,
-            accumulate_dinp: false,
-            accumulate_dweight: false,
-            accumulate_dbias: false,
-        });
-        [dinp, dweight, dbias].iter().map(values).collect()
-    };
-    check_gradients(&inputs, forward, backward);
-}
-
-#[test]
-fn layernorm_adds_to_the_residual_gradient() {
-    let rig = Rig::new();
-    let run = |start: f64, accumulate| {
-        let (dinp, dweight, dbias) = (
-            rig.buffer(&[start; 80]),
-            rig.buffer(&[start; 40]),
-            rig.buffer(&[start; 40]),
-        );
-        rig.run(NormBackward {
-            dout: rig.buffer(&numbers(1, 80)),
-            inp: rig.buffer(&numbers(2, 80)),
-            weight: rig.buffer(&numbers(3, 40)),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            dbias: Some(dbias.clone()),
-            epsilon: 1e-5,
-            accumulate_dinp: accumulate,
-            accumulate_dweight: accumulate,
-            accumulate_dbias: accumulate,
-        });
-        [values::<f64>(&dinp), values(&dweight), values(&dbias)].concat()
-    };
-    for (fresh, added) in run(3.0, false).iter().zip(run(3.0, true)) {
-        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+        let dout = numbers(4, rows * channels);
+        let fresh = run_backward(&inputs, &dout, 7.0, false).concat();
+        let added = run_backward(&inputs, &dout, 3.0, true).concat();
+        for (fresh, added) in fresh.iter().zip(added) {
+            assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+        }
     }
 }
 
@@ -230,52 +210,6 @@ fn gelu() {
         vec![values(&dout_dinp)]
     };
     check_gradients(&inputs, forward, backward);
-}
-
-#[test]
-fn rmsnorm() {
-    // More rows than one part of the work has, and channels that do not fill the lanes. ε that is seen.
-    let (rows, channels, epsilon) = (35, 5, 0.1);
-    let rig = Rig::new();
-    let inputs = [numbers(1, rows * channels), numbers(2, channels)];
-    let forward = |inputs: &[Vec<f64>]| {
-        let b = buffers(&rig, inputs);
-        let out = rig.empty(DType::F64, rows * channels);
-        rig.run(NormForward {
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            bias: None,
-            out: out.clone(),
-            epsilon,
-        });
-        values(&out)
-    };
-    let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
-        let b = buffers(&rig, inputs);
-        let [dinp, dweight] = [rows * channels, channels].map(|n| rig.buffer(&vec![start; n]));
-        rig.run(NormBackward {
-            dout: rig.buffer(dout),
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            dbias: None,
-            epsilon,
-            accumulate_dinp: accumulate,
-            accumulate_dweight: accumulate,
-            accumulate_dbias: false,
-        });
-        vec![values(&dinp), values(&dweight)]
-    };
-    check_gradients(&inputs, forward, |inputs, dout| {
-        run_backward(inputs, dout, 7.0, false)
-    });
-    let dout = numbers(3, rows * channels);
-    let fresh = run_backward(&inputs, &dout, 7.0, false).concat();
-    let added = run_backward(&inputs, &dout, 3.0, true).concat();
-    for (fresh, added) in fresh.iter().zip(added) {
-        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
-    }
 }
 
 #[test]
