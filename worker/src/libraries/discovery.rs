@@ -41,7 +41,7 @@ impl LibraryKind {
         }
     }
 
-    /// As its makers call it.
+    /// Its name in NVIDIA's documents.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cuda => "CUDA driver",
@@ -202,7 +202,7 @@ impl Candidate {
 }
 
 impl SearchPath {
-    /// By the environment of this process.
+    /// The search path that the environment of this process gives.
     pub fn of_process() -> Self {
         Self::of(|name| std::env::var(name).ok())
     }

@@ -224,7 +224,7 @@ struct Parts<'a> {
     groups: Vec<ParamGroup>,
     /// Blocks that this rank holds, by chunk.
     blocks: Vec<Arc<dyn Block>>,
-    /// By number in the whole model.
+    /// Indexed by the number of the parameter in the whole model.
     numbers: Vec<usize>,
     /// Blocks of the whole model so far.
     count: usize,

@@ -93,24 +93,24 @@ impl Dense {
         }
     }
 
-    /// `[…, I]` to `[…, O]`, plus `residual`, and what computes it.
-    pub(super) fn product(
+    /// `[…, I]` to `[…, O]`, plus `residual`.
+    pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
         inp: &Activation,
         residual: Option<&Activation>,
         name: &str,
-    ) -> Result<(Activation, LinearForward), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
-        let linear = LinearForward {
+        ctx.enqueue(LinearForward {
             inp: inp.buffer().clone(),
             weight: ctx.params.get(self.weight),
             bias: self.bias.map(|bias| ctx.params.get(bias)),
             residual: residual.map(|residual| residual.buffer().clone()),
             out: out.buffer().clone(),
             shape: self.shape(inp),
-        };
-        Ok((out, linear))
+        });
+        Ok(out)
     }
 
     /// `[R, I]` to `[R, O]`: `residual`, plus the output where it is not dropped. Where the inputs are cut, the products of
@@ -126,8 +126,7 @@ impl Dense {
         let residual_here = (!drops).then_some(residual);
         let projected = if ctx.tensor.is_some() {
             let partial = Self { bias: None, ..*self };
-            let (partial, linear) = partial.product(ctx, inp, None, "partial sums")?;
-            ctx.enqueue(linear);
+            let partial = partial.forward(ctx, inp, None, "partial sums")?;
             let sum = ctx.summed_rows("partial sums", partial)?;
             let out = ctx.lease("projected", sum.shape())?;
             ctx.enqueue(AddBiasResidual {
@@ -138,28 +137,22 @@ impl Dense {
             });
             out
         } else {
-            let (projected, linear) = self.product(ctx, inp, residual_here, "projected")?;
-            ctx.enqueue(linear);
-            projected
+            self.forward(ctx, inp, residual_here, "projected")?
         };
         let out = dropout.apply(ctx, site, &projected, Some(residual))?;
         Ok(out.unwrap_or(projected))
     }
 
-    /// Gradient of the input, and what computes it.
-    pub(super) fn dinp(
-        &self,
-        ctx: &Context<'_>,
-        dout: &Activation,
-    ) -> Result<(Activation, LinearDinp), DeviceError> {
+    /// Gradient of the input.
+    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<Activation, DeviceError> {
         let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
-        let linear = LinearDinp {
+        ctx.enqueue(LinearDinp {
             dout: dout.buffer().clone(),
             weight: ctx.params.get(self.weight),
             dinp: dinp.buffer().clone(),
             shape: self.shape(&dinp),
-        };
-        Ok((dinp, linear))
+        });
+        Ok(dinp)
     }
 
     /// Gradients of the bias and the weight. That of the bias sums up this rank's rows of the output's gradient, `own`, and
@@ -235,8 +228,7 @@ impl NormedDense {
         name: &str,
     ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
-        let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
-        ctx.enqueue(linear);
+        let out = self.dense.forward(ctx, &normalised, None, name)?;
         self.keep(saved, &normalised);
         Ok(out)
     }
@@ -254,11 +246,7 @@ impl NormedDense {
             Some(name) => saved.take(name)?,
             None => self.norm.forward(ctx, inp)?,
         };
-        let gradient = || {
-            let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
-            ctx.enqueue(linear);
-            ctx.start_sum("gradient", dnormalised)
-        };
+        let gradient = || ctx.start_sum("gradient", self.dense.dinp(ctx, dout)?);
         // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
         let early = ctx.tensor.map(|_| gradient()).transpose()?;
         self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;

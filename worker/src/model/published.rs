@@ -83,40 +83,54 @@ pub struct PublishedTensor {
     pub elements: Range<usize>,
 }
 
-const fn layers(published: &'static str) -> SizeSetting {
+const fn size(
+    published: &'static str,
+    get: fn(&config::Model) -> usize,
+    set: fn(&mut config::Model, usize),
+    default: Option<(usize, &'static str)>,
+) -> SizeSetting {
     SizeSetting {
         published,
-        get: |model| model.n_layer,
-        set: |model, size| model.n_layer = size,
-        default: None,
+        get,
+        set,
+        default,
     }
+}
+
+const fn layers(published: &'static str) -> SizeSetting {
+    size(
+        published,
+        |model| model.n_layer,
+        |model, size| model.n_layer = size,
+        None,
+    )
 }
 
 const fn channels(published: &'static str) -> SizeSetting {
-    SizeSetting {
+    size(
         published,
-        get: |model| model.n_embd,
-        set: |model, size| model.n_embd = size,
-        default: None,
-    }
+        |model| model.n_embd,
+        |model, size| model.n_embd = size,
+        None,
+    )
 }
 
 const fn heads(published: &'static str) -> SizeSetting {
-    SizeSetting {
+    size(
         published,
-        get: |model| model.n_head,
-        set: |model, size| model.n_head = size,
-        default: None,
-    }
+        |model| model.n_head,
+        |model, size| model.n_head = size,
+        None,
+    )
 }
 
 const fn inner(published: &'static str, default: Option<(usize, &'static str)>) -> SizeSetting {
-    SizeSetting {
+    size(
         published,
-        get: config::Model::inner,
-        set: |model, size| model.n_inner = Some(size),
+        config::Model::inner,
+        |model, size| model.n_inner = Some(size),
         default,
-    }
+    )
 }
 
 static GPT2: Published = GPT2_TABLE;
@@ -208,9 +222,9 @@ static LLAMA: Published = Published {
 };
 
 impl Published {
-    /// Of an RMS norm, and what transformers takes where it is left out.
+    /// ε of an RMS norm, and what transformers takes where it is left out.
     pub const EPSILON: (&'static str, f64) = ("rms_norm_eps", 1e-6);
-    /// Of rotary positions, likewise.
+    /// Base of the angles of rotary positions, and what transformers takes where it is left out.
     pub const THETA: (&'static str, f64) = ("rope_theta", 10_000.0);
     /// How rotary positions are scaled; newer versions write the second, with `rope_theta` in it.
     pub const SCALING: [&'static str; 2] = ["rope_scaling", "rope_parameters"];

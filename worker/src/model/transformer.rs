@@ -143,7 +143,7 @@ pub(super) struct Embedding {
 }
 
 impl Embedding {
-    /// Of so many tokens and channels. Without `wpe`, positions make no difference.
+    /// An embedding of `held` tokens in `channels` channels. Without `wpe`, positions make no difference.
     pub(super) fn new(
         (wte, wpe): (ParamId, Option<ParamId>),
         [held, channels]: [usize; 2],
@@ -512,8 +512,7 @@ impl Attention {
         self.projection
             .gradients(ctx, [&mixed, &dprojected, &own], grads)?;
         drop(own);
-        let (dmixed, linear) = self.projection.dinp(ctx, &dprojected)?;
-        ctx.enqueue(linear);
+        let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
         ctx.enqueue(AttentionBackward {
@@ -579,10 +578,9 @@ impl FeedForward {
     ) -> Result<Activation, DeviceError> {
         let normalised = self.widen.norm.forward(ctx, inp)?;
         let dense = &self.widen.dense;
-        let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
+        let wide = dense.forward(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
         let (inp_of, out) = (wide.buffer().clone(), active.buffer().clone());
-        ctx.enqueue(linear);
         match self.activation {
             ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: inp_of, out }),
             ActivationKind::SwiGlu => ctx.enqueue(SwigluForward {
@@ -620,8 +618,7 @@ impl FeedForward {
         let kept = self.keeps_active.then(|| saved.take("activated")).transpose()?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
-        let (dactive, linear) = self.projection.dinp(ctx, &dprojected)?;
-        ctx.enqueue(linear);
+        let dactive = self.projection.dinp(ctx, &dprojected)?;
         let (active, dwide) = match self.activation {
             ActivationKind::Gelu => {
                 ctx.enqueue(GeluBackward {

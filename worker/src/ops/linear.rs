@@ -101,16 +101,16 @@ impl<'a> Factor<'a> {
 /// `out = lhs · rhs + bias + residual`, or `out += …`: what the operations of a layer are, on any device.
 struct LinearProduct<'a> {
     op: &'static str,
-    /// Of the factors.
+    /// Type of the factors.
     dtype: DType,
     lhs: Factor<'a>,
     rhs: Factor<'a>,
-    /// Of the same type, or f32; not transposed.
+    /// Has the type of the factors, or f32; not transposed.
     out: Factor<'a>,
     accumulate: bool,
-    /// Of the type of `out`, of each column.
+    /// `[columns]`, of the type of `out`.
     bias: Option<&'a Buffer>,
-    /// As `out`.
+    /// Has type and shape of `out`.
     residual: Option<&'a Buffer>,
 }
 
@@ -304,7 +304,7 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> 
     out.tiles(height.div_ceil(down).max(1), step)
 }
 
-/// Of a single row: each is read from memory once, by as many threads as there are.
+/// Tiles of an output with one row: each column of the right factor is read once, by all threads together.
 fn cut_row<T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
     const TILES: usize = 16;
     /// Columns of a tile are a multiple of this, except for the last tile.

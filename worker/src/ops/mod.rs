@@ -18,7 +18,7 @@
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
-//! | `elementwise` | [`Cast`], [`Fill`], [`Scale`], [`GeluForward`], [`GeluBackward`] |
+//! | `elementwise` | [`Cast`], [`Fill`], [`GeluForward`], [`GeluBackward`] |
 //! | `cpu` | what CPU kernels are written in; products; bf16 storage |
 //! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
@@ -51,7 +51,7 @@ pub(crate) use cpu::kernel::kernel;
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
-pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
+pub use elementwise::{Cast, Fill, GeluBackward, GeluForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
@@ -152,7 +152,6 @@ operations!(
     NormForward,
     PositionBackward,
     Rotary,
-    Scale,
     SquaredNorm,
     SwigluBackward,
     SwigluForward,

@@ -46,9 +46,9 @@ pub(super) struct StepMemory<'a> {
     pub(super) copies: Option<&'a Portion>,
     pub(super) grads: &'a Portion,
     pub(super) slots: &'a [Portion],
-    /// As [`Update::scale`].
+    /// See [`Update::scale`].
     pub(super) scale: &'a Buffer,
-    /// By parameter group.
+    /// One for each parameter group.
     pub(super) rates: Arc<[Rates]>,
     /// Number of the step, from 1.
     pub(super) number: u64,

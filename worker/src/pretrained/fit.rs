@@ -26,7 +26,7 @@ pub(super) struct ParamSource {
 pub(super) struct Piece {
     /// Its name is that of the file, prefix included.
     pub(super) tensor: StoredTensor,
-    /// Of the parameter.
+    /// Which elements of the parameter.
     pub(super) elements: Range<usize>,
 }
 
@@ -41,7 +41,7 @@ impl ParamSource {
 pub(super) struct Expected {
     published: &'static Published,
     decoder: Decoder,
-    /// By parameter.
+    /// The tensors of each parameter.
     tensors: Vec<Vec<PublishedTensor>>,
 }
 

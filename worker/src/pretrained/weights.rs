@@ -24,7 +24,7 @@ const FINGERPRINT_BYTES: u64 = 1 << 20;
 pub struct PretrainedWeights {
     path: PathBuf,
     files: Vec<WeightFile>,
-    /// By parameter.
+    /// One for each parameter.
     sources: Vec<ParamSource>,
     /// See [`Expected::remainder`].
     remainder: Option<String>,
@@ -34,7 +34,7 @@ impl PretrainedWeights {
     /// Opens the folder or file at `path`, and compares names, shapes and settings with the model that `model` describes
     /// and whose parameters are `params`. The error names all that differs, and what to write in the YAML.
     ///
-    /// Of the parameters' values none is read; but where nothing says that the head is tied, it is compared.
+    /// No values are read, except that the head is compared if nothing says whether it is tied.
     pub fn open(path: &Path, model: &config::Model, params: &[ParamSpec]) -> Result<Self, PretrainedError> {
         let WeightFiles {
             files,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
-    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, Runs, Scale,
+    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, Runs,
     SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, UpdateRule, Updates,
 };
 use ddp_worker::optim;
@@ -108,11 +108,6 @@ fn elementwise(size: Size) -> Vec<Case> {
                 value: 1.5,
             }));
         }
-        let tensors = vec![exact(F32, 1, n)];
-        cases.push(Case::new(format!("scale of {n}"), tensors, |b| Scale {
-            x: b[0].clone(),
-            factor: 0.3,
-        }));
     }
     let unaligned = size == Size::Small;
     let odd = if unaligned {

@@ -21,7 +21,7 @@ use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event,
 use crate::session::{Cancel, Waiting, Wanted};
 use crate::timeline::Interval;
 
-/// For so long a call is polled without a rest.
+/// How long a call is polled without a rest.
 const SPIN: Duration = Duration::from_micros(200);
 /// The rest between two polls after that.
 const REST: Duration = Duration::from_micros(50);
@@ -37,7 +37,7 @@ const IN_FLIGHT_BOUND: usize = 1024;
 pub struct Membership {
     /// In errors and logs; the same on all ranks.
     pub name: String,
-    /// Of this process in the group.
+    /// Rank of this process in the group.
     pub rank: usize,
     /// Global ranks, in order of rank.
     pub members: Vec<usize>,

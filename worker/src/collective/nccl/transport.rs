@@ -125,7 +125,7 @@ fn await_aborts(watchdog: &Watchdog, name: &str) {
 /// What rank 0 publishes.
 #[derive(Debug, Serialize, Deserialize)]
 struct PublishedId {
-    /// Of its library.
+    /// Version of its library.
     version: String,
     id: Vec<u8>,
 }

@@ -231,7 +231,7 @@ impl Device for CudaDevice {
     }
 }
 
-/// Of the process, so that the driver's thread never drops the last reference to a piece of work.
+/// One list for the process, so that the driver's thread never drops the last reference to a piece of work.
 static DONE: Done = Done(Mutex::new(Vec::new()));
 
 /// Work that has been done and is still to be freed.

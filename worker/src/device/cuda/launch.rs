@@ -44,7 +44,7 @@ impl Grid {
         }
     }
 
-    /// As many blocks as it takes for one thread an element.
+    /// Enough blocks for one thread per element.
     pub const fn covering(elements: usize, threads: u32) -> Self {
         Self::linear(elements.div_ceil(threads as usize) as u32, threads)
     }
@@ -151,7 +151,7 @@ pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
-    /// By the address of a source, which is a static, and what is defined. Each has a lock of its own, so that several
+    /// Keyed by the address of a source, which is a static, and its definitions. Each has a lock of its own, so that several
     /// threads can compile at once.
     modules: Mutex<HashMap<(usize, Vec<Define>), ModuleSlot>>,
     products: OnceLock<Result<Products, DeviceError>>,

@@ -82,7 +82,7 @@ pub struct Product {
 }
 
 impl Product {
-    /// Of A, B, C and D.
+    /// Addresses of the library's A, B, C and D.
     fn addresses(&self) -> [DevicePtr; 4] {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]

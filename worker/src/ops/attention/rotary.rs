@@ -228,7 +228,7 @@ fn cosine_and_sine(turn: u64) -> [f64; 2] {
 }
 
 kernel! {
-    /// Of the pairs at a position: cosines, then sines; of the negative angles for the way back.
+    /// Writes the cosines of the pairs at a position, then their sines; of the negative angles in backward.
     fn cosines_and_sines<'a, T>(
         position: u64,
         turns: &'a [u64],
@@ -288,7 +288,7 @@ pub(super) fn units() -> Vec<CompileUnit> {
 mod tests {
     use super::*;
 
-    /// As published for Llama 3.1.
+    /// The published settings of Llama 3.1.
     const LLAMA_3_1: RotaryEmbedding = RotaryEmbedding {
         base: 500_000.0,
         scaling: Some(RopeScaling {
