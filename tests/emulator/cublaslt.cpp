@@ -4,12 +4,11 @@
 // overwritten by every product, so that whoever else keeps something there finds out.
 //
 // An algorithm is for addresses as aligned as its heuristic was told: matrices by the preference, 256 bytes if it says
-// nothing, bias and auxiliary matrix by the pointers that the operation had then. Less is refused here, where the real
-// library may read what is beside; so is an auxiliary matrix whose columns do not all begin at 16 bytes.
+// nothing, the bias by the pointer that the operation had then. Less is refused here, where the real library may read
+// what is beside.
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,19 +23,15 @@ namespace {
 enum Status { OK = 0, INVALID = 7, NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, BF16 = 14 };
 enum Compute { COMPUTE_F32 = 68, COMPUTE_TF32 = 77 };
-enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128, BGRADA = 256, BGRADB = 512 };
+enum Epilogue : unsigned { PLAIN = 1, BIAS = 4 };
 
 constexpr size_t WORKSPACE = 1 << 20, WORKSPACE_ALIGNMENT = 256;
-// Of the GELU's input: its address in bytes, and its leading dimension in elements.
-constexpr size_t AUX_ALIGNMENT = 16, AUX_STEP = 8;
 
 struct Operation {
     int compute = COMPUTE_F32;
     int transposed[2] = {0, 0};
     unsigned epilogue = PLAIN;
-    void *bias = nullptr, *aux = nullptr;
-    int64_t aux_stride = 0;
-    int32_t multiprocessors = 0;
+    void *bias = nullptr;
 };
 
 // By columns: element (i, j) at `i + j·stride`.
@@ -51,7 +46,7 @@ struct Preference {
     uint32_t alignments[4] = {256, 256, 256, 256}; // of A, B, C, D
 };
 
-// What the library keeps in it is its own: here, the least alignment of A, B, C, D, the bias and the auxiliary matrix.
+// What the library keeps in it is its own: here, the least alignment of A, B, C, D and the bias.
 struct Algorithm {
     uint32_t alignments[6];
     uint64_t number;
@@ -115,15 +110,6 @@ std::vector<float> packed(const void *matrix, const Layout &layout, bool along_r
     return out;
 }
 
-constexpr float SQRT_2_OVER_PI = 0.7978845608028654f, CUBIC = 0.044715f;
-
-float gelu(float x) { return 0.5f * x * (1.0f + tanhf(SQRT_2_OVER_PI * (x + CUBIC * x * x * x))); }
-
-float gelu_slope(float x) {
-    const float t = tanhf(SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
-    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * SQRT_2_OVER_PI * (1.0f + 3.0f * CUBIC * x * x);
-}
-
 // All of one call, copied when it is made.
 struct Product {
     Operation operation;
@@ -134,33 +120,14 @@ struct Product {
     float alpha, beta;
 
     float finished(float sum, size_t row, size_t column) const {
-        const size_t aux_at = row + column * operation.aux_stride;
         float value = alpha * sum;
         if (beta != 0.0f) {
             value += beta * load(c, layouts[2].type, row + column * layouts[2].stride);
         }
-        if (operation.epilogue & BIAS) {
+        if (operation.epilogue == BIAS) {
             value += load(operation.bias, layouts[3].type, row);
         }
-        if (operation.epilogue & GELU) {
-            store(operation.aux, layouts[3].type, aux_at, value);
-            value = gelu(load(operation.aux, layouts[3].type, aux_at));
-        }
-        if (operation.epilogue & DGELU) {
-            value *= gelu_slope(load(operation.aux, layouts[3].type, aux_at));
-        }
         return value;
-    }
-
-    // The gradient of a bias: of each row of op(A), or column of op(B), the sum.
-    void sum_up(const std::vector<float> &rows, size_t count, size_t inner) const {
-        for (size_t i = 0; i < count; i++) {
-            float sum = 0.0f;
-            for (size_t k = 0; k < inner; k++) {
-                sum += rows[i * inner + k];
-            }
-            store(operation.bias, layouts[3].type, i, sum);
-        }
     }
 
     void run() const {
@@ -169,12 +136,6 @@ struct Product {
         const std::vector<float> left = packed(a, layouts[0], operation.transposed[0] == 0, tf32);
         const std::vector<float> right = packed(b, layouts[1], operation.transposed[1] != 0, tf32);
         const size_t inner = operation.transposed[0] ? layouts[0].rows : layouts[0].columns;
-        if (operation.epilogue & BGRADA) {
-            sum_up(left, layouts[3].rows, inner);
-        }
-        if (operation.epilogue & BGRADB) {
-            sum_up(right, layouts[3].columns, inner);
-        }
         for (size_t column = 0; column < layouts[3].columns; column++) {
             for (size_t row = 0; row < layouts[3].rows; row++) {
                 const float *x = &left[row * inner], *y = &right[column * inner];
@@ -207,25 +168,12 @@ uint32_t alignment(const void *at) {
     return (uint32_t)std::min<uintptr_t>(address ? address & (~address + 1) : 256, 256);
 }
 
-// What is wrong with the epilogue's pointers; null: nothing.
-const char *problem(const Operation &operation, const Layout &d) {
-    constexpr unsigned KNOWN = PLAIN | BIAS | GELU | DGELU | AUX | BGRADA | BGRADB;
-    if (operation.epilogue & ~KNOWN) {
-        return "an epilogue that there is not";
+// What is wrong with the epilogue; null: nothing.
+const char *problem(const Operation &operation) {
+    if (operation.epilogue != PLAIN && operation.epilogue != BIAS) {
+        return "an epilogue that is not emulated";
     }
-    if ((operation.epilogue & (BIAS | BGRADA | BGRADB)) && !operation.bias) {
-        return "an epilogue with a bias that is nowhere";
-    }
-    if (!(operation.epilogue & AUX)) {
-        return nullptr;
-    }
-    if (!operation.aux || alignment(operation.aux) < AUX_ALIGNMENT) {
-        return "an auxiliary matrix that does not begin at a multiple of 16 bytes";
-    }
-    if (operation.aux_stride < (int64_t)d.rows || operation.aux_stride % AUX_STEP != 0) {
-        return "an auxiliary matrix whose leading dimension is no multiple of 8, or less than its rows";
-    }
-    return nullptr;
+    return operation.epilogue == BIAS && !operation.bias ? "an epilogue with a bias that is nowhere" : nullptr;
 }
 
 // Puts a function on a stream of the emulated driver.
@@ -283,12 +231,6 @@ API int cublasLtMatmulDescSetAttribute(Handle handle, int attribute, const void 
         return take(operation.epilogue);
     case 8:
         return take(operation.bias);
-    case 11:
-        return take(operation.aux);
-    case 12:
-        return take(operation.aux_stride);
-    case 15:
-        return take(operation.multiprocessors);
     default:
         return NOT_SUPPORTED;
     }
@@ -342,13 +284,12 @@ API int cublasLtMatmulAlgoGetHeuristic(Handle, Handle operation, Handle a, Handl
     if (wanted < 1 || !fits(known, *(Layout *)a, *(Layout *)b, *(Layout *)d)) {
         return INVALID;
     }
-    if (const char *words = problem(known, *(Layout *)d)) {
+    if (const char *words = problem(known)) {
         return refuse(words);
     }
     Algorithm algorithm = {};
     std::copy(preferred.alignments, preferred.alignments + 4, algorithm.alignments);
     algorithm.alignments[4] = alignment(known.bias);
-    algorithm.alignments[5] = alignment(known.aux);
     for (; *count < std::min(wanted, ALGORITHMS); ++*count) {
         algorithm.number = *count;
         found[*count] = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
@@ -364,11 +305,11 @@ API int cublasLtMatmul(Handle, Handle operation, const void *alpha, const void *
     if (!fits(known, layouts[0], layouts[1], layouts[3]) || layouts[2].rows != layouts[3].rows) {
         return INVALID;
     }
-    if (const char *words = problem(known, layouts[3])) {
+    if (const char *words = problem(known)) {
         return refuse(words);
     }
-    const void *const addresses[6] = {a, b, c, d, known.bias, known.aux};
-    for (int i = 0; i < 6; i++) {
+    const void *const addresses[5] = {a, b, c, d, known.bias};
+    for (int i = 0; i < 5; i++) {
         if (alignment(addresses[i]) < algorithm->alignments[i]) {
             return refuse("an address that is less aligned than the algorithm was chosen for");
         }

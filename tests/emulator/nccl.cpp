@@ -12,6 +12,7 @@
 //     EMULATOR_NCCL=23007        its version. Before 23000 ranks on one GPU are refused unless each has an NCCL_HOSTID
 //     EMULATOR_NCCL_DEATH=hang   the end of a rank's process is not noticed, as by NCCL within a node: operations never
 //                                end until they are aborted; only while a communicator is made it is an error
+//     EMULATOR_NCCL_FAIL=0       which operation that a process issues fails, from 1 on; 0: none
 //     EMULATOR_NCCL_DEATH=error  it is reported to the others as ncclRemoteError, as by NCCL between nodes
 
 #include "nccl_comm.hpp"
@@ -177,6 +178,11 @@ Result issue(Call call, Handle handle, Handle stream) {
     request.peer = call.peer;
     request.count = call.count;
     Result result = comm->check(call.name);
+    static std::atomic<uint64_t> issued = 0;
+    if (++issued == setting("EMULATOR_NCCL_FAIL", 0)) {
+        complain("%s fails, as EMULATOR_NCCL_FAIL asks for", call.name);
+        return INTERNAL_ERROR;
+    }
     result = result == SUCCESS ? check_call(call, *comm, request) : result;
     if (result != SUCCESS || call.count == 0) {
         return result;

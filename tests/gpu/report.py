@@ -23,8 +23,7 @@ SIZES = {"124m": (12, 768), "350m": (24, 1024)}
 PEERS = [f"{kind}-{backend}" for kind in ("compiled", "eager") for backend in ("flash", "cudnn")]
 SEQUENCE, VOCABULARY = 1024, 50304
 # Runs of `overlap`.
-OVERLAPS = {"alone": "one rank alone", "true": "as it trains", "false": "all after backward", "ctas": "NCCL_MAX_CTAS=8",
-            "sms": "and products for 124 SMs"}
+OVERLAPS = {"alone": "one rank alone", "true": "as it trains", "false": "all after backward", "ctas": "NCCL_MAX_CTAS=8"}
 # Lines of the digest, how many of them are ratios at most, and what is shown of each.
 DIGEST_LINES, MOST_RATIOS, MOST_COLUMNS = 25, 12, 160
 # Steps that compile, allocate and measure.

@@ -7,8 +7,7 @@
 
 # What `speed` trains 124M with once more, each to be compared with 124M without: NAME, then VARIABLE=VALUE of the
 # environment or KEY=VALUE of the configuration. report.py finds them by their logs.
-switches=("fused DDP_FUSED_GELU=1" "timed DDP_TIMED_PRODUCTS=1" "bias DDP_FUSED_BIAS_GRADIENTS=1"
-    "logits DDP_SHARED_LOGITS=1" "kept train.recompute=never" "kept-fused train.recompute=never DDP_FUSED_GELU=1")
+switches=("timed DDP_TIMED_PRODUCTS=1" "kept train.recompute=never")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {
@@ -198,8 +197,6 @@ section_overlap() {
     if ((cards > 1)); then
         # Fewer of NCCL's blocks leave more multiprocessors to what computes beside them.
         switched NCCL_MAX_CTAS=8 train overlap-ctas 40 "$ranks" "${common[@]}" run.timeline=15-16
-        # And products that are made for those that are left: of 132 on an H100.
-        switched NCCL_MAX_CTAS=8 DDP_SM_COUNT_TARGET=124 train overlap-sms 40 "$ranks" "${common[@]}" run.timeline=15-16
     fi
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }

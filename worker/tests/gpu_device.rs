@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
-use ddp_worker::ops::{Fill, Rates, Runs, Scale, Update};
+use ddp_worker::ops::{Cast, Fill, Rates, Runs, Update};
 use ddp_worker::optim::{StateMemory, adamw};
 
 mod gpu_support;
@@ -101,13 +101,11 @@ fn a_stream_waits_for_an_event_of_another() {
     let x = arena(gpu.as_ref(), "x", len);
     busy(&gpu, first, &x);
     gpu.wait_event(second, &gpu.record(first), soon());
-    let x_twice = Scale {
-        x: x.whole(),
-        factor: 2.0,
-    };
-    gpu.enqueue(second, x_twice.into());
-    // The value of the last fill, doubled once.
-    assert!(values(gpu.as_ref(), second, &x).iter().all(|v| *v == 398.0));
+    let copy = arena(gpu.as_ref(), "copy", len);
+    let (x, out) = (x.whole(), copy.whole());
+    gpu.enqueue(second, Cast { x, out }.into());
+    // The value of the last fill.
+    assert!(values(gpu.as_ref(), second, &copy).iter().all(|v| *v == 199.0));
     let done = gpu.record(first);
     done.wait(soon()).unwrap();
     assert_eq!(done.poll(), Some(Ok(())));

@@ -4,12 +4,13 @@
 
 mod nccl_ranks;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{Communicator, Executor, Failure, Launch, ReduceOp, Traffic, Work, WorkError};
-use ddp_worker::device::{ArenaSpec, Buffer, Device, Element};
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, Device, Element, Event};
 use half::bf16;
-use nccl_ranks::{PATIENCE, Rank, TIMEOUT, nccl_and_gpu, run_ranks, timeline};
+use nccl_ranks::{PATIENCE, Place, Rank, TIMEOUT, nccl_and_gpu, run_ranks, timeline};
 
 /// Elements of a buffer: more than one of NCCL's chunks, slices of odd size for 2 and 4 ranks.
 const LEN: usize = 4 * 100_003;
@@ -20,6 +21,9 @@ const BF16_TOLERANCE: f32 = 0.02;
 
 /// How long an absentee is waited for. It bounds the set-up of the group too, which may take seconds on a busy machine.
 const ABSENCE: Duration = Duration::from_secs(15);
+
+/// The same where nothing else has to be done within it.
+const SHORT_ABSENCE: Duration = Duration::from_secs(5);
 
 /// What ranks give: spread over several orders of magnitude, different on each.
 fn numbers(rank: usize, len: usize) -> Vec<f32> {
@@ -206,6 +210,8 @@ fn rank_of_a_group_with_an_absentee() {
     let sum = ReduceOp::Sum;
     let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch);
     apply(rank.gpu.as_ref(), &rank.over_nccl, &[1.0_f32; 64], all_reduce);
+    let all: Vec<usize> = (0..rank.size).collect();
+    let beside = rank.over_nccl.split("beside", &all, Executor::Thread).unwrap();
     if rank.number + 1 < rank.size {
         let buffer = buffer(rank.gpu.as_ref(), &[1.0_f32; 64]);
         let work = rank
@@ -214,27 +220,105 @@ fn rank_of_a_group_with_an_absentee() {
         let Err(WorkError::Failed(error)) = work.wait(Instant::now() + TIMEOUT) else {
             panic!("an operation cannot succeed without a rank");
         };
-        let Failure::TimedOut { waiting_for, .. } = &error.failure else {
-            panic!("{error}");
-        };
-        assert_eq!(*waiting_for, [rank.size - 1], "{error}");
+        assert_eq!(*late_ranks(&error.failure), [rank.size - 1], "{error}");
         assert!(
             error.to_string().contains("all-reduce #1 of `world` (bucket 7"),
             "{error}"
         );
         // The stream goes on once the operation is aborted.
         work.wait_on(rank.gpu.as_ref(), rank.gpu.stream(), Instant::now() + TIMEOUT);
+        // So are operations of the process in other communicators, for the same reason.
+        let elsewhere = failure_of(&beside.all_reduce(&buffer, sum, Launch::now(Traffic::Params, "layer 0")));
+        assert!(matches!(elsewhere, Failure::GivenUp { .. }), "{elsewhere}");
+        let words = elsewhere.to_string();
+        assert!(
+            words.starts_with("abandoned because of #1 of `world`: waited"),
+            "{words}"
+        );
     }
-    // Nobody's process ends before all have seen it.
-    apply(
-        rank.cpu.as_ref(),
-        &rank.over_memory,
-        &[0_u8; 4],
-        &|comm, buffer, launch| comm.barrier(buffer, launch),
-    );
-    // As a worker that failed ends.
-    drop(rank);
+    end_as_a_failed_worker(&rank.over_memory);
+}
+
+fn failure_of(work: &Work) -> Failure {
+    match work.wait(Instant::now() + TIMEOUT) {
+        Err(WorkError::Failed(error)) => error.failure,
+        other => panic!("expected a failure, got {other:?}"),
+    }
+}
+
+fn late_ranks(failure: &Failure) -> &[usize] {
+    match failure {
+        Failure::TimedOut { waiting_for, .. } => waiting_for,
+        other => panic!("expected a time-out, got {other}"),
+    }
+}
+
+/// Ends the process without exit handlers, when all ranks have come here.
+fn end_as_a_failed_worker(over_memory: &Communicator) -> ! {
+    let cpu = CpuDevice::new(1).unwrap();
+    apply(&cpu, over_memory, &[0_u8; 4], &|comm, buffer, launch| {
+        comm.barrier(buffer, launch)
+    });
     ddp_worker::libraries::exit_at_once(0);
+}
+
+/// The last rank does not set the group up; a device that is no GPU is refused at once.
+#[test]
+fn rank_of_a_set_up_with_an_absentee() {
+    let Some(place) = Place::of_process() else {
+        return;
+    };
+    let cpu: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
+    let error = place.connect(&cpu, TIMEOUT).err().unwrap().to_string();
+    assert!(error.starts_with("NCCL needs a GPU, the device is "), "{error}");
+    if place.number + 1 < place.size {
+        let failure = place.connect(&place.gpu, SHORT_ABSENCE).err().unwrap();
+        assert!(late_ranks(&failure).contains(&(place.size - 1)), "{failure}");
+    }
+    end_as_a_failed_worker(&place.over_memory);
+}
+
+/// The last rank is lost, which the launcher reports: nobody waits for a time-out.
+#[test]
+fn rank_of_an_ended_generation() {
+    let Some(rank) = Rank::of_process(TIMEOUT) else {
+        return;
+    };
+    if rank.number + 1 < rank.size {
+        let buffer = buffer(rank.gpu.as_ref(), &[1.0_f32; 64]);
+        let launch = |tag| Launch::now(Traffic::Grads, tag);
+        let works = ["bucket 0", "bucket 1"]
+            .map(|tag| rank.over_nccl.all_reduce(&buffer, ReduceOp::Sum, launch(tag)));
+        rank.cancel.cancel("rank 2 died of SIGKILL");
+        for work in &works {
+            let over = Failure::GenerationOver("rank 2 died of SIGKILL".into());
+            assert_eq!(failure_of(work), over);
+        }
+        rank.over_nccl.abandon();
+        ddp_worker::libraries::exit_at_once(0);
+    }
+}
+
+/// A gradient that is never ready is not the fault of the other ranks.
+#[test]
+fn rank_without_its_input() {
+    let Some(rank) = Rank::of_process(SHORT_ABSENCE) else {
+        return;
+    };
+    let (event, _signal) = Event::pair("a gradient");
+    let buffer = buffer(rank.gpu.as_ref(), &[1.0_f32; 64]);
+    let launch = Launch::after(event, Traffic::Grads, "bucket 0");
+    let words = failure_of(&rank.over_nccl.all_reduce(&buffer, ReduceOp::Sum, launch)).to_string();
+    // The stream's own wait ends at the same moment as the watchdog's.
+    let expected = [
+        "ms for the input of all-reduce #0 (bucket 0)",
+        "ms for a gradient",
+    ];
+    assert!(
+        expected.iter().any(|expected| words.contains(expected)),
+        "{words}"
+    );
+    end_as_a_failed_worker(&rank.over_memory);
 }
 
 /// A collective does not wait for kernels that come after its input, nor they for it.
@@ -285,4 +369,20 @@ fn a_rank_that_stays_away_is_named_by_the_others() {
     let ended = run_ranks(&nccl, "rank_of_a_group_with_an_absentee", 4);
     assert!(ended.iter().all(std::process::ExitStatus::success), "{ended:?}");
     assert!(started.elapsed() < PATIENCE);
+}
+
+#[test]
+fn what_goes_wrong_is_named_and_every_process_can_end() {
+    let Some(nccl) = nccl_and_gpu() else { return };
+    for name in [
+        "rank_of_a_set_up_with_an_absentee",
+        "rank_of_an_ended_generation",
+        "rank_without_its_input",
+    ] {
+        let ended = run_ranks(&nccl, name, 3);
+        assert!(
+            ended.iter().all(std::process::ExitStatus::success),
+            "{name}: {ended:?}"
+        );
+    }
 }

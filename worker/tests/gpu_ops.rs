@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
 use ddp_worker::device::Device;
-use ddp_worker::device::cuda::KernelChoices;
 use op_cases::{Bench, Case, Size, Types, catalogue};
 
 /// Runs everything in every precision, and says everything that differs.
@@ -66,69 +65,6 @@ fn odd_sizes_agree_with_the_cpu() {
 #[test]
 fn sizes_of_training_agree_with_the_cpu() {
     check(Size::Large);
-}
-
-/// In one pass of cuBLASLt where it has one (for GELUs on Hopper only), elsewhere as without; rows of logits in shared
-/// memory where they fit.
-fn check_other_kernels(size: Size) {
-    for (kind, layout) in [
-        ("linear and gelu", ""),
-        ("linear dweight and dbias", "InOut"),
-        ("linear dweight and dbias", "OutIn"),
-        ("cross entropy and gradient", ""),
-    ] {
-        let Some(device) = gpu_support::open(OTHER_KERNELS) else {
-            return;
-        };
-        let mut cases = catalogue(size);
-        cases.retain(|case| case.name.starts_with(kind) && case.name.contains(layout));
-        assert!(!cases.is_empty(), "{kind}");
-        check_on(device.as_ref(), &cases);
-        let refused = device.products_refused().unwrap();
-        println!("{kind} {layout}: {refused} kinds of products took more than one pass");
-        if !layout.is_empty() {
-            // Of each size, in bf16 and with gradients of f32, what is not added to a gradient.
-            let asked = cases.len() / 2 * 2;
-            assert!(refused < asked, "all {asked} were refused");
-        }
-    }
-}
-
-const OTHER_KERNELS: KernelChoices = KernelChoices {
-    fused_gelu: true,
-    fused_bias_gradients: true,
-    shared_logits: true,
-};
-
-#[test]
-fn rows_in_shared_memory_give_the_same_bits() {
-    let (Some(plain), Some(other)) = (gpu_support::device(), gpu_support::open(OTHER_KERNELS)) else {
-        return;
-    };
-    let (plain, other) = (Bench::new(plain.as_ref()), Bench::new(other.as_ref()));
-    let mut cases = catalogue(Size::Small);
-    cases.retain(|case| case.name.starts_with("cross entropy and gradient"));
-    assert!(!cases.is_empty());
-    for case in cases {
-        for types in Types::ALL {
-            let bits = |bench| -> Vec<Vec<u64>> {
-                let tensors: Vec<Vec<f64>> = case.run(bench, types).unwrap();
-                let bits = tensors.iter().map(|t| t.iter().map(|x| x.to_bits()).collect());
-                bits.collect()
-            };
-            assert_eq!(bits(&plain), bits(&other), "{}", case.name);
-        }
-    }
-}
-
-#[test]
-fn other_kernels_agree_with_the_cpu() {
-    check_other_kernels(Size::Small);
-}
-
-#[test]
-fn other_kernels_agree_with_the_cpu_at_sizes_of_training() {
-    check_other_kernels(Size::Large);
 }
 
 #[test]

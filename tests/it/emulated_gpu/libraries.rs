@@ -57,12 +57,11 @@ fn a_stub_that_is_taken_for_the_driver_is_named_with_the_way_to_the_driver() {
     let stub = folder.path().join("libcuda.so.1");
     put_stub(&stub);
     let path = before_the_emulator(folder.path());
-    let emulated = Emulator::built().folder().display();
     let problem = format!(
         "`{}` is not the driver but a stub of the CUDA toolkit",
         stub.display()
     );
-    let hint = format!("the driver is `{emulated}/libcuda.so.1`: put `{emulated}` first in LD_LIBRARY_PATH");
+    let hint = format!("hint: remove `{}` from LD_LIBRARY_PATH", folder.path().display());
     doctor(("LD_LIBRARY_PATH", &path))
         .expect_stdout(&format!("- no usable device: {problem}"))
         .expect_stdout(&hint);

@@ -2,8 +2,8 @@
 
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, RmsNormBackward, RmsNormForward,
-    RotaryBackward, RotaryEmbedding, RotaryForward, SwigluBackward, SwigluForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, NormBackward, NormForward, Rotary,
+    RotaryEmbedding, SwigluBackward, SwigluForward,
 };
 
 use crate::bench::{Bench, Work};
@@ -47,23 +47,26 @@ impl Llama {
         let (n, c) = (self.shape.rows() * self.shape.channels(), self.shape.channels());
         let epsilon = 1e-5;
         bench.row("rmsnorm", Work::moving(4 * n), || {
-            Ok(RmsNormForward {
+            Ok(NormForward {
                 inp: bench.act(n)?,
                 weight: bench.act(c)?,
+                bias: None,
                 out: bench.act(n)?,
                 epsilon,
             })
         })?;
         bench.row("  gradient, residual added", Work::moving(8 * n), || {
-            Ok(RmsNormBackward {
+            Ok(NormBackward {
                 dout: bench.act(n)?,
                 inp: bench.act(n)?,
                 weight: bench.act(c)?,
                 dinp: bench.act(n)?,
                 dweight: bench.act(c)?,
+                dbias: None,
                 epsilon,
                 accumulate_dinp: true,
                 accumulate_dweight: false,
+                accumulate_dbias: false,
             })
         })
     }
@@ -80,19 +83,21 @@ impl Llama {
         };
         let first_position = 0;
         bench.row("rotary embedding", Work::moving(4 * rotated), || {
-            Ok(RotaryForward {
+            Ok(Rotary {
                 qkv: bench.act(n)?,
                 shape,
                 embedding,
                 first_position,
+                backward: false,
             })
         })?;
         bench.row("  gradient", Work::moving(4 * rotated), || {
-            Ok(RotaryBackward {
-                dqkv: bench.act(n)?,
+            Ok(Rotary {
+                qkv: bench.act(n)?,
                 shape,
                 embedding,
                 first_position,
+                backward: true,
             })
         })
     }

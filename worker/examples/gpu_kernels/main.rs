@@ -31,7 +31,7 @@ mod token_ids;
 use std::error::Error;
 use std::path::Path;
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache, KernelChoices};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 use ddp_worker::device::{DType, Device, DeviceError};
 use ddp_worker::ops::{Cast, LinearShape, WeightLayout};
 
@@ -145,12 +145,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let device = CudaDevice::open(CudaOptions {
         cache: KernelCache::of_user(),
-        // The rows `widen + gelu` and `… and of the bias` are their measure; no other operation asks for them.
-        kernels: KernelChoices {
-            fused_gelu: true,
-            fused_bias_gradients: true,
-            shared_logits: purpose == Purpose::Sanitize,
-        },
         ..CudaOptions::default()
     })?;
     println!("{}\n{}", device.name(), ids.description());

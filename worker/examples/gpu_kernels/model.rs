@@ -3,9 +3,8 @@
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
-    LinearGeluBackward, LinearGeluForward, LinearShape, Rates, Runs, SquaredNorm, TokenBackward, Update,
-    WeightLayout,
+    GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearShape, NormBackward, NormForward, Rates,
+    Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 
@@ -24,7 +23,6 @@ impl Model {
     /// Prints a row for each operation.
     pub(crate) fn measure(&self, bench: &Bench) -> Result<(), DeviceError> {
         self.linear(bench)?;
-        self.linear_gelu(bench)?;
         self.attention(bench)?;
         self.elementwise(bench)?;
         self.layernorm(bench)?;
@@ -82,76 +80,11 @@ impl Model {
                     dout: bench.act(rows * outputs)?,
                     dweight: bench.act(inputs * outputs)?,
                     accumulate: false,
-                    dbias: None,
-                    shape,
-                })
-            })?;
-            bench.row("  … and of the bias", work, || {
-                let dout = bench.act(rows * outputs)?;
-                Ok(LinearDweight {
-                    inp: bench.act(rows * inputs)?,
-                    dout: dout.clone(),
-                    dweight: bench.act(inputs * outputs)?,
-                    accumulate: false,
-                    dbias: Some(ColumnSum {
-                        x: dout,
-                        out: bench.act(outputs)?,
-                        accumulate: false,
-                    }),
                     shape,
                 })
             })?;
         }
         Ok(())
-    }
-
-    /// To be compared with the sum of the rows `widen` and `gelu`, and of `projection`'s gradient of the input and
-    /// `gelu`'s.
-    fn linear_gelu(&self, bench: &Bench) -> Result<(), DeviceError> {
-        let (rows, c) = (self.rows(), self.channels);
-        let shape = |inputs, outputs| LinearShape {
-            rows,
-            inputs,
-            outputs,
-            layout: WeightLayout::InOut,
-        };
-        let work = |wide_passes: usize| Work {
-            bytes: 2 * (rows * c + 4 * c * c + wide_passes * 4 * rows * c),
-            flop: 8 * rows * c * c,
-        };
-        bench.row("widen + gelu", work(2), || {
-            let wide = bench.act(4 * rows * c)?;
-            Ok(LinearGeluForward {
-                linear: LinearForward {
-                    inp: bench.act(rows * c)?,
-                    weight: bench.act(4 * c * c)?,
-                    bias: Some(bench.act(4 * c)?),
-                    residual: None,
-                    out: wide.clone(),
-                    shape: shape(c, 4 * c),
-                },
-                gelu: GeluForward {
-                    inp: wide,
-                    out: bench.act(4 * rows * c)?,
-                },
-            })
-        })?;
-        bench.row("  gradients of both", work(3), || {
-            let dwide = bench.act(4 * rows * c)?;
-            Ok(LinearGeluBackward {
-                linear: LinearDinp {
-                    dout: bench.act(rows * c)?,
-                    weight: bench.act(4 * c * c)?,
-                    dinp: dwide.clone(),
-                    shape: shape(4 * c, c),
-                },
-                gelu: GeluBackward {
-                    inp_out: bench.act(4 * rows * c)?,
-                    dout_dinp: dwide,
-                    makes_out: true,
-                },
-            })
-        })
     }
 
     fn attention(&self, bench: &Bench) -> Result<(), DeviceError> {
@@ -226,21 +159,23 @@ impl Model {
         let (n, c) = (self.rows() * self.channels, self.channels);
         let moves = |elements| Work::moving(2 * elements);
         bench.row("layernorm", moves(2 * n), || {
-            Ok(LayerNormForward {
+            Ok(NormForward {
                 inp: bench.act(n)?,
                 weight: bench.act(c)?,
-                bias: bench.act(c)?,
+                bias: Some(bench.act(c)?),
                 out: bench.act(n)?,
+                epsilon: 1e-5,
             })
         })?;
         bench.row("  gradient, residual added", moves(4 * n), || {
-            Ok(LayerNormBackward {
+            Ok(NormBackward {
                 dout: bench.act(n)?,
                 inp: bench.act(n)?,
                 weight: bench.act(c)?,
                 dinp: bench.act(n)?,
                 dweight: bench.act(c)?,
-                dbias: bench.act(c)?,
+                dbias: Some(bench.act(c)?),
+                epsilon: 1e-5,
                 accumulate_dinp: true,
                 accumulate_dweight: false,
                 accumulate_dbias: false,

@@ -341,11 +341,11 @@ pub struct ArenaSpec {
     pub dtype: DType,
     /// Number of elements.
     pub len: usize,
-    /// Who must be able to reach it.
+    /// The processes that must be able to reach it.
     pub sharing: Sharing,
 }
 
-/// Who can reach an arena.
+/// The processes that can reach an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
     /// This process only.

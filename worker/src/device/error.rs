@@ -107,7 +107,7 @@ pub enum DeviceError {
         unit: String,
         /// What it was compiled for.
         arch: String,
-        /// Of the compiler.
+        /// Version of the compiler.
         version: String,
         /// The compiler's words.
         log: String,

@@ -239,7 +239,7 @@ impl AddressSpace {
     }
 }
 
-/// Of a file's mapping Linux makes this much resident around a page that is read, at multiples of it.
+/// Linux makes this much of a mapped file resident around a page that is read, at multiples of it.
 const FAULT_AROUND: usize = 64 << 10;
 
 /// A mapping of a nameless file.

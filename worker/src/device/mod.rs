@@ -91,11 +91,6 @@ pub trait Device: Any + Send + Sync {
         false
     }
 
-    /// True if the gradient of a bias shall be a part of the operation that makes its weight's.
-    fn sums_biases_in_products(&self) -> bool {
-        false
-    }
-
     /// Puts a copy of `src` into memory of the host, in stream order. A device that runs asynchronously has its own;
     /// this one synchronises.
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {

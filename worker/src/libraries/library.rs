@@ -4,12 +4,14 @@
     reason = "shared libraries are opened and their functions taken by name"
 )]
 
-use std::ffi::c_int;
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::io::Write;
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::discovery::{LibraryKind, Newer, SearchPath, Version};
+use super::discovery::{Candidate, LibraryKind, Newer, SearchPath, Version};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
@@ -17,6 +19,7 @@ use super::discovery::{LibraryKind, Newer, SearchPath, Version};
 pub struct Library {
     kind: LibraryKind,
     path: PathBuf,
+    reason: &'static str,
     handle: &'static libloading::Library,
 }
 
@@ -29,32 +32,68 @@ pub fn exit_at_once(code: u8) -> ! {
 }
 
 impl Library {
-    /// The library of this kind that discovery takes on the search path of this process.
+    /// The first library of this kind on the search path of this process that can be opened.
     pub fn open(kind: LibraryKind) -> Result<Self, LibraryError> {
         let path = SearchPath::of_process();
         let driver = kind.follows_cuda().then(cuda_of_driver).flatten();
-        let (file, _) = path.find(kind, driver).at.ok_or_else(|| LibraryError::NotFound {
+        let (mut refused, mut loader) = (None, String::new());
+        for candidate in path.candidates(kind, driver) {
+            match Self::open_at(kind, &candidate) {
+                Ok(library) => return Ok(library),
+                Err(error) if candidate.is_bare_name() => loader = words(&error),
+                Err(error) => {
+                    refused.get_or_insert_with(|| LibraryError::Unusable {
+                        kind,
+                        path: candidate.file,
+                        problem: format!("cannot be loaded: {}", words(&error)),
+                    });
+                }
+            }
+        }
+        Err(refused.unwrap_or_else(|| LibraryError::NotFound {
             kind,
             searched: path.existing(),
-        })?;
-        Self::open_at(kind, &file)
+            loader,
+        }))
     }
 
-    /// The file at an absolute path.
-    pub fn open_at(kind: LibraryKind, path: &Path) -> Result<Self, LibraryError> {
-        // SAFETY: opening runs the library's initialisers. Discovery chose a file by the name of a library of
-        // NVIDIA's, whose initialisers may run in any thread at any time.
-        let opened = unsafe { libloading::Library::new(path) };
-        let library = opened.map_err(|error| LibraryError::Unusable {
+    fn open_at(kind: LibraryKind, candidate: &Candidate) -> Result<Self, libloading::Error> {
+        // SAFETY: opening runs the library's initialisers. The file has the name of a library of NVIDIA's, whose
+        // initialisers may run in any thread at any time.
+        let library = unsafe { libloading::Library::new(&candidate.file) }?;
+        let mut opened = Self {
             kind,
-            path: path.to_owned(),
-            problem: format!("cannot be loaded: {}", words(&error)),
-        })?;
-        Ok(Self {
-            kind,
-            path: path.to_owned(),
+            path: candidate.file.clone(),
+            reason: candidate.reason,
             handle: Box::leak(Box::new(library)),
-        })
+        };
+        if let Some(path) = opened.loaded_file().filter(|_| candidate.is_bare_name()) {
+            opened.path = path;
+        }
+        Ok(opened)
+    }
+
+    /// The file that the dynamic loader took, by the address of a function in it.
+    fn loaded_file(&self) -> Option<PathBuf> {
+        let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
+        // SAFETY: the symbol is only an address here. `dladdr` fills the structure if it returns nonzero, with a string
+        // that lives as long as the library, which is never closed.
+        let name = unsafe {
+            let function = self
+                .handle
+                .get::<*const c_void>(self.kind.version_function())
+                .ok()?;
+            if libc::dladdr(*function, info.as_mut_ptr()) == 0 || info.assume_init_ref().dli_fname.is_null() {
+                return None;
+            }
+            CStr::from_ptr(info.assume_init_ref().dli_fname)
+        };
+        Some(OsStr::from_bytes(name.to_bytes()).into())
+    }
+
+    /// Why its file was tried: `LD_LIBRARY_PATH`.
+    pub const fn reason(&self) -> &'static str {
+        self.reason
     }
 
     /// Its own version; of the driver, the CUDA that it is for.
@@ -65,15 +104,13 @@ impl Library {
         let (mut first, mut second) = (0, 0);
         // SAFETY: the signatures are those of the libraries' public headers; the functions have no conditions but
         // room for one integer at each address.
+        let name = self.kind.version_function();
         let outcome = unsafe {
             match self.kind {
-                LibraryKind::Cuda => self.function::<Writes>("cuDriverGetVersion")?(&raw mut first),
-                LibraryKind::Nccl => self.function::<Writes>("ncclGetVersion")?(&raw mut first),
-                LibraryKind::Nvrtc => {
-                    self.function::<WritesTwo>("nvrtcVersion")?(&raw mut first, &raw mut second)
-                }
+                LibraryKind::Cuda | LibraryKind::Nccl => self.function::<Writes>(name)?(&raw mut first),
+                LibraryKind::Nvrtc => self.function::<WritesTwo>(name)?(&raw mut first, &raw mut second),
                 LibraryKind::CublasLt => {
-                    first = self.function::<Returns>("cublasLtGetVersion")?() as c_int;
+                    first = self.function::<Returns>(name)?() as c_int;
                     0
                 }
             }
@@ -189,9 +226,9 @@ pub(crate) use table;
 /// A library cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LibraryError {
-    /// No file of that name in any of the folders.
+    /// No file of that name in any of the folders, and none that the dynamic loader finds.
     #[error(
-        "`{}` not found; it is needed for {}; searched {}\n  hint: {}",
+        "`{}` not found; it is needed for {}; searched {}; the dynamic loader: {loader}\n  hint: {}",
         kind.stem(), kind.purpose(), list(searched), kind.hint()
     )]
     NotFound {
@@ -199,6 +236,8 @@ pub enum LibraryError {
         kind: LibraryKind,
         /// Folders that exist, in the order in which they were searched.
         searched: Vec<PathBuf>,
+        /// The answer of the dynamic loader.
+        loader: String,
     },
     /// The dynamic loader refuses the file, it lacks a function, or it does not do what is asked of it.
     #[error("`{}` {problem}\n  hint: {}", path.display(), kind.hint())]
@@ -213,13 +252,11 @@ pub enum LibraryError {
     /// It is what a toolkit has for linking, in place of the driver.
     #[error(
         "`{}` is not the driver but a stub of the CUDA toolkit, for linking only\n  hint: {}",
-        path.display(), way_to_the_driver(path, driver.as_deref())
+        path.display(), way_to_the_driver(path)
     )]
     Stub {
         /// The file.
         path: PathBuf,
-        /// The driver, if there is one behind it on the search path.
-        driver: Option<PathBuf>,
     },
     /// The driver cannot run it.
     #[error("{0}\n  hint: {hint}", hint = .0.hint())]
@@ -234,20 +271,12 @@ impl LibraryError {
 }
 
 /// What to change so that the driver is found in place of a stub.
-fn way_to_the_driver(stub: &Path, driver: Option<&Path>) -> String {
-    let folder = |path: &Path| path.parent().unwrap_or(path).display().to_string();
-    match driver {
-        Some(driver) => format!(
-            "the driver is `{}`: put `{}` first in LD_LIBRARY_PATH",
-            driver.display(),
-            folder(driver)
-        ),
-        None => format!(
-            "remove `{}` from LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's library is",
-            folder(stub),
-            LibraryKind::Cuda.hint()
-        ),
-    }
+fn way_to_the_driver(stub: &Path) -> String {
+    format!(
+        "remove `{}` from LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's library is",
+        stub.parent().unwrap_or(stub).display(),
+        LibraryKind::Cuda.hint()
+    )
 }
 
 fn list(folders: &[PathBuf]) -> String {
@@ -261,24 +290,21 @@ fn list(folders: &[PathBuf]) -> String {
 #[cfg(test)]
 mod tests {
     use std::ffi::{c_char, c_int};
-    use std::path::PathBuf;
 
     use super::*;
     use crate::libraries::{Library, LibraryError, LibraryKind};
 
     #[test]
-    fn a_file_that_is_no_library_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("libnccl.so.2");
-        std::fs::write(&path, b"not a library").unwrap();
-        let error = Library::open_at(LibraryKind::Nccl, &path)
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("libnccl.so.2` cannot be loaded"), "{error}");
-        assert!(
-            error.contains("\n  hint: `pip install nvidia-nccl-cu12`"),
-            "{error}"
-        );
+    fn a_library_that_is_nowhere_is_reported_with_where_it_was_looked_for() {
+        let error = LibraryError::NotFound {
+            kind: LibraryKind::Nccl,
+            searched: vec!["/a".into(), "/b".into()],
+            loader: "libnccl.so.2: cannot open shared object file".to_owned(),
+        };
+        insta::assert_snapshot!(error, @r"
+        `libnccl.so` not found; it is needed for collectives between GPUs; searched `/a`, `/b`; the dynamic loader: libnccl.so.2: cannot open shared object file
+          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
+        ");
     }
 
     table! {
@@ -301,7 +327,11 @@ mod tests {
             .lines()
             .filter_map(|line| line.split_whitespace().nth(5))
             .find(|path| path.contains("/libc.so") || path.contains("/libc-") || path.contains("/ld-musl"));
-        Library::open_at(LibraryKind::Nvrtc, &PathBuf::from(path.expect("a C library"))).unwrap()
+        let candidate = Candidate {
+            file: path.expect("a C library").into(),
+            reason: "a test",
+        };
+        Library::open_at(LibraryKind::Nvrtc, &candidate).unwrap()
     }
 
     #[test]
@@ -325,18 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn a_stub_is_told_with_the_way_to_the_driver() {
-        let stub = |driver: Option<&str>| LibraryError::Stub {
-            path: "/usr/local/cuda/lib64/stubs/libcuda.so".into(),
-            driver: driver.map(PathBuf::from),
-        };
-        insta::assert_snapshot!(stub(None), @r"
+    fn a_stub_is_reported_with_the_way_to_the_driver() {
+        let path = "/usr/local/cuda/lib64/stubs/libcuda.so".into();
+        insta::assert_snapshot!(LibraryError::Stub { path }, @r"
         `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
           hint: remove `/usr/local/cuda/lib64/stubs` from LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's library is
-        ");
-        insta::assert_snapshot!(stub(Some("/usr/lib64/libcuda.so.1")), @r"
-        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only
-          hint: the driver is `/usr/lib64/libcuda.so.1`: put `/usr/lib64` first in LD_LIBRARY_PATH
         ");
     }
 

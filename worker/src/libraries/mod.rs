@@ -1,12 +1,12 @@
 //! Libraries of the machine that are loaded at run time: which file, and its functions.
 //!
-//! One binary serves every machine, so nothing of CUDA is linked. Discovery looks through the file system and
-//! chooses an absolute path; a table of function pointers is filled from it. What is missing is an error that
-//! names the library or function, where it was looked for and how to install it.
+//! One binary serves every machine, so nothing of CUDA is linked. The first file on the search path that can be opened
+//! is taken, and a table of function pointers is filled from it. The error for a missing library or function names it,
+//! and says where it was looked for and how to install it.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `discovery` | [`LibraryKind`]: which there are; [`SearchPath`]: where they can be, and which file of a kind is taken; [`Newer`]: one that is too new for the driver |
+//! | `discovery` | [`LibraryKind`]: which there are; [`SearchPath`]: where they can be; [`Newer`]: one that is too new for the driver |
 //! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it; [`exit_at_once`]: the end of a process whose libraries may still be at work |
 //!
 //! What it must not know: what the functions do.
@@ -14,6 +14,6 @@
 mod discovery;
 mod library;
 
-pub use discovery::{Found, LibraryKind, Newer, SearchPath, Version};
+pub use discovery::{LibraryKind, Newer, SearchPath, Version};
 pub(crate) use library::table;
 pub use library::{Library, LibraryError, exit_at_once};

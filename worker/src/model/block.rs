@@ -122,7 +122,7 @@ pub trait GradSink {
 
 /// Contributions to the gradients of parameters that are computed later, together.
 pub struct WeightGradient {
-    /// Of which parameters.
+    /// The parameters whose gradients these are.
     pub(super) ids: Vec<ParamId>,
     /// Of which block, once that has ended its half of backward.
     pub(super) block: usize,

@@ -15,7 +15,7 @@ use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, P
 use crate::config::{self, Recompute};
 use crate::device::DType;
 use crate::mesh::Axis;
-use crate::ops::WeightLayout;
+use crate::ops::{LAYERNORM_EPSILON, WeightLayout};
 
 const STD: f32 = 0.02;
 
@@ -224,7 +224,7 @@ struct Parts<'a> {
     groups: Vec<ParamGroup>,
     /// Blocks that this rank holds, by chunk.
     blocks: Vec<Arc<dyn Block>>,
-    /// By number in the whole model.
+    /// Indexed by the number of the parameter in the whole model.
     numbers: Vec<usize>,
     /// Blocks of the whole model so far.
     count: usize,
@@ -403,12 +403,14 @@ impl<'a> Parts<'a> {
             self.vector(group, key, decoder.channels, value, Along::Nothing)
         };
         let weight = vector("weight", 1.0);
-        match decoder.norm {
-            NormKind::Layer => Norm::Layer {
-                weight,
-                bias: vector("bias", 0.0),
-            },
-            NormKind::Rms { epsilon } => Norm::Rms { weight, epsilon },
+        let (bias, epsilon) = match decoder.norm {
+            NormKind::Layer => (Some(vector("bias", 0.0)), LAYERNORM_EPSILON),
+            NormKind::Rms { epsilon } => (None, epsilon),
+        };
+        Norm {
+            weight,
+            bias,
+            epsilon,
         }
     }
 

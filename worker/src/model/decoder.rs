@@ -27,7 +27,7 @@ pub struct Decoder {
     pub has_biases: bool,
     /// The head's matrix is the token embedding.
     pub is_tied: bool,
-    /// Of the layers' matrices.
+    /// Layout of the layers' matrices.
     pub layout: WeightLayout,
     /// Share of what is dropped in training.
     pub dropout: f32,
@@ -154,7 +154,7 @@ static MLP: Names = Names {
     ..GPT2_NAMES
 };
 
-/// As in GPT-2's published checkpoints.
+/// The names in GPT-2's published checkpoints.
 const GPT2_NAMES: Names = Names {
     kind: "gpt2",
     tokens: "wte.weight",
@@ -169,7 +169,7 @@ const GPT2_NAMES: Names = Names {
     final_norm: "ln_f",
 };
 
-/// As in Hugging Face's Llama, with queries, keys and values in one matrix, and gate and up in one, one after the other.
+/// The names in Hugging Face's Llama, with queries, keys and values in one matrix, and gate and up in one, one after the other.
 static LLAMA: Names = Names {
     kind: "llama",
     tokens: "model.embed_tokens.weight",

@@ -7,44 +7,35 @@
 use super::{Activation, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearShape, RmsNormBackward, RmsNormForward, WeightLayout,
+    self, AddBiasResidual, Cast, ColumnSum, DropoutMask, LinearDinp, LinearDweight, LinearForward,
+    LinearShape, NormBackward, NormForward, WeightLayout,
 };
 
-/// A normalisation of the rows of the residual stream.
+/// A normalisation of the rows of the residual stream: with a bias layer normalisation, without one that by the root mean
+/// square.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Norm {
-    Layer { weight: ParamId, bias: ParamId },
-    Rms { weight: ParamId, epsilon: f64 },
+pub(super) struct Norm {
+    pub(super) weight: ParamId,
+    pub(super) bias: Option<ParamId>,
+    pub(super) epsilon: f64,
 }
 
 impl Norm {
     pub(super) fn params(&self) -> Vec<ParamId> {
-        match *self {
-            Self::Layer { weight, bias } => vec![weight, bias],
-            Self::Rms { weight, .. } => vec![weight],
-        }
+        std::iter::once(self.weight).chain(self.bias).collect()
     }
 
     /// All rows of the micro-batch, normalised, `[R, C]`; `inp` has this rank's rows of the residual stream.
     pub(super) fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation, DeviceError> {
         let channels = inp.buffer().len() / ctx.own_rows().len();
         ctx.all_rows("normalised", channels, |out| {
-            let inp = inp.buffer().clone();
-            match *self {
-                Self::Layer { weight, bias } => ctx.enqueue(LayerNormForward {
-                    inp,
-                    weight: ctx.params.get(weight),
-                    bias: ctx.params.get(bias),
-                    out,
-                }),
-                Self::Rms { weight, epsilon } => ctx.enqueue(RmsNormForward {
-                    inp,
-                    weight: ctx.params.get(weight),
-                    out,
-                    epsilon,
-                }),
-            }
+            ctx.enqueue(NormForward {
+                inp: inp.buffer().clone(),
+                weight: ctx.params.get(self.weight),
+                bias: self.bias.map(|bias| ctx.params.get(bias)),
+                out,
+                epsilon: self.epsilon,
+            });
         })
     }
 
@@ -56,39 +47,24 @@ impl Norm {
         (dinp, accumulate_dinp): (&Activation, bool),
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let [inp, dout, dinp] = [inp, dout, dinp].map(|activation| activation.buffer().clone());
-        match *self {
-            Self::Layer { weight, bias } => {
-                let (dbias, dweight) = (grads.grad(bias)?, grads.grad(weight)?);
-                ctx.enqueue(LayerNormBackward {
-                    dout,
-                    inp,
-                    weight: ctx.params.get(weight),
-                    dinp,
-                    dweight: dweight.buffer,
-                    dbias: dbias.buffer,
-                    accumulate_dinp,
-                    accumulate_dweight: dweight.accumulate,
-                    accumulate_dbias: dbias.accumulate,
-                });
-                grads.contributed(bias, ctx.record())?;
-                grads.contributed(weight, ctx.record())
-            }
-            Self::Rms { weight, epsilon } => {
-                let dweight = grads.grad(weight)?;
-                ctx.enqueue(RmsNormBackward {
-                    dout,
-                    inp,
-                    weight: ctx.params.get(weight),
-                    dinp,
-                    dweight: dweight.buffer,
-                    accumulate_dinp,
-                    accumulate_dweight: dweight.accumulate,
-                    epsilon,
-                });
-                grads.contributed(weight, ctx.record())
-            }
+        let dbias = self.bias.map(|bias| grads.grad(bias)).transpose()?;
+        let dweight = grads.grad(self.weight)?;
+        ctx.enqueue(NormBackward {
+            dout: dout.buffer().clone(),
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            dinp: dinp.buffer().clone(),
+            dweight: dweight.buffer,
+            epsilon: self.epsilon,
+            accumulate_dinp,
+            accumulate_dweight: dweight.accumulate,
+            accumulate_dbias: dbias.as_ref().is_some_and(|slot| slot.accumulate),
+            dbias: dbias.map(|slot| slot.buffer),
+        });
+        for id in self.bias.into_iter().chain([self.weight]) {
+            grads.contributed(id, ctx.record())?;
         }
+        Ok(())
     }
 }
 
@@ -117,24 +93,24 @@ impl Dense {
         }
     }
 
-    /// `[…, I]` to `[…, O]`, plus `residual`, and what computes it.
-    pub(super) fn product(
+    /// `[…, I]` to `[…, O]`, plus `residual`.
+    pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
         inp: &Activation,
         residual: Option<&Activation>,
         name: &str,
-    ) -> Result<(Activation, LinearForward), DeviceError> {
+    ) -> Result<Activation, DeviceError> {
         let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
-        let linear = LinearForward {
+        ctx.enqueue(LinearForward {
             inp: inp.buffer().clone(),
             weight: ctx.params.get(self.weight),
             bias: self.bias.map(|bias| ctx.params.get(bias)),
             residual: residual.map(|residual| residual.buffer().clone()),
             out: out.buffer().clone(),
             shape: self.shape(inp),
-        };
-        Ok((out, linear))
+        });
+        Ok(out)
     }
 
     /// `[R, I]` to `[R, O]`: `residual`, plus the output where it is not dropped. Where the inputs are cut, the products of
@@ -150,8 +126,7 @@ impl Dense {
         let residual_here = (!drops).then_some(residual);
         let projected = if ctx.tensor.is_some() {
             let partial = Self { bias: None, ..*self };
-            let (partial, linear) = partial.product(ctx, inp, None, "partial sums")?;
-            ctx.enqueue(linear);
+            let partial = partial.forward(ctx, inp, None, "partial sums")?;
             let sum = ctx.summed_rows("partial sums", partial)?;
             let out = ctx.lease("projected", sum.shape())?;
             ctx.enqueue(AddBiasResidual {
@@ -162,28 +137,22 @@ impl Dense {
             });
             out
         } else {
-            let (projected, linear) = self.product(ctx, inp, residual_here, "projected")?;
-            ctx.enqueue(linear);
-            projected
+            self.forward(ctx, inp, residual_here, "projected")?
         };
         let out = dropout.apply(ctx, site, &projected, Some(residual))?;
         Ok(out.unwrap_or(projected))
     }
 
-    /// Gradient of the input, and what computes it.
-    pub(super) fn dinp(
-        &self,
-        ctx: &Context<'_>,
-        dout: &Activation,
-    ) -> Result<(Activation, LinearDinp), DeviceError> {
+    /// Gradient of the input.
+    pub(super) fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<Activation, DeviceError> {
         let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
-        let linear = LinearDinp {
+        ctx.enqueue(LinearDinp {
             dout: dout.buffer().clone(),
             weight: ctx.params.get(self.weight),
             dinp: dinp.buffer().clone(),
             shape: self.shape(&dinp),
-        };
-        Ok((dinp, linear))
+        });
+        Ok(dinp)
     }
 
     /// Gradients of the bias and the weight. That of the bias sums up this rank's rows of the output's gradient, `own`, and
@@ -195,30 +164,22 @@ impl Dense {
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let (inp_rows, dout_rows, shape) = (inp.buffer().clone(), dout.buffer().clone(), self.shape(inp));
-        let weight = move |slot: GradSlot, dbias| LinearDweight {
+        let weight = move |[slot]: [GradSlot; 1]| LinearDweight {
             inp: inp_rows,
             dout: dout_rows,
             dweight: slot.buffer,
             accumulate: slot.accumulate,
-            dbias,
             shape,
         };
-        let Some(bias) = self.bias else {
-            let of = |[slot]: [GradSlot; 1]| weight(slot, None);
-            return ctx.contribute(grads, ([self.weight], &[inp, dout]), of);
-        };
-        let x = own.buffer().clone();
-        let sum = move |slot: GradSlot| ColumnSum {
-            x,
-            out: slot.buffer,
-            accumulate: slot.accumulate,
-        };
-        if ctx.device.sums_biases_in_products() && own.buffer().same(dout.buffer()) {
-            let of = |[dbias, dweight]: [GradSlot; 2]| weight(dweight, Some(sum(dbias)));
-            return ctx.contribute(grads, ([bias, self.weight], &[inp, dout]), of);
+        if let Some(bias) = self.bias {
+            let x = own.buffer().clone();
+            ctx.contribute(grads, ([bias], &[own]), move |[slot]| ColumnSum {
+                x,
+                out: slot.buffer,
+                accumulate: slot.accumulate,
+            })?;
         }
-        ctx.contribute(grads, ([bias], &[own]), |[slot]| sum(slot))?;
-        ctx.contribute(grads, ([self.weight], &[inp, dout]), |[slot]| weight(slot, None))
+        ctx.contribute(grads, ([self.weight], &[inp, dout]), weight)
     }
 }
 
@@ -267,8 +228,7 @@ impl NormedDense {
         name: &str,
     ) -> Result<Activation, DeviceError> {
         let normalised = self.norm.forward(ctx, inp)?;
-        let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
-        ctx.enqueue(linear);
+        let out = self.dense.forward(ctx, &normalised, None, name)?;
         self.keep(saved, &normalised);
         Ok(out)
     }
@@ -286,11 +246,7 @@ impl NormedDense {
             Some(name) => saved.take(name)?,
             None => self.norm.forward(ctx, inp)?,
         };
-        let gradient = || {
-            let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
-            ctx.enqueue(linear);
-            ctx.start_sum("gradient", dnormalised)
-        };
+        let gradient = || ctx.start_sum("gradient", self.dense.dinp(ctx, dout)?);
         // The ranks add it up while each computes its gradient of the weight. Alone, a rank holds less the other way round.
         let early = ctx.tensor.map(|_| gradient()).transpose()?;
         self.dense.gradients(ctx, [&normalised, dout, dout], grads)?;

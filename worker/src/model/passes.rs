@@ -58,7 +58,7 @@ impl ChunkState {
         }
     }
 
-    /// By block of the chunk: empty before forward and after backward.
+    /// One for each block of the chunk: empty before forward and after backward.
     pub fn saved(&self) -> &[Saved] {
         &self.saved
     }

@@ -53,14 +53,12 @@ pub struct FusedTensors {
 pub struct SizeSetting {
     /// Key in `config.json`.
     pub published: &'static str,
-    /// Key in the `model` section.
-    pub key: &'static str,
     /// Reads it.
     pub get: fn(&config::Model) -> usize,
     /// Changes it.
     pub set: fn(&mut config::Model, usize),
     /// Where `config.json` leaves it out: so many times the size under another key.
-    pub default: Option<(u64, &'static str)>,
+    pub default: Option<(usize, &'static str)>,
 }
 
 /// A setting that is the same in every model that this build trains.
@@ -85,44 +83,54 @@ pub struct PublishedTensor {
     pub elements: Range<usize>,
 }
 
-const fn layers(published: &'static str) -> SizeSetting {
+const fn size(
+    published: &'static str,
+    get: fn(&config::Model) -> usize,
+    set: fn(&mut config::Model, usize),
+    default: Option<(usize, &'static str)>,
+) -> SizeSetting {
     SizeSetting {
         published,
-        key: "n_layer",
-        get: |model| model.n_layer,
-        set: |model, size| model.n_layer = size,
-        default: None,
+        get,
+        set,
+        default,
     }
+}
+
+const fn layers(published: &'static str) -> SizeSetting {
+    size(
+        published,
+        |model| model.n_layer,
+        |model, size| model.n_layer = size,
+        None,
+    )
 }
 
 const fn channels(published: &'static str) -> SizeSetting {
-    SizeSetting {
+    size(
         published,
-        key: "n_embd",
-        get: |model| model.n_embd,
-        set: |model, size| model.n_embd = size,
-        default: None,
-    }
+        |model| model.n_embd,
+        |model, size| model.n_embd = size,
+        None,
+    )
 }
 
 const fn heads(published: &'static str) -> SizeSetting {
-    SizeSetting {
+    size(
         published,
-        key: "n_head",
-        get: |model| model.n_head,
-        set: |model, size| model.n_head = size,
-        default: None,
-    }
+        |model| model.n_head,
+        |model, size| model.n_head = size,
+        None,
+    )
 }
 
-const fn inner(published: &'static str, default: Option<(u64, &'static str)>) -> SizeSetting {
-    SizeSetting {
+const fn inner(published: &'static str, default: Option<(usize, &'static str)>) -> SizeSetting {
+    size(
         published,
-        key: "n_inner",
-        get: config::Model::inner,
-        set: |model, size| model.n_inner = Some(size),
+        config::Model::inner,
+        |model, size| model.n_inner = Some(size),
         default,
-    }
+    )
 }
 
 static GPT2: Published = GPT2_TABLE;
@@ -197,7 +205,6 @@ static LLAMA: Published = Published {
         heads("num_attention_heads"),
         SizeSetting {
             published: "num_key_value_heads",
-            key: "n_kv_head",
             get: config::Model::kv_heads,
             set: |model, size| model.n_kv_head = Some(size),
             default: Some((1, "num_attention_heads")),
@@ -215,9 +222,9 @@ static LLAMA: Published = Published {
 };
 
 impl Published {
-    /// Of an RMS norm, and what transformers takes where it is left out.
+    /// ε of an RMS norm, and what transformers takes where it is left out.
     pub const EPSILON: (&'static str, f64) = ("rms_norm_eps", 1e-6);
-    /// Of rotary positions, likewise.
+    /// Base of the angles of rotary positions, and what transformers takes where it is left out.
     pub const THETA: (&'static str, f64) = ("rope_theta", 10_000.0);
     /// How rotary positions are scaled; newer versions write the second, with `rope_theta` in it.
     pub const SCALING: [&'static str; 2] = ["rope_scaling", "rope_parameters"];

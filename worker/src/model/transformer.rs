@@ -14,9 +14,8 @@ use super::{Activation, Block, Context, GradSink, GradSlot, KvCache, ParamId, Sa
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CrossEntropy, CrossEntropyCombine,
-    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, LinearGeluBackward,
-    LinearGeluForward, Llama3Scaling, PositionBackward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    SwigluBackward, SwigluForward, TokenBackward,
+    CrossEntropyPartial, DropoutMask, EncoderForward, GeluBackward, GeluForward, PositionBackward, Rotary,
+    RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -144,7 +143,7 @@ pub(super) struct Embedding {
 }
 
 impl Embedding {
-    /// Of so many tokens and channels. Without `wpe`, positions make no difference.
+    /// An embedding of `held` tokens in `channels` channels. Without `wpe`, positions make no difference.
     pub(super) fn new(
         (wte, wpe): (ParamId, Option<ParamId>),
         [held, channels]: [usize; 2],
@@ -430,20 +429,6 @@ impl Attention {
         Some(mask.of_part(first as u32))
     }
 
-    /// How queries and keys are rotated, if they are.
-    fn rotary(&self) -> Option<RotaryEmbedding> {
-        let PositionKind::Rotary { theta, scaling } = self.positions else {
-            return None;
-        };
-        let scaling = scaling.map(|scaling| Llama3Scaling {
-            factor: scaling.factor,
-            low_freq_factor: scaling.low_freq_factor,
-            high_freq_factor: scaling.high_freq_factor,
-            original_max_position_embeddings: scaling.original_positions,
-        });
-        Some(RotaryEmbedding { base: theta, scaling })
-    }
-
     /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
     pub(super) fn forward(
         &self,
@@ -453,7 +438,7 @@ impl Attention {
     ) -> Result<Activation, DeviceError> {
         let shape = self.shape(ctx);
         let qkv = self.qkv.forward(ctx, (inp, &mut *saved), "projected")?;
-        self.rotate(ctx, &qkv, 0);
+        self.rotate(ctx, &qkv, 0, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
         ctx.enqueue(AttentionForward {
@@ -481,7 +466,7 @@ impl Attention {
     ) -> Result<Activation, DeviceError> {
         let (shape, first_position) = (self.shape(ctx), cache.positions);
         let qkv = self.qkv.forward(ctx, (inp, &mut Saved::default()), "projected")?;
-        self.rotate(ctx, &qkv, first_position);
+        self.rotate(ctx, &qkv, first_position, false);
         let mixed = ctx.lease("attention", &[shape.rows(), shape.channels()])?;
         ctx.enqueue(AttentionDecode {
             qkv: qkv.buffer().clone(),
@@ -495,14 +480,15 @@ impl Attention {
         self.projection.forward_onto(ctx, &mixed, inp, dropout)
     }
 
-    /// Turns queries and keys by their positions, where the model does that.
-    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize) {
-        if let Some(embedding) = self.rotary() {
-            ctx.enqueue(RotaryForward {
+    /// Rotates queries and keys by their positions, or their gradients back, if the model does that.
+    fn rotate(&self, ctx: &Context<'_>, qkv: &Activation, first_position: usize, backward: bool) {
+        if let PositionKind::Rotary { theta, scaling } = self.positions {
+            ctx.enqueue(Rotary {
                 qkv: qkv.buffer().clone(),
                 shape: self.shape(ctx),
-                embedding,
+                embedding: RotaryEmbedding { base: theta, scaling },
                 first_position,
+                backward,
             });
         }
     }
@@ -526,8 +512,7 @@ impl Attention {
         self.projection
             .gradients(ctx, [&mixed, &dprojected, &own], grads)?;
         drop(own);
-        let (dmixed, linear) = self.projection.dinp(ctx, &dprojected)?;
-        ctx.enqueue(linear);
+        let dmixed = self.projection.dinp(ctx, &dprojected)?;
         drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
         ctx.enqueue(AttentionBackward {
@@ -540,14 +525,7 @@ impl Attention {
             dropout: self.mask(ctx),
         });
         drop((qkv, mixed, lse, dmixed));
-        if let Some(rotary) = self.rotary() {
-            ctx.enqueue(RotaryBackward {
-                dqkv: dqkv.buffer().clone(),
-                shape: self.shape(ctx),
-                embedding: rotary,
-                first_position: 0,
-            });
-        }
+        self.rotate(ctx, &dqkv, 0, true);
         self.qkv
             .backward(ctx, ([&inp, &dqkv], saved), Some(stream), grads)
     }
@@ -600,22 +578,16 @@ impl FeedForward {
     ) -> Result<Activation, DeviceError> {
         let normalised = self.widen.norm.forward(ctx, inp)?;
         let dense = &self.widen.dense;
-        let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
+        let wide = dense.forward(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("activated", &with_channels(&wide, self.projection.inputs))?;
         let (inp_of, out) = (wide.buffer().clone(), active.buffer().clone());
         match self.activation {
-            ActivationKind::Gelu => {
-                let gelu = GeluForward { inp: inp_of, out };
-                ctx.enqueue(LinearGeluForward { linear, gelu });
-            }
-            ActivationKind::SwiGlu => {
-                ctx.enqueue(linear);
-                ctx.enqueue(SwigluForward {
-                    inp: inp_of,
-                    out,
-                    channels: self.projection.inputs,
-                });
-            }
+            ActivationKind::Gelu => ctx.enqueue(GeluForward { inp: inp_of, out }),
+            ActivationKind::SwiGlu => ctx.enqueue(SwigluForward {
+                inp: inp_of,
+                out,
+                channels: self.projection.inputs,
+            }),
         }
         self.widen.keep(saved, &normalised);
         drop(normalised);
@@ -646,20 +618,18 @@ impl FeedForward {
         let kept = self.keeps_active.then(|| saved.take("activated")).transpose()?;
         let own = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         let dprojected = ctx.gathered_rows("gradient of the projection", &own)?;
-        let (dactive, linear) = self.projection.dinp(ctx, &dprojected)?;
+        let dactive = self.projection.dinp(ctx, &dprojected)?;
         let (active, dwide) = match self.activation {
             ActivationKind::Gelu => {
-                let gelu = GeluBackward {
+                ctx.enqueue(GeluBackward {
                     inp_out: wide.buffer().clone(),
                     dout_dinp: dactive.buffer().clone(),
                     makes_out: kept.is_none(),
-                };
-                ctx.enqueue(LinearGeluBackward { linear, gelu });
+                });
                 // Without one that was kept, `wide` is the output of the GELU from here on.
                 (kept.unwrap_or(wide), dactive)
             }
             ActivationKind::SwiGlu => {
-                ctx.enqueue(linear);
                 ctx.enqueue(SwigluBackward {
                     inp_dinp: wide.buffer().clone(),
                     dout_out: dactive.buffer().clone(),

@@ -12,7 +12,7 @@ use super::cpu::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::cpu::stored::Stored;
 use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels, units_with};
 use super::{Operation, VocabularyPart, expect_len, expect_tokens};
-use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource, LaunchContext};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
@@ -41,24 +41,12 @@ impl Operation for CrossEntropy {
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
-        self.plan_with(0)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.plan_with(cx.room_for_logits())?.launch(cx)
-    }
-}
-
-impl CrossEntropy {
-    /// What it launches where a block has so many bytes of shared memory for its row.
-    fn plan_with(&self, room: usize) -> Result<Plan, DeviceError> {
         let rows = self.targets.len();
         let vocab = self.vocabulary()?;
         expect_dtype(DType::I32, &[&self.targets])?;
         expect_dtype(DType::F32, &[&self.losses])?;
         expect_dtype(DType::F32, self.dlosses.as_slice())?;
-        let room = if self.dlosses.is_some() { room } else { 0 };
-        let call = call_by_rows(Self::NAME, &self.logits, [rows, vocab], room)?;
+        let call = call_by_rows(Self::NAME, &self.logits, [rows, vocab])?;
         let call = match &self.dlosses {
             None => call.read([&self.logits]),
             Some(_) => call.write([&self.logits]),
@@ -70,7 +58,9 @@ impl CrossEntropy {
         let call = call.read([&self.targets]).write([&self.losses]);
         Ok(call.read_if(self.dlosses.as_ref()).u32([rows, vocab]).into())
     }
+}
 
+impl CrossEntropy {
     /// Size of the vocabulary.
     fn vocabulary(&self) -> Result<usize, DeviceError> {
         let rows = self.targets.len();
@@ -197,7 +187,7 @@ impl Operation for CrossEntropyPartial {
         let rows = self.rows()?;
         expect_dtype(DType::I32, &[&self.targets])?;
         expect_dtype(DType::F32, &[&self.statistics])?;
-        let call = call_by_rows(Self::NAME, &self.logits, [rows, self.part.held], 0)?;
+        let call = call_by_rows(Self::NAME, &self.logits, [rows, self.part.held])?;
         let call = call.read([&self.logits, &self.targets]).write([&self.statistics]);
         let call = call.u32([count(Self::NAME, "rows", rows)?]);
         Ok(call.u32(self.part.counts(Self::NAME)?).into())
@@ -277,7 +267,7 @@ impl Operation for CrossEntropyCombine {
         expect_dtype(DType::F32, self.dlosses.as_slice())?;
         // A warp has little to do where no logits are read.
         let width = self.dlosses.as_ref().map_or(0, |_| self.part.held);
-        let call = call_by_rows(Self::NAME, &self.logits, [rows, width], 0)?;
+        let call = call_by_rows(Self::NAME, &self.logits, [rows, width])?;
         let call = match &self.dlosses {
             None => call.read([&self.logits]),
             Some(_) => call.write([&self.logits]),
@@ -378,50 +368,34 @@ const WARP: u32 = 32;
 /// Threads of a block in which each warp has a row of its own.
 const WARPS_APART: u32 = 256;
 
-/// A kernel on rows of so many logits each, without arguments: a row is a warp's or a block's, which keeps it in shared
-/// memory where it has room.
-fn call_by_rows(
-    op: &'static str,
-    logits: &Buffer,
-    [rows, width]: [usize; 2],
-    room: usize,
-) -> Result<Call, DeviceError> {
-    let bytes = width * logits.dtype().bytes();
-    let (threads, block) = match bytes {
+/// A kernel on `rows` of `width` logits each, without arguments yet. A warp or a block shares a row.
+fn call_by_rows(op: &'static str, logits: &Buffer, [rows, width]: [usize; 2]) -> Result<Call, DeviceError> {
+    let (threads, block) = match width * logits.dtype().bytes() {
         0..=4096 => (WARP, WARPS_APART),
         4097..=32_768 => (256, 256),
         _ => (1024, 1024),
     };
     let blocks = rows.div_ceil((block / threads) as usize);
-    let kept = threads == block && bytes <= room;
-    let grid = Grid::linear(count(op, "blocks", blocks)?, block).with_shared(if kept {
-        bytes.next_multiple_of(16)
-    } else {
-        0
-    });
-    let defines = defines(element(op, logits)?, threads, kept);
-    Ok(Call::new(&SOURCE, op, defines, grid))
+    let grid = Grid::linear(count(op, "blocks", blocks)?, block);
+    Ok(Call::new(
+        &SOURCE,
+        op,
+        defines(element(op, logits)?, threads),
+        grid,
+    ))
 }
 
 static SOURCE: KernelSource = kernels("cross_entropy.cu", include_str!("cuda/cross_entropy.cu"));
 
-fn defines(act: &'static str, threads: u32, kept: bool) -> Vec<Define> {
+fn defines(act: &'static str, threads: u32) -> Vec<Define> {
     vec![
         Define::word("ACT", act),
         Define::number("ROW_THREADS", i64::from(threads)),
-        Define::number("KEEPS_ROW", i64::from(kept)),
     ]
 }
 
 pub(super) fn units() -> Vec<CompileUnit> {
-    let kinds = [
-        (WARP, false),
-        (256, false),
-        (1024, false),
-        (256, true),
-        (1024, true),
-    ];
-    let all = ["f32", "bf16"].map(|act| kinds.map(|(threads, kept)| defines(act, threads, kept)));
+    let all = ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|threads| defines(act, threads)));
     let mut units = units_with(&SOURCE, all.into_iter().flatten());
     units.push(CompileUnit::new(&LOSS_SUM_SOURCE, &[]));
     units

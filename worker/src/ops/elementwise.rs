@@ -1,4 +1,4 @@
-//! Element-wise operations: conversion between element types, which is also a plain copy; filling; scaling in place; GELU.
+//! Element-wise operations: conversion between element types, which is also a plain copy; filling; GELU.
 //!
 //! GELU is the tanh form of GPT-2 (Hendrycks & Gimpel 2016): `½x(1 + tanh u)` with `u = √(2/π)(x + 0.044715x³)`. As
 //! `½(1 + tanh u) = σ(2u)`, one exponential and one division do it.
@@ -146,49 +146,6 @@ impl Fill {
         let (mut out, value) = (self.out.host_mut::<S>()?, S::of(self.value));
         cpu.for_each_part(out.chunks_mut(PART).collect(), |out: &mut [S]| out.fill(value));
         Ok(())
-    }
-}
-
-/// `x[i] = x[i] · factor`
-#[derive(Clone, Debug)]
-pub struct Scale {
-    /// `[n]`, f32 or bf16
-    pub x: Buffer,
-    /// The factor; the product is rounded to the type of `x`.
-    pub factor: f32,
-}
-
-impl Operation for Scale {
-    const NAME: &'static str = "scale";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
-    }
-
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let call = elementwise(Self::NAME, &FILL_SOURCE, (&[&self.x], 0), 2)?;
-        let call = call.write([&self.x]).f32([self.factor]);
-        Ok(call.u64([self.x.len() as u64]).into())
-    }
-}
-
-impl Scale {
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let (mut x, isa) = (self.x.host_mut::<S>()?, cpu.isa());
-        let factor = S::Real::of(f64::from(self.factor));
-        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [S]| {
-            S::write(isa, x, true, |x| multiply(isa, x, factor));
-        });
-        Ok(())
-    }
-}
-
-kernel! {
-    /// `x[i] *= factor`
-    fn multiply<'a, T>(x: &'a mut [T], factor: T) -> () {
-        for x in x.iter_mut() {
-            *x *= factor;
-        }
     }
 }
 

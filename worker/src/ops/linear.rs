@@ -1,16 +1,12 @@
 //! A linear layer. Its backward is two operations, so that the gradient of the input can go ahead of that of the
-//! weight, with which goes that of the bias. On a GPU the products are cuBLASLt's.
-//!
-//! The layer with the GELU behind it, and its way back, are one operation each: where it is asked for and cuBLASLt knows
-//! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
-//! for bit. So are the gradients of weight and bias: the product reads what the bias's gradient sums up.
+//! weight. On a GPU cuBLASLt computes the products.
 
 use super::cpu::kernel::{Real, add_into, by_dtypes};
 use super::cpu::matrix::{Matrix, MatrixMut, Tile, product};
 use super::cpu::row_product::row_product;
 use super::cpu::stored::Stored;
-use super::{ColumnSum, GeluBackward, GeluForward, Operation, expect_len, expect_lens};
-use crate::device::cuda::{DevicePtr, Epilogue, LaunchContext, Operand, Product};
+use super::{Operation, expect_len, expect_lens};
+use crate::device::cuda::{LaunchContext, Operand, Product};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// How a weight lies in memory.
@@ -105,16 +101,16 @@ impl<'a> Factor<'a> {
 /// `out = lhs · rhs + bias + residual`, or `out += …`: what the operations of a layer are, on any device.
 struct LinearProduct<'a> {
     op: &'static str,
-    /// Of the factors.
+    /// Type of the factors.
     dtype: DType,
     lhs: Factor<'a>,
     rhs: Factor<'a>,
-    /// Of the same type, or f32; not transposed.
+    /// Has the type of the factors, or f32; not transposed.
     out: Factor<'a>,
     accumulate: bool,
-    /// Of the type of `out`, of each column.
+    /// `[columns]`, of the type of `out`.
     bias: Option<&'a Buffer>,
-    /// As `out`.
+    /// Has type and shape of `out`.
     residual: Option<&'a Buffer>,
 }
 
@@ -186,7 +182,7 @@ impl LinearProduct<'_> {
             out,
             out_stride: self.out.stored[1],
             addend: term(self.residual)?.or(self.accumulate.then_some(out)),
-            epilogue: term(self.bias)?.map_or(Epilogue::None, Epilogue::Bias),
+            bias: term(self.bias)?,
         })
     }
 
@@ -308,7 +304,7 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>, threads: usize) -> Vec<Tile<'_, T>> 
     out.tiles(height.div_ceil(down).max(1), step)
 }
 
-/// Of a single row: each is read from memory once, by as many threads as there are.
+/// Tiles of an output with one row: each column of the right factor is read once, by all threads together.
 fn cut_row<T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
     const TILES: usize = 16;
     /// Columns of a tile are a multiple of this, except for the last tile.
@@ -414,8 +410,6 @@ pub struct LinearDweight {
     pub dweight: Buffer,
     /// Add to `dweight` instead of overwriting it.
     pub accumulate: bool,
-    /// The gradient of the bias: the sum over the rows of `dout`.
-    pub dbias: Option<ColumnSum>,
     /// Sizes.
     pub shape: LinearShape,
 }
@@ -424,47 +418,15 @@ impl Operation for LinearDweight {
     const NAME: &'static str = "linear_dweight";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        if let Some(dbias) = &self.dbias {
-            dbias.run(cpu)?;
-        }
         self.product().run(cpu)
     }
 
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let product = self.product().product(cx)?;
-        if let Some(dbias) = &self.dbias {
-            if let Some(epilogue) = self.sums_bias(cx, dbias)?
-                && cx.try_multiply(&Product { epilogue, ..product })?
-            {
-                return Ok(());
-            }
-            dbias.launch(cx)?;
-        }
-        cx.multiply(&product)
+        self.product().launch(cx)
     }
 }
 
 impl LinearDweight {
-    /// What sums up the bias's gradient while the product reads it; none where it is not asked for or cannot be. It is
-    /// written as the output is, and nothing can be added to it. Not in f32, where products are what costs.
-    fn sums_bias(&self, cx: &LaunchContext<'_>, dbias: &ColumnSum) -> Result<Option<Epilogue>, DeviceError> {
-        let dtype = self.dweight.dtype();
-        let can = cx.fuses_bias_gradients()
-            && self.inp.dtype() == DType::Bf16
-            && !dbias.accumulate
-            && dbias.x.same(&self.dout)
-            && dbias.out.dtype() == dtype
-            && dbias.out.len() == self.shape.outputs;
-        can.then(|| {
-            let bias = cx.ptr(&dbias.out, dtype)?;
-            Ok(match self.shape.layout {
-                WeightLayout::InOut => Epilogue::SumRhs(bias),
-                WeightLayout::OutIn => Epilogue::SumLhs(bias),
-            })
-        })
-        .transpose()
-    }
-
     fn product(&self) -> LinearProduct<'_> {
         let (inp, dout) = (
             self.shape.input("inp", &self.inp),
@@ -486,105 +448,5 @@ impl LinearDweight {
             bias: None,
             residual: None,
         }
-    }
-}
-
-/// A layer and the GELU behind it, `linear.out = gelu.inp`, which backward reads.
-#[derive(Clone, Debug)]
-pub struct LinearGeluForward {
-    /// First.
-    pub linear: LinearForward,
-    /// Then.
-    pub gelu: GeluForward,
-}
-
-/// The way back through a layer and the GELU before it, `linear.dinp = gelu.dout_dinp`. The input of the GELU becomes its
-/// output, the layer's input, where that was not kept from forward to backward.
-#[derive(Clone, Debug)]
-pub struct LinearGeluBackward {
-    /// First.
-    pub linear: LinearDinp,
-    /// Then.
-    pub gelu: GeluBackward,
-}
-
-/// Elements that the library wants a row of the GELU's input to be a multiple of.
-const ROW_STEP: usize = 8;
-
-/// Bytes that it wants the address of the GELU's input to be a multiple of.
-const ALIGNMENT: usize = 16;
-
-/// Whether the library is asked for one pass. It saves the GELU a pass over its input, but the product then has two
-/// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
-/// where products are what costs.
-fn is_one_pass(cx: &LaunchContext<'_>, product: &Product, wide: DevicePtr) -> bool {
-    cx.fuses_gelu()
-        && product.dtype == DType::Bf16
-        && product.cols.is_multiple_of(ROW_STEP)
-        && wide.is_aligned(ALIGNMENT)
-}
-
-impl Operation for LinearGeluForward {
-    const NAME: &'static str = "linear_gelu_forward";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.linear.run(cpu)?;
-        self.gelu.run(cpu)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let product = self.linear.product().product(cx)?;
-        if let Product {
-            epilogue: Epilogue::Bias(bias),
-            addend: None,
-            out: aux,
-            ..
-        } = product
-            && self.gelu.inp.same(&self.linear.out)
-            && self.gelu.out.len() == self.gelu.inp.len()
-            && is_one_pass(cx, &product, aux)
-        {
-            let product = Product {
-                out: cx.ptr(&self.gelu.out, product.dtype)?,
-                epilogue: Epilogue::BiasGelu { bias, aux },
-                ..product
-            };
-            if cx.try_multiply(&product)? {
-                return Ok(());
-            }
-        }
-        cx.multiply(&product)?;
-        self.gelu.launch(cx)
-    }
-}
-
-impl Operation for LinearGeluBackward {
-    const NAME: &'static str = "linear_gelu_backward";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.linear.run(cpu)?;
-        self.gelu.run(cpu)
-    }
-
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let wide = &self.gelu.inp_out;
-        let product = self.linear.product().product(cx)?;
-        let aux = cx.ptr(wide, product.dtype)?;
-        if self.gelu.dout_dinp.same(&self.linear.dinp)
-            && wide.len() == self.gelu.dout_dinp.len()
-            && is_one_pass(cx, &product, aux)
-        {
-            let epilogue = Epilogue::GeluBackward { aux };
-            if cx.try_multiply(&Product { epilogue, ..product })? {
-                let (inp, out) = (wide.clone(), wide.clone());
-                return if self.gelu.makes_out {
-                    GeluForward { inp, out }.launch(cx)
-                } else {
-                    Ok(())
-                };
-            }
-        }
-        cx.multiply(&product)?;
-        self.gelu.launch(cx)
     }
 }

@@ -9,16 +9,16 @@
 //!
 //! | file | operations |
 //! |---|---|
-//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`]; [`AddBiasResidual`], and [`ColumnSum`] for the bias |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
-//! | `layernorm`, `rmsnorm` | forward and backward |
-//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`RotaryForward`], [`RotaryBackward`] |
+//! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
+//! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`Rotary`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
-//! | `elementwise` | [`Cast`], [`Fill`], [`Scale`], [`GeluForward`], [`GeluBackward`] |
+//! | `elementwise` | [`Cast`], [`Fill`], [`GeluForward`], [`GeluBackward`] |
 //! | `cpu` | what CPU kernels are written in; products; bf16 storage |
 //! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
@@ -37,32 +37,26 @@ pub mod cuda;
 mod dropout;
 mod elementwise;
 mod encoder;
-mod layernorm;
 mod linear;
 mod norm;
-mod rmsnorm;
+mod row_norm;
 mod swiglu;
 mod update;
 
 pub use attention::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Llama3Scaling, RotaryBackward,
-    RotaryEmbedding, RotaryForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
 };
 pub use column_sum::{AddBiasResidual, ColumnSum};
 pub(crate) use cpu::kernel::kernel;
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
-pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
+pub use elementwise::{Cast, Fill, GeluBackward, GeluForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward, VocabularyPart};
-pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
-pub use layernorm::{LayerNormBackward, LayerNormForward};
-pub use linear::{
-    LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape,
-    WeightLayout,
-};
+pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
-pub use rmsnorm::{RmsNormBackward, RmsNormForward};
+pub(crate) use row_norm::LAYERNORM_EPSILON;
+pub use row_norm::{NormBackward, NormForward};
 pub use swiglu::{SwigluBackward, SwigluForward};
 pub(crate) use update::HostUpdate;
 pub use update::{
@@ -77,7 +71,7 @@ use crate::device::{Buffer, Cpu, DeviceError};
 
 /// An operation: its kernel on the CPU, and what it launches on an NVIDIA GPU.
 pub trait Operation {
-    /// Name in errors and traces: `layernorm_forward`.
+    /// Name in errors and traces: `norm_forward`.
     const NAME: &'static str;
 
     /// Borrows the buffers, checks their sizes, computes.
@@ -150,20 +144,14 @@ operations!(
     Fill,
     GeluBackward,
     GeluForward,
-    LayerNormBackward,
-    LayerNormForward,
     LinearDinp,
     LinearDweight,
     LinearForward,
-    LinearGeluBackward,
-    LinearGeluForward,
     LossSum,
+    NormBackward,
+    NormForward,
     PositionBackward,
-    RmsNormBackward,
-    RmsNormForward,
-    RotaryBackward,
-    RotaryForward,
-    Scale,
+    Rotary,
     SquaredNorm,
     SwigluBackward,
     SwigluForward,
@@ -221,9 +209,8 @@ pub fn units() -> Vec<CompileUnit> {
         dropout::units(),
         elementwise::units(),
         encoder::units(),
-        layernorm::units(),
         norm::units(),
-        rmsnorm::units(),
+        row_norm::units(),
         swiglu::units(),
     ]
     .concat()

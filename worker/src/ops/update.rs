@@ -114,7 +114,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Of a learning rate and a weight decay.
+    /// A learning rate and a weight decay.
     pub const fn new(lr: f32, weight_decay: f32) -> Self {
         Self { lr, weight_decay }
     }

@@ -24,7 +24,7 @@ use crate::ops::{
 };
 use crate::parallel::{OwnPiece, ReduceError, Sharding};
 
-/// Of the quintic polynomial `aX + (bA + cA²)X` with `A = XXᵀ`.
+/// Coefficients of the quintic polynomial `aX + (bA + cA²)X` with `A = XXᵀ`.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// Iterations of it.
 const STEPS: usize = 5;
@@ -131,7 +131,7 @@ impl Muon {
         exchanges
     }
 
-    /// Of what this rank owns of the matrix that is orthogonal now.
+    /// The update of what this rank owns of the orthogonalised matrix.
     fn update(&self, matrix: &GatheredMatrix, memory: &StepMemory<'_>) -> Update {
         let OwnPiece { elements, place, .. } = &matrix.own;
         let [rows, cols] = matrix.shape;
@@ -282,7 +282,6 @@ impl Orthogonal {
                 dout: x.clone(),
                 dweight: square.clone(),
                 accumulate: false,
-                dbias: None,
                 shape: in_out(rows, cols, cols),
             };
             let next = multiply(x, &square, &product, in_out(rows, cols, cols));

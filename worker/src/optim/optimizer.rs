@@ -50,7 +50,7 @@ pub struct UpdateStep {
 }
 
 impl Optimizer {
-    /// Of these parameters of a model, with state of zeros. `comm` are the ranks over which `sharding` is. Every rank must
+    /// An optimizer of these parameters of a model, with state of zeros. `comm` are the ranks over which `sharding` is. Every rank must
     /// call it.
     pub fn new(
         home: StateMemory,

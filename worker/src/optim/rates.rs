@@ -19,7 +19,7 @@ pub struct GroupRates {
 pub struct ParamGroups {
     /// No two are the same.
     rates: Vec<GroupRates>,
-    /// By parameter: index of its rates.
+    /// Index of the rates of each parameter.
     of: Vec<usize>,
 }
 
@@ -53,7 +53,7 @@ impl ParamGroups {
         groups.position(|group| !params.iter().any(|spec| group.matches(&spec.key)))
     }
 
-    /// Of all groups.
+    /// The rates of all groups.
     pub fn rates(&self) -> &[GroupRates] {
         &self.rates
     }

@@ -48,7 +48,7 @@ pub(super) struct StepMemory<'a> {
     pub(super) slots: &'a [ArenaShare],
     /// As [`Update::scale`].
     pub(super) scale: &'a Buffer,
-    /// By parameter group.
+    /// One for each parameter group.
     pub(super) rates: Arc<[Rates]>,
     /// Number of the step, from 1.
     pub(super) number: u64,

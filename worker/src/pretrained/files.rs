@@ -23,7 +23,7 @@ const PICKLE: &str = "pytorch_model.bin";
 const PICKLE_EXTENSIONS: &[&str] = &["bin", "pt", "pth", "ckpt"];
 /// How a file begins whose content Git keeps elsewhere.
 const POINTER: &[u8] = b"version https://git-lfs";
-/// By these names a folder is known to be of a run.
+/// A folder that holds one of these belongs to a run.
 const MARKS_OF_RUNS: &[&str] = &["checkpoints", "manifest.json", "latest"];
 /// Longest index and configuration that are read.
 const MAX_JSON_BYTES: u64 = 16 << 20;
@@ -108,7 +108,7 @@ fn hint_of(kind: ErrorKind) -> &'static str {
 /// The files, opened, and what is in them.
 pub(super) struct WeightFiles {
     pub(super) files: Vec<WeightFile>,
-    /// By name.
+    /// Sorted by name.
     pub(super) tensors: Vec<StoredTensor>,
     /// `config.json` beside them, if there is one.
     pub(super) config: Option<PathBuf>,
@@ -142,7 +142,7 @@ struct Index {
 }
 
 impl WeightFiles {
-    /// Of a folder, or of one file.
+    /// Opens a folder, or one file.
     pub(super) fn open(path: &Path) -> Result<Self, PretrainedError> {
         let metadata = fs::metadata(path).map_err(|e| PretrainedError::io(path, &e))?;
         let folder = if metadata.is_dir() {

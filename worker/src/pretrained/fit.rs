@@ -10,7 +10,6 @@ use safetensors::tensor::Dtype;
 use super::files::{PretrainedError, StoredTensor};
 use crate::config::Model;
 use crate::model::{Decoder, HEAD, ParamSpec, Published, PublishedTensor};
-use crate::ops::WeightLayout;
 
 /// Tensors of a file by their published names.
 pub(super) type Named<'a> = BTreeMap<String, &'a StoredTensor>;
@@ -27,7 +26,7 @@ pub(super) struct ParamSource {
 pub(super) struct Piece {
     /// Its name is that of the file, prefix included.
     pub(super) tensor: StoredTensor,
-    /// Of the parameter.
+    /// Which elements of the parameter.
     pub(super) elements: Range<usize>,
 }
 
@@ -39,24 +38,20 @@ impl ParamSource {
 }
 
 /// What a file has to hold for a model.
-pub(super) struct Expected<'a> {
-    model: &'a Model,
-    params: &'a [ParamSpec],
+pub(super) struct Expected {
     published: &'static Published,
     decoder: Decoder,
-    /// By parameter.
+    /// The tensors of each parameter.
     tensors: Vec<Vec<PublishedTensor>>,
 }
 
-impl<'a> Expected<'a> {
-    pub(super) fn new(model: &'a Model, params: &'a [ParamSpec]) -> Self {
+impl Expected {
+    pub(super) fn new(model: &Model, params: &[ParamSpec]) -> Self {
         let (published, decoder) = (Published::of(model.kind), Decoder::of(model));
         let tensors = params
             .iter()
             .map(|spec| published.tensors(&decoder, &spec.key, &spec.global_shape));
         Self {
-            model,
-            params,
             published,
             tensors: tensors.collect(),
             decoder,
@@ -102,54 +97,6 @@ impl<'a> Expected<'a> {
     fn is_buffer(&self, name: &str) -> bool {
         let part = self.decoder.names.layer_of(name);
         part.is_some_and(|(_, part)| self.published.buffers.contains(&part))
-    }
-
-    /// Says how large the model in the file is, where that is not how large it is here.
-    pub(super) fn compare_sizes(&self, named: &Named<'_>, misfit: &mut Misfit) {
-        let (model, names) = (self.model, self.decoder.names);
-        let layers = named
-            .keys()
-            .filter_map(|name| Some(names.layer_of(name)?.0.saturating_add(1)));
-        if let Some(layers) = layers.max().filter(|layers| *layers != model.n_layer) {
-            misfit.write("n_layer", layers);
-        }
-        let axis =
-            |name: &str, axis: usize| named.get(name).and_then(|tensor| tensor.shape.get(axis).copied());
-        let mut there = model.clone();
-        if let Some(channels) = axis(names.tokens, 1).filter(|there| *there != model.n_embd) {
-            misfit.write("n_embd", channels);
-            // What follows from it is no difference of its own.
-            there.n_embd = channels.min(MAX_CHANNELS);
-        }
-        if let Some(positions) = axis(names.positions, 0).filter(|there| *there < model.block_size) {
-            misfit.write("block_size", positions);
-        }
-        if let Some(inner) = self
-            .outputs(named, names.widen, 0)
-            .filter(|inner| *inner != there.inner())
-        {
-            misfit.write("n_inner", inner);
-        }
-        let head_size = there.n_embd / there.n_head;
-        if let Some(keys) = self.outputs(named, names.qkv, 1)
-            && head_size > 0
-            && keys.is_multiple_of(head_size)
-            && keys / head_size != there.kv_heads()
-        {
-            misfit.write("n_kv_head", keys / head_size);
-        }
-    }
-
-    /// Outputs, in the file, of tensor `index` of those that make up a matrix of the first layer.
-    fn outputs(&self, named: &Named<'_>, matrix: &str, index: usize) -> Option<usize> {
-        let key = format!("{}.0.{matrix}.weight", self.decoder.names.layer);
-        let param = self.params.iter().position(|spec| spec.key == key)?;
-        let tensor = named.get(&self.tensors[param].get(index)?.name)?;
-        let axis = match self.decoder.layout {
-            WeightLayout::InOut => 1,
-            WeightLayout::OutIn => 0,
-        };
-        tensor.shape.get(axis).copied()
     }
 
     /// The source of each parameter, in their order; what they lack is told to `misfit`.
@@ -243,12 +190,13 @@ impl<'a> Expected<'a> {
     }
 }
 
-/// More than this makes no model; the bound keeps products of sizes far from overflow.
-const MAX_CHANNELS: usize = 1 << 24;
 /// Differences that are named one by one: a wrong number of channels makes every tensor one.
 const MOST_NAMED: usize = 3;
 
-/// What was found so far.
+/// What to do about an architecture that is not supported.
+pub(super) const FOREIGN: &str = "the weights are of an architecture that this build does not support";
+
+/// Differences between the weights and the model, and what to change.
 #[derive(Default)]
 pub(super) struct Misfit {
     differences: Vec<String>,
@@ -264,12 +212,9 @@ impl Misfit {
         self.differences.push(what);
     }
 
-    /// One that makes it another architecture.
+    /// A difference that makes it another architecture.
     pub(super) fn is_foreign(&mut self, what: String) {
-        self.differs_for_good(
-            what,
-            "the weights are of an architecture that this build does not support",
-        );
+        self.differs_for_good(what, FOREIGN);
     }
 
     /// One that no line of the configuration can mend, and what can.
@@ -305,7 +250,7 @@ impl Misfit {
         let hint = match self.instead {
             Some(instead) => instead.to_owned(),
             None if self.changes.is_empty() => {
-                "the sizes match: check that the weights are complete and of this kind of model".to_owned()
+                "check that the weights are complete, and that the sizes in section `model` are those of the weights".to_owned()
             }
             None => format!("write {} in section `model`", self.changes.join(", ")),
         };

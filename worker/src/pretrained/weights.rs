@@ -11,7 +11,7 @@ use safetensors::tensor::Dtype;
 
 use super::files::{PretrainedError, StoredTensor, WeightFile, WeightFiles};
 use super::fit::{Expected, Misfit, Named, ParamSource, Piece};
-use super::settings::Settings;
+use super::settings::{self, Settings};
 use crate::config;
 use crate::model::{HEAD, ParamId, ParamSpec, Published};
 
@@ -24,7 +24,7 @@ const FINGERPRINT_BYTES: u64 = 1 << 20;
 pub struct PretrainedWeights {
     path: PathBuf,
     files: Vec<WeightFile>,
-    /// By parameter.
+    /// One for each parameter.
     sources: Vec<ParamSource>,
     /// See [`Expected::remainder`].
     remainder: Option<String>,
@@ -34,25 +34,26 @@ impl PretrainedWeights {
     /// Opens the folder or file at `path`, and compares names, shapes and settings with the model that `model` describes
     /// and whose parameters are `params`. The error names all that differs, and what to write in the YAML.
     ///
-    /// Of the parameters' values none is read; but where nothing says that the head is tied, it is compared.
+    /// No values are read, except that the head is compared if nothing says whether it is tied.
     pub fn open(path: &Path, model: &config::Model, params: &[ParamSpec]) -> Result<Self, PretrainedError> {
         let WeightFiles {
             files,
             tensors,
             config,
         } = WeightFiles::open(path)?;
-        let settings = config.map(|path| Settings::read(&path)).transpose()?;
         let mut misfit = Misfit::default();
-        if let Some(settings) = &settings {
-            settings.compare(model, &mut misfit);
+        let mut is_tied = None;
+        if let Some(config) = config {
+            let there = Settings::read(&config)?.model(model, &mut misfit)?;
+            settings::compare(&there, model, &mut misfit);
+            is_tied = Some(there.is_tied());
             // Another kind has other names for everything.
-            if !settings.is_of(model.kind) {
+            if there.kind != model.kind {
                 return Err(misfit.into_error(path));
             }
         }
         let expected = Expected::new(model, params);
         let mut named = expected.by_name(&tensors, &mut misfit);
-        let is_tied = settings.map(|settings| settings.is_tied(model.kind));
         compare_heads(
             &files,
             (model.is_tied(), is_tied),
@@ -60,7 +61,6 @@ impl PretrainedWeights {
             &mut named,
             &mut misfit,
         )?;
-        expected.compare_sizes(&named, &mut misfit);
         let sources = expected.sources(&named, &mut misfit);
         let remainder = expected.remainder(&named);
         misfit.into_result(path)?;
@@ -185,7 +185,7 @@ fn widen<T: Pod + Into<f32>>(file: &File, offset: u64, out: &mut [f32]) -> std::
 fn compare_heads(
     files: &[WeightFile],
     (here, there): (bool, Option<bool>),
-    expected: &Expected<'_>,
+    expected: &Expected,
     named: &mut Named<'_>,
     misfit: &mut Misfit,
 ) -> Result<(), PretrainedError> {

@@ -8,7 +8,7 @@ use super::TrainError;
 use super::reporting::warn;
 use crate::collective::nccl::{Nccl, Version};
 use crate::config::{Backend, Precision, TrainConfig};
-use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, KernelChoices, count_devices};
+use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
 use crate::session::Session;
 
@@ -17,19 +17,6 @@ const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 /// Ranks that name different hosts may share a GPU with any NCCL.
 const HOST_NAME: &str = "NCCL_HOSTID";
-
-/// With this variable set to 1, a GELU belongs to the matrix product beside it. An experiment: whether it pays depends
-/// on the library's version and the sizes, and losses differ in the last bits.
-const FUSED_GELU: &str = "DDP_FUSED_GELU";
-
-/// With this variable set to 1, the gradient of a bias belongs to the product of its weight's. An experiment, as above.
-const FUSED_BIAS_GRADIENTS: &str = "DDP_FUSED_BIAS_GRADIENTS";
-
-/// With this variable set to 1, cross-entropy keeps rows of logits in shared memory. An experiment, with the same bits.
-const SHARED_LOGITS: &str = "DDP_SHARED_LOGITS";
-
-/// Multiprocessors for which the algorithms of matrix products are chosen: fewer than there are leave some to NCCL.
-const PRODUCT_MULTIPROCESSORS: &str = "DDP_SM_COUNT_TARGET";
 
 /// With this variable set to 1, the algorithms of matrix products are chosen by timing. Of one rank only: ranks that choose
 /// differently would differ in what each computes for itself.
@@ -183,12 +170,6 @@ impl Choice {
             Self::Gpu(ordinal) => Arc::new(CudaDevice::open(CudaOptions {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
-                kernels: KernelChoices {
-                    fused_gelu: is_set(FUSED_GELU),
-                    fused_bias_gradients: is_set(FUSED_BIAS_GRADIENTS),
-                    shared_logits: is_set(SHARED_LOGITS),
-                },
-                product_multiprocessors: multiprocessors(std::env::var(PRODUCT_MULTIPROCESSORS).ok())?,
                 timed_products: is_set(TIMED_PRODUCTS) && is_alone,
                 cache: KernelCache::of_user(),
             })?),
@@ -201,32 +182,9 @@ fn is_set(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value.trim() == "1")
 }
 
-/// A number of multiprocessors; 0 where the variable is not set.
-fn multiprocessors(value: Option<String>) -> Result<i32, TrainError> {
-    let Some(value) = value else { return Ok(0) };
-    let number = value.trim().parse().ok().filter(|number| *number > 0);
-    number.ok_or_else(|| {
-        TrainError::Refused(format!(
-            "`{PRODUCT_MULTIPROCESSORS}` is `{value}`, expected a number of multiprocessors, such as 124"
-        ))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn multiprocessors_are_a_number() {
-        let of = |value: &str| multiprocessors(Some(value.to_owned()));
-        assert_eq!(multiprocessors(None).unwrap(), 0);
-        assert_eq!(of(" 124 ").unwrap(), 124);
-        for wrong in ["0", "-8", "all", "99999999999", ""] {
-            let error = of(wrong).unwrap_err().to_string();
-            let expected = format!("`DDP_SM_COUNT_TARGET` is `{wrong}`, expected a number");
-            assert!(error.starts_with(&expected), "{error}");
-        }
-    }
 
     fn situation(backend: Backend, gpus: usize) -> Situation {
         Situation {

@@ -97,10 +97,6 @@ impl Device for LoadingDevice {
         gpu.prepare(self.stream, &op, &self.spare);
     }
 
-    fn sums_biases_in_products(&self) -> bool {
-        self.gpu.sums_biases_in_products()
-    }
-
     fn record(&self, stream: Stream) -> Event {
         IdleDevice.record(stream)
     }

@@ -5,17 +5,11 @@
 
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache, KernelChoices};
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions, KernelCache};
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
-    open(KernelChoices::default())
-}
-
-/// The same, with other kernels than by default.
-pub(crate) fn open(kernels: KernelChoices) -> Option<Arc<CudaDevice>> {
     let options = CudaOptions {
-        kernels,
         cache: KernelCache::of_user(),
         ..CudaOptions::default()
     };

@@ -4,8 +4,6 @@ mod collective_failures;
 mod collective_operations;
 mod collective_properties;
 mod collective_world;
-#[path = "../local_model/mod.rs"]
-mod local_model;
 mod mesh_ranks;
 mod reducer_ranks;
 mod seams;

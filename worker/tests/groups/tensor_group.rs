@@ -388,7 +388,6 @@ impl<'a> TwoProducts<'a> {
                 dout: dout.clone(),
                 dweight: dweight.clone(),
                 accumulate: false,
-                dbias: None,
                 shape,
             });
             member.read(&dweight)

@@ -93,6 +93,52 @@ fn finish(mut rank: Child, deadline: Instant) -> ExitStatus {
     }
 }
 
+/// One rank before it has connected over NCCL.
+pub(crate) struct Place {
+    pub(crate) number: usize,
+    pub(crate) size: usize,
+    pub(crate) gpu: Arc<dyn Device>,
+    pub(crate) over_memory: Communicator,
+    pub(crate) cancel: Cancel,
+    store: Arc<FileStore>,
+}
+
+impl Place {
+    /// None if this process is not a rank.
+    pub(crate) fn of_process() -> Option<Self> {
+        let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
+        let (number, size) = (number(RANK)?, number(WORLD)?);
+        let store = Arc::new(FileStore(std::env::var_os(FOLDER)?.into()));
+        let cancel = Cancel::new();
+        let info = RankInfo::on_one_node(number, size);
+        let transport = connect(&info, store.as_ref(), &cancel, TIMEOUT).unwrap();
+        Some(Self {
+            number,
+            size,
+            gpu: Arc::new(open_gpu().unwrap()),
+            over_memory: Communicator::new("memory", transport, Executor::Inline, TIMEOUT, &cancel),
+            cancel,
+            store,
+        })
+    }
+
+    /// The group over NCCL, on a device. `timeout` is that of its operations.
+    pub(crate) fn connect(
+        &self,
+        device: &Arc<dyn Device>,
+        timeout: Duration,
+    ) -> Result<NcclTransport, Failure> {
+        let world = Membership {
+            name: "world".into(),
+            rank: self.number,
+            members: (0..self.size).collect(),
+            timeout,
+            cancel: self.cancel.clone(),
+        };
+        NcclTransport::connect(&Nccl::load().unwrap(), device, self.store.clone(), world)
+    }
+}
+
 /// One rank at work: the same group twice, over NCCL and over shared memory.
 pub(crate) struct Rank {
     pub(crate) number: usize,
@@ -107,25 +153,21 @@ pub(crate) struct Rank {
 impl Rank {
     /// None if this process is not a rank. `timeout` is that of NCCL's operations.
     pub(crate) fn of_process(timeout: Duration) -> Option<Self> {
-        let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
-        let (rank, size) = (number(RANK)?, number(WORLD)?);
-        let store = Arc::new(FileStore(std::env::var_os(FOLDER)?.into()));
-        let cancel = Cancel::new();
-        let info = RankInfo::on_one_node(rank, size);
-        let transport = connect(&info, store.as_ref(), &cancel, TIMEOUT).unwrap();
-        let over_memory = Communicator::new("memory", transport, Executor::Inline, TIMEOUT, &cancel);
-        let gpu: Arc<dyn Device> = Arc::new(open_gpu().unwrap());
-        let world = Membership {
-            name: "world".into(),
-            rank,
-            members: (0..size).collect(),
-            timeout,
-            cancel: cancel.clone(),
+        let place = Place::of_process()?;
+        let transport = match place.connect(&place.gpu, timeout) {
+            Ok(transport) => transport,
+            Err(failure) => panic!("NCCL connects: {failure}"),
         };
-        let nccl = Nccl::load().unwrap();
-        let transport = connected(NcclTransport::connect(&nccl, &gpu, store, world));
+        let Place {
+            number,
+            size,
+            gpu,
+            over_memory,
+            cancel,
+            ..
+        } = place;
         Some(Self {
-            number: rank,
+            number,
             size,
             over_nccl: Communicator::new("world", Box::new(transport), Executor::Inline, timeout, &cancel),
             over_memory,
@@ -133,13 +175,6 @@ impl Rank {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             cancel,
         })
-    }
-}
-
-fn connected(outcome: Result<NcclTransport, Failure>) -> NcclTransport {
-    match outcome {
-        Ok(transport) => transport,
-        Err(failure) => panic!("NCCL connects: {failure}"),
     }
 }
 

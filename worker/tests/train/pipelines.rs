@@ -9,8 +9,6 @@ use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, Order, PipelineSchedule, Precision, Recompute, Resume,
     Strategy, TrainConfig,
 };
-use crate::train_support::deferred::DeferredDevice;
-use crate::train_support::{Job, Trained};
 
 type Change = fn(&mut TrainConfig);
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::gpus::{self, Described};
 use crate::cli::machine::hardware;
-use crate::cli::native::libraries::{Found, LibraryKind, SearchPath};
+use crate::cli::native::libraries::SearchPath;
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -35,25 +35,15 @@ pub struct Facts {
     pub driver_version: Option<String>,
     /// `CUDA_VISIBLE_DEVICES`.
     pub cuda_visible_devices: Option<String>,
-    /// What the driver and the libraries answer; none: there is nothing to ask.
+    /// What the driver and the libraries answer; None if no library was found.
     pub described: Option<Described>,
-    /// Libraries that are loaded at run time.
-    pub libraries: Vec<Found>,
-    /// Where they were looked for.
+    /// Where libraries were looked for.
     pub searched: Vec<PathBuf>,
 }
 
 impl Facts {
     /// Looks at the machine. Never fails: what cannot be read is absent.
     pub fn gather() -> Self {
-        let path = SearchPath::of_process();
-        let find = |driver| LibraryKind::ALL.map(|kind| path.find(kind, driver)).to_vec();
-        let something_to_ask = find(None).iter().any(|library| library.at.is_some());
-        let described = something_to_ask.then(gpus::ask);
-        // As programs choose them, which know the driver.
-        let driver = described
-            .as_ref()
-            .and_then(|told| told.version(LibraryKind::Cuda));
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),
@@ -68,9 +58,8 @@ impl Facts {
             open_files: soft_limit(nix::sys::resource::Resource::RLIMIT_NOFILE),
             driver_version: driver_version(&read("/proc/driver/nvidia/version")),
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-            described,
-            libraries: find(driver),
-            searched: path.existing(),
+            described: gpus::ask(),
+            searched: SearchPath::of_process().existing(),
         }
     }
 }

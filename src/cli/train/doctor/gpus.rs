@@ -1,5 +1,6 @@
 //! GPUs as the CUDA driver describes them, and versions of libraries, asked in a process of its own.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -19,17 +20,34 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
 pub struct Described {
     /// The visible devices, or why there are none, as an error says it: with its hint, if it has one.
     pub survey: Result<Survey, String>,
-    /// Of each library in order of [`LibraryKind::ALL`]: its version, or the error of loading it; none if it is not there.
-    pub versions: Vec<Option<Result<Version, String>>>,
+    /// Each library in order of [`LibraryKind::ALL`], or the error of loading it; None if it was not found.
+    pub libraries: Vec<Option<Result<LoadedLibrary, String>>>,
+}
+
+/// A library that was loaded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadedLibrary {
+    /// Its file.
+    pub path: PathBuf,
+    /// Why the file was tried.
+    pub reason: String,
+    /// Its version, or why it reports none.
+    pub version: Result<Version, String>,
 }
 
 impl Described {
     /// Nothing could be asked.
-    fn failed(why: &str) -> Self {
+    pub(super) fn failed(why: &str) -> Self {
         Self {
             survey: Err(why.to_owned()),
-            versions: vec![None; LibraryKind::ALL.len()],
+            libraries: vec![None; LibraryKind::ALL.len()],
         }
+    }
+
+    /// Each kind of library with what was found of it.
+    pub fn all(&self) -> impl Iterator<Item = (LibraryKind, Option<&Result<LoadedLibrary, String>>)> {
+        let libraries = self.libraries.iter().map(Option::as_ref);
+        LibraryKind::ALL.into_iter().zip(libraries)
     }
 
     /// The devices, none if the driver did not start.
@@ -37,10 +55,14 @@ impl Described {
         self.survey.as_ref().map_or(&[], |survey| &survey.gpus)
     }
 
-    /// Version of a library, if it said one.
+    /// What was found of a library.
+    pub fn get(&self, kind: LibraryKind) -> Option<&Result<LoadedLibrary, String>> {
+        self.all().find(|(known, _)| *known == kind)?.1
+    }
+
+    /// Version of a library, if it reports one.
     pub fn version(&self, kind: LibraryKind) -> Option<Version> {
-        let at = LibraryKind::ALL.iter().position(|known| *known == kind)?;
-        self.versions.get(at)?.as_ref()?.as_ref().ok().copied()
+        self.get(kind)?.as_ref().ok()?.version.clone().ok()
     }
 }
 
@@ -54,26 +76,31 @@ pub fn describe_main() -> std::process::ExitCode {
 }
 
 fn describe() -> Described {
-    let version = |kind| {
-        let library = Library::open(kind);
-        match library.and_then(|library| library.version()) {
-            Ok(version) => Some(Ok(version)),
-            Err(error) if error.is_absence() => None,
-            Err(error) => Some(Err(error.to_string())),
-        }
+    let load = |kind| match Library::open(kind) {
+        Ok(library) => Some(Ok(LoadedLibrary {
+            path: library.path().to_owned(),
+            reason: library.reason().to_owned(),
+            version: library.version().map_err(|error| error.to_string()),
+        })),
+        Err(error) if error.is_absence() => None,
+        Err(error) => Some(Err(error.to_string())),
     };
     Described {
         survey: Survey::take().map_err(|error| error.to_string()),
-        versions: LibraryKind::ALL.into_iter().map(version).collect(),
+        libraries: LibraryKind::ALL.into_iter().map(load).collect(),
     }
 }
 
-/// Asks, with a deadline.
-pub fn ask() -> Described {
-    match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
-        Ok(line) => serde_json::from_str(line.trim())
-            .unwrap_or_else(|_| Described::failed("the driver crashed the process that queried it")),
-        Err(error) => Described::failed(&error.to_string()),
+/// Asks, with a deadline; None if no library was found.
+pub fn ask() -> Option<Described> {
+    let answer = match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
+        Ok(line) => serde_json::from_str::<Described>(line.trim())
+            .map_err(|_| "the driver crashed the process that queried it".to_owned()),
+        Err(error) => Err(error.to_string()),
+    };
+    match answer {
+        Ok(described) => Some(described).filter(|described| described.libraries.iter().any(Option::is_some)),
+        Err(why) => Some(Described::failed(&why)),
     }
 }
 
@@ -137,7 +164,7 @@ mod tests {
     #[test]
     fn an_answer_survives_its_way_between_processes() {
         let mut answer = Described::failed("no driver");
-        answer.versions[0] = Some(Err("cannot be loaded".to_owned()));
+        answer.libraries[0] = Some(Err("cannot be loaded".to_owned()));
         let line = serde_json::to_string(&answer).expect("it serialises");
         assert_eq!(serde_json::from_str::<Described>(&line).ok(), Some(answer));
     }

@@ -151,18 +151,20 @@ fn gpu_section(facts: &Facts, out: &mut String) {
 
 fn library_section(facts: &Facts, out: &mut String) {
     push(out, "libraries loaded at run time");
-    for library in &facts.libraries {
-        let version = match facts.described.as_ref().and_then(|d| d.version(library.kind)) {
-            Some(version) if library.kind == LibraryKind::Cuda => format!(", for CUDA {version}"),
-            Some(version) => format!(", {version}"),
-            None => String::new(),
-        };
-        let place = match &library.at {
-            Some((path, why)) => format!("{}{version} ({why})", path.display()),
+    for kind in LibraryKind::ALL {
+        let place = match facts.described.as_ref().and_then(|described| described.get(kind)) {
+            Some(Ok(library)) => {
+                let version = match &library.version {
+                    Ok(version) if kind == LibraryKind::Cuda => format!(", for CUDA {version}"),
+                    Ok(version) => format!(", {version}"),
+                    Err(_) => String::new(),
+                };
+                format!("{}{version} ({})", library.path.display(), library.reason)
+            }
+            Some(Err(_)) => "cannot be loaded".to_owned(),
             None => "not found".to_owned(),
         };
-        let value = format!("{place}: {}", library.kind.purpose());
-        row(out, library.kind.stem(), &value);
+        row(out, kind.stem(), &format!("{place}: {}", kind.purpose()));
     }
     let searched: Vec<_> = facts
         .searched
@@ -225,8 +227,8 @@ fn findings(facts: &Facts) -> Vec<Finding> {
 
 /// False if there is no part of a driver: most likely the machine has no GPU.
 fn may_have_gpus(facts: &Facts) -> bool {
-    let mut libraries = facts.libraries.iter();
-    facts.driver_version.is_some() || libraries.any(|l| l.kind == LibraryKind::Cuda && l.at.is_some())
+    let driver = facts.described.as_ref().map(|described| &described.libraries[0]);
+    facts.driver_version.is_some() || driver.is_some_and(Option::is_some)
 }
 
 fn host_findings(facts: &Facts) -> Vec<Finding> {
@@ -255,23 +257,25 @@ fn host_findings(facts: &Facts) -> Vec<Finding> {
 /// What GPUs need and do not have.
 fn library_findings(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
-    for library in facts.libraries.iter().filter(|library| library.at.is_none()) {
-        let problem = format!("`{}` not found ({})", library.kind.stem(), library.kind.purpose());
-        found.push(Finding::new(problem, library.kind.hint()));
-    }
-    let Some(described) = &facts.described else {
-        return found;
-    };
-    for (kind, version) in LibraryKind::ALL.iter().zip(&described.versions) {
-        if let Some(Err(why)) = version {
-            found.push(Finding::of(why, kind.hint()));
+    let nothing = Described::failed("");
+    let described = facts.described.as_ref().unwrap_or(&nothing);
+    for (kind, library) in described.all() {
+        match library {
+            None => {
+                let problem = format!("`{}` not found ({})", kind.stem(), kind.purpose());
+                found.push(Finding::new(problem, kind.hint()));
+            }
+            Some(Err(why)) => found.push(Finding::of(why, kind.hint())),
+            Some(Ok(library)) => match (&library.version, described.version(LibraryKind::Cuda)) {
+                (Err(why), _) => found.push(Finding::of(why, kind.hint())),
+                (Ok(version), Some(driver)) => {
+                    let newer = Newer::of(kind, &library.path, *version, driver);
+                    found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
+                }
+                (Ok(_), None) => {}
+            },
         }
     }
-    let newer = facts.libraries.iter().filter_map(|library| {
-        let ((path, _), driver) = (library.at.as_ref()?, described.version(LibraryKind::Cuda)?);
-        Newer::of(library.kind, path, described.version(library.kind)?, driver)
-    });
-    found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
     if let Some(nccl) = described
         .version(LibraryKind::Nccl)
         .filter(|nccl| *nccl < OLDEST_NCCL)
@@ -290,10 +294,10 @@ fn gib(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
-    use crate::cli::native::libraries::{Found, LibraryError};
-
+    use super::super::gpus::LoadedLibrary;
     use super::*;
+    use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
+    use crate::cli::native::libraries::LibraryError;
 
     fn machine() -> Facts {
         Facts {
@@ -311,7 +315,6 @@ mod tests {
             driver_version: None,
             cuda_visible_devices: None,
             described: None,
-            libraries: LibraryKind::ALL.map(|kind| Found { kind, at: None }).to_vec(),
             searched: vec!["/usr/lib".into()],
         }
     }
@@ -325,16 +328,29 @@ mod tests {
             shared_per_block: 227 << 10,
             pci: "0000:65:00.0".into(),
         };
-        let version = |major, minor| {
-            let patch = 0;
-            Some(Ok(Version { major, minor, patch }))
+        let library = |stem: &str, major, minor| {
+            let version = Version {
+                major,
+                minor,
+                patch: 0,
+            };
+            Some(Ok(LoadedLibrary {
+                path: format!("/x/{stem}.1").into(),
+                reason: "VIRTUAL_ENV".into(),
+                version: Ok(version),
+            }))
         };
         Described {
             survey: Ok(Survey {
                 gpus: vec![gpu],
                 reach: vec![vec![Reach::Itself]],
             }),
-            versions: vec![version(12, 8), version(12, 9), version(13, 0), None],
+            libraries: vec![
+                library("libcuda.so", 12, 8),
+                library("libcublasLt.so", 12, 9),
+                library("libnvrtc.so", 13, 0),
+                None,
+            ],
         }
     }
 
@@ -374,10 +390,6 @@ mod tests {
         let mut facts = machine();
         facts.driver_version = Some("550.54.14".into());
         facts.described = Some(one_gpu());
-        for library in &mut facts.libraries {
-            let file = format!("/x/{}.1", library.kind.stem());
-            library.at = (library.kind != LibraryKind::Nccl).then(|| (file.into(), "VIRTUAL_ENV"));
-        }
         let report = render(&facts);
         for part in [
             "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared per block, PCI 0000:65:00.0",
@@ -389,10 +401,10 @@ mod tests {
         let (_, missing) = report.split_once("problems found").expect("one finding");
         insta::assert_snapshot!(missing, @r"
 
-        - `libnccl.so` not found (collectives between GPUs)
-          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
         - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which supports CUDA 12.8
           hint: `pip install nvidia-cuda-nvrtc-cu12` in an active Python environment, or a driver for CUDA 13
+        - `libnccl.so` not found (collectives between GPUs)
+          hint: `pip install nvidia-nccl-cu12` in an active Python environment, or the package `libnccl2`
         ");
     }
 
@@ -408,7 +420,7 @@ mod tests {
         facts.described = Some(described);
         let report = render(&facts);
         let (_, missing) = report.split_once("problems found").expect("one finding");
-        let (missing, _) = missing.split_once("\n  - `").expect("libraries are missing");
+        let (missing, _) = missing.split_once("\n  - `").expect("a library is newer");
         insta::assert_snapshot!(missing, @r"
 
         - GPU 1 (Tesla T4) is sm_75, but the kernels need sm_80 or later
@@ -422,7 +434,7 @@ mod tests {
         facts.driver_version = Some("550.54.14".into());
         facts.described = Some(Described {
             survey: Err("CUDA_ERROR_NO_DEVICE".into()),
-            versions: vec![None; 4],
+            libraries: vec![None; 4],
         });
         assert!(render(&facts).contains("- no usable device: CUDA_ERROR_NO_DEVICE\n"));
     }
@@ -431,23 +443,23 @@ mod tests {
     fn a_stub_in_place_of_the_driver_is_told_with_what_to_change() {
         let mut facts = machine();
         let path = "/cuda/lib64/stubs/libcuda.so";
-        facts.libraries[0].at = Some((path.into(), "LD_LIBRARY_PATH"));
-        let stub = LibraryError::Stub {
-            path: path.into(),
-            driver: None,
-        };
-        facts.described = Some(Described {
+        let stub = LibraryError::Stub { path: path.into() };
+        let mut described = Described {
             survey: Err(stub.to_string()),
-            versions: vec![None; 4],
-        });
+            libraries: vec![None; 4],
+        };
+        described.libraries[0] = Some(Ok(LoadedLibrary {
+            path: path.into(),
+            reason: "LD_LIBRARY_PATH".into(),
+            version: Err("does not report its version".into()),
+        }));
+        facts.described = Some(described);
         let report = render(&facts);
         let (found, missing) = report.split_once("problems found").expect("one finding");
         assert!(
             found.contains("devices              none: `/cuda/lib64/stubs/libcuda.so` is not the driver")
         );
-        let (stub, _) = missing
-            .split_once("\n  - `libcublasLt")
-            .expect("more are missing");
+        let (stub, _) = missing.split_once("\n  - does not").expect("more is missing");
         insta::assert_snapshot!(stub, @r"
 
         - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver but a stub of the CUDA toolkit, for linking only

@@ -37,7 +37,7 @@ impl Planned {
         let is_gpu = config.parallel.backend != Backend::Cpu;
         let is_described = args.memory.is_some() || args.flops.is_some();
         let found = match (is_gpu, args.gpu, is_described) {
-            (true, None, false) => gpus::ask().gpus().first().cloned(),
+            (true, None, false) => gpus::ask().and_then(|described| described.gpus().first().cloned()),
             _ => None,
         };
         let sheet = args.gpu.or_else(|| found.as_ref().and_then(sheet_of));

@@ -8,12 +8,11 @@
 #![allow(unsafe_code, reason = "NCCL is given addresses of device memory")]
 
 use std::collections::VecDeque;
-use std::ffi::c_void;
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::library::{CommAddress, Handle, RawStream};
+use super::library::{CommAddress, Handle};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, slice};
 use crate::collective::wait::Wait;
@@ -22,7 +21,7 @@ use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event,
 use crate::session::{Cancel, Waiting, Wanted};
 use crate::timeline::Interval;
 
-/// For so long a call is polled without a rest.
+/// How long a call is polled without a rest.
 const SPIN: Duration = Duration::from_micros(200);
 /// The rest between two polls after that.
 const REST: Duration = Duration::from_micros(50);
@@ -38,7 +37,7 @@ const IN_FLIGHT_BOUND: usize = 1024;
 pub struct Membership {
     /// In errors and logs; the same on all ranks.
     pub name: String,
-    /// Of this process in the group.
+    /// Rank of this process in the group.
     pub rank: usize,
     /// Global ranks, in order of rank.
     pub members: Vec<usize>,
@@ -65,77 +64,33 @@ impl Membership {
     }
 }
 
-/// What NCCL needs of a device, besides [`Device`].
-pub(super) trait NativeDevice: Send + Sync {
-    /// Calls of this thread go to the device.
-    fn bind(&self) -> Result<(), DeviceError>;
-    /// A new stream for operations that other ranks wait for.
-    fn stream(&self, name: &str) -> Stream;
-    /// The stream as the library takes it; alive as long as the device.
-    fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError>;
-    /// Address of the first element in the device's memory.
-    fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError>;
-    /// An operation may never end: from now on, freeing memory does not wait for the device.
-    fn abandon(&self);
-}
-
-/// A GPU.
-pub(super) struct Gpu(Arc<dyn Device>);
-
-impl Gpu {
-    /// None if the device is of another kind.
-    pub(super) fn of(device: &Arc<dyn Device>) -> Option<Self> {
-        CudaDevice::of(device.as_ref())?;
-        Some(Self(device.clone()))
-    }
-
-    fn cuda(&self) -> &CudaDevice {
-        CudaDevice::of(self.0.as_ref()).expect("checked when it was made")
-    }
-}
-
-impl NativeDevice for Gpu {
-    fn bind(&self) -> Result<(), DeviceError> {
-        self.cuda().context().bind()
-    }
-
-    fn stream(&self, name: &str) -> Stream {
-        self.cuda().named_stream(name, true)
-    }
-
-    fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError> {
-        Ok(self.cuda().raw_stream(stream)?.cast())
-    }
-
-    fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
-        Ok(self.cuda().address(buffer)?.as_ptr())
-    }
-
-    fn abandon(&self) {
-        self.cuda().context().abandon();
-    }
-}
-
 /// The stream of a communicator.
 #[derive(Clone)]
 pub(super) struct CommStream {
     pub(super) device: Arc<dyn Device>,
-    native: Arc<dyn NativeDevice>,
     stream: Stream,
 }
 
 impl CommStream {
-    pub(super) fn new(device: Arc<dyn Device>, native: Arc<dyn NativeDevice>, name: &str) -> Self {
-        Self {
-            stream: native.stream(name),
-            device,
-            native,
-        }
+    /// A new stream for operations that other ranks wait for. None if the device is no GPU.
+    pub(super) fn new(device: &Arc<dyn Device>, name: &str) -> Option<Self> {
+        let stream = CudaDevice::of(device.as_ref())?.named_stream(name, true);
+        let device = device.clone();
+        Some(Self { device, stream })
     }
 
     /// Another stream of the same device.
     pub(super) fn sibling(&self, name: &str) -> Self {
-        Self::new(self.device.clone(), self.native.clone(), name)
+        Self::new(&self.device, name).expect("a GPU, as for the first stream")
+    }
+
+    fn gpu(&self) -> &CudaDevice {
+        CudaDevice::of(self.device.as_ref()).expect("checked when it was made")
+    }
+
+    /// Calls of this thread go to the device.
+    fn bind(&self) -> Result<(), DeviceError> {
+        self.gpu().context().bind()
     }
 
     fn record(&self) -> Event {
@@ -247,7 +202,7 @@ impl Comm {
         stream: CommStream,
         begin: impl FnOnce() -> Result<Handle, Failure>,
     ) -> Result<Arc<Self>, Failure> {
-        stream.native.bind()?;
+        stream.bind()?;
         let token = stream
             .device
             .alloc(&ArenaSpec::private("barrier", DType::I32, 1))?;
@@ -278,7 +233,7 @@ impl Comm {
         key: usize,
         wait: &Wait,
     ) -> Result<CommAddress, Failure> {
-        self.stream.native.bind()?;
+        self.stream.bind()?;
         self.call(None, wait, |handle| handle.split(color, key))
     }
 
@@ -311,12 +266,8 @@ impl Comm {
         let Membership { rank, .. } = self.membership;
         Descriptor::of(request).check(rank, self.membership.size())?;
         self.await_room(wait)?;
-        let CommStream {
-            device,
-            native,
-            stream,
-        } = &self.stream;
-        native.bind()?;
+        self.stream.bind()?;
+        let CommStream { device, stream } = &self.stream;
         // Before the lock: an event that is not the device's blocks the host.
         device.wait_event(*stream, after, wait.deadline);
         let started = self.stream.record();
@@ -348,8 +299,8 @@ impl Comm {
     fn issue(&self, sequence: u64, request: &Request, wait: &Wait) -> Result<(), Failure> {
         let Membership { rank, members, .. } = &self.membership;
         let own = slice(request.buffer.len(), members.len(), *rank);
-        let base = self.stream.native.address(&request.buffer)?;
-        let stream = self.stream.native.raw_stream(self.stream.stream)?;
+        let base = self.stream.gpu().address(&request.buffer)?.as_ptr();
+        let stream = self.stream.gpu().raw_stream(self.stream.stream)?.cast();
         self.call(Some(sequence), wait, |handle| {
             // SAFETY: the address is that of a buffer of the device. The recorder keeps it until the stream has
             // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
@@ -464,7 +415,7 @@ impl Comm {
             return;
         }
         // Memory is freed on the way to the report of the error, which must not wait.
-        self.stream.native.abandon();
+        self.stream.gpu().context().abandon();
         tracing::error!(
             "rank {}: communicator `{}` is abandoned: {failure}\nits last operations:\n{}",
             self.membership.global(),
@@ -478,7 +429,7 @@ impl Comm {
     pub(super) fn abort(&self) {
         // A thread without a device counts as on the first GPU, which would then get a context of this process. If the
         // device has failed, its operations must end all the same.
-        if let Err(error) = self.stream.native.bind() {
+        if let Err(error) = self.stream.bind() {
             let name = &self.membership.name;
             tracing::warn!("aborting communicator `{name}` anyway: {error}");
         }
@@ -507,7 +458,7 @@ impl Comm {
         if self.lock().is_none() {
             return Ok(());
         }
-        self.stream.native.bind()?;
+        self.stream.bind()?;
         self.call(None, wait, Handle::finalize)?;
         self.recorder().update(Instant::now());
         self.lock().take().map_or(Ok(()), Handle::destroy)

@@ -38,27 +38,15 @@ impl Nccl {
     pub fn load() -> Result<Self, LibraryError> {
         let library = Library::open(LibraryKind::Nccl)?;
         let functions = Functions::load(&library)?;
-        let unusable = |problem| LibraryError::Unusable {
-            kind: LibraryKind::Nccl,
-            path: library.path().to_owned(),
-            problem,
-        };
-        Self::with(functions, library.path()).map_err(unusable)
-    }
-
-    /// NCCL behind these functions; an error message if it is too old.
-    pub(super) fn with(functions: Functions, path: &Path) -> Result<Self, String> {
         let mut code = 0;
         // SAFETY: writes a number to this address.
         let status = unsafe { (functions.get_version)(&raw mut code) };
         let version = Version(code);
         if status != Status::SUCCESS || version < Version::LEAST {
-            return Err(format!(
-                "is NCCL {version}, but at least {} is required",
-                Version::LEAST
-            ));
+            let least = Version::LEAST;
+            return Err(library.unusable(format!("is NCCL {version}, but at least {least} is required")));
         }
-        let path = path.to_owned();
+        let path = library.path().to_owned();
         Ok(Self(Arc::new(LoadedNccl {
             functions,
             version,

@@ -16,8 +16,6 @@
 
 mod comm;
 mod library;
-#[cfg(test)]
-mod tests;
 mod transport;
 mod watchdog;
 

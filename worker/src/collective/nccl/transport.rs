@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::comm::{Comm, CommStream, Gpu, Membership, NativeDevice};
+use super::comm::{Comm, CommStream, Membership};
 use super::library::{Handle, Nccl, UniqueId};
 use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
@@ -37,21 +37,11 @@ impl NcclTransport {
         store: Arc<dyn KeyValue>,
         world: Membership,
     ) -> Result<Self, Failure> {
-        let gpu = Gpu::of(device)
-            .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
-        Self::connect_on(nccl, device, Arc::new(gpu), (store, world))
-    }
-
-    pub(super) fn connect_on(
-        nccl: &Nccl,
-        device: &Arc<dyn Device>,
-        native: Arc<dyn NativeDevice>,
-        (store, world): (Arc<dyn KeyValue>, Membership),
-    ) -> Result<Self, Failure> {
         let (name, rank, size) = (world.name.clone(), world.rank, world.size());
         let wait = Wait::new(world.timeout, &world.cancel);
+        let stream = CommStream::new(device, &name)
+            .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
         let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
-        let stream = CommStream::new(device.clone(), native, &name);
         let watchdog = Watchdog::start(store)?;
         let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
         let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
@@ -135,7 +125,7 @@ fn await_aborts(watchdog: &Watchdog, name: &str) {
 /// What rank 0 publishes.
 #[derive(Debug, Serialize, Deserialize)]
 struct PublishedId {
-    /// Of its library.
+    /// Version of its library.
     version: String,
     id: Vec<u8>,
 }

@@ -143,7 +143,7 @@ calls! {
         /// Copies to the host, in stream order.
         copy_out(target: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream) = "cuMemcpyDtoHAsync_v2";
 
-        /// Of the context: its least and its greatest priority, which is the smaller number.
+        /// Least and greatest priority of the context's streams; the greatest is the smaller number.
         stream_priorities(least: *mut c_int, greatest: *mut c_int) = "cuCtxGetStreamPriorityRange";
         /// A stream.
         stream_create(stream: *mut CUstream, flags: c_uint, priority: c_int) = "cuStreamCreateWithPriority";

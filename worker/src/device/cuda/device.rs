@@ -85,11 +85,6 @@ impl CudaDevice {
             .clone()
     }
 
-    /// How many kinds of products cuBLASLt could not make in one pass, and were made in more.
-    pub fn products_refused(&self) -> Result<usize, DeviceError> {
-        Ok(self.kernels.products()?.refusals())
-    }
-
     /// Enqueues something, unless the stream has failed.
     fn attempt(
         &self,
@@ -213,10 +208,6 @@ impl Device for CudaDevice {
         true
     }
 
-    fn sums_biases_in_products(&self) -> bool {
-        self.kernels.options().kernels.fused_bias_gradients
-    }
-
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
         if src.bytes() > FETCH_BYTES {
             return Fetch::arrived(self.download(stream, src));
@@ -240,7 +231,7 @@ impl Device for CudaDevice {
     }
 }
 
-/// Of the process, so that the driver's thread never drops the last reference to a piece of work.
+/// One list for the process, so that the driver's thread never drops the last reference to a piece of work.
 static DONE: Done = Done(Mutex::new(Vec::new()));
 
 /// Work that has been done and is still to be freed.

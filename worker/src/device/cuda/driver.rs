@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::calls::{self, DriverError, written};
 use super::nvrtc::Arch;
 use crate::device::DeviceError;
-use crate::libraries::{LibraryError, SearchPath};
+use crate::libraries::LibraryError;
 
 /// Longest wait for what is in flight before memory of something that is dropped is given back. Whoever wants it back waits
 /// for the device before; of what is dropped with work in flight the memory can as well go with the process.
@@ -225,11 +225,8 @@ fn start() -> Result<(), DeviceError> {
             // SAFETY: may be called by any thread, at any time.
             unsafe { calls::init(0) }.map_err(|cause| {
                 if cause.is(Code::CUDA_ERROR_STUB_LIBRARY) {
-                    let path = library.path();
-                    DeviceError::Library(LibraryError::Stub {
-                        path: path.to_owned(),
-                        driver: SearchPath::of_process().driver_beside(path),
-                    })
+                    let path = library.path().to_owned();
+                    DeviceError::Library(LibraryError::Stub { path })
                 } else {
                     let file = library.path().display();
                     driver_error(format!("cannot initialise the CUDA driver `{file}`"), cause)

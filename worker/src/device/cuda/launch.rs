@@ -44,7 +44,7 @@ impl Grid {
         }
     }
 
-    /// As many blocks as it takes for one thread an element.
+    /// Enough blocks for one thread per element.
     pub const fn covering(elements: usize, threads: u32) -> Self {
         Self::linear(elements.div_ceil(threads as usize) as u32, threads)
     }
@@ -74,17 +74,6 @@ pub struct KernelLaunch<'a> {
     pub table: &'a [u64],
 }
 
-/// Kernels that are not used by default: whether they pay is to be measured.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KernelChoices {
-    /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
-    pub fused_gelu: bool,
-    /// In bf16, the gradient of a bias belongs to the product of its weight's, where cuBLASLt does both in one pass.
-    pub fused_bias_gradients: bool,
-    /// Cross-entropy keeps rows of logits in shared memory where they fit.
-    pub shared_logits: bool,
-}
-
 /// How a device is opened.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
@@ -92,12 +81,8 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Matrix products of f32 may round their inputs to tf32.
     pub tf32: bool,
-    /// Which kernels do it.
-    pub kernels: KernelChoices,
     /// The algorithms of matrix products are chosen by timing, where an operation is prepared.
     pub timed_products: bool,
-    /// Multiprocessors for which the algorithms of matrix products are chosen; 0: all.
-    pub product_multiprocessors: i32,
     /// Where compiled kernels, and algorithms that were chosen, are kept.
     pub cache: KernelCache,
 }
@@ -166,7 +151,7 @@ pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
-    /// By the address of a source, which is a static, and what is defined. Each has a lock of its own, so that several
+    /// Keyed by the address of a source, which is a static, and its definitions. Each has a lock of its own, so that several
     /// threads can compile at once.
     modules: Mutex<HashMap<(usize, Vec<Define>), ModuleSlot>>,
     products: OnceLock<Result<Products, DeviceError>>,
@@ -204,7 +189,7 @@ impl DeviceKernels {
         let wanted = shared + function.declared_shared;
         let most = self.context.facts().shared_per_block;
         if wanted > most {
-            // Only attention needs much: logits are kept there only if they fit.
+            // Only attention needs much.
             return Err(DeviceError::Driver {
                 doing: format!("operation `{op}`: kernel `{name}` is not for {}", self.context),
                 cause: format!(
@@ -253,12 +238,8 @@ impl DeviceKernels {
         })
     }
 
-    pub(super) const fn options(&self) -> &CudaOptions {
-        &self.options
-    }
-
     pub(super) fn products(&self) -> Result<&Products, DeviceError> {
-        let open = || Products::open(self.options.tf32, self.options.product_multiprocessors);
+        let open = || Products::open(self.options.tf32);
         self.products.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 }
@@ -362,53 +343,9 @@ impl LaunchContext<'_> {
         products.enqueue(product, workspace, self.stream.raw(), self.op)
     }
 
-    /// Puts a matrix product on the stream if the library can do it. If not, warns once, and gives false from then on: for
-    /// epilogues that not every version has for every shape, and that can be done otherwise.
-    pub fn try_multiply(&mut self, product: &Product) -> Result<bool, DeviceError> {
-        let products = self.device.products()?;
-        if products.has_refused(product) {
-            return Ok(false);
-        }
-        let Err(error) = self.multiply(product) else {
-            return Ok(true);
-        };
-        tracing::warn!(
-            "operation `{}` takes more than one pass, {} × {} by {}: {error}",
-            self.op,
-            product.rows,
-            product.inner,
-            product.cols
-        );
-        products.refuse(product);
-        Ok(false)
-    }
-
     /// Scratch memory of at least so many bytes, aligned to 256. It is this operation's alone until the operation
     /// has run, and one for all its kernels: ask once, for the sum.
     pub fn scratch(&mut self, bytes: usize) -> Result<DevicePtr, DeviceError> {
         self.stream.scratch(self.state, bytes)
-    }
-
-    /// True if a GELU may belong to the matrix product beside it: on Hopper, whose own instructions the kernels can use,
-    /// if the user chose so.
-    pub fn fuses_gelu(&self) -> bool {
-        self.device.options.kernels.fused_gelu && self.device.context.facts().arch() == Arch::SM_90A
-    }
-
-    /// True if the gradient of a bias may belong to the product of its weight's, if the user chose so.
-    pub fn fuses_bias_gradients(&self) -> bool {
-        self.device.options.kernels.fused_bias_gradients
-    }
-
-    /// Bytes of shared memory that a row of logits may take; 0 unless the user chose so.
-    pub fn room_for_logits(&self) -> usize {
-        /// What a kernel declares besides.
-        const DECLARED: usize = 1024;
-        let most = self.device.context.facts().shared_per_block;
-        if self.device.options.kernels.shared_logits {
-            most.saturating_sub(DECLARED)
-        } else {
-            0
-        }
     }
 }

@@ -10,11 +10,11 @@
 //! those of the library's public header.
 #![allow(unsafe_code, reason = "matrix products are enqueued by a C library")]
 
+use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
@@ -54,47 +54,7 @@ pub struct Operand {
     pub transposed: bool,
 }
 
-/// What is done with a product before it is stored.
-#[derive(Clone, Copy, Debug)]
-pub enum Epilogue {
-    /// Nothing.
-    None,
-    /// `+ bias[column]`; elements as the output's.
-    Bias(DevicePtr),
-    /// `aux = product + bias[column]`, `out = gelu(aux)` in the tanh form; `aux` lies as the output does.
-    BiasGelu {
-        /// Of each column.
-        bias: DevicePtr,
-        /// Written.
-        aux: DevicePtr,
-    },
-    /// `out = product ⊙ gelu′(aux)`; `aux` lies as the output does.
-    GeluBackward {
-        /// Input of the GELU.
-        aux: DevicePtr,
-    },
-    /// `sums[row] = Σ lhs[row, …]` is written too; elements as the output's.
-    SumLhs(DevicePtr),
-    /// `sums[column] = Σ rhs[…, column]`, the same.
-    SumRhs(DevicePtr),
-}
-
-impl Epilogue {
-    /// `cublasLtEpilogue_t`, and the addresses of bias (or its gradient) and `aux`. The library's A is the right operand,
-    /// its B the left one.
-    const fn parts(self) -> (u32, DevicePtr, DevicePtr) {
-        match self {
-            Self::None => (1, DevicePtr::NULL, DevicePtr::NULL),
-            Self::Bias(bias) => (4, bias, DevicePtr::NULL),
-            Self::BiasGelu { bias, aux } => (32 | 4 | 128, bias, aux),
-            Self::GeluBackward { aux } => (64 | 128, DevicePtr::NULL, aux),
-            Self::SumLhs(sums) => (512, sums, DevicePtr::NULL),
-            Self::SumRhs(sums) => (256, sums, DevicePtr::NULL),
-        }
-    }
-}
-
-/// `out[rows, cols] = epilogue(lhs[rows, inner] · rhs[inner, cols] + addend)`
+/// `out[rows, cols] = lhs[rows, inner] · rhs[inner, cols] + addend + bias`
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     /// Rows of the output.
@@ -117,19 +77,19 @@ pub struct Product {
     pub out_stride: usize,
     /// Added to the product; lies as the output does, and may be the output itself.
     pub addend: Option<DevicePtr>,
-    /// The rest.
-    pub epilogue: Epilogue,
+    /// `[cols]`: added to each row of the output, of its type.
+    pub bias: Option<DevicePtr>,
 }
 
 impl Product {
-    /// Of A, B, C and D.
+    /// Addresses of the library's A, B, C and D.
     fn addresses(&self) -> [DevicePtr; 4] {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
 
     /// The same in spare memory of so many bytes, of which all its matrices are at the start: with factors and output in
-    /// parts of their own of `extent` bytes where there is room, as they are when it is made. Its epilogue's stay there.
+    /// parts of their own of `extent` bytes where there is room, as they are when it is made. The bias stays there.
     pub(super) fn apart(mut self, extent: usize, bytes: usize) -> Self {
         if 3 * extent <= bytes {
             self.rhs.at = self.rhs.at.offset(extent);
@@ -161,10 +121,9 @@ struct ProductShape {
     transposed: [bool; 2],
     dtypes: [DType; 2],
     compute: Compute,
-    epilogue: u32,
     adds: bool,
     alignments: [u32; 4],
-    extra_alignments: [u32; 2],
+    bias_alignment: Option<u32>,
 }
 
 /// A shape with its descriptions and its algorithm.
@@ -185,11 +144,7 @@ pub(super) struct Products {
     context: Handle,
     /// Products of f32 may round their inputs to tf32.
     tf32: bool,
-    /// Multiprocessors for which algorithms are chosen; 0: all.
-    multiprocessors: i32,
     prepared: Mutex<HashMap<ProductShape, Prepared>>,
-    /// What the library cannot do.
-    refused: Mutex<HashSet<ProductShape>>,
 }
 
 // SAFETY: a context of cuBLASLt may be used by several threads at once, by its documentation.
@@ -199,16 +154,13 @@ unsafe impl Sync for Products {}
 
 impl Products {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
-    pub(super) fn open(tf32: bool, multiprocessors: i32) -> Result<Self, DeviceError> {
+    pub(super) fn open(tf32: bool) -> Result<Self, DeviceError> {
         let library = Library::open(LibraryKind::CublasLt)?;
         // Its first call would fail with a status that does not name versions.
         if let Some(newer) = library.newer_than_driver() {
             return Err(LibraryError::Newer(newer).into());
         }
-        let mut opened = Self {
-            multiprocessors,
-            ..Self::of(library, tf32)?
-        };
+        let mut opened = Self::of(library, tf32)?;
         // SAFETY: the function writes one pointer.
         let status = unsafe { (opened.functions.create)(&raw mut opened.context) };
         opened.check("has no context", status)?;
@@ -222,33 +174,11 @@ impl Products {
             library,
             context: ptr::null_mut(),
             tf32,
-            multiprocessors: 0,
             prepared: Mutex::default(),
-            refused: Mutex::default(),
         })
     }
 
-    /// How many kinds of products the library could not make.
-    pub(super) fn refusals(&self) -> usize {
-        self.refused().len()
-    }
-
-    /// True of a product that the library cannot make.
-    pub(super) fn has_refused(&self, product: &Product) -> bool {
-        self.refused().contains(&self.shape(product))
-    }
-
-    /// Remembers that the library cannot make such a product.
-    pub(super) fn refuse(&self, product: &Product) {
-        self.refused().insert(self.shape(product));
-    }
-
-    fn refused(&self) -> MutexGuard<'_, HashSet<ProductShape>> {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn shape(&self, product: &Product) -> ProductShape {
-        let (epilogue, bias, aux) = product.epilogue.parts();
         let may_round = self.tf32 && product.dtype == DType::F32;
         ProductShape {
             sizes: [product.rows, product.cols, product.inner],
@@ -256,10 +186,9 @@ impl Products {
             transposed: [product.lhs.transposed, product.rhs.transposed],
             dtypes: [product.dtype, product.out_dtype],
             compute: if may_round { Compute::Tf32 } else { Compute::F32 },
-            epilogue,
             adds: product.addend.is_some(),
             alignments: product.addresses().map(alignment),
-            extra_alignments: [bias, aux].map(alignment),
+            bias_alignment: product.bias.map(alignment),
         }
     }
 
@@ -335,10 +264,7 @@ impl Products {
         };
         let mut prepared = self.prepare(product, &shape, op)?;
         let version = self.library.version()?;
-        let name = match self.multiprocessors {
-            0 => format!("{shape:?} on {gpu} by cuBLASLt {version}"),
-            some => format!("{shape:?} on {some} multiprocessors of {gpu} by cuBLASLt {version}"),
-        };
+        let name = format!("{shape:?} on {gpu} by cuBLASLt {version}");
         let matrices = [&prepared.rhs, &prepared.lhs, &prepared.out];
         let candidates = self.candidates(&prepared.operation, matrices, shape.alignments, TRIED)?;
         let of_bytes = |bytes: &[u8]| candidates.iter().find(|one| one.algorithm_bytes() == bytes);
@@ -418,14 +344,12 @@ impl Products {
         let operation = self.operation(shape.compute)?;
         self.set(&operation, Attribute::TransposeA, i32::from(rhs_transposed))?;
         self.set(&operation, Attribute::TransposeB, i32::from(lhs_transposed))?;
-        self.set(&operation, Attribute::Epilogue, shape.epilogue)?;
-        if self.multiprocessors > 0 {
-            self.set(&operation, Attribute::Multiprocessors, self.multiprocessors)?;
-        }
-        let (_, _, aux) = product.epilogue.parts();
-        if aux != DevicePtr::NULL {
-            self.set(&operation, Attribute::AuxStride, out_stride as i64)?;
-        }
+        let epilogue = if product.bias.is_some() {
+            EPILOGUE_BIAS
+        } else {
+            EPILOGUE_DEFAULT
+        };
+        self.set(&operation, Attribute::Epilogue, epilogue)?;
         self.point(&operation, product)?;
         // As stored, row-major [rows, cols] is column-major [cols, rows].
         let stored = |rows: usize, cols: usize, transposed: bool, stride: usize, dtype: DType| {
@@ -446,15 +370,11 @@ impl Products {
         })
     }
 
-    /// Gives the operation the pointers of one product's epilogue.
-    fn point(&self, operation: &Owned, product: &Product) -> Result<(), DeviceError> {
-        let (_, bias, aux) = product.epilogue.parts();
-        for (attribute, pointer) in [(Attribute::BiasPointer, bias), (Attribute::AuxPointer, aux)] {
-            if pointer != DevicePtr::NULL {
-                self.set(operation, attribute, pointer.as_ptr())?;
-            }
-        }
-        Ok(())
+    /// Gives the operation the address of one product's bias.
+    fn point(&self, operation: &Owned, product: &Product) -> Result<(), LibraryError> {
+        product.bias.map_or(Ok(()), |bias| {
+            self.set(operation, Attribute::BiasPointer, bias.as_ptr())
+        })
     }
 
     fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
@@ -670,10 +590,12 @@ enum Attribute {
     TransposeB = 4,
     Epilogue = 7,
     BiasPointer = 8,
-    AuxPointer = 11,
-    AuxStride = 12,
-    Multiprocessors = 15,
 }
+
+/// `CUBLASLT_EPILOGUE_DEFAULT`: nothing is added to the product.
+const EPILOGUE_DEFAULT: u32 = 1;
+/// `CUBLASLT_EPILOGUE_BIAS`
+const EPILOGUE_BIAS: u32 = 4;
 
 /// `cublasLtMatmulPreferenceAttributes_t`
 #[derive(Clone, Copy, Debug)]
@@ -736,7 +658,7 @@ mod tests {
         }
     }
 
-    /// Our numbers are those of the header that comes with the library; it takes any epilogue.
+    /// The library itself takes any epilogue.
     #[test]
     fn the_numbers_are_those_of_its_header() {
         let Some(lt) = cublaslt() else { return };
@@ -753,27 +675,13 @@ mod tests {
             let value = values.next().unwrap_or_else(|| panic!("no {name}"));
             assert_eq!(value.trim_end_matches(','), number.to_string(), "{name}");
         };
-        let nowhere = DevicePtr::NULL;
-        let of = |epilogue: Epilogue| epilogue.parts().0;
-        expect("EPILOGUE_DEFAULT", of(Epilogue::None));
-        expect("EPILOGUE_BIAS", of(Epilogue::Bias(nowhere)));
-        let (bias, aux) = (nowhere, nowhere);
-        // The sums of `GELU`, `BIAS`, and 128 for an auxiliary matrix; of `DGELU` and 128.
-        expect("EPILOGUE_GELU", of(Epilogue::BiasGelu { bias, aux }) - 128 - 4);
-        assert!(text.contains(&format!(
-            "CUBLASLT_EPILOGUE_DGELU = {} | 128",
-            of(Epilogue::GeluBackward { aux }) - 128
-        )));
-        expect("EPILOGUE_BGRADA", of(Epilogue::SumRhs(nowhere)));
-        expect("EPILOGUE_BGRADB", of(Epilogue::SumLhs(nowhere)));
+        expect("EPILOGUE_DEFAULT", EPILOGUE_DEFAULT);
+        expect("EPILOGUE_BIAS", EPILOGUE_BIAS);
         for (name, attribute) in [
             ("TRANSA", Attribute::TransposeA),
             ("TRANSB", Attribute::TransposeB),
             ("EPILOGUE", Attribute::Epilogue),
             ("BIAS_POINTER", Attribute::BiasPointer),
-            ("EPILOGUE_AUX_POINTER", Attribute::AuxPointer),
-            ("EPILOGUE_AUX_LD", Attribute::AuxStride),
-            ("SM_COUNT_TARGET", Attribute::Multiprocessors),
         ] {
             expect(&format!("MATMUL_DESC_{name}"), attribute as u32);
         }
@@ -788,16 +696,12 @@ mod tests {
             lt.set(&operation, Attribute::TransposeA, 1_i32).unwrap();
             lt.set(&operation, Attribute::TransposeB, 0_i32).unwrap();
             lt.set(&operation, Attribute::Epilogue, 1_u32).unwrap();
-            lt.set(&operation, Attribute::AuxStride, 768_i64).unwrap();
-            lt.set(&operation, Attribute::Multiprocessors, 124_i32).unwrap();
-            for attribute in [Attribute::BiasPointer, Attribute::AuxPointer] {
-                lt.set(&operation, attribute, ptr::null_mut::<c_void>()).unwrap();
-            }
-            let error = lt.set(&operation, Attribute::AuxStride, 768_i32).unwrap_err();
+            let nowhere = ptr::null_mut::<c_void>();
+            lt.set(&operation, Attribute::BiasPointer, nowhere).unwrap();
+            let error = lt.set(&operation, Attribute::BiasPointer, 0_i32).unwrap_err();
+            let error = error.to_string();
             assert!(
-                error
-                    .to_string()
-                    .contains("refuses AuxStride: CUBLAS_STATUS_INVALID_VALUE"),
+                error.contains("refuses BiasPointer: CUBLAS_STATUS_INVALID_VALUE"),
                 "{error}"
             );
         }

@@ -20,25 +20,20 @@ impl DevicePtr {
     /// For kernels that take an optional pointer.
     pub const NULL: Self = Self(0);
 
-    /// So many bytes further.
+    /// The address `bytes` further.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes as u64)
     }
 
-    /// As the driver writes it.
+    /// The address as the driver's type.
     pub const fn raw(self) -> sys::CUdeviceptr {
         self.0
     }
 
-    /// As libraries take it.
+    /// The address as a pointer, for libraries.
     pub const fn as_ptr(self) -> *mut c_void {
         self.0 as *mut c_void
-    }
-
-    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
-    pub const fn is_aligned(self, bytes: usize) -> bool {
-        self.0.is_multiple_of(bytes as u64)
     }
 }
 
@@ -175,7 +170,7 @@ unsafe impl Memory for PinnedMemory {
 }
 
 impl PinnedMemory {
-    /// So many zeroed bytes.
+    /// Allocates zeroed memory.
     pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);

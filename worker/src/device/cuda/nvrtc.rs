@@ -473,7 +473,7 @@ fn read(file: &Path) -> Option<Vec<u8>> {
     (blake3::hash(kept).as_bytes() == hash).then(|| kept.to_vec())
 }
 
-/// Of several processes that keep something at once, the first has its way where the file system has hard links.
+/// If several processes keep something at once, the first one's stays, where the file system has hard links.
 fn keep(folder: &Path, file: &Path, kept: &[u8]) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     // Random: containers that share a cache have processes of the same number.

@@ -173,7 +173,7 @@ pub(super) struct Launches {
 }
 
 impl Launches {
-    /// Of activations of one type, the first's. Tensor cores can have them if they are bf16 and their rows start at
+    /// Launches on activations of one type, the first's. Tensor cores can have them if they are bf16 and their rows start at
     /// multiples of 16 bytes.
     pub(super) fn new(
         op: &'static str,

@@ -9,7 +9,7 @@
 //! | `shape` | [`AttentionShape`]: sizes, and where a head lies |
 //! | `causal` | [`AttentionForward`], [`AttentionBackward`]: in training |
 //! | `decode` | [`AttentionDecode`]: in generation, over a key-value cache |
-//! | `rotary` | [`RotaryForward`], [`RotaryBackward`]: positions as rotations of queries and keys |
+//! | `rotary` | [`Rotary`]: positions as rotations of queries and keys |
 //! | `panels` | products with the keys and values of a head, on the CPU |
 //! | `launches` | the kernels of `causal` on a GPU: on tensor cores, or plain |
 
@@ -22,7 +22,7 @@ mod shape;
 
 pub use causal::{AttentionBackward, AttentionForward};
 pub use decode::AttentionDecode;
-pub use rotary::{Llama3Scaling, RotaryBackward, RotaryEmbedding, RotaryForward};
+pub use rotary::{Rotary, RotaryEmbedding};
 pub use shape::AttentionShape;
 
 use crate::device::cuda::CompileUnit;

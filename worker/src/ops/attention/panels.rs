@@ -17,7 +17,7 @@ const FEW: usize = 8;
 /// Keys or values of a head, `[T, D]`, for products with their transpose.
 #[derive(Clone, Copy)]
 pub(super) enum Keys<'a, T> {
-    /// As they are.
+    /// The elements as they are stored.
     Plain(Matrix<'a, T>),
     /// Panels of [`PANEL`] keys, each transposed and without gaps, and the number of channels. The last panel may be filled
     /// in its first columns only.

@@ -12,6 +12,7 @@
 //! is bit-identical on every CPU and GPU. No function of a system's library is called.
 
 use super::shape::AttentionShape;
+use crate::config::RopeScaling;
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 use crate::ops::Operation;
@@ -30,47 +31,25 @@ pub struct RotaryEmbedding {
     /// Base of the wavelengths (θ): 10,000 in Llama 1 and 2, 500,000 in Llama 3.
     pub base: f64,
     /// Scaling for texts longer than those of the first training.
-    pub scaling: Option<Llama3Scaling>,
+    pub scaling: Option<RopeScaling>,
 }
 
-/// Slower rotation for long wavelengths, as in Llama 3.1 (`rope_type: llama3` of `transformers`):
-/// with wavelength `w = 2π/frequency` and `M = original_max_position_embeddings`, a frequency is
-/// kept if `w < M/high_freq_factor`, divided by `factor` if `w > M/low_freq_factor`, and between
-/// the two it is `(1 − s)·frequency/factor + s·frequency` with
+/// The rotation of a pair with Llama 3.1's scaling (`rope_type: llama3` of `transformers`): with wavelength
+/// `w = 2π/frequency` and `M = original_positions`, a frequency is kept if `w < M/high_freq_factor`, divided by `factor` if
+/// `w > M/low_freq_factor`, and between the two it is `(1 − s)·frequency/factor + s·frequency` with
 /// `s = (M/w − low_freq_factor)/(high_freq_factor − low_freq_factor)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Llama3Scaling {
-    /// Factor by which texts may be longer.
-    pub factor: f64,
-    /// Of the longest waves that are mixed.
-    pub low_freq_factor: f64,
-    /// Of the shortest waves that are mixed; greater than the other.
-    pub high_freq_factor: f64,
-    /// Positions of the first training.
-    pub original_max_position_embeddings: usize,
-}
-
-impl Llama3Scaling {
-    fn apply(&self, frequency: f64) -> f64 {
-        let (low, high) = (self.low_freq_factor, self.high_freq_factor);
-        // How many waves the first training's texts had.
-        let waves = self.original_max_position_embeddings as f64 * frequency / std::f64::consts::TAU;
-        if waves > high {
-            return frequency;
-        }
-        if waves < low {
-            return frequency / self.factor;
-        }
-        let kept = (waves - low) / (high - low);
-        (1.0 - kept) * frequency / self.factor + kept * frequency
+fn scaled(frequency: f64, scaling: &RopeScaling) -> f64 {
+    let (low, high) = (scaling.low_freq_factor, scaling.high_freq_factor);
+    // How many waves the first training's texts had.
+    let waves = scaling.original_positions as f64 * frequency / std::f64::consts::TAU;
+    if waves > high {
+        return frequency;
     }
-
-    fn is_valid(&self) -> bool {
-        let numbers = [self.factor, self.low_freq_factor, self.high_freq_factor];
-        let positive = |x: &f64| x.is_finite() && *x > 0.0;
-        let has_positions = self.original_max_position_embeddings > 0;
-        numbers.iter().all(positive) && self.low_freq_factor < self.high_freq_factor && has_positions
+    if waves < low {
+        return frequency / scaling.factor;
     }
+    let kept = (waves - low) / (high - low);
+    (1.0 - kept) * frequency / scaling.factor + kept * frequency
 }
 
 /// 2⁶⁴, the numbers of a turn.
@@ -86,8 +65,9 @@ impl RotaryEmbedding {
         let base = ln(self.base);
         let of_pair = |pair: usize| {
             let frequency = Real::exp(-base * (2 * pair) as f64 / head_size as f64);
-            let scaled = self.scaling.map(|scaling| scaling.apply(frequency));
-            scaled.unwrap_or(frequency)
+            self.scaling
+                .as_ref()
+                .map_or(frequency, |scaling| scaled(frequency, scaling))
         };
         Ok((0..head_size / 2).map(of_pair).collect())
     }
@@ -109,102 +89,65 @@ impl RotaryEmbedding {
         } else {
             return Ok(());
         };
-        let op = RotaryForward::NAME;
+        let op = Rotary::NAME;
         Err(DeviceError::Shape { op, what })
     }
 }
 
 /// Rotates the heads of queries and keys in place, by the angles of their positions: with `a = (p + t)·frequency` of a
-/// pair, `(x, y)` becomes `(x·cos a − y·sin a, y·cos a + x·sin a)`.
+/// pair, `(x, y)` becomes `(x·cos a − y·sin a, y·cos a + x·sin a)`. Its gradient is the rotation by the negative angles.
 #[derive(Clone, Debug)]
-pub struct RotaryForward {
-    /// `[B, T, (H + 2·KV)·D]`; values stay as they are
+pub struct Rotary {
+    /// `[B, T, (H + 2·KV)·D]`: `qkv`, or `dqkv` in backward; values stay as they are
     pub qkv: Buffer,
     /// Sizes.
     pub shape: AttentionShape,
     /// The angles.
     pub embedding: RotaryEmbedding,
-    /// `p`: of the first row of each sample.
+    /// `p`: position of the first row of each sample.
     pub first_position: usize,
+    /// Rotate by the negative angles.
+    pub backward: bool,
 }
 
-/// Gradient of [`RotaryForward`], in place: the rotation by the negative angles.
-#[derive(Clone, Debug)]
-pub struct RotaryBackward {
-    /// `[B, T, (H + 2·KV)·D]`: gradient of the output of forward; becomes the gradient of its input
-    pub dqkv: Buffer,
-    /// Sizes.
-    pub shape: AttentionShape,
-    /// The angles.
-    pub embedding: RotaryEmbedding,
-    /// As in forward.
-    pub first_position: usize,
-}
-
-impl Operation for RotaryForward {
-    const NAME: &'static str = "rotary_forward";
+impl Operation for Rotary {
+    const NAME: &'static str = "rotary";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.rotation().run(cpu)
+        by_dtype!(Self::NAME, self.qkv.dtype(), S => self.compute::<S>(cpu))
     }
 
+    /// A thread rotates the same pairs of all heads of a row.
     fn plan(&self) -> Result<Plan, DeviceError> {
-        self.rotation().plan()
-    }
-}
-
-impl RotaryForward {
-    fn rotation(&self) -> Rotation<'_> {
-        Rotation {
-            op: Self::NAME,
-            name: "qkv",
-            x: &self.qkv,
-            shape: self.shape,
-            embedding: self.embedding,
-            first_position: self.first_position,
-            back: false,
+        let turns = self.turns()?;
+        let (op, shape) = (Self::NAME, self.shape);
+        let act = element(op, &self.qkv)?;
+        if shape.head_size > MAX_HEAD {
+            let what = format!(
+                "a head has {} channels, but a GPU supports at most {MAX_HEAD}",
+                shape.head_size
+            );
+            return Err(DeviceError::Shape { op, what });
         }
+        let width = width(turns.len(), &[&self.qkv]);
+        let threads = count(op, "packs of pairs", shape.rows() * (turns.len() / width))?;
+        let grid = Grid::covering(threads as usize, THREADS);
+        let call = Call::new(&SOURCE, op, defines(act, shape.head_size, width), grid)
+            .write([&self.qkv])
+            .u32([
+                count(op, "rows", shape.rows())?,
+                count(op, "positions", shape.positions)?,
+                count(op, "heads", self.heads())?,
+                count(op, "elements of a row", shape.qkv_channels())?,
+            ])
+            .u64([self.first_position as u64])
+            .flag(self.backward)
+            .table(turns);
+        Ok(call.into())
     }
 }
 
-impl Operation for RotaryBackward {
-    const NAME: &'static str = "rotary_backward";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.rotation().run(cpu)
-    }
-
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        self.rotation().plan()
-    }
-}
-
-impl RotaryBackward {
-    fn rotation(&self) -> Rotation<'_> {
-        Rotation {
-            op: Self::NAME,
-            name: "dqkv",
-            x: &self.dqkv,
-            shape: self.shape,
-            embedding: self.embedding,
-            first_position: self.first_position,
-            back: true,
-        }
-    }
-}
-
-/// A rotation, forward or backward.
-struct Rotation<'a> {
-    op: &'static str,
-    name: &'static str,
-    x: &'a Buffer,
-    shape: AttentionShape,
-    embedding: RotaryEmbedding,
-    first_position: usize,
-    back: bool,
-}
-
-impl Rotation<'_> {
+impl Rotary {
     /// Heads that are rotated: the first ones of a row.
     fn heads(&self) -> usize {
         self.shape.heads + self.shape.kv_heads
@@ -213,61 +156,28 @@ impl Rotation<'_> {
     /// Checks that the sizes fit each other. Returns the rotation of each pair per position, as a
     /// fraction of a turn.
     fn turns(&self) -> Result<Vec<u64>, DeviceError> {
-        let buffers = [(self.name, self.x, self.shape.qkv_channels())];
-        self.shape.check(self.op, &buffers)?;
+        let buffers = [("qkv", &self.qkv, self.shape.qkv_channels())];
+        self.shape.check(Self::NAME, &buffers)?;
         self.embedding.turns(self.shape.head_size)
-    }
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(self.op, self.x.dtype(), S => self.compute::<S>(cpu))
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let turns = &*self.turns()?;
         let shape = self.shape;
         let (channels, rotated) = (shape.qkv_channels(), self.heads() * shape.head_size);
-        let mut x = self.x.host_mut::<S>()?;
+        let mut x = self.qkv.host_mut::<S>()?;
         let parts = x.chunks_mut(ROWS * channels).enumerate().collect();
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(part, x): (usize, &mut [S])| {
             with_scratch(shape.head_size, |angles: &mut [S::Real]| {
                 for (i, row) in x.chunks_exact_mut(channels).enumerate() {
                     let position = self.first_position + (part * ROWS + i) % shape.positions;
-                    cosines_and_sines(isa, position as u64, turns, self.back, angles);
+                    cosines_and_sines(isa, position as u64, turns, self.backward, angles);
                     S::write(isa, &mut row[..rotated], true, |row| rotate(isa, angles, row));
                 }
             });
         });
         Ok(())
-    }
-
-    /// A thread rotates the same pairs of all heads of a row.
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let turns = self.turns()?;
-        let (op, shape) = (self.op, self.shape);
-        let act = element(op, self.x)?;
-        if shape.head_size > MAX_HEAD {
-            let what = format!(
-                "a head has {} channels, but a GPU supports at most {MAX_HEAD}",
-                shape.head_size
-            );
-            return Err(DeviceError::Shape { op, what });
-        }
-        let width = width(turns.len(), &[self.x]);
-        let threads = count(op, "packs of pairs", shape.rows() * (turns.len() / width))?;
-        let grid = Grid::covering(threads as usize, THREADS);
-        let call = Call::new(&SOURCE, "rotary", defines(act, shape.head_size, width), grid)
-            .write([self.x])
-            .u32([
-                count(op, "rows", shape.rows())?,
-                count(op, "positions", shape.positions)?,
-                count(op, "heads", self.heads())?,
-                count(op, "elements of a row", shape.qkv_channels())?,
-            ])
-            .u64([self.first_position as u64])
-            .flag(self.back)
-            .table(turns);
-        Ok(call.into())
     }
 }
 
@@ -318,7 +228,7 @@ fn cosine_and_sine(turn: u64) -> [f64; 2] {
 }
 
 kernel! {
-    /// Of the pairs at a position: cosines, then sines; of the negative angles for the way back.
+    /// Writes the cosines of the pairs at a position, then their sines; of the negative angles in backward.
     fn cosines_and_sines<'a, T>(
         position: u64,
         turns: &'a [u64],
@@ -378,14 +288,14 @@ pub(super) fn units() -> Vec<CompileUnit> {
 mod tests {
     use super::*;
 
-    /// As published for Llama 3.1.
+    /// The published settings of Llama 3.1.
     const LLAMA_3_1: RotaryEmbedding = RotaryEmbedding {
         base: 500_000.0,
-        scaling: Some(Llama3Scaling {
+        scaling: Some(RopeScaling {
             factor: 8.0,
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
-            original_max_position_embeddings: 8192,
+            original_positions: 8192,
         }),
     };
 
@@ -464,7 +374,7 @@ mod tests {
             let embedding = RotaryEmbedding { base, scaling: None };
             assert!(words(embedding, 8).contains("is not a valid rotary embedding"));
         }
-        let scaling = LLAMA_3_1.scaling.map(|scaling| Llama3Scaling {
+        let scaling = LLAMA_3_1.scaling.map(|scaling| RopeScaling {
             high_freq_factor: scaling.low_freq_factor,
             ..scaling
         });

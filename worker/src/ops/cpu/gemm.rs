@@ -136,7 +136,7 @@ of_set!(
     1
 );
 
-/// Of f32; `limit` is the set to use in place of the best.
+/// The product of f32 matrices; `limit` is the set to use in place of the best.
 pub(super) fn gemm_f32(limit: Option<Isa>) -> Gemm<f32> {
     match limit {
         Some(isa) if isa.is_baseline() => baseline_f32,
@@ -146,7 +146,7 @@ pub(super) fn gemm_f32(limit: Option<Isa>) -> Gemm<f32> {
     }
 }
 
-/// Of f64, the same.
+/// The product of f64 matrices.
 pub(super) fn gemm_f64(limit: Option<Isa>) -> Gemm<f64> {
     match limit {
         Some(isa) if isa.is_baseline() => baseline_f64,

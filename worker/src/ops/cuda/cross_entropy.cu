@@ -2,8 +2,7 @@
 //
 // Bytes a row of V elements of s bytes: V·s read; with the gradient V·s written too. For that the row is read again, from
 // the caches: 100 KB where V is 50,304 in bf16, and the rows in flight are few. A row may start anywhere: it is cut into a
-// head up to the next 16 bytes, packs, and a tail. With KEEPS_ROW the packs stay in shared memory in between, each for
-// the thread that has read it.
+// head up to the next 16 bytes, packs, and a tail.
 //
 // Where ranks hold a part of the logits each, the three numbers that `cross_entropy_partial` leaves of a part and row take
 // the row's place: the parts are combined in their order (the online softmax of Milakov & Gimelshein 2018).
@@ -13,8 +12,6 @@
 constexpr u32 BLOCK = ROW_THREADS == WARP ? 256 : ROW_THREADS;
 constexpr u32 ROWS = BLOCK / ROW_THREADS;
 constexpr u32 PACK = 16 / sizeof(ACT);
-
-static_assert(!KEEPS_ROW || ROWS == 1, "a block that keeps a row has one");
 
 // A row of `vocab` logits, as its threads see it.
 struct Logits {
@@ -79,17 +76,14 @@ __device__ __forceinline__ f32 element(const ACT *at) {
     return value[0];
 }
 
-// The maximum and the sum of a row, the same in all its threads; its packs go to `kept`, where that is somewhere.
-__device__ __forceinline__ Softmax softmax_of(const Logits &logits, f32 *warps, uint4 *kept) {
+// The maximum and the sum of a row, the same in all its threads.
+__device__ __forceinline__ Softmax softmax_of(const Logits &logits, f32 *warps) {
     const u32 lane = threadIdx.x % ROW_THREADS;
     Softmax softmax;
     const uint4 *body = reinterpret_cast<const uint4 *>(logits.row + logits.head);
     #pragma unroll 4
     for (u32 pack = lane; pack < logits.packs; pack += ROW_THREADS) {
-        Words words{body[pack]};
-        if (kept != nullptr) {
-            kept[pack] = words.raw;
-        }
+        const Words words{body[pack]};
         f32 x[PACK];
         words.get(x);
         softmax.add(x);
@@ -111,7 +105,7 @@ __device__ __forceinline__ Softmax softmax_of(const Logits &logits, f32 *warps, 
 
 // logits[v] = e^(logits[v] − lse)·factor − [first + v = target]·factor; zeros where the target is negative.
 __device__ __forceinline__ void
-differentiate(const Logits &logits, int target, u32 first, f32 lse, f32 factor, const uint4 *kept) {
+differentiate(const Logits &logits, int target, u32 first, f32 lse, f32 factor) {
     const u32 lane = threadIdx.x % ROW_THREADS;
     const bool ignored = target < 0;
     const auto gradient = [&](f32 x, u32 at) -> f32 {
@@ -122,8 +116,8 @@ differentiate(const Logits &logits, int target, u32 first, f32 lse, f32 factor, 
     #pragma unroll 4
     for (u32 i = lane; i < logits.packs; i += ROW_THREADS) {
         // What was read last is the likeliest to be in a cache.
-        const u32 pack = kept != nullptr ? i : logits.packs - 1 - i;
-        Words words{kept != nullptr ? kept[pack] : body[pack]};
+        const u32 pack = logits.packs - 1 - i;
+        Words words{body[pack]};
         f32 x[PACK];
         words.get(x);
         #pragma unroll
@@ -166,13 +160,7 @@ cross_entropy(ACT *logits, const int *targets, f32 *losses, const f32 *dlosses, 
     const Logits its(logits + (u64)row * vocab, vocab);
     const int target = targets[row];
     const f32 chosen = logit_of(its, target, 0, vocab);
-#if KEEPS_ROW
-    SHARED_BYTES(shared);
-    uint4 *const kept = reinterpret_cast<uint4 *>(shared);
-#else
-    uint4 *const kept = nullptr;
-#endif
-    const Softmax softmax = softmax_of(its, warps, kept);
+    const Softmax softmax = softmax_of(its, warps);
     const f32 lse = softmax.max + logf(softmax.sum);
     if (threadIdx.x % ROW_THREADS == 0) {
         losses[row] = target < 0 ? 0.0f : lse - chosen;
@@ -186,7 +174,7 @@ cross_entropy(ACT *logits, const int *targets, f32 *losses, const f32 *dlosses, 
     } else {
         __syncthreads();
     }
-    differentiate(its, target, 0, lse, dlosses[row], kept);
+    differentiate(its, target, 0, lse, dlosses[row]);
 }
 
 // statistics[r] = maximum, Σ e^(x − maximum), the target's logit or 0, of the `held` logits from `first` on; zeros where the
@@ -202,7 +190,7 @@ cross_entropy_partial(ACT *logits, const int *targets, f32 *statistics, u32 rows
     f32 numbers[3] = {0.0f, 0.0f, 0.0f};
     if (target >= 0) {
         const Logits its(logits + (u64)row * held, held);
-        const Softmax softmax = softmax_of(its, warps, nullptr);
+        const Softmax softmax = softmax_of(its, warps);
         numbers[0] = softmax.max, numbers[1] = softmax.sum, numbers[2] = logit_of(its, target, first, vocab);
     }
     if (threadIdx.x % ROW_THREADS == 0) {
@@ -237,6 +225,6 @@ cross_entropy_combine(ACT *logits, const f32 *statistics, const int *targets, f3
         losses[row] = target < 0 ? 0.0f : lse - chosen;
     }
     if (dlosses != nullptr) {
-        differentiate(Logits(logits + (u64)row * held, held), target, first, lse, dlosses[row], nullptr);
+        differentiate(Logits(logits + (u64)row * held, held), target, first, lse, dlosses[row]);
     }
 }

@@ -1,4 +1,4 @@
-// Constants. `fill` writes n elements; `scale` reads and writes n elements.
+// Constants.
 
 #include "elementwise.cuh"
 
@@ -15,30 +15,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) fill(unsigned char *out, u
     for (u64 byte = at; byte < bytes && byte < at + BYTES; byte++) {
         out[byte] = (unsigned char)(pattern >> 8 * (byte % 8));
     }
-}
-
-struct Multiply {
-    ACT *x;
-    f32 factor;
-
-    template <int N> struct State {
-        Pack<ACT, N> x;
-    };
-
-    template <int N> __device__ __forceinline__ void load(State<N> &state, u64 at) const { state.x.load(x + at); }
-
-    template <int N> __device__ __forceinline__ void finish(State<N> &state, u64 at) const {
-        f32 values[N];
-        state.x.get(values);
-        #pragma unroll
-        for (int i = 0; i < N; i++) {
-            values[i] *= factor;
-        }
-        store(x + at, values);
-    }
-};
-
-// x[i] *= factor
-extern "C" __global__ void __launch_bounds__(THREADS) scale(ACT *x, f32 factor, u64 n) {
-    each_pack<2>(Multiply{x, factor}, n);
 }

@@ -213,7 +213,7 @@ fn a_larger_vocabulary_and_fewer_positions_are_none_of_its_business() {
     case.expect_values(&weights);
     insta::assert_snapshot!(weights.remainder().unwrap(), @"the last 44 of 300 rows of `model.embed_tokens.weight` are random; the last 44 of 300 rows of `lm_head.weight` are random");
     insta::assert_snapshot!(with(&json!({ "max_position_embeddings": 8 })), @r"
-    `llama` does not fit the `model` section: `max_position_embeddings` is 8 in the file and `block_size` is 16 in this model
+    `llama` does not fit the `model` section: `block_size` is 8 in the file and 16 in this model
       hint: write `block_size: 8` in section `model`
     ");
     case.model = Model {
@@ -229,22 +229,26 @@ fn sizes_of_config_json_are_lines_to_write() {
         "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": null,
         "intermediate_size": 28672, "head_dim": 128,
     })), @r"
-    `llama` does not fit the `model` section: `num_hidden_layers` is 80 in the file and 2 in this model; `hidden_size` is 8192 in the file and 8 in this model; `num_attention_heads` is 64 in the file and 4 in this model; and 2 more
+    `llama` does not fit the `model` section: `n_layer` is 80 in the file and 2 in this model; `n_embd` is 8192 in the file and 8 in this model; `n_head` is 64 in the file and 4 in this model; and 2 more
       hint: write `n_layer: 80`, `n_embd: 8192`, `n_head: 64`, `n_kv_head: 64`, `n_inner: 28672` in section `model`
     ");
     insta::assert_snapshot!(with(&json!({ "rms_norm_eps": 1e-6, "rope_theta": 500_000 })), @r"
-    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 in the file and 1e-5 in this model; `rope_theta` is 500000.0 in the file and 10000.0 in this model
+    `llama` does not fit the `model` section: `norm_eps` is 1e-6 in the file and 1e-5 in this model; `rope_theta` is 500000.0 in the file and 10000.0 in this model
       hint: write `norm_eps: 1e-6`, `rope_theta: 500000.0` in section `model`
     ");
     insta::assert_snapshot!(with(&json!({ "rms_norm_eps": null })), @r"
-    `llama` does not fit the `model` section: `rms_norm_eps` is 1e-6 in the file and 1e-5 in this model
+    `llama` does not fit the `model` section: `norm_eps` is 1e-6 in the file and 1e-5 in this model
       hint: write `norm_eps: 1e-6` in section `model`
     ");
     // Nonsense must not become a division by zero.
-    insta::assert_snapshot!(with(&json!({ "num_attention_heads": 0, "hidden_size": u64::MAX })), @r"
-    `llama` does not fit the `model` section: `hidden_size` is 18446744073709551615 in the file and 8 in this model; `num_attention_heads` is 0 in the file and 4 in this model
-      hint: the weights are of an architecture that this build does not support
+    insta::assert_snapshot!(with(&json!({ "num_attention_heads": 0 })), @r"
+    `llama/config.json` cannot be used: `num_attention_heads` is 0
+      hint: download or create it again
     ");
+    insta::assert_snapshot!(with(&json!({ "hidden_size": "wide" })), @r#"
+    `llama/config.json` cannot be used: `hidden_size`: invalid type: string "wide", expected usize
+      hint: download or create it again
+    "#);
 }
 
 #[test]
@@ -256,15 +260,15 @@ fn sizes_show_in_the_shapes_too() {
     };
     insta::assert_snapshot!(error(Model { n_inner: Some(20), ..llama() }), @r"
     `llama` does not fit the `model` section: `model.layers.0.mlp.gate_proj.weight` is [12, 8] in the file and [20, 8] in this model; `model.layers.0.mlp.up_proj.weight` is [12, 8] in the file and [20, 8] in this model; `model.layers.0.mlp.down_proj.weight` is [8, 12] in the file and [8, 20] in this model; and 3 more
-      hint: write `n_inner: 12` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     insta::assert_snapshot!(error(Model { n_kv_head: None, ..llama() }), @r"
     `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is [4, 8] in the file and [8, 8] in this model; `model.layers.0.self_attn.v_proj.weight` is [4, 8] in the file and [8, 8] in this model; `model.layers.1.self_attn.k_proj.weight` is [4, 8] in the file and [8, 8] in this model; and 1 more
-      hint: write `n_kv_head: 2` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     insta::assert_snapshot!(error(Model { n_layer: 3, n_embd: 16, n_inner: None, ..llama() }), @r"
     `llama` does not fit the `model` section: `model.embed_tokens.weight` is [256, 8] in the file and [256, 16] in this model; `model.layers.0.input_layernorm.weight` is [8] in the file and [16] in this model; `model.layers.0.self_attn.q_proj.weight` is [8, 8] in the file and [16, 16] in this model; and 27 more
-      hint: write `n_layer: 2`, `n_embd: 8`, `n_inner: 12` in section `model`
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
 }
 
@@ -324,19 +328,19 @@ fn what_is_no_llama_of_ours_says_so() {
     ");
     let incomplete = json!({ "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0 });
     insta::assert_snapshot!(with(&json!({ "rope_scaling": incomplete })), @r"
-    `llama` does not fit the `model` section: `rope_type` is `llama3` in the file, but `high_freq_factor` is missing
+    `llama` does not fit the `model` section: `rope_type` is `llama3` in the file, which needs `factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`
       hint: the weights are of an architecture that this build does not support
     ");
     insta::assert_snapshot!(with(&json!({ "head_dim": 4, "partial_rotary_factor": 0.5 })), @r"
     `llama` does not fit the `model` section: `partial_rotary_factor` is 0.5 in the file and 1 in this model; `head_dim` is 4 in the file and 2 in this model, channels over heads
       hint: the weights are of an architecture that this build does not support
     ");
-    insta::assert_snapshot!(with(&json!({ "attention_bias": true, "mlp_bias": true, "hidden_act": "gelu" })), @r"
-    `llama` does not fit the `model` section: `hidden_act` is `gelu` in the file and `silu` in this model; `attention_bias` is true in the file and false in this model; `mlp_bias` is true in the file and false in this model
+    insta::assert_snapshot!(with(&json!({ "attention_bias": true, "mlp_bias": true, "hidden_act": "gelu" })), @r#"
+    `llama` does not fit the `model` section: `hidden_act` is "gelu" in the file and `silu` in this model; `attention_bias` is true in the file and false in this model; `mlp_bias` is true in the file and false in this model
       hint: the weights are of an architecture that this build does not support
-    ");
+    "#);
     insta::assert_snapshot!(with(&json!({ "model_type": "mistral" })), @r"
-    `llama` does not fit the `model` section: `model_type` is `mistral` in the file and `llama` in this model
+    `llama/config.json`: `model_type` is `mistral`
       hint: the weights are of an architecture that this build does not support
     ");
 }
@@ -346,13 +350,13 @@ fn another_kind_is_named_with_all_that_it_needs() {
     let mut case = Case::of_llama(llama(), Dtype::F32).with(&json!({}));
     case.model = shape(ModelKind::Gpt2);
     insta::assert_snapshot!(case.error(""), @r"
-    `gpt2` does not fit the `model` section: `model_type` is `llama` in the file and `gpt2` in this model; `num_attention_heads` is 4 in the file and 2 in this model; `num_key_value_heads` is 2 in the file and 4 in this model; and 1 more
+    `gpt2` does not fit the `model` section: `kind` is llama in the file and gpt2 in this model; `n_head` is 4 in the file and 2 in this model; `n_kv_head` is 2 in the file and 4 in this model; and 1 more
       hint: write `kind: llama`, `n_head: 4`, `n_kv_head: 2`, `n_inner: 12` in section `model`
     ");
     let mut case = Case::of(&gpt2(Dtype::F32)).with_settings(&json!({}));
     case.model = llama();
     insta::assert_snapshot!(case.error(""), @r"
-    `llama` does not fit the `model` section: `model_type` is `gpt2` in the file and `llama` in this model; `n_head` is 2 in the file and 4 in this model; `n_inner` is 32 in the file and 12 in this model
+    `llama` does not fit the `model` section: `kind` is gpt2 in the file and llama in this model; `n_head` is 2 in the file and 4 in this model; `n_inner` is 32 in the file and 12 in this model
       hint: write `kind: gpt2`, `n_head: 2`, `n_inner: 32` in section `model`
     ");
 }
@@ -371,7 +375,7 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
     };
     insta::assert_snapshot!(error(&tensors), @r"
     `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` is missing in the file; `model.layers.0.self_attn.q_proj.bias` is in the file but not in this model; `score.weight` is in the file but not in this model
-      hint: the sizes match: check that the weights are complete and of this kind of model
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
     tensors.truncate(tensors.len() - 2);
     tensors.push((
@@ -383,6 +387,6 @@ fn tensors_of_a_llama_that_are_missing_or_too_many_are_named() {
     tensors.push(spare);
     insta::assert_snapshot!(error(&tensors), @r"
     `llama` does not fit the `model` section: `model.layers.0.self_attn.k_proj.weight` occurs in the file with and without the prefix `model.`
-      hint: the sizes match: check that the weights are complete and of this kind of model
+      hint: check that the weights are complete, and that the sizes in section `model` are those of the weights
     ");
 }

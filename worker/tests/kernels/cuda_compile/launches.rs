@@ -36,8 +36,8 @@ fn local_bytes(call: &Call) -> u32 {
     match (call.kernel, call.grid.threads[0]) {
         _ if has_mask => 128,
         ("flash_forward" | "flash_dkv", _) => 64,
-        ("layernorm_backward", ALL_THREADS) => 256,
-        ("attention_forward" | "cross_entropy" | "layernorm_forward" | "layernorm_backward", _) => 16,
+        ("norm_backward", ALL_THREADS) => 256,
+        ("attention_forward" | "cross_entropy" | "norm_forward" | "norm_backward", _) => 16,
         _ => 0,
     }
 }

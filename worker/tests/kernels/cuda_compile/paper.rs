@@ -78,9 +78,6 @@ impl Device for PaperDevice {
 
     fn enqueue(&self, _stream: Stream, op: Op) {
         self.0.ask(&op);
-        if let Some(op) = beside_product(&op) {
-            self.0.ask(&op);
-        }
     }
 
     fn record(&self, stream: Stream) -> Event {
@@ -97,14 +94,5 @@ impl Device for PaperDevice {
 
     fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
         IdleDevice.download(stream, src)
-    }
-}
-
-/// The kernel of ours that an operation launches beside its product.
-fn beside_product(op: &Op) -> Option<Op> {
-    match op {
-        Op::LinearGeluForward(op) => Some(op.gelu.clone().into()),
-        Op::LinearGeluBackward(op) => Some(op.gelu.clone().into()),
-        _ => None,
     }
 }

@@ -11,8 +11,8 @@ use ddp_worker::model::{
     build,
 };
 use ddp_worker::ops::{
-    CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, Scale, SquaredNorm, UPDATE_NUMBERS,
-    Update, Updates,
+    CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, SquaredNorm, UPDATE_NUMBERS, Update,
+    Updates,
 };
 use ddp_worker::optim;
 
@@ -197,11 +197,6 @@ fn update(device: &Arc<dyn Device>, model: &Model, types: Types) {
         Cast {
             x: all(DType::F32),
             out: all(types.act),
-        }
-        .into(),
-        Scale {
-            x: all(types.grad),
-            factor: 0.5,
         }
         .into(),
     ];

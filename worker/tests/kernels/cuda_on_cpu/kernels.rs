@@ -56,9 +56,8 @@ fn cast() {
 }
 
 #[test]
-fn fill_and_scale() {
+fn fill() {
     check("fill");
-    check("scale");
 }
 
 #[test]

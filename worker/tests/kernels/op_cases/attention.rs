@@ -1,9 +1,10 @@
 //! Attention in training and over a key-value cache, and rotations of queries and keys.
 
+use ddp_worker::config::RopeScaling;
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, Llama3Scaling,
-    RotaryBackward, RotaryEmbedding, RotaryForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, Rotary,
+    RotaryEmbedding,
 };
 
 use super::matrix::tensor;
@@ -178,11 +179,11 @@ pub(super) fn rotary(size: Size) -> Vec<Case> {
     };
     let llama_3_1 = RotaryEmbedding {
         base: 500_000.0,
-        scaling: Some(Llama3Scaling {
+        scaling: Some(RopeScaling {
             factor: 8.0,
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
-            original_max_position_embeddings: 8192,
+            original_positions: 8192,
         }),
     };
     let sizes: &[[usize; 5]] = match size {
@@ -200,20 +201,22 @@ pub(super) fn rotary(size: Size) -> Vec<Case> {
             )];
             let name = format!("of {shape:?} from position {first_position}");
             let forward = Case::new(format!("rotary forward {name}"), tensors.clone(), move |b| {
-                RotaryForward {
+                Rotary {
                     qkv: b[0].clone(),
                     shape,
                     embedding,
                     first_position,
+                    backward: false,
                 }
             });
             let backward = || {
                 let name = format!("rotary backward {name}");
-                Case::new(name, tensors.clone(), move |b| RotaryBackward {
-                    dqkv: b[0].clone(),
+                Case::new(name, tensors.clone(), move |b| Rotary {
+                    qkv: b[0].clone(),
                     shape,
                     embedding,
                     first_position,
+                    backward: true,
                 })
             };
             cases.extend([forward, backward()]);

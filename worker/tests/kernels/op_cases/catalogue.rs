@@ -6,9 +6,8 @@ use std::sync::Arc;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates,
-    RmsNormBackward, RmsNormForward, Runs, Scale, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward,
-    Update, UpdateRule, Updates,
+    GeluBackward, GeluForward, LossSum, NormBackward, NormForward, PositionBackward, Rates, Runs,
+    SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, UpdateRule, Updates,
 };
 use ddp_worker::optim;
 
@@ -40,8 +39,8 @@ pub(crate) fn catalogue(size: Size) -> Vec<Case> {
         dropout(size),
         optimizer(size),
         encoder(size),
-        layernorm(size),
-        rmsnorm(size),
+        norm(size, true),
+        norm(size, false),
         swiglu(size),
         column_sum(size),
         cross_entropy(size),
@@ -109,11 +108,6 @@ fn elementwise(size: Size) -> Vec<Case> {
                 value: 1.5,
             }));
         }
-        let tensors = vec![exact(F32, 1, n)];
-        cases.push(Case::new(format!("scale of {n}"), tensors, |b| Scale {
-            x: b[0].clone(),
-            factor: 0.3,
-        }));
     }
     let unaligned = size == Size::Small;
     let odd = if unaligned {
@@ -394,98 +388,56 @@ fn encoder(size: Size) -> Vec<Case> {
     cases
 }
 
-fn layernorm(size: Size) -> Vec<Case> {
+/// Layer normalisation, and without a bias that by the root mean square.
+fn norm(size: Size, has_bias: bool) -> Vec<Case> {
     let sizes: &[[usize; 2]] = match size {
         Size::Small => &[[5, 33], [67, 64], [9, 768], [3, 1600], [2, 1101]],
-        Size::Large => &[[8192, 768], [4099, 1024], [1000, 1600], [77, 12_288]],
+        Size::Large => &[[8192, 768], [1000, 1600], [4099, 4096], [77, 12_288]],
+    };
+    let (kind, epsilon) = if has_bias {
+        ("layernorm", 1e-5)
+    } else {
+        ("rmsnorm", 1e-2)
     };
     let mut cases = Vec::new();
     for &[rows, channels] in sizes {
         let n = rows * channels;
-        let name = format!("{rows} × {channels}");
         let forward = vec![
             input(ACT, 1, n),
             input(ACT, 2, channels),
             input(ACT, 3, channels),
             close(ACT, 4, n),
         ];
-        cases.push(Case::new(format!("layernorm forward of {name}"), forward, |b| {
-            LayerNormForward {
-                inp: b[0].clone(),
-                weight: b[1].clone(),
-                bias: b[2].clone(),
-                out: b[3].clone(),
-            }
+        let name = format!("{kind} forward of {rows} × {channels}");
+        cases.push(Case::new(name, forward, move |b| NormForward {
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            bias: has_bias.then(|| b[2].clone()),
+            out: b[3].clone(),
+            epsilon,
         }));
         for accumulate in [false, true] {
-            let backward = vec![
+            let mut backward = vec![
                 input(ACT, 1, n),
                 input(ACT, 2, n),
                 input(ACT, 3, channels),
                 close(ACT, 4, n),
                 close(GRAD, 5, channels),
-                close(GRAD, 6, channels),
             ];
-            let case = Case::new(format!("layernorm backward of {name}"), backward, move |b| {
-                LayerNormBackward {
-                    dout: b[0].clone(),
-                    inp: b[1].clone(),
-                    weight: b[2].clone(),
-                    dinp: b[3].clone(),
-                    dweight: b[4].clone(),
-                    dbias: b[5].clone(),
-                    accumulate_dinp: accumulate,
-                    accumulate_dweight: accumulate,
-                    accumulate_dbias: !accumulate,
-                }
-            });
-            cases.push(case);
-        }
-    }
-    cases
-}
-
-fn rmsnorm(size: Size) -> Vec<Case> {
-    let sizes: &[[usize; 2]] = match size {
-        Size::Small => &[[5, 33], [67, 64], [9, 768], [2, 1101]],
-        Size::Large => &[[8192, 2048], [4099, 4096], [77, 12_288]],
-    };
-    let mut cases = Vec::new();
-    for &[rows, channels] in sizes {
-        let (n, epsilon) = (rows * channels, 1e-2);
-        let name = format!("{rows} × {channels}");
-        let forward = vec![input(ACT, 1, n), input(ACT, 2, channels), close(ACT, 3, n)];
-        cases.push(Case::new(
-            format!("rmsnorm forward of {name}"),
-            forward,
-            move |b| RmsNormForward {
-                inp: b[0].clone(),
-                weight: b[1].clone(),
-                out: b[2].clone(),
+            backward.extend(has_bias.then(|| close(GRAD, 6, channels)));
+            let name = format!("{kind} backward of {rows} × {channels}");
+            cases.push(Case::new(name, backward, move |b| NormBackward {
+                dout: b[0].clone(),
+                inp: b[1].clone(),
+                weight: b[2].clone(),
+                dinp: b[3].clone(),
+                dweight: b[4].clone(),
+                dbias: has_bias.then(|| b[5].clone()),
                 epsilon,
-            },
-        ));
-        for accumulate in [false, true] {
-            let backward = vec![
-                input(ACT, 1, n),
-                input(ACT, 2, n),
-                input(ACT, 3, channels),
-                close(ACT, 4, n),
-                close(GRAD, 5, channels),
-            ];
-            let case = Case::new(format!("rmsnorm backward of {name}"), backward, move |b| {
-                RmsNormBackward {
-                    dout: b[0].clone(),
-                    inp: b[1].clone(),
-                    weight: b[2].clone(),
-                    dinp: b[3].clone(),
-                    dweight: b[4].clone(),
-                    epsilon,
-                    accumulate_dinp: accumulate,
-                    accumulate_dweight: !accumulate,
-                }
-            });
-            cases.push(case);
+                accumulate_dinp: accumulate,
+                accumulate_dweight: accumulate == has_bias,
+                accumulate_dbias: !accumulate,
+            }));
         }
     }
     cases

@@ -1,9 +1,6 @@
-//! Matrix products, alone and with a GELU.
+//! Matrix products.
 
-use ddp_worker::ops::{
-    ColumnSum, GeluBackward, GeluForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward,
-    LinearGeluForward, LinearShape, WeightLayout,
-};
+use ddp_worker::ops::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 
 use super::numbers::numbers;
 use super::{Case, Kind, Outcome, Size, Tensor};
@@ -31,9 +28,6 @@ pub(super) fn linear(size: Size) -> Vec<Case> {
             cases.extend(adds.map(|adds| forward(shape, adds)));
             cases.push(dinp(shape));
             cases.extend([true, false].map(|accumulate| dweight(shape, accumulate)));
-            cases.extend([true, false].map(|accumulate| dweight_and_dbias(shape, accumulate)));
-            cases.push(gelu_forward(shape));
-            cases.extend([true, false].map(|makes_out| gelu_backward(shape, makes_out)));
         }
     }
     cases
@@ -86,66 +80,6 @@ fn dinp(shape: LinearShape) -> Case {
     })
 }
 
-/// The GELU may begin with a product that was not rounded to the storage.
-fn gelu_forward(shape: LinearShape) -> Case {
-    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
-    let tensors = vec![
-        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
-        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
-        tensor(Kind::Act, 3, outputs, Outcome::Same),
-        tensor(Kind::Act, 4, rows * outputs, Outcome::Products),
-        tensor(Kind::Act, 5, rows * outputs, Outcome::Products),
-    ];
-    let name = format!("linear and gelu forward of {shape:?}");
-    Case::new(name, tensors, move |b| LinearGeluForward {
-        linear: LinearForward {
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            bias: Some(b[2].clone()),
-            residual: None,
-            out: b[3].clone(),
-            shape,
-        },
-        gelu: GeluForward {
-            inp: b[3].clone(),
-            out: b[4].clone(),
-        },
-    })
-}
-
-fn gelu_backward(shape: LinearShape, makes_out: bool) -> Case {
-    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
-    let tensors = vec![
-        tensor(Kind::Act, 1, rows * outputs, Outcome::Same),
-        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
-        tensor(
-            Kind::Act,
-            3,
-            rows * inputs,
-            if makes_out {
-                Outcome::Products
-            } else {
-                Outcome::Same
-            },
-        ),
-        tensor(Kind::Act, 4, rows * inputs, Outcome::Products),
-    ];
-    let name = format!("linear and gelu backward of {shape:?}, output {makes_out}");
-    Case::new(name, tensors, move |b| LinearGeluBackward {
-        linear: LinearDinp {
-            dout: b[0].clone(),
-            weight: b[1].clone(),
-            dinp: b[3].clone(),
-            shape,
-        },
-        gelu: GeluBackward {
-            inp_out: b[2].clone(),
-            dout_dinp: b[3].clone(),
-            makes_out,
-        },
-    })
-}
-
 fn dweight(shape: LinearShape, accumulate: bool) -> Case {
     let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
     let tensors = vec![
@@ -159,31 +93,6 @@ fn dweight(shape: LinearShape, accumulate: bool) -> Case {
         dout: b[1].clone(),
         dweight: b[2].clone(),
         accumulate,
-        dbias: None,
-        shape,
-    })
-}
-
-/// `accumulate` says whether both gradients are added to what is there.
-fn dweight_and_dbias(shape: LinearShape, accumulate: bool) -> Case {
-    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
-    let tensors = vec![
-        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
-        tensor(Kind::Act, 2, rows * outputs, Outcome::Same),
-        tensor(Kind::Grad, 3, inputs * outputs, sum_outcome(accumulate)),
-        tensor(Kind::Grad, 4, outputs, Outcome::Close),
-    ];
-    let name = format!("linear dweight and dbias of {shape:?}, accumulate {accumulate}");
-    Case::new(name, tensors, move |b| LinearDweight {
-        inp: b[0].clone(),
-        dout: b[1].clone(),
-        dweight: b[2].clone(),
-        accumulate,
-        dbias: Some(ColumnSum {
-            x: b[1].clone(),
-            out: b[3].clone(),
-            accumulate,
-        }),
         shape,
     })
 }

@@ -2,8 +2,8 @@
 
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, RotaryBackward,
-    RotaryEmbedding, RotaryForward,
+    AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, DropoutMask, Rotary,
+    RotaryEmbedding,
 };
 
 use super::rig::{Rig, assert_close, numbers, numbers_f32, values, wide_values};
@@ -191,11 +191,12 @@ fn bits(rig: &Rig, dtype: DType) -> Vec<u64> {
         base: 500_000.0,
         scaling: None,
     };
-    rig.run(RotaryForward {
+    rig.run(Rotary {
         qkv: qkv.clone(),
         shape,
         embedding,
         first_position: 77,
+        backward: false,
     });
     let [out, lse] = forward(rig, &qkv, shape);
     let dqkv = rig.empty(dtype, qkv.len());
@@ -208,11 +209,12 @@ fn bits(rig: &Rig, dtype: DType) -> Vec<u64> {
         shape,
         dropout: None,
     });
-    rig.run(RotaryBackward {
-        dqkv: dqkv.clone(),
+    rig.run(Rotary {
+        qkv: dqkv.clone(),
         shape,
         embedding,
         first_position: 77,
+        backward: true,
     });
     let all = [qkv, out, lse, dqkv];
     all.iter().flat_map(wide_values).map(f64::to_bits).collect()
@@ -323,11 +325,12 @@ const LLAMA: RotaryEmbedding = RotaryEmbedding {
 
 fn rotated(rig: &Rig, x: &[f64], shape: AttentionShape, first_position: usize) -> Vec<f64> {
     let qkv = rig.buffer(x);
-    rig.run(RotaryForward {
+    rig.run(Rotary {
         qkv: qkv.clone(),
         shape,
         embedding: LLAMA,
         first_position,
+        backward: false,
     });
     values(&qkv)
 }
@@ -393,11 +396,12 @@ fn backward_of_a_rotation_takes_it_back() {
     let (rig, shape) = (Rig::new(), shape([2, 9, 2, 2, 8]));
     let x = numbers(1, shape.rows() * shape.qkv_channels());
     let dqkv = rig.buffer(&rotated(&rig, &x, shape, 50));
-    rig.run(RotaryBackward {
-        dqkv: dqkv.clone(),
+    rig.run(Rotary {
+        qkv: dqkv.clone(),
         shape,
         embedding: LLAMA,
         first_position: 50,
+        backward: true,
     });
     for (found, expected) in values::<f64>(&dqkv).iter().zip(&x) {
         assert!((found - expected).abs() < 1e-14, "{found} became of {expected}");

@@ -11,9 +11,9 @@ use ddp_worker::model::build;
 use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, CHUNK, ColumnSum,
     CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, EncoderForward, GeluBackward, GeluForward,
-    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
-    PositionBackward, Rates, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding, RotaryForward,
-    Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update, VocabularyPart, WeightLayout,
+    LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward, PositionBackward,
+    Rates, Rotary, RotaryEmbedding, Runs, SquaredNorm, SwigluBackward, SwigluForward, TokenBackward, Update,
+    VocabularyPart, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -120,7 +120,6 @@ fn linear_of(s: &Storage, shape: LinearShape, accumulate: bool) -> Vec<(&'static
         dout: dout.clone(),
         dweight: dweight.clone(),
         accumulate,
-        dbias: None,
         shape,
     });
     s.rig.run(ColumnSum {
@@ -161,65 +160,35 @@ fn linear() {
 }
 
 #[test]
-fn layernorm() {
-    let (rows, channels) = (70, 45);
-    for accumulate in [false, true] {
+fn layernorm_and_rmsnorm() {
+    let (rows, channels, epsilon) = (70, 45, 1e-3);
+    for (has_bias, accumulate) in [(false, false), (false, true), (true, false), (true, true)] {
         compare(|s| {
             let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
             let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
             let (dweight, dbias) = (s.dirty_grad(channels), s.dirty_grad(channels));
-            s.rig.run(LayerNormForward {
+            s.rig.run(NormForward {
                 inp: inp.clone(),
                 weight: weight.clone(),
-                bias: s.inp(3, channels),
+                bias: has_bias.then(|| s.inp(3, channels)),
                 out: out.clone(),
+                epsilon,
             });
-            s.rig.run(LayerNormBackward {
+            s.rig.run(NormBackward {
                 dout: s.inp(4, rows * channels),
                 inp,
                 weight,
                 dinp: dinp.clone(),
                 dweight: dweight.clone(),
-                dbias: dbias.clone(),
+                dbias: has_bias.then(|| dbias.clone()),
+                epsilon,
                 accumulate_dinp: accumulate,
                 accumulate_dweight: accumulate,
                 accumulate_dbias: accumulate,
             });
-            vec![
-                ("out", out),
-                ("dinp", dinp),
-                ("dweight", dweight),
-                ("dbias", dbias),
-            ]
-        });
-    }
-}
-
-#[test]
-fn rmsnorm() {
-    let (rows, channels, epsilon) = (70, 45, 1e-3);
-    for accumulate in [false, true] {
-        compare(|s| {
-            let (inp, weight) = (s.inp(1, rows * channels), s.inp(2, channels));
-            let (out, dinp) = (s.dirty(rows * channels), s.dirty(rows * channels));
-            let dweight = s.dirty_grad(channels);
-            s.rig.run(RmsNormForward {
-                inp: inp.clone(),
-                weight: weight.clone(),
-                out: out.clone(),
-                epsilon,
-            });
-            s.rig.run(RmsNormBackward {
-                dout: s.inp(4, rows * channels),
-                inp,
-                weight,
-                dinp: dinp.clone(),
-                dweight: dweight.clone(),
-                epsilon,
-                accumulate_dinp: accumulate,
-                accumulate_dweight: accumulate,
-            });
-            vec![("out", out), ("dinp", dinp), ("dweight", dweight)]
+            let mut results = vec![("out", out), ("dinp", dinp), ("dweight", dweight)];
+            results.extend(has_bias.then_some(("dbias", dbias)));
+            results
         });
     }
 }
@@ -261,17 +230,19 @@ fn rotary() {
     compare(|s| {
         let n = shape.rows() * shape.qkv_channels();
         let (qkv, dqkv) = (s.inp(1, n), s.inp(2, n));
-        s.rig.run(RotaryForward {
+        s.rig.run(Rotary {
             qkv: qkv.clone(),
             shape,
             embedding,
             first_position,
+            backward: false,
         });
-        s.rig.run(RotaryBackward {
-            dqkv: dqkv.clone(),
+        s.rig.run(Rotary {
+            qkv: dqkv.clone(),
             shape,
             embedding,
             first_position,
+            backward: true,
         });
         vec![("rotated", qkv), ("rotated back", dqkv)]
     });

@@ -4,8 +4,8 @@ use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    CHUNK, LinearDinp, LinearDweight, LinearForward, LinearShape, Rates, RmsNormBackward, RmsNormForward,
-    Runs, SquaredNorm, SwigluBackward, SwigluForward, Update, WeightLayout,
+    CHUNK, LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward, Rates, Runs,
+    SquaredNorm, SwigluBackward, SwigluForward, Update, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -68,9 +68,10 @@ fn llama_bits(threads: usize, isa: Isa) -> Vec<u64> {
         buffer(4, channels),
     );
     let (dout, wide) = (buffer(5, n), buffer(6, 2 * n));
-    rig.run(RmsNormForward {
+    rig.run(NormForward {
         inp: inp.clone(),
         weight: weight.clone(),
+        bias: None,
         out: out.clone(),
         epsilon: 1e-5,
     });
@@ -85,15 +86,17 @@ fn llama_bits(threads: usize, isa: Isa) -> Vec<u64> {
         dout_out: again.clone(),
         channels,
     });
-    rig.run(RmsNormBackward {
+    rig.run(NormBackward {
         dout: dout.clone(),
         inp,
         weight,
         dinp: dinp.clone(),
         dweight: dweight.clone(),
+        dbias: None,
         epsilon: 1e-5,
         accumulate_dinp: true,
         accumulate_dweight: true,
+        accumulate_dbias: false,
     });
     let all = [out, dout, wide, again, dinp, dweight];
     all.iter().flat_map(wide_values).map(f64::to_bits).collect()
@@ -137,7 +140,6 @@ fn linear_bits(threads: usize, [rows, inputs, outputs]: [usize; 3], dtype: DType
         dout: out.clone(),
         dweight: weight.clone(),
         accumulate: true,
-        dbias: None,
         shape,
     });
     let all = [out, dinp, weight];

@@ -5,7 +5,7 @@ use std::ops::Range;
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, CrossEntropy, EncoderForward, Fill, LinearForward, LinearShape, LossSum, Rates,
-    Runs, Scale, SquaredNorm, Update, Updates, WeightLayout,
+    Runs, SquaredNorm, Update, Updates, WeightLayout,
 };
 use ddp_worker::optim::adamw;
 use half::bf16;
@@ -283,12 +283,6 @@ fn fill_and_scale() {
         })
         .is_err()
     );
-    let x = rig.buffer(&[2.0_f32, -4.0]);
-    rig.run(Scale {
-        x: x.clone(),
-        factor: 0.25,
-    });
-    assert_eq!(values::<f32>(&x), [0.5, -1.0]);
 }
 
 #[test]

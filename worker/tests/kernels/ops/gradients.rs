@@ -1,12 +1,13 @@
 //! Every operation's backward against finite differences, in f64.
 
+use ddp_worker::config::RopeScaling;
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     AddBiasResidual, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy,
     CrossEntropyCombine, CrossEntropyPartial, Dropout, DropoutMask, EncoderForward, GeluBackward,
-    GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
-    Llama3Scaling, PositionBackward, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryEmbedding,
-    RotaryForward, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart, WeightLayout,
+    GeluForward, LinearDinp, LinearDweight, LinearForward, LinearShape, NormBackward, NormForward,
+    PositionBackward, Rotary, RotaryEmbedding, SwigluBackward, SwigluForward, TokenBackward, VocabularyPart,
+    WeightLayout,
 };
 
 use super::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -54,7 +55,6 @@ fn linear() {
                 dout: dout.clone(),
                 dweight: dweight.clone(),
                 accumulate: false,
-                dbias: None,
                 shape,
             });
             rig.run(ColumnSum {
@@ -123,7 +123,6 @@ fn accumulation_adds_to_what_is_there() {
             dout: dout.clone(),
             dweight: dweight.clone(),
             accumulate,
-            dbias: None,
             shape,
         });
         rig.run(ColumnSum {
@@ -138,70 +137,53 @@ fn accumulation_adds_to_what_is_there() {
     }
 }
 
+/// Layer normalisation, and without a bias that by the root mean square.
 #[test]
-fn layernorm() {
-    // More rows than one part of the work has, and channels that do not fill the lanes.
-    let (rows, channels) = (35, 5);
+fn layernorm_and_rmsnorm() {
+    // More rows than one part of the work has, and channels that do not fill the lanes. ε that is seen.
+    let (rows, channels, epsilon) = (35, 5, 0.1);
     let rig = Rig::new();
-    let inputs = [
-        numbers(1, rows * channels),
-        numbers(2, channels),
-        numbers(3, channels),
-    ];
-    let forward = |inputs: &[Vec<f64>]| {
-        let b = buffers(&rig, inputs);
-        let out = rig.empty(DType::F64, rows * channels);
-        rig.run(LayerNormForward {
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            bias: b[2].clone(),
-            out: out.clone(),
+    for has_bias in [true, false] {
+        let mut inputs = vec![numbers(1, rows * channels), numbers(2, channels)];
+        inputs.extend(has_bias.then(|| numbers(3, channels)));
+        let forward = |inputs: &[Vec<f64>]| {
+            let b = buffers(&rig, inputs);
+            let out = rig.empty(DType::F64, rows * channels);
+            rig.run(NormForward {
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                bias: b.get(2).cloned(),
+                out: out.clone(),
+                epsilon,
+            });
+            values(&out)
+        };
+        let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
+            let b = buffers(&rig, inputs);
+            let gradients: Vec<_> = inputs.iter().map(|x| rig.buffer(&vec![start; x.len()])).collect();
+            rig.run(NormBackward {
+                dout: rig.buffer(dout),
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                dinp: gradients[0].clone(),
+                dweight: gradients[1].clone(),
+                dbias: gradients.get(2).cloned(),
+                epsilon,
+                accumulate_dinp: accumulate,
+                accumulate_dweight: accumulate,
+                accumulate_dbias: accumulate,
+            });
+            gradients.iter().map(values).collect::<Vec<Vec<f64>>>()
+        };
+        check_gradients(&inputs, forward, |inputs, dout| {
+            run_backward(inputs, dout, 7.0, false)
         });
-        values(&out)
-    };
-    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
-        let b = buffers(&rig, inputs);
-        let [dinp, dweight, dbias] = [rows * channels, channels, channels].map(|n| rig.empty(DType::F64, n));
-        rig.run(LayerNormBackward {
-            dout: rig.buffer(dout),
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            dbias: dbias.clone(),
-            accumulate_dinp: false,
-            accumulate_dweight: false,
-            accumulate_dbias: false,
-        });
-        [dinp, dweight, dbias].iter().map(values).collect()
-    };
-    check_gradients(&inputs, forward, backward);
-}
-
-#[test]
-fn layernorm_adds_to_the_residual_gradient() {
-    let rig = Rig::new();
-    let run = |start: f64, accumulate| {
-        let (dinp, dweight, dbias) = (
-            rig.buffer(&[start; 80]),
-            rig.buffer(&[start; 40]),
-            rig.buffer(&[start; 40]),
-        );
-        rig.run(LayerNormBackward {
-            dout: rig.buffer(&numbers(1, 80)),
-            inp: rig.buffer(&numbers(2, 80)),
-            weight: rig.buffer(&numbers(3, 40)),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            dbias: dbias.clone(),
-            accumulate_dinp: accumulate,
-            accumulate_dweight: accumulate,
-            accumulate_dbias: accumulate,
-        });
-        [values::<f64>(&dinp), values(&dweight), values(&dbias)].concat()
-    };
-    for (fresh, added) in run(3.0, false).iter().zip(run(3.0, true)) {
-        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+        let dout = numbers(4, rows * channels);
+        let fresh = run_backward(&inputs, &dout, 7.0, false).concat();
+        let added = run_backward(&inputs, &dout, 3.0, true).concat();
+        for (fresh, added) in fresh.iter().zip(added) {
+            assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+        }
     }
 }
 
@@ -228,49 +210,6 @@ fn gelu() {
         vec![values(&dout_dinp)]
     };
     check_gradients(&inputs, forward, backward);
-}
-
-#[test]
-fn rmsnorm() {
-    // More rows than one part of the work has, and channels that do not fill the lanes. ε that is seen.
-    let (rows, channels, epsilon) = (35, 5, 0.1);
-    let rig = Rig::new();
-    let inputs = [numbers(1, rows * channels), numbers(2, channels)];
-    let forward = |inputs: &[Vec<f64>]| {
-        let b = buffers(&rig, inputs);
-        let out = rig.empty(DType::F64, rows * channels);
-        rig.run(RmsNormForward {
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            out: out.clone(),
-            epsilon,
-        });
-        values(&out)
-    };
-    let run_backward = |inputs: &[Vec<f64>], dout: &[f64], start: f64, accumulate| {
-        let b = buffers(&rig, inputs);
-        let [dinp, dweight] = [rows * channels, channels].map(|n| rig.buffer(&vec![start; n]));
-        rig.run(RmsNormBackward {
-            dout: rig.buffer(dout),
-            inp: b[0].clone(),
-            weight: b[1].clone(),
-            dinp: dinp.clone(),
-            dweight: dweight.clone(),
-            epsilon,
-            accumulate_dinp: accumulate,
-            accumulate_dweight: accumulate,
-        });
-        vec![values(&dinp), values(&dweight)]
-    };
-    check_gradients(&inputs, forward, |inputs, dout| {
-        run_backward(inputs, dout, 7.0, false)
-    });
-    let dout = numbers(3, rows * channels);
-    let fresh = run_backward(&inputs, &dout, 7.0, false).concat();
-    let added = run_backward(&inputs, &dout, 3.0, true).concat();
-    for (fresh, added) in fresh.iter().zip(added) {
-        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
-    }
 }
 
 #[test]
@@ -328,32 +267,34 @@ fn rotary() {
     };
     let embedding = RotaryEmbedding {
         base: 50.0,
-        scaling: Some(Llama3Scaling {
+        scaling: Some(RopeScaling {
             factor: 4.0,
             low_freq_factor: 1.0,
             high_freq_factor: 2.0,
-            original_max_position_embeddings: 40,
+            original_positions: 40,
         }),
     };
     let rig = Rig::new();
     let inputs = [numbers(1, shape.rows() * shape.qkv_channels())];
     let forward = |inputs: &[Vec<f64>]| {
         let qkv = rig.buffer(&inputs[0]);
-        rig.run(RotaryForward {
+        rig.run(Rotary {
             qkv: qkv.clone(),
             shape,
             embedding,
             first_position: 3,
+            backward: false,
         });
         values(&qkv)
     };
     let backward = |_: &[Vec<f64>], dout: &[f64]| {
         let dqkv = rig.buffer(dout);
-        rig.run(RotaryBackward {
-            dqkv: dqkv.clone(),
+        rig.run(Rotary {
+            qkv: dqkv.clone(),
             shape,
             embedding,
             first_position: 3,
+            backward: true,
         });
         vec![values(&dqkv)]
     };

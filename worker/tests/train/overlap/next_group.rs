@@ -94,8 +94,6 @@ impl Watch for Groups {
         let reads = match op {
             Op::LinearForward(op) => Some(op.weight.clone()),
             Op::LinearDinp(op) => Some(op.weight.clone()),
-            Op::LinearGeluForward(op) => Some(op.linear.weight.clone()),
-            Op::LinearGeluBackward(op) => Some(op.linear.weight.clone()),
             _ => None,
         };
         let mark = match op {
@@ -105,7 +103,7 @@ impl Watch for Groups {
                 Some(Mark::Embedding(counts.step()))
             }
             // Two norms a block; then the head's, which it repeats in backward.
-            Op::LayerNormForward(_) => {
+            Op::NormForward(_) => {
                 let norm = counts.norms;
                 counts.norms += 1;
                 let (block, step) = (norm / 2, counts.step());
@@ -115,7 +113,7 @@ impl Watch for Groups {
                     _ => None,
                 }
             }
-            Op::LinearGeluBackward(_) => {
+            Op::GeluBackward(_) => {
                 counts.gelus += 1;
                 let block = BLOCKS - counts.gelus;
                 Some(Mark::Computes(block, Pass::Backward(counts.step())))

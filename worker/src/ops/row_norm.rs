@@ -1,4 +1,5 @@
-//! Layer normalisation (Ba, Kiros & Hinton 2016) with gain and bias.
+//! Layer normalisation (Ba, Kiros & Hinton 2016), which has a bias, and root mean square normalisation (Zhang & Sennrich
+//! 2019), which has none and does not subtract the mean. Both work on rows and have a gain.
 //!
 //! Backward reads the input and normalises it again, so neither the output nor the statistics are
 //! kept. The CUDA kernels are compiled for each number of channels that occurs.
@@ -20,26 +21,29 @@ use super::{Operation, expect_lens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
-/// Added to the variance, as in GPT-2.
-pub(crate) const EPSILON: f64 = 1e-5;
+/// ε of GPT-2's layer normalisation.
+pub(crate) const LAYERNORM_EPSILON: f64 = 1e-5;
 /// Rows of one part of the work.
 const ROWS: usize = 32;
 
-/// `out = (inp − mean)/√(variance + ε) · weight + bias`, by rows
+/// By rows, with a bias `out = (inp − mean)/√(variance + ε) · weight + bias`,
+/// without one `out = inp/√(mean(inp²) + ε) · weight`
 #[derive(Clone, Debug)]
-pub struct LayerNormForward {
+pub struct NormForward {
     /// `[R, C]`
     pub inp: Buffer,
     /// `[C]`
     pub weight: Buffer,
-    /// `[C]`
-    pub bias: Buffer,
+    /// `[C]`; None for root mean square normalisation
+    pub bias: Option<Buffer>,
     /// `[R, C]`
     pub out: Buffer,
+    /// ε: 1e-5 in GPT-2, 1e-5 or 1e-6 in Llama's family
+    pub epsilon: f64,
 }
 
-impl Operation for LayerNormForward {
-    const NAME: &'static str = "layernorm_forward";
+impl Operation for NormForward {
+    const NAME: &'static str = "norm_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
@@ -47,44 +51,46 @@ impl Operation for LayerNormForward {
 
     fn plan(&self) -> Result<Plan, DeviceError> {
         let rows = self.rows()?;
-        let buffers = [&self.inp, &self.weight, &self.bias, &self.out];
+        let mut buffers = vec![&self.inp, &self.weight, &self.out];
+        buffers.extend(&self.bias);
         expect_dtype(self.inp.dtype(), &buffers)?;
         let channels = self.weight.len();
         let shape = RowThreads::forward(channels, width(channels, &buffers));
-        let defines = shape.defines(element(Self::NAME, &self.inp)?);
+        let defines = shape.defines(element(Self::NAME, &self.inp)?, self.bias.is_some());
         let grid = shape.grid(Self::NAME, rows.div_ceil(shape.at_once()))?;
         let call = Call::new(&SOURCE, Self::NAME, defines, grid)
-            .read([&self.inp, &self.weight, &self.bias])
-            .write([&self.out]);
-        Ok(call.u32([count(Self::NAME, "rows", rows)?]).into())
+            .read([&self.inp, &self.weight])
+            .read_if(self.bias.as_ref())
+            .write([&self.out])
+            .u32([count(Self::NAME, "rows", rows)?]);
+        Ok(call.f32([self.epsilon as f32]).into())
     }
 }
 
-impl LayerNormForward {
+impl NormForward {
     fn rows(&self) -> Result<usize, DeviceError> {
         let (len, channels) = (self.inp.len(), self.weight.len());
-        let expected = [("bias", &self.bias, channels), ("out", &self.out, len)];
-        expect_lens(Self::NAME, &expected)?;
+        let bias = self.bias.as_ref().map(|bias| ("bias", bias, channels));
+        expect_lens(Self::NAME, bias.as_slice())?;
+        expect_lens(Self::NAME, &[("out", &self.out, len)])?;
         rows(Self::NAME, len, channels)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let channels = self.weight.len();
         self.rows()?;
-        let (inp, weight, bias) = (
-            self.inp.host::<S>()?,
-            self.weight.host::<S>()?,
-            self.bias.host::<S>()?,
-        );
+        let (inp, weight) = (self.inp.host::<S>()?, self.weight.host::<S>()?);
+        let bias = self.bias.as_ref().map(Buffer::host::<S>).transpose()?;
         let mut out = self.out.host_mut::<S>()?;
-        let chunk = ROWS * channels;
+        let chunk = ROWS * weight.len();
         let parts = inp.chunks(chunk).zip(out.chunks_mut(chunk)).collect();
-        let isa = cpu.isa();
+        let (isa, epsilon) = (cpu.isa(), S::Real::of(self.epsilon));
         S::read(isa, &weight, |weight| {
-            S::read(isa, &bias, |bias| {
+            S::read(isa, bias.as_deref().unwrap_or_default(), |bias| {
                 cpu.for_each_part(parts, |(inp, out): (&[S], &mut [S])| {
                     S::read(isa, inp, |inp| {
-                        S::write(isa, out, false, |out| normalize(isa, inp, weight, bias, out));
+                        S::write(isa, out, false, |out| {
+                            normalize(isa, inp, [weight, bias], epsilon, out);
+                        });
                     });
                 });
             });
@@ -93,9 +99,9 @@ impl LayerNormForward {
     }
 }
 
-/// Gradients of [`LayerNormForward`].
+/// Gradients of [`NormForward`].
 #[derive(Clone, Debug)]
-pub struct LayerNormBackward {
+pub struct NormBackward {
     /// `[R, C]`
     pub dout: Buffer,
     /// `[R, C]`
@@ -106,8 +112,10 @@ pub struct LayerNormBackward {
     pub dinp: Buffer,
     /// `[C]`, of type G
     pub dweight: Buffer,
-    /// `[C]`, of type G
-    pub dbias: Buffer,
+    /// `[C]`, of type G; None for root mean square normalisation
+    pub dbias: Option<Buffer>,
+    /// As in forward.
+    pub epsilon: f64,
     /// Add to `dinp`, which holds the gradient of the residual stream around the layer, instead of
     /// overwriting it.
     pub accumulate_dinp: bool,
@@ -117,8 +125,8 @@ pub struct LayerNormBackward {
     pub accumulate_dbias: bool,
 }
 
-impl Operation for LayerNormBackward {
-    const NAME: &'static str = "layernorm_backward";
+impl Operation for NormBackward {
+    const NAME: &'static str = "norm_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtypes!(Self::NAME, self.dinp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
@@ -128,45 +136,46 @@ impl Operation for LayerNormBackward {
         let rows = self.rows()?;
         let buffers = [&self.dout, &self.inp, &self.weight, &self.dinp];
         expect_dtype(self.inp.dtype(), &buffers)?;
-        expect_dtype(self.dweight.dtype(), &[&self.dbias])?;
+        expect_dtype(self.dweight.dtype(), self.dbias.as_slice())?;
         let channels = self.weight.len();
         let act = element(Self::NAME, &self.inp)?;
         let shape = RowThreads::backward(channels, width(channels, &buffers));
         let (block_rows, blocks) = shape.blocks(rows);
         let mut scratch = Scratch::default();
         let partials = Partials {
-            offset: scratch.take(blocks * 2 * channels * size_of::<f32>()),
+            offset: scratch.take(blocks * self.sums().len() * channels * size_of::<f32>()),
             parts: blocks,
             act,
         };
         let grid = shape.grid(Self::NAME, blocks)?;
-        let rows_back = Call::new(&SOURCE, Self::NAME, shape.defines(act), grid)
+        let defines = shape.defines(act, self.dbias.is_some());
+        let rows_back = Call::new(&SOURCE, Self::NAME, defines, grid)
             .read([&self.dout, &self.inp, &self.weight])
             .write([&self.dinp])
             .scratch([partials.offset])
             .u32([count(Self::NAME, "rows", rows)?, block_rows as u32])
+            .f32([self.epsilon as f32])
             .flag(self.accumulate_dinp);
-        let [dweight, dbias] = self.sums();
-        let sums = partials.add(Self::NAME, dweight, Some(dbias))?;
+        let sums = self.sums();
+        let sums = partials.add(Self::NAME, sums[0], sums.get(1).copied())?;
         Ok(scratch.plan(vec![rows_back, sums]))
     }
 }
 
-impl LayerNormBackward {
+impl NormBackward {
     fn rows(&self) -> Result<usize, DeviceError> {
         let (len, channels) = (self.inp.len(), self.weight.len());
-        let expected = [
-            ("dout", &self.dout, len),
-            ("dinp", &self.dinp, len),
-            ("dweight", &self.dweight, channels),
-            ("dbias", &self.dbias, channels),
-        ];
+        expect_lens(
+            Self::NAME,
+            &[("dout", &self.dout, len), ("dinp", &self.dinp, len)],
+        )?;
+        let names = ["dweight", "dbias"].into_iter().zip(self.sums());
+        let expected: Vec<_> = names.map(|(name, (sum, _))| (name, sum, channels)).collect();
         expect_lens(Self::NAME, &expected)?;
         rows(Self::NAME, len, channels)
     }
 
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let channels = self.weight.len();
         self.rows()?;
         let (dout, inp, weight) = (
             self.dout.host::<S>()?,
@@ -174,24 +183,24 @@ impl LayerNormBackward {
             self.weight.host::<S>()?,
         );
         let mut dinp = self.dinp.host_mut::<S>()?;
-        let isa = cpu.isa();
+        let (isa, epsilon, accumulate) = (cpu.isa(), S::Real::of(self.epsilon), self.accumulate_dinp);
 
         // Each part sums its rows; the sums are combined in the order of the parts.
-        let chunk = ROWS * channels;
-        with_scratch::<S::Real, _>(inp.len().div_ceil(chunk) * 2 * channels, |sums| {
+        let (chunk, part_sums) = (ROWS * weight.len(), self.sums().len() * weight.len());
+        with_scratch::<S::Real, _>(inp.len().div_ceil(chunk) * part_sums, |sums| {
             let parts = dout
                 .chunks(chunk)
                 .zip(inp.chunks(chunk))
                 .zip(dinp.chunks_mut(chunk))
-                .zip(sums.chunks_mut(2 * channels))
+                .zip(sums.chunks_mut(part_sums))
                 .collect();
-            let accumulate = self.accumulate_dinp;
             S::read(isa, &weight, |weight| {
                 cpu.for_each_part(parts, |(((dout, inp), dinp), sums): RowSlices<'_, S>| {
                     S::read(isa, dout, |dout| {
                         S::read(isa, inp, |inp| {
                             S::write(isa, dinp, accumulate, |dinp| {
-                                normalize_back(isa, [dout, inp, weight], dinp, sums, accumulate);
+                                let inputs = [dout, inp, weight];
+                                normalize_back(isa, inputs, epsilon, dinp, sums, accumulate);
                             });
                         });
                     });
@@ -202,22 +211,22 @@ impl LayerNormBackward {
     }
 
     /// Gradients of the parameters, and whether to add to them.
-    fn sums(&self) -> [(&Buffer, bool); 2] {
-        [
-            (&self.dweight, self.accumulate_dweight),
-            (&self.dbias, self.accumulate_dbias),
-        ]
+    fn sums(&self) -> Vec<(&Buffer, bool)> {
+        let dbias = self.dbias.iter().map(|dbias| (dbias, self.accumulate_dbias));
+        std::iter::once((&self.dweight, self.accumulate_dweight))
+            .chain(dbias)
+            .collect()
     }
 
     fn add_sums<G: Stored>(&self, isa: Isa, sums: &[G::Real]) -> Result<(), DeviceError> {
-        let channels = self.weight.len();
-        for (which, (target, accumulate)) in self.sums().into_iter().enumerate() {
+        let (channels, targets) = (self.weight.len(), self.sums());
+        for (which, &(target, accumulate)) in targets.iter().enumerate() {
             let mut target = target.host_mut::<G>()?;
             G::write(isa, &mut target, accumulate, |target| {
                 if !accumulate {
                     target.fill(G::Real::ZERO);
                 }
-                for sums in sums.chunks_exact(channels).skip(which).step_by(2) {
+                for sums in sums.chunks_exact(channels).skip(which).step_by(targets.len()) {
                     add_into(isa, sums, target);
                 }
             });
@@ -230,65 +239,122 @@ impl LayerNormBackward {
 type RowSlices<'a, S> = (((&'a [S], &'a [S]), &'a mut [S]), &'a mut [<S as Stored>::Real]);
 
 kernel! {
-    fn normalize<'a, T>(inp: &'a [T], weight: &'a [T], bias: &'a [T], out: &'a mut [T]) -> () {
+    /// `params` are weight and bias, which is empty for root mean square normalisation.
+    fn normalize<'a, T>(inp: &'a [T], params: [&'a [T]; 2], epsilon: T, out: &'a mut [T]) -> () {
+        let [weight, bias] = params;
         let channels = weight.len();
-        for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
-            let (mean, scale) = statistics(x);
-            update3(out, [x, weight, bias], |out, x, w, b| {
-                *out = (x - mean) * scale * w + b;
-            });
+        let rows = inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels));
+        if bias.is_empty() {
+            for (x, out) in rows {
+                let scale = statistics::<T, false>(x, epsilon).1;
+                update2(out, [x, weight], |out, x, w| *out = x * scale * w);
+            }
+        } else {
+            for (x, out) in rows {
+                let (mean, scale) = statistics::<T, true>(x, epsilon);
+                update3(out, [x, weight, bias], |out, x, w, b| {
+                    *out = (x - mean) * scale * w + b;
+                });
+            }
         }
     }
 }
 
 kernel! {
-    /// `inputs` are `dout`, `inp` and `weight`. `sums` is `[2, C]`: of `dout · normalised` and of `dout`.
+    /// `inputs` are `dout`, `inp` and `weight`. `sums` is `[1, C]`, of `dout · normalised`, and for layer normalisation
+    /// `[2, C]`, of `dout` too.
     fn normalize_back<'a, T>(
         inputs: [&'a [T]; 3],
+        epsilon: T,
         dinp: &'a mut [T],
         sums: &'a mut [T],
         accumulate: bool,
     ) -> () {
-        let [dout, inp, weight] = inputs;
-        let channels = weight.len();
-        sums.fill(T::ZERO);
-        let (weight_sums, bias_sums) = sums.split_at_mut(channels);
-        let inputs = dout.chunks_exact(channels).zip(inp.chunks_exact(channels));
-        for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
-            let (mean, scale) = statistics(x);
-            row_back([dout, weight, x], (mean, scale), dinp, accumulate);
-            update2(weight_sums, [dout, x], |sum, d, x| {
-                *sum += d * ((x - mean) * scale);
-            });
+        if sums.len() == inputs[2].len() {
+            rows_back::<T, false>(inputs, epsilon, dinp, sums, accumulate);
+        } else {
+            rows_back::<T, true>(inputs, epsilon, dinp, sums, accumulate);
+        }
+    }
+}
+
+/// `CENTERED`: the mean is subtracted.
+#[inline(always)]
+fn rows_back<T: Real, const CENTERED: bool>(
+    [dout, inp, weight]: [&[T]; 3],
+    epsilon: T,
+    dinp: &mut [T],
+    sums: &mut [T],
+    accumulate: bool,
+) {
+    let channels = weight.len();
+    sums.fill(T::ZERO);
+    let (weight_sums, bias_sums) = sums.split_at_mut(channels);
+    let inputs = dout.chunks_exact(channels).zip(inp.chunks_exact(channels));
+    for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
+        let (mean, scale) = statistics::<T, CENTERED>(x, epsilon);
+        row_back::<T, CENTERED>([dout, weight, x], (mean, scale), dinp, accumulate);
+        update2(weight_sums, [dout, x], |sum, d, x| {
+            *sum += d * (offset::<T, CENTERED>(x, mean) * scale);
+        });
+        if CENTERED {
             update(bias_sums, dout, |sum, d| *sum += d);
         }
     }
 }
 
-/// With n = (x − mean)·scale and g = dout·weight: `dinp = scale·(g − mean(g) − n·mean(g·n))`.
+/// With n = (x − mean)·scale and g = dout·weight: `dinp = scale·(g − mean(g) − n·mean(g·n))`; without the two means where
+/// the mean is not subtracted.
 #[inline(always)]
-fn row_back<T: Real>([dout, weight, x]: [&[T]; 3], (mean, scale): (T, T), dinp: &mut [T], accumulate: bool) {
+fn row_back<T: Real, const CENTERED: bool>(
+    [dout, weight, x]: [&[T]; 3],
+    (mean, scale): (T, T),
+    dinp: &mut [T],
+    accumulate: bool,
+) {
     let share = T::ONE / T::of(x.len() as f64);
-    let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
-    let gn_mean = sum_map3(dout, weight, x, |d, w, x| d * w * (x - mean)) * scale * share;
-    let gradient = |d: T, w: T, x: T| (d * w - g_mean - (x - mean) * scale * gn_mean) * scale;
+    let g_mean = if CENTERED {
+        sum_map2(dout, weight, |d, w| d * w) * share
+    } else {
+        T::ZERO
+    };
+    let along = sum_map3(dout, weight, x, |d, w, x| d * w * offset::<T, CENTERED>(x, mean));
+    let gn_mean = along * scale * share;
+    let gradient = |d: T, w: T, x: T| {
+        let g = offset::<T, CENTERED>(d * w, g_mean);
+        (g - offset::<T, CENTERED>(x, mean) * scale * gn_mean) * scale
+    };
     update3(dinp, [dout, weight, x], |dinp, d, w, x| {
         let gradient = gradient(d, w, x);
         *dinp = if accumulate { *dinp + gradient } else { gradient };
     });
 }
 
-/// Mean, and 1/√(variance + ε), of a row.
+/// `x − mean`, or `x` where the mean is not subtracted.
 #[inline(always)]
-fn statistics<T: Real>(x: &[T]) -> (T, T) {
+fn offset<T: Real, const CENTERED: bool>(x: T, mean: T) -> T {
+    if CENTERED { x - mean } else { x }
+}
+
+/// Mean, and 1/√(variance + ε), of a row; where the mean is not subtracted 0, and 1/√(mean(x²) + ε).
+#[inline(always)]
+fn statistics<T: Real, const CENTERED: bool>(x: &[T], epsilon: T) -> (T, T) {
     let share = T::ONE / T::of(x.len() as f64);
-    let mean = sum_map(x, |x| x) * share;
-    let variance = sum_map(x, |x| (x - mean) * (x - mean)) * share;
-    (mean, T::ONE / (variance + T::of(EPSILON)).sqrt())
+    let mean = if CENTERED {
+        sum_map(x, |x| x) * share
+    } else {
+        T::ZERO
+    };
+    let square = |x| {
+        let x = offset::<T, CENTERED>(x, mean);
+        x * x
+    };
+    let variance = sum_map(x, square) * share;
+    (mean, T::ONE / (variance + epsilon).sqrt())
 }
 
 /// How many rows `inp` has.
-pub(super) fn rows(op: &'static str, len: usize, channels: usize) -> Result<usize, DeviceError> {
+fn rows(op: &'static str, len: usize, channels: usize) -> Result<usize, DeviceError> {
     if channels == 0 || !len.is_multiple_of(channels) {
         let what = format!("`inp` has {len} elements, which cannot be divided into rows of {channels}");
         return Err(DeviceError::Shape { op, what });
@@ -308,11 +374,11 @@ const BLOCKS: usize = 1024;
 /// Fewest rows per thread group for which a block of the backward pays.
 const GROUP_ROWS: usize = 4;
 
-static SOURCE: KernelSource = kernels("layernorm.cu", include_str!("cuda/layernorm.cu"));
+static SOURCE: KernelSource = kernels("row_norm.cu", include_str!("cuda/row_norm.cu"));
 
 /// How the threads of a block share the rows that a kernel normalises.
 #[derive(Clone, Copy)]
-pub(super) struct RowThreads {
+struct RowThreads {
     channels: usize,
     width: usize,
     /// Threads of one row: a warp, or the block.
@@ -321,7 +387,7 @@ pub(super) struct RowThreads {
 
 impl RowThreads {
     /// Only the row itself is in registers.
-    pub(super) fn forward(channels: usize, width: usize) -> Self {
+    fn forward(channels: usize, width: usize) -> Self {
         let packs = channels / width;
         let threads = if packs <= WARP * LANE_PACKS {
             WARP
@@ -332,7 +398,7 @@ impl RowThreads {
     }
 
     /// Three rows and two sums are in registers: one pack of each per thread.
-    pub(super) fn backward(channels: usize, width: usize) -> Self {
+    fn backward(channels: usize, width: usize) -> Self {
         Self::with(channels, width, channels / width)
     }
 
@@ -354,46 +420,43 @@ impl RowThreads {
     }
 
     /// Rows that a block works on at once.
-    pub(super) fn at_once(&self) -> usize {
+    fn at_once(&self) -> usize {
         self.block_threads() / self.threads
     }
 
     /// Rows of a block of the backward, and how many blocks.
-    pub(super) fn blocks(&self, rows: usize) -> (usize, usize) {
+    fn blocks(&self, rows: usize) -> (usize, usize) {
         let block_rows = rows.div_ceil(BLOCKS).max(self.at_once() * GROUP_ROWS);
         (block_rows, rows.div_ceil(block_rows))
     }
 
-    pub(super) fn grid(&self, op: &'static str, blocks: usize) -> Result<Grid, DeviceError> {
+    fn grid(&self, op: &'static str, blocks: usize) -> Result<Grid, DeviceError> {
         Ok(Grid::linear(
             count(op, "blocks", blocks)?,
             self.block_threads() as u32,
         ))
     }
 
-    pub(super) fn defines(&self, act: &'static str) -> Vec<Define> {
+    fn defines(&self, act: &'static str, centered: bool) -> Vec<Define> {
         vec![
+            Define::number("CENTERED", i64::from(centered)),
             Define::word("ACT", act),
             vec_define(self.width),
             Define::number("CHANNELS", self.channels as i64),
             Define::number("ROW_THREADS", self.threads as i64),
         ]
     }
-
-    /// Samples to compile of each way to share rows: one warp per row, one block per row, and
-    /// unaligned rows.
-    pub(super) fn samples() -> impl Iterator<Item = Vec<Define>> {
-        let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
-        let shapes = shapes.map(|(channels, width)| {
-            let both = [Self::forward, Self::backward];
-            both.map(|shape| shape(channels, width))
-        });
-        let acts = ["f32", "bf16"].into_iter();
-        acts.flat_map(move |act| shapes.map(|both| both.map(|shape| shape.defines(act))))
-            .flatten()
-    }
 }
 
+/// Samples of each way to share rows: one warp per row, one block per row, and unaligned rows.
 pub(super) fn units() -> Vec<CompileUnit> {
-    units_with(&SOURCE, RowThreads::samples())
+    let mut defines = Vec::new();
+    for (channels, width) in [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)] {
+        for shape in [RowThreads::forward, RowThreads::backward] {
+            for (act, centered) in [("f32", true), ("bf16", true), ("f32", false), ("bf16", false)] {
+                defines.push(shape(channels, width).defines(act, centered));
+            }
+        }
+    }
+    units_with(&SOURCE, defines)
 }
