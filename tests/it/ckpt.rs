@@ -206,12 +206,7 @@ fn a_pipe_in_the_place_of_a_file_is_named() {
         let good = std::fs::read(&path).expect("a file of the checkpoint");
         make_pipe(&path);
         let said = format!("{file}`: not a regular file");
-        for words in [
-            "verify out",
-            "inspect out",
-            "export out --to new",
-            "reshard out --ranks 1 --to new",
-        ] {
+        for words in ["verify out", "inspect out", "export out --to new"] {
             let words: Vec<&str> = words.split(' ').collect();
             ckpt(job.dir(), &words).expect_exit(1).expect_stderr(&said);
         }
@@ -221,7 +216,7 @@ fn a_pipe_in_the_place_of_a_file_is_named() {
         std::fs::write(&path, good).expect("writable");
     }
     ckpt(job.dir(), &["verify", "out"]).expect_exit(0);
-    assert!(!job.dir().join("new/checkpoints/latest").exists());
+    assert!(!job.dir().join("new").exists());
 }
 
 const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
@@ -332,30 +327,6 @@ fn a_checkpoint_is_exported_once() {
         .expect_stderr("error: `model` already exists");
 }
 
-#[test]
-fn a_resharded_checkpoint_continues() {
-    let job = trained();
-    ckpt(job.dir(), &["reshard", "out", "--ranks", "3", "--to", "other"]).expect_exit(0);
-    ckpt(job.dir(), &["inspect", "other"])
-        .expect_exit(0)
-        .expect_stdout("written by     3 ranks");
-    let resume = |out: &str| {
-        let set = [
-            format!("run.out_dir={out}"),
-            "train.steps=12".into(),
-            "run.resume=require".into(),
-        ];
-        let train = set
-            .iter()
-            .fold(launch().nproc(2).dir(job.dir()), |train, set| train.set(set));
-        train.target("tiny.yaml").run().expect_exit(0);
-        metrics(&job.dir().join(out))
-            .last()
-            .map(|line| line["loss"].clone())
-    };
-    assert_eq!(resume("other"), resume("out"));
-}
-
 /// Trains the tiny job as one rank in a shell that has first run `prepare`.
 fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
     let script = format!(
@@ -387,18 +358,14 @@ fn assert_trained_without_its_end(job: &TinyJob, finished: &Finished, cause: &st
 fn a_limit_on_file_sizes_is_an_error_with_a_name_and_leaves_nothing() {
     let job = trained();
     let tool = env!("CARGO_BIN_EXE_ddp-train");
-    for words in ["export out --to new", "reshard out --ranks 1 --to new"] {
-        // 34 thousand parameters take 136 kB; the limit is 100.
-        let script = format!("ulimit -f 200 && exec {tool} ckpt {words}");
-        let shell = Program::new("sh").dir(job.dir());
-        let finished = shell.args(["-c", script.as_str()].map(Into::into)).run();
-        finished
-            .expect_exit(1)
-            .expect_stderr("File too large (os error 27)");
-        let new = job.dir().join("new");
-        let left = [new.join("model.safetensors"), new.join("checkpoints/latest")];
-        assert!(left.iter().all(|path| !path.exists()), "{words}");
-    }
+    // 34 thousand parameters take 136 kB; the limit is 100.
+    let script = format!("ulimit -f 200 && exec {tool} ckpt export out --to new");
+    let shell = Program::new("sh").dir(job.dir());
+    let finished = shell.args(["-c", script.as_str()].map(Into::into)).run();
+    finished
+        .expect_exit(1)
+        .expect_stderr("File too large (os error 27)");
+    assert!(!job.dir().join("new/model.safetensors").exists());
 }
 
 #[test]

@@ -5,9 +5,8 @@
 mod train_support;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use ddp_worker::checkpoint::{Disk, Reader, Storage, Which, export};
+use ddp_worker::checkpoint::{Disk, Reader, Which, export};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
     Rescale, Resume, Strategy, TrainConfig,
@@ -519,11 +518,10 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
         assert_eq!([rows(&alone), rows(&job)], [264; 2], "{layout:?}");
     }
     // Published weights may have fewer rows; the others have the first values of a run without weights.
-    let disk: Arc<dyn Storage> = Arc::new(Disk);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
     let reader = Reader::open(&alone.out_dir(), Which::Latest).unwrap();
-    export(&disk, &reader, &path).unwrap();
+    export(&Disk, &reader, &path).unwrap();
     let wider = |c: &mut TrainConfig| {
         c.model.vocab_size = Some(280);
         c.train.steps = 1;

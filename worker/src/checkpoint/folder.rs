@@ -213,17 +213,6 @@ pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
     Ok(newest)
 }
 
-/// An error if there is any checkpoint below `root`, also one that `latest` does not name.
-pub(super) fn refuse_checkpoints(root: &Path) -> Result<(), CheckpointError> {
-    let latest = root.join(LATEST);
-    let steps = saved_steps(root).map_err(|e| CheckpointError::io("list", root, &e))?;
-    let newest = steps.last().map(|step| root.join(step_name(*step)));
-    match newest.or_else(|| latest.exists().then_some(latest)) {
-        Some(path) => Err(CheckpointError::Occupied { path }),
-        None => Ok(()),
-    }
-}
-
 /// Which checkpoints are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {

@@ -22,9 +22,6 @@ pub enum DiskStep<'a> {
     SyncFile(&'a Path),
     /// Puts the names in a folder on the disk.
     SyncFolder(&'a Path),
-    /// Puts all that was written to the file system of a folder on its disk. The system reports the error of a write
-    /// to a descriptor that was open by then.
-    SyncFileSystem(&'a Path, &'a File),
     /// Renames a file, replacing what is there, or a folder, to a name that is free.
     Rename(&'a Path, &'a Path),
     /// Deletes a file; one that is not there is fine.
@@ -39,7 +36,7 @@ impl<'a> DiskStep<'a> {
         match *self {
             Self::CreateFolder(path) => ("create", path),
             Self::Write(path, _) | Self::Append(path, _) => ("write", path),
-            Self::SyncFile(path) | Self::SyncFolder(path) | Self::SyncFileSystem(path, _) => ("sync", path),
+            Self::SyncFile(path) | Self::SyncFolder(path) => ("sync", path),
             Self::Rename(_, to) => ("rename to", to),
             Self::RemoveFile(path) | Self::RemoveFolder(path) => ("delete", path),
         }
@@ -73,7 +70,6 @@ impl Storage for Disk {
             // `fsync` concerns the file, whichever descriptor wrote it.
             DiskStep::SyncFile(path) => OpenOptions::new().write(true).open(path)?.sync_all(),
             DiskStep::SyncFolder(path) => File::open(path)?.sync_all(),
-            DiskStep::SyncFileSystem(_, opened) => Ok(nix::unistd::syncfs(opened)?),
             DiskStep::Rename(from, to) => fs::rename(from, to),
             DiskStep::RemoveFile(path) => unless_gone(fs::remove_file(path)),
             DiskStep::RemoveFolder(path) => unless_gone(fs::remove_dir_all(path)),

@@ -26,8 +26,6 @@ pub struct Writer {
     temporary: PathBuf,
     step: u64,
     generation: u64,
-    /// Files are closed without being put on the disk.
-    defers_sync: bool,
 }
 
 impl Writer {
@@ -42,14 +40,7 @@ impl Writer {
             temporary,
             step,
             generation,
-            defers_sync: false,
         }
-    }
-
-    /// Leaves it to the caller to put the files on the disk, all at once, before [`Writer::commit`].
-    pub(super) fn deferring_sync(mut self) -> Self {
-        self.defers_sync = true;
-        self
     }
 
     /// Prepares the folder, on the rank that will commit. Deletes what saves of this generation and those before it
@@ -86,16 +77,11 @@ impl Writer {
                 "`{stem}` is not a valid name for a checkpoint file"
             )));
         }
-        let (storage, is_synced) = (self.storage.as_ref(), !self.defers_sync);
+        let storage = self.storage.as_ref();
         let path = self.temporary.join(folder::data_name(stem));
-        let index = write_part((storage, &path, is_synced), extents, fill)?;
+        let index = write_part(storage, &path, extents, fill)?;
         let index = serde_json::to_vec(&index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
-        let path = self.temporary.join(index_name(stem));
-        if is_synced {
-            write_file(storage, &path, &index)
-        } else {
-            storage.run(DiskStep::Write(&path, &index))
-        }
+        write_file(storage, &self.temporary.join(index_name(stem)), &index)
     }
 
     /// Makes the checkpoint whole and visible: merges the indices of the files `stems`, checks that they make
@@ -270,7 +256,6 @@ fn content(manifest: &Manifest) -> Vec<TensorRecord> {
     let mut tensors = manifest.tensors.clone();
     for range in tensors.iter_mut().flat_map(TensorRecord::ranges_mut) {
         (range.file, range.entry) = Default::default();
-        range.blocks = Vec::new();
     }
     tensors
 }

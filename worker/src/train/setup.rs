@@ -108,7 +108,7 @@ pub(super) fn open(
     identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
         ranks,
-        since: Some(origin.saved().map_or_else(Since::default, Since::of)),
+        since: origin.saved().map_or_else(Since::default, Since::of),
     });
     let opened = Opened {
         blueprint,

@@ -49,9 +49,7 @@ pub(super) fn table(reader: &Reader) -> String {
         rows.push((section.into(), settings(&state.config[section], keys)));
     }
     rows.push(("seed".into(), state.rng.seed.to_string()));
-    if let Some(data) = &state.data {
-        rows.push(("training text".into(), data.clone()));
-    }
+    rows.push(("training text".into(), state.data.clone()));
     let mut text = aligned(&rows.into_iter().map(|(k, v)| vec![k, v]).collect::<Vec<_>>());
     text.push('\n');
     let head = ["tensor", "type", "shape", "regions", "ranges", "bytes"]
@@ -84,7 +82,7 @@ pub(super) fn json(reader: &Reader) -> Value {
                     "entry": r.entry,
                     "start": r.start,
                     "end": r.end,
-                    "blake3": r.blake3,
+                    "blocks": r.blocks,
                 })
             };
             region.ranges.iter().map(range).collect()

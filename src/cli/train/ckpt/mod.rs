@@ -1,4 +1,4 @@
-//! `ddp-train ckpt`: looks at checkpoints, checks them, and rewrites them for other tools and other numbers of ranks.
+//! `ddp-train ckpt`: shows checkpoints, checks them, and exports them for other tools.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -10,27 +10,20 @@ mod find;
 mod inspect;
 mod rewind;
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use ddp_proto::exit;
-use ddp_worker::checkpoint::{
-    CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, name_older, reshard,
-};
+use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal, name_older};
 
 use crate::cli::answer::{self, print_error};
-use crate::cli::values::one_or_more;
 use find::Named;
 
 /// Exit code where a checkpoint is damaged, or could not be rewritten.
 const FAILED: u8 = 1;
 /// Damages that are named one by one.
 const MAX_NAMED: usize = 20;
-/// More ranks than anybody has: a mistake.
-const MAX_RANKS: usize = 1 << 16;
 
 /// What to do with a checkpoint.
 #[derive(Debug, Subcommand)]
@@ -53,17 +46,6 @@ pub(super) enum Command {
         #[command(flatten)]
         which: Which,
         /// Directory to create
-        #[arg(short = 'o', long, value_name = "DIR")]
-        to: PathBuf,
-    },
-    /// Rewrite a checkpoint in files of equal size for a different number of ranks (not needed for resuming)
-    Reshard {
-        #[command(flatten)]
-        which: Which,
-        /// Number of ranks to write for
-        #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
-        ranks: NonZeroUsize,
-        /// Run directory to create, for `run.out_dir` with `run.resume: require`
         #[arg(short = 'o', long, value_name = "DIR")]
         to: PathBuf,
     },
@@ -132,28 +114,11 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
         }
         Command::Export { which, to } => {
             let reader = open(which)?;
-            export(&disk(), &reader, to).map_err(|e| vec![e])?;
+            export(&Disk, &reader, to).map_err(|e| vec![e])?;
             Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
         }
         Command::Rewind { which } => rewind::rewind(&which.path, which.step),
-        Command::Reshard { which, ranks, to } => {
-            if ranks.get() > MAX_RANKS {
-                let what = format!("`--ranks {ranks}` is above the limit of {MAX_RANKS}");
-                return Err(vec![CheckpointError::Misuse(what)]);
-            }
-            let reader = open(which)?;
-            let folder = reshard(&disk(), &reader, to, ranks.get()).map_err(|e| vec![e])?;
-            Ok(format!(
-                "{} is written for {ranks} ranks to `{}`\n",
-                Named(&reader),
-                folder.display()
-            ))
-        }
     }
-}
-
-fn disk() -> Arc<dyn Storage> {
-    Arc::new(Disk)
 }
 
 /// Separates mistakes of the command line from damage of a checkpoint.

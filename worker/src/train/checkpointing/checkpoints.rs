@@ -445,7 +445,7 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
             data_order: ORDER_VERSION.into(),
         },
         config: document,
-        data: Some(dataset.train.fingerprint()?),
+        data: dataset.train.fingerprint()?,
         val_data: val.map(|_| dataset.val.fingerprint()).transpose()?,
     })
 }

@@ -32,7 +32,7 @@ pub(crate) struct BatchBefore {
 }
 
 impl BatchBefore {
-    /// What a checkpoint tells of them; none: its build did not.
+    /// Reads them from the state of a checkpoint; `None` if it lacks them.
     pub(crate) fn of(state: &State) -> Option<Self> {
         let number = |pointer| state.config.pointer(pointer)?.as_u64();
         let batch = state.batch.filter(|batch| batch.samples > 0 && batch.ranks > 0)?;
@@ -184,6 +184,7 @@ mod tests {
     use ddp_proto::ids::WorldSize;
 
     use super::*;
+    use crate::checkpoint::Since;
     use crate::config::{self, PipelineSchedule, Strategy};
     use crate::mesh::MeshError;
     use crate::parallel::pipeline::csv::{self, CsvFormat};
@@ -195,7 +196,7 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 3,
-                since: None,
+                since: Since::default(),
             },
             configured: (2, 2),
         }
@@ -296,7 +297,7 @@ mod tests {
         let batch = Batch {
             samples: (2 * config.train.micro_batch * config.train.grad_accumulation) as u64,
             ranks: 2,
-            since: None,
+            since: Since::default(),
         };
         let configured = (
             config.train.micro_batch as u64,
@@ -397,7 +398,7 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 1,
-                since: None,
+                since: Since::default(),
             },
             configured: (2, 2),
         };
@@ -455,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_of_an_older_build_changes_nothing() {
+    fn the_batch_before_comes_from_the_checkpoint() {
         let mut state = State {
             step: 1,
             consumed_samples: 12,
@@ -465,7 +466,7 @@ mod tests {
                 seed: 1,
                 data_order: String::new(),
             },
-            data: None,
+            data: String::new(),
             val_data: None,
             config: serde_json::json!({ "train": { "micro_batch": 2, "grad_accumulation": 2 } }),
         };

@@ -120,12 +120,14 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
     if order != begun || order != ORDER_VERSION {
         return Err(contradiction("rule of the data order", order, begun));
     }
-    match (&now.data, &then.data) {
-        (Some(found), Some(begun)) if found != begun => {
-            Err(contradiction("training text of `data.train`", found, begun))
-        }
-        _ => Ok(()),
+    if now.data != then.data {
+        return Err(contradiction(
+            "training text of `data.train`",
+            &now.data,
+            &then.data,
+        ));
     }
+    Ok(())
 }
 
 /// A section without what may change: what counts only at the beginning of a run, and the rate of dropout. A checkpoint of
