@@ -109,7 +109,8 @@ fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
     let mut bytes = std::fs::read(&part).expect("a file of the checkpoint");
     *bytes.last_mut().expect("not empty") ^= 1;
     std::fs::write(&part, &bytes).expect("writable");
-    let hint = "hint: restore the file, or go back to the checkpoint of step 10: `ddp-train ckpt rewind out --step 10`";
+    let hint =
+        "hint: restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind out`";
     train_after(&job, &["sh"], "true")
         .expect_exit(2)
         .expect_stderr("truncated or overwritten")
@@ -123,7 +124,7 @@ fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
     ckpt(job.dir(), &["rewind", "out", "--step", "15"])
         .expect_exit(1)
         .expect_stderr("does not match its hash")
-        .expect_stderr("hint: restore the file; `ddp-train ckpt rewind out` goes back to the newest checkpoint that is complete");
+        .expect_stderr(hint);
     assert_eq!(latest(&job), "step_00000020");
     ckpt(job.dir(), &["rewind", "out"])
         .expect_exit(0)
@@ -149,7 +150,8 @@ fn a_damaged_checkpoint_leads_back_to_an_older_one_that_is_whole() {
 #[test]
 fn a_run_is_rewound_to_any_of_its_checkpoints() {
     let job = trained();
-    let hint = "hint: restore the file; this run has no older checkpoint that is complete";
+    let hint =
+        "hint: restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind out`";
     for (words, done) in [
         (
             &["out/checkpoints/step_00000005"][..],
@@ -300,13 +302,6 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
         std::fs::write(&path, &good).expect("writable");
     }
     assert!(!job.dir().join("new").exists());
-    // Folder and manifest agree, but not with the samples.
-    let moved = job.out().join("checkpoints/step_00000012");
-    std::fs::rename(&folder, &moved).expect("ours");
-    forge(&moved, |manifest| manifest["step"] = 12.into());
-    ckpt(job.dir(), &["verify", "out/checkpoints/step_00000012"])
-        .expect_exit(1)
-        .expect_stderr("step 12 after 40 samples, but");
 }
 
 #[test]

@@ -176,16 +176,6 @@ impl Cluster {
         self.nodes * self.ranks_a_node
     }
 
-    /// The same machines, so many ranks of them: some of one node, or whole nodes.
-    #[must_use]
-    pub fn of_ranks(&self, ranks: u64) -> Self {
-        Self {
-            nodes: ranks.div_ceil(self.ranks_a_node),
-            ranks_a_node: ranks.min(self.ranks_a_node),
-            ..*self
-        }
-    }
-
     /// The least time of what a rank sends to its groups, in seconds; none if it depends on a rate that is not known.
     ///
     /// Links within nodes and the network between them work at the same time, so this is the longer of both. Of S bytes that
@@ -324,9 +314,14 @@ mod tests {
             ..cluster(2, 4)
         };
         assert_eq!(least_seconds(&unknown, [0, sent(GB, 2, 8)], 1), None);
-        let node = least_seconds(&unknown.of_ranks(4), [0, sent(GB, 2, 4)], 1);
+        let node = least_seconds(&Cluster { nodes: 1, ..unknown }, [0, sent(GB, 2, 4)], 1);
         assert!(node.is_some());
-        assert_eq!(least_seconds(&unknown.of_ranks(1), [0, 0], 1), Some(0.0));
+        let alone = Cluster {
+            nodes: 1,
+            ranks_a_node: 1,
+            ..unknown
+        };
+        assert_eq!(least_seconds(&alone, [0, 0], 1), Some(0.0));
     }
 
     #[test]

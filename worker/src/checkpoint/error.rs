@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::folder::run_of;
 use crate::device::DType;
 
 /// A checkpoint could not be written, or cannot be used.
@@ -37,7 +38,7 @@ pub enum CheckpointError {
         path: PathBuf,
         /// What is wrong with it: the rest of the sentence.
         what: String,
-        /// What to do, once somebody has looked for an older checkpoint ([`super::name_older`]).
+        /// What to do, if it is a file of a run's checkpoint.
         hint: Option<String>,
     },
     /// The checkpoint is of another format, model or optimizer.
@@ -98,10 +99,16 @@ impl CheckpointError {
 
     /// Something is wrong with a file; `what` is the rest of the sentence that begins with its name.
     pub(super) fn of_file(path: &Path, what: impl Into<String>) -> Self {
+        let run = path.parent().and_then(run_of);
         Self::Damaged {
             path: path.to_owned(),
             what: what.into(),
-            hint: None,
+            hint: run.map(|(out_dir, _)| {
+                format!(
+                    "restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind {}`",
+                    out_dir.display()
+                )
+            }),
         }
     }
 

@@ -1,10 +1,7 @@
 //! The parameters of a checkpoint in one file for other tools, under their published names, with a configuration beside it.
 
 use std::ffi::OsString;
-use std::fs::{File, TryLockError};
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::CheckpointError;
@@ -32,39 +29,16 @@ pub fn export(storage: &dyn Storage, source: &Reader, target: &Path) -> Result<(
     source.check_model()?;
     let temporary = beside(target)?;
     storage.run(DiskStep::CreateFolder(&temporary))?;
-    let _held = hold(&temporary)?;
     let written = export_to(storage, source, &temporary).and_then(|()| {
         storage.run(DiskStep::SyncFolder(&temporary))?;
         storage.run(DiskStep::Rename(&temporary, target))?;
         storage.run(DiskStep::SyncFolder(parent(target)))
     });
     if written.is_err() {
-        // The error that counts is on its way; a left-over is used by the next export.
+        // The error that counts is on its way.
         let _ = storage.run(DiskStep::RemoveFolder(&temporary));
     }
     written
-}
-
-/// Keeps other exports out of a folder, perhaps the left-over of one that crashed, until what is returned is dropped.
-fn hold(folder: &Path) -> Result<File, CheckpointError> {
-    let failed = |e: io::Error| CheckpointError::io("lock", folder, &e);
-    let file = File::open(folder).map_err(failed)?;
-    let is_ours = match file.try_lock() {
-        // The process that held the lock may have renamed or deleted the folder in between.
-        Ok(()) => {
-            let ours = file.metadata().map_err(failed)?;
-            folder
-                .metadata()
-                .is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()))
-        }
-        Err(TryLockError::WouldBlock) => false,
-        Err(TryLockError::Error(e)) => return Err(failed(e)),
-    };
-    if is_ours {
-        return Ok(file);
-    }
-    let message = format!("`{}` is being written by another export", folder.display());
-    Err(CheckpointError::NotSaved(message))
 }
 
 fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
@@ -98,7 +72,7 @@ fn export_to(storage: &dyn Storage, source: &Reader, folder: &Path) -> Result<()
     )
 }
 
-/// A hidden folder in the same file system.
+/// A hidden folder in the same file system, of this process alone.
 fn beside(target: &Path) -> Result<PathBuf, CheckpointError> {
     let Some(name) = target.file_name() else {
         return Err(CheckpointError::Misuse(format!(
@@ -108,7 +82,7 @@ fn beside(target: &Path) -> Result<PathBuf, CheckpointError> {
     };
     let mut hidden = OsString::from(".");
     hidden.push(name);
-    hidden.push(".exporting");
+    hidden.push(format!(".exporting-{}", std::process::id()));
     Ok(parent(target).join(hidden))
 }
 

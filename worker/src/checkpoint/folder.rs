@@ -38,17 +38,6 @@ pub(super) fn data_name(stem: &str) -> String {
     format!("{stem}{DATA_ENDING}")
 }
 
-/// Whether it is a file of tensors, by its name.
-pub(super) fn is_data(name: &str) -> bool {
-    name.ends_with(DATA_ENDING)
-}
-
-/// What a file of tensors is called where its own name is taken, by an older state of the same step.
-pub(super) fn revised_name(name: &str, revision: usize) -> String {
-    let stem = name.strip_suffix(DATA_ENDING).unwrap_or(name);
-    data_name(&format!("{stem}-r{revision}"))
-}
-
 /// `<out_dir>/checkpoints`
 pub(super) fn checkpoints(out_dir: &Path) -> PathBuf {
     out_dir.join("checkpoints")

@@ -36,12 +36,12 @@ pub use folder::{
 };
 pub(crate) use manifest::TOKENIZER_FILE;
 pub use manifest::{
-    Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, Since, State, TensorKind,
+    Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, State, TensorKind,
     TensorName, TensorRecord,
 };
 pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, read_header};
-pub use reader::{Reader, Which, name_older};
+pub use reader::{Reader, Which};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
 pub use writer::Writer;

@@ -21,11 +21,6 @@ use crate::config::{self, OptimizerConfig};
 use crate::model::{self, Names, Overlap, Region};
 use crate::optim;
 
-/// Most older checkpoints that are verified to name one of them in an error.
-const MAX_OLDER: usize = 3;
-/// A larger one is only opened for that: all ranks of a job may do it at once, and `ckpt rewind` verifies it again.
-const MAX_HASHED_BYTES: u64 = 1 << 30;
-
 /// Which checkpoint of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
@@ -432,46 +427,6 @@ impl Reader {
     fn verified(&self) -> MutexGuard<'_, HashSet<(String, u64)>> {
         self.verified.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Adds to the error about a damaged file which older checkpoint of the run is whole, and how to go back to it. For
-/// those who print it: it reads other checkpoints.
-pub fn name_older(error: CheckpointError) -> CheckpointError {
-    let CheckpointError::Damaged { path, what, .. } = error else {
-        return error;
-    };
-    let run = path.parent().and_then(folder::run_of);
-    let hint = run.map_or_else(
-        || "restore the file".into(),
-        |(out_dir, step)| way_back(out_dir, step),
-    );
-    let hint = Some(hint);
-    CheckpointError::Damaged { path, what, hint }
-}
-
-/// What to do about a damaged checkpoint of a run.
-fn way_back(out_dir: &Path, damaged: u64) -> String {
-    let rewind = format!("ddp-train ckpt rewind {}", out_dir.display());
-    let latest = folder::latest_step(out_dir).ok().flatten();
-    let is_needed = latest.is_none_or(|latest| latest == damaged);
-    let older = folder::steps_before(out_dir, damaged).unwrap_or_default();
-    let mut tried = older.iter().take(MAX_OLDER).filter(|_| is_needed);
-    match tried.find(|step| is_whole(out_dir, **step)) {
-        Some(step) => {
-            format!("restore the file, or go back to the checkpoint of step {step}: `{rewind} --step {step}`")
-        }
-        None if is_needed && older.len() <= MAX_OLDER => {
-            "restore the file; this run has no older checkpoint that is complete".into()
-        }
-        None => format!("restore the file; `{rewind}` goes back to the newest checkpoint that is complete"),
-    }
-}
-
-fn is_whole(out_dir: &Path, step: u64) -> bool {
-    Reader::open(out_dir, Which::Step(step)).is_ok_and(|reader| {
-        let bytes: u64 = reader.manifest.files.iter().map(|file| file.bytes).sum();
-        bytes > MAX_HASHED_BYTES || reader.damages().is_empty()
-    })
 }
 
 /// A folder that is named for a step holds the checkpoint of that step.

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use ddp_proto::exit;
-use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal, name_older};
+use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
 use find::Named;
@@ -81,11 +81,11 @@ pub(super) fn run(command: &Command) -> ExitCode {
         Ok(text) => answer::give(text),
         Err(mut problems) => {
             // One hint is enough.
-            let is_damage =
-                |problem: &&mut CheckpointError| matches!(problem, CheckpointError::Damaged { .. });
-            if let Some(first) = problems.iter_mut().find(is_damage) {
-                *first = name_older(first.clone());
-            }
+            let hints = problems.iter_mut().filter_map(|problem| match problem {
+                CheckpointError::Damaged { hint, .. } => Some(hint),
+                _ => None,
+            });
+            hints.skip(1).for_each(|hint| *hint = None);
             let named = problems.iter().take(MAX_NAMED);
             named.for_each(|problem| print_error(problem));
             if problems.len() > MAX_NAMED {

@@ -173,11 +173,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     );
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
-        let shown = layouts::Shown {
-            search,
-            chunks: draft.config().parallel.pipeline.chunks,
-        };
-        text.push_str(&layouts::text(&shown, memory, report::bounds(args.mfu)));
+        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
     }
     Ok(text)
 }

@@ -44,10 +44,6 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Conte
     text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
     text.push_str(&advice(comparison, machines, context.is_best));
-    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
-        text.push('\n');
-        text.push_str(&scaling(comparison, [least, most]));
-    }
     text
 }
 
@@ -260,54 +256,30 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
         ]
     };
     match advice {
-        Advice::Take(strategy, why) => {
+        Advice::Take(strategy) => {
             let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
             format!(
-                "{take} `parallel.strategy: {}`: {why}.\n",
+                "{take} `parallel.strategy: {}`: of the strategies that fit, it sends least.\n",
                 taken.map_or("ddp", name)
             )
         }
-        Advice::Change(adjustments) if adjustments.is_empty() => format!(
-            "{none} fits into {}, not even with the smallest micro-batch, full recomputation and more nodes.\n",
+        Advice::Change(None) => format!(
+            "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(adjustments) => {
-            let mut text = format!(
-                "{none} fits into {}. `zero3` would fit with one of these changes:\n",
-                bytes(memory)
-            );
-            for adjustment in adjustments {
-                let _ = writeln!(text, "  {}: {}", adjustment.change, bytes(adjustment.held));
-            }
-            text
+        Advice::Change(Some(adjustment)) => {
+            let flags = adjustment
+                .settings
+                .iter()
+                .map(|setting| format!(" --set {setting}"));
+            format!(
+                "{none} fits into {}. `zero3` would need {}:\n {}\n",
+                bytes(memory),
+                bytes(adjustment.held),
+                flags.collect::<String>()
+            )
         }
     }
-}
-
-/// The table of more and more ranks with the same work per rank.
-fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
-    let [step, rate] = [format!("step time{least}"), format!("tokens/s{most}")];
-    let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
-    let mut table = vec![title.map(str::to_owned).to_vec()];
-    for point in &comparison.scaling {
-        let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
-            continue;
-        };
-        let batch = point.batch;
-        table.push(vec![
-            point.cluster.ranks().to_string(),
-            point.cluster.nodes.to_string(),
-            grouped(batch.samples()),
-            duration(seconds),
-            grouped((batch.tokens() as f64 / seconds) as u64),
-            format!("{:.0} %", compute / seconds * 100.0),
-        ]);
-    }
-    let strategy = comparison.scaling.first().map_or("", name);
-    format!(
-        "Scaling of `{strategy}` with the same work per rank:\n{}",
-        columns(table)
-    )
 }
 
 /// Removes rows without information.
@@ -354,14 +326,12 @@ fn shortened(number: f64) -> String {
 pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
     let advice = match &comparison.advice {
         None => Value::Null,
-        Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
-        Some(Advice::Change(adjustments)) => {
-            let changes = adjustments.iter();
-            let changes: Vec<Value> = changes
-                .map(|adjustment| json!({ "change": adjustment.change, "device_bytes": adjustment.held }))
-                .collect();
-            json!({ "strategy": null, "changes": changes })
-        }
+        Some(Advice::Take(strategy)) => json!({ "strategy": strategy }),
+        Some(Advice::Change(adjustment)) => json!({
+            "strategy": null,
+            "set": adjustment.as_ref().map(|adjustment| &adjustment.settings),
+            "device_bytes": adjustment.as_ref().map(|adjustment| adjustment.held),
+        }),
     };
     json!({
         "model": comparison.model,
@@ -373,7 +343,6 @@ pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines
         "flop_a_token": { "model": comparison.work.model, "repeated": comparison.work.repeated },
         "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
         "advice": advice,
-        "scaling": comparison.scaling.iter().map(candidate).collect::<Vec<_>>(),
         "layouts": layouts,
     })
 }
@@ -503,13 +472,7 @@ mod tests {
          step time, at least     879 ms    745 ms    746 ms     875 ms
          tokens/s, at most      149,134   175,918   175,799    149,866
 
-        Use `parallel.strategy: zero2`: the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less.
-
-        Scaling of `zero2` with the same work per rank:
-         ranks  nodes  global batch  step time, at least  tokens/s, at most  computing
-         4          1            16               410 ms             79,862       84 %
-         8          1            32               422 ms            155,468       82 %
-         16         2            64               746 ms            175,799       46 %
+        Use `parallel.strategy: zero2`: of the strategies that fit, it sends least.
         ");
     }
 
@@ -538,9 +501,8 @@ mod tests {
          step time         87.2 s     87.2 s     87.2 s     87.2 s
          tokens/s           1,503      1,503      1,503      1,503
 
-        No strategy fits into 37.3 GiB. `zero3` would fit with one of these changes:
-          train.recompute: full: 29.6 GiB
-          train.micro_batch: 1 with train.grad_accumulation: 8: 27.5 GiB
+        No strategy fits into 37.3 GiB. `zero3` would need 29.6 GiB:
+          --set parallel.strategy=zero3 --set train.recompute=full
         ");
     }
 

@@ -102,28 +102,6 @@ fn an_export_is_read_by_others_bit_by_bit() {
     ");
 }
 
-/// Two that write to one folder would mix their files.
-#[test]
-fn of_two_exports_to_one_folder_the_second_is_refused() {
-    let source = run();
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let (target, hidden) = (folder.path().join("gpt2"), folder.path().join(".gpt2.exporting"));
-    fs::create_dir(&hidden).unwrap();
-    fs::write(hidden.join("model.safetensors"), "longer than the model? no").unwrap();
-    let other = fs::File::open(&hidden).unwrap();
-    other.lock().unwrap();
-    let error = export(&Disk, &reader, &target).unwrap_err();
-    insta::assert_snapshot!(message(&error, folder.path()), @"`OUT/.gpt2.exporting` is being written by another export");
-    assert_eq!(names(&hidden), ["model.safetensors"], "untouched");
-    // The left-over of one that crashed.
-    drop(other);
-    export(&Disk, &reader, &target).unwrap();
-    assert_eq!(names(folder.path()), ["gpt2"]);
-    let bytes = fs::read(target.join("model.safetensors")).unwrap();
-    SafeTensors::deserialize(&bytes).unwrap();
-}
-
 /// Names, shapes and bytes of an exported model, and its `config.json`.
 struct ExportedModel {
     weights: Vec<u8>,

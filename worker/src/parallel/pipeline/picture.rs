@@ -3,51 +3,35 @@
 
 use std::fmt::Write as _;
 
-use super::action::{Action, Cell};
 use super::simulator::{Interval, RankTimeline, Simulation};
 use super::stages::Placement;
-use crate::timeline::svg::Svg;
+use crate::timeline::lanes::{DrawnLane, LaneBox, LanePanel, LanePicture};
 
-const WIDTH: f64 = 1200.0;
-/// Where time begins, right of the names of the lanes.
-const LEFT: f64 = 150.0;
-const RIGHT: f64 = 1184.0;
-/// Above the panels: title and legend.
-const HEADER: f64 = 64.0;
-/// Above the lanes of a panel.
-const HEADING: f64 = 34.0;
 const LANE: f64 = 26.0;
-/// Of the curve of what is kept.
+/// Height of the curve of what is kept.
 const MEMORY: f64 = 14.0;
-const GAP: f64 = 10.0;
-/// Between a lane and its curve.
-const SEAM: f64 = 2.0;
-/// Below the lanes of a panel: where time begins and ends.
-const AXIS: f64 = 24.0;
-/// What a character of a label takes.
-const CHARACTER: f64 = 6.6;
-/// Shades that chunks have; further ones have the last.
+/// Shades that chunks have; further chunks have the last one.
 const SHADES: usize = 4;
 
-/// What ticks are shown as.
+/// The unit in which times are shown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Unit {
-    /// In one of it.
+    /// Ticks of one unit.
     pub ticks: f64,
-    /// Behind a number of it.
+    /// Its name in the plural.
     pub name: &'static str,
 }
 
-/// A step, of the simulator or measured.
+/// A step, simulated or measured.
 #[derive(Clone, Copy, Debug)]
 pub struct Panel<'a> {
-    /// What it is.
+    /// Whether it is simulated or measured.
     pub heading: &'a str,
     /// Which rank holds which stage.
     pub placement: &'a Placement,
-    /// What ranks did; a micro-batch keeps a byte of each stage.
+    /// The actions of all ranks; a micro-batch keeps a byte of each stage.
     pub simulation: &'a Simulation,
-    /// What its ticks are.
+    /// The unit of its times.
     pub unit: Unit,
 }
 
@@ -68,121 +52,102 @@ impl Panel<'_> {
         (bytes as usize * self.placement.ranks()) as f64 / self.placement.stages() as f64
     }
 
-    fn height(&self) -> f64 {
-        HEADING + self.placement.ranks() as f64 * (LANE + SEAM + MEMORY + GAP) + AXIS
+    fn time(&self, tick: u64) -> f64 {
+        tick as f64 / self.unit.ticks
     }
 
-    fn draw(&self, svg: &mut Svg, scale: &Scale, top: f64) {
-        let (unit, end) = (self.unit, self.simulation.end);
-        svg.text([16.0, top + 22.0], "heading", self.heading);
-        svg.text([LEFT, top + 22.0], "", &self.in_words());
-        let mut y = top + HEADING;
+    /// Two lanes for each rank: its actions, and below them what it keeps for backward.
+    fn drawn(&self, most_bytes: u64) -> LanePanel {
+        let mut lanes = Vec::new();
         for (rank, timeline) in self.simulation.ranks.iter().enumerate() {
-            let stages: Vec<usize> = self.placement.stages_of(rank).collect();
-            let numbers: Vec<String> = stages.iter().map(usize::to_string).collect();
-            let noun = if stages.len() == 1 { "stage" } else { "stages" };
-            let name = format!("rank {rank}: {noun} {}", numbers.join(", "));
-            svg.text([16.0, y + 17.0], "", &name);
-            svg.rect([LEFT, y, scale.x(end) - LEFT, LANE], "idle", None);
-            for interval in &timeline.intervals {
-                for action in interval.cell.actions().filter(|action| action.kind.is_compute()) {
-                    let chunk = stages.iter().position(|stage| *stage == action.stage);
-                    self.draw_action(svg, scale, (action, chunk.unwrap_or(0)), interval, y);
-                }
+            lanes.push(self.actions(rank, timeline));
+            lanes.push(self.memory(timeline, most_bytes));
+        }
+        LanePanel {
+            heading: self.heading.to_owned(),
+            note: self.in_words(),
+            lanes,
+        }
+    }
+
+    fn actions(&self, rank: usize, timeline: &RankTimeline) -> DrawnLane {
+        let stages: Vec<usize> = self.placement.stages_of(rank).collect();
+        let numbers: Vec<String> = stages.iter().map(usize::to_string).collect();
+        let noun = if stages.len() == 1 { "stage" } else { "stages" };
+        let mut boxes = vec![LaneBox {
+            time: [0.0, self.time(self.simulation.end)],
+            class: "idle".into(),
+            label: String::new(),
+            tip: None,
+            height: 1.0,
+            layer: 0,
+        }];
+        for interval in &timeline.intervals {
+            for action in interval.cell.actions().filter(|action| action.kind.is_compute()) {
+                let chunk = stages.iter().position(|stage| *stage == action.stage);
+                let shade = chunk.unwrap_or(0).min(SHADES - 1);
+                let time = [interval.start, interval.end].map(|tick| self.time(tick));
+                let length = short(time[1] - time[0]);
+                boxes.push(LaneBox {
+                    time,
+                    class: format!("{}{shade}", action.kind.name()),
+                    label: action.micro_batch.unwrap_or_default().to_string(),
+                    tip: Some(format!(
+                        "{action}: {}, {length} {}",
+                        action.kind.noun(),
+                        self.unit.name
+                    )),
+                    height: 1.0,
+                    layer: 1,
+                });
             }
-            self.draw_memory(svg, scale, timeline, y + LANE + SEAM + MEMORY);
-            y += LANE + SEAM + MEMORY + GAP;
         }
-        svg.text([LEFT, y + 12.0], "quiet", "0");
-        let words = format!("{} {}", short(end as f64 / unit.ticks), unit.name);
-        let x = scale.x(end) - words.chars().count() as f64 * CHARACTER;
-        svg.text([x, y + 12.0], "quiet", &words);
-    }
-
-    fn draw_action(
-        &self,
-        svg: &mut Svg,
-        scale: &Scale,
-        (action, chunk): (Action, usize),
-        interval: &Interval,
-        y: f64,
-    ) {
-        let (left, right) = (scale.x(interval.start), scale.x(interval.end));
-        // Of two actions that overlap each has half of the height.
-        let (top, height) = match interval.cell {
-            Cell::One(_) => (y, LANE),
-            Cell::Overlapped { forward, .. } if forward == action => (y, LANE / 2.0),
-            Cell::Overlapped { .. } => (y + LANE / 2.0, LANE / 2.0),
-        };
-        let class = format!("{}{}", action.kind.name(), chunk.min(SHADES - 1));
-        let tip = format!(
-            "{action}: {}, {} {}",
-            action.kind.noun(),
-            short((interval.end - interval.start) as f64 / self.unit.ticks),
-            self.unit.name
-        );
-        svg.rect([left, top, right - left, height], &class, Some(&tip));
-        let label = action.micro_batch.unwrap_or_default().to_string();
-        if label.len() as f64 * CHARACTER + 2.0 < right - left {
-            svg.text(
-                [f64::midpoint(left, right), top + height / 2.0 + 4.0],
-                "in",
-                &label,
-            );
+        DrawnLane {
+            name: format!("rank {rank}: {noun} {}", numbers.join(", ")),
+            height: LANE,
+            boxes,
         }
     }
 
-    /// As steps above `bottom`, where the most that is kept has the whole height.
-    fn draw_memory(&self, svg: &mut Svg, scale: &Scale, timeline: &RankTimeline, bottom: f64) {
+    /// Steps, of which the most that any rank keeps has the whole height.
+    fn memory(&self, timeline: &RankTimeline, most_bytes: u64) -> DrawnLane {
         let ends = timeline.memory.iter().skip(1).map(|&(tick, _)| tick);
-        for (&(start, bytes), end) in timeline.memory.iter().zip(ends.chain([self.simulation.end])) {
-            let height = MEMORY * bytes as f64 / scale.most_bytes.max(1) as f64;
-            let (left, right) = (scale.x(start), scale.x(end));
-            if height > 0.0 && right > left {
-                svg.rect([left, bottom - height, right - left, height], "kept", None);
-            }
+        let steps = timeline.memory.iter().zip(ends.chain([self.simulation.end]));
+        let boxes = steps.filter(|&(&(start, bytes), end)| bytes > 0 && end > start);
+        DrawnLane {
+            name: format!("kept: {}", short(self.kept(timeline.peak_bytes))),
+            height: MEMORY,
+            boxes: boxes
+                .map(|(&(start, bytes), end)| LaneBox {
+                    time: [start, end].map(|tick| self.time(tick)),
+                    class: "kept".into(),
+                    label: String::new(),
+                    tip: None,
+                    height: bytes as f64 / most_bytes as f64,
+                    layer: 0,
+                })
+                .collect(),
         }
-        svg.line([LEFT, bottom, scale.x(self.simulation.end), bottom]);
-        let words = format!("kept: {}", short(self.kept(timeline.peak_bytes)));
-        svg.text([16.0, bottom - 2.0], "quiet", &words);
-    }
-}
-
-/// From ticks to places, the same for all panels.
-struct Scale {
-    per_tick: f64,
-    most_bytes: u64,
-}
-
-impl Scale {
-    fn x(&self, tick: u64) -> f64 {
-        LEFT + tick as f64 * self.per_tick
     }
 }
 
 /// Draws steps below each other, to one scale.
 pub fn picture(title: &str, panels: &[Panel<'_>]) -> String {
-    let steps = || panels.iter().map(|panel| panel.simulation);
-    let end = steps().map(|step| step.end).max().unwrap_or(0).max(1);
-    let scale = Scale {
-        per_tick: (RIGHT - LEFT) / end as f64,
-        most_bytes: steps().map(Simulation::peak_bytes).max().unwrap_or(0),
+    let ends = panels.iter().map(|panel| panel.time(panel.simulation.end));
+    let most_bytes = panels.iter().map(|panel| panel.simulation.peak_bytes()).max();
+    let picture = LanePicture {
+        title,
+        subtitle: "",
+        legend: &LEGEND,
+        colours: COLOURS,
+        end: ends.fold(0.0, f64::max),
+        unit: panels.first().map_or("", |panel| panel.unit.name),
+        panels: panels
+            .iter()
+            .map(|panel| panel.drawn(most_bytes.unwrap_or(0)))
+            .collect(),
     };
-    let height = HEADER + panels.iter().map(Panel::height).sum::<f64>();
-    let mut svg = Svg::new([WIDTH, height], STYLE);
-    svg.text([16.0, 26.0], "title", title);
-    let mut x = 16.0;
-    for (class, words) in LEGEND {
-        svg.rect([x, 40.0, 14.0, 14.0], class, None);
-        svg.text([x + 20.0, 51.0], "quiet", words);
-        x += 20.0 + words.len() as f64 * CHARACTER + 20.0;
-    }
-    let mut top = HEADER;
-    for panel in panels {
-        panel.draw(&mut svg, &scale, top);
-        top += panel.height();
-    }
-    svg.finish()
+    picture.draw()
 }
 
 /// The same as text where actions last few ticks: a row a rank and a column a tick; `.` where a rank does not compute.
@@ -229,17 +194,13 @@ const LEGEND: [(&str, &str); 6] = [
 ];
 
 /// A kind of action has a colour, and its chunks get darker.
-const STYLE: &str = "\
-.page{fill:#fff}text{font:12px system-ui,sans-serif;fill:#222}.quiet{fill:#555}\
-.title{font-size:16px;font-weight:600}.heading{font-weight:600}\
-rect{stroke:#fff;stroke-width:.7}line{stroke:#888}.idle{fill:#dadada}.kept{fill:#9a7bbd;stroke:none}\
+const COLOURS: &str = "\
+.idle{fill:#dadada}.kept{fill:#9a7bbd;stroke:none}\
 .F0{fill:#4c78a8}.F1{fill:#3e628a}.F2{fill:#325070}.F3{fill:#273e57}\
 .B0{fill:#3b8562}.B1{fill:#306d50}.B2{fill:#275841}.B3{fill:#1e4532}\
 .I0{fill:#2b8494}.I1{fill:#236c79}.I2{fill:#1c5762}.I3{fill:#16444c}\
 .W0{fill:#b5651d}.W1{fill:#945318}.W2{fill:#784313}.W3{fill:#5e350f}\
-@media (prefers-color-scheme:dark){.page{fill:#16181c}text{fill:#e4e4e4}.quiet{fill:#ababab}\
-rect{stroke:#16181c}.idle{fill:#45484e}}\
-.in{fill:#fff;font-size:11px;text-anchor:middle;pointer-events:none}";
+@media(prefers-color-scheme:dark){.idle{fill:#45484e}}";
 
 #[cfg(test)]
 mod tests {

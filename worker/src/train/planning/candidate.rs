@@ -38,9 +38,11 @@ pub struct Candidate {
     pub mesh: MeshShape,
     /// Samples of a step.
     pub batch: GlobalBatch,
-    /// Of the pipeline, for people.
+    /// Name of the pipeline's schedule.
     pub schedule: &'static str,
-    /// Of the model, on each rank of the pipeline.
+    /// Chunks of the model on each rank of the pipeline.
+    pub chunks: usize,
+    /// Layers of the model on each rank of the pipeline.
     pub layers: Vec<usize>,
     /// What the rank that holds most holds and sends.
     pub estimate: Estimate,
@@ -64,14 +66,10 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Of a configuration as it is given.
-    pub(super) fn of(
-        config: &TrainConfig,
-        machines: &Machines,
-        cluster: Cluster,
-    ) -> Result<Self, TrainError> {
-        let busy = BusyTimes::of(config, (&cluster, machines.flops), exchanged(config)?)?;
-        let planned = PlannedMesh::new(config.clone(), machines, cluster, busy)?;
+    /// The costs of a configuration as it is.
+    pub(super) fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
+        let busy = BusyTimes::of(config, (&machines.cluster, machines.flops), exchanged(config)?)?;
+        let planned = PlannedMesh::new(config.clone(), machines, busy)?;
         let activations = planned.activations(u64::MAX)?;
         planned.candidate(&activations.expect("there are no more bytes"))
     }
@@ -160,7 +158,6 @@ pub(super) struct PlannedMesh<'a> {
     pub(super) config: TrainConfig,
     pub(super) times: StepTimes,
     machines: &'a Machines,
-    cluster: Cluster,
     mesh: MeshShape,
     plan: Arc<PipelinePlan>,
 }
@@ -169,21 +166,20 @@ impl<'a> PlannedMesh<'a> {
     pub(super) fn new(
         config: TrainConfig,
         machines: &'a Machines,
-        cluster: Cluster,
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
-        let mesh = mesh(&config, &env(&cluster))?;
+        let cluster = &machines.cluster;
+        let mesh = mesh(&config, &env(cluster))?;
         // A run refuses what has more, however few are rehearsed.
         PipelinePlan::check_size(&config.parallel.pipeline, config.train.grad_accumulation)?;
         let mut rehearsed = config.clone();
         rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
-        let on = (&cluster, machines.flops);
+        let on = (cluster, machines.flops);
         Ok(Self {
             times: StepTimes::of(&config, on, (&mesh, &plan), busy)?,
             config,
             machines,
-            cluster,
             mesh,
             plan,
         })
@@ -194,7 +190,7 @@ impl<'a> PlannedMesh<'a> {
         let mut config = under(&self.config, strategy);
         config.parallel.shard_group = group;
         Ok(Self {
-            mesh: mesh(&config, &env(&self.cluster))?,
+            mesh: mesh(&config, &env(&self.machines.cluster))?,
             config,
             plan: self.plan.clone(),
             ..*self
@@ -220,12 +216,10 @@ impl<'a> PlannedMesh<'a> {
     /// What its ranks hold and send, whose activations take so much.
     pub(super) fn candidate(&self, activations: &[usize]) -> Result<Candidate, TrainError> {
         let Self {
-            config,
-            cluster,
-            mesh,
-            times,
-            ..
+            config, mesh, times, ..
         } = self;
+        let cluster = &self.machines.cluster;
+        let placement = self.plan.placement();
         let stages = self.estimates(activations)?;
         let most = stages.iter().max_by_key(|estimate| self.in_memory(estimate));
         let estimate = *most.expect("a pipeline has a rank");
@@ -233,7 +227,7 @@ impl<'a> PlannedMesh<'a> {
             .iter()
             .fold(StepTraffic::default(), |most, stage| most.max(stage.sent));
         let held = self.in_memory(&estimate);
-        let chunks = |rank| self.plan.placement().stages_of(rank);
+        let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
         let batch = global_batch(config, mesh);
         Ok(Candidate {
@@ -241,6 +235,7 @@ impl<'a> PlannedMesh<'a> {
             cluster: *cluster,
             mesh: *mesh,
             schedule: self.plan.name(),
+            chunks: placement.stages() / placement.ranks(),
             layers: (0..stages.len()).map(layers).collect(),
             fits: self.machines.memory.map(|memory| held <= memory),
             compute: times.busy.compute,

@@ -124,8 +124,7 @@ impl UnscheduledMesh {
     }
 
     /// The schedules of its pipeline, and for how many forwards of a micro-batch a rank waits at least for each other rank, if
-    /// F, I and W last as long. GPipe takes as long as 1F1B and never holds less. DualPipeV takes as long as ZBV: only where
-    /// no other schedule fits it may be the one.
+    /// F, I and W last as long. GPipe takes as long as 1F1B and never holds less.
     fn schedules(&self) -> Vec<(f64, Schedule)> {
         let (stages, _) = self.key();
         let mut schedules = vec![(3.0, (PipelineSchedule::OneFOneB, None))];
@@ -137,7 +136,6 @@ impl UnscheduledMesh {
             schedules.push((1.0, (PipelineSchedule::ZbH1, None)));
             let interleaved = |chunks| (3.0 / chunks as f64, (PipelineSchedule::Interleaved, Some(chunks)));
             schedules.extend(INTERLEAVED.map(interleaved));
-            schedules.push((f64::INFINITY, (PipelineSchedule::DualPipeV, None)));
         }
         schedules
     }
@@ -221,7 +219,7 @@ impl Search<'_> {
             let mut config = mesh.config.clone();
             config.parallel.pipeline.schedule = schedule;
             config.parallel.pipeline.chunks = chunks;
-            let planned = PlannedMesh::new(config, self.machines, self.machines.cluster, mesh.busy);
+            let planned = PlannedMesh::new(config, self.machines, mesh.busy);
             let Some(planned) = possible(planned)? else {
                 continue;
             };
@@ -310,7 +308,7 @@ impl Search<'_> {
 }
 
 /// `KEY=VALUE` of what differs between two configurations, as people write it.
-fn settings(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
+pub(super) fn settings(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     let sections = |config: &TrainConfig| json!({ "parallel": config.parallel, "train": config.train });
     let mut found = Vec::new();
     differences("", &sections(now), &sections(then), &mut found);
