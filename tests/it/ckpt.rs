@@ -31,14 +31,12 @@ fn a_checkpoint_is_inspected_and_verified() {
     shown
         .expect_exit(0)
         .expect_stdout("step           10, after 40 samples")
-        .expect_stdout("written by     2 ranks, format 2")
+        .expect_stdout("written by     2 ranks, format 3")
         .expect_stdout("n_layer 2, n_head 2, n_embd 32")
         .expect_stdout("optimizer.exp_avg.h.1.mlp.c_proj.weight      f32   [128, 32]");
-    let shown = ckpt(job.dir(), &["inspect", "out/checkpoints/step_00000005", "--json"]);
-    shown.expect_exit(0);
-    let json: serde_json::Value = serde_json::from_str(&shown.stdout().join("\n")).expect("JSON");
-    assert_eq!((&json["step"], &json["writers"]), (&5.into(), &2.into()));
-    assert_eq!(json["config"]["model"]["n_embd"], 32);
+    ckpt(job.dir(), &["inspect", "out/checkpoints/step_00000005"])
+        .expect_exit(0)
+        .expect_stdout("step           5, after 20 samples");
     for path in ["out", "out/checkpoints", "out/checkpoints/step_00000010"] {
         ckpt(job.dir(), &["verify", path])
             .expect_exit(0)

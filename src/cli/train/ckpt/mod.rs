@@ -3,7 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `find.rs` | from what the user names to one checkpoint |
-//! | `inspect.rs` | what a checkpoint holds, as a table or as JSON |
+//! | `inspect.rs` | what a checkpoint holds, as a table |
 //! | `rewind.rs` | makes a run resume from another of its checkpoints |
 
 mod find;
@@ -32,9 +32,6 @@ pub(super) enum Command {
     Inspect {
         #[command(flatten)]
         which: Which,
-        /// Print JSON, for programs
-        #[arg(long)]
-        json: bool,
     },
     /// Check a whole checkpoint: sizes, hashes, and that regions and ranges cover every tensor; exits with 1 if damaged
     Verify {
@@ -100,14 +97,7 @@ pub(super) fn run(command: &Command) -> ExitCode {
 fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
     let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> { which.open().map_err(|e| vec![e]) };
     match command {
-        Command::Inspect { which, json } => {
-            let reader = open(which)?;
-            Ok(if *json {
-                format!("{:#}\n", inspect::json(&reader))
-            } else {
-                inspect::table(&reader)
-            })
-        }
+        Command::Inspect { which } => Ok(inspect::table(&open(which)?)),
         Command::Verify { which } => {
             let reader = open(which).and_then(find::verified)?;
             Ok(inspect::sound(&reader))

@@ -1,9 +1,8 @@
-//! The best layouts for the planned machines, as a table and as JSON, and which one to use.
+//! The best layouts for the planned machines, as a table, and which one to use.
 
 use std::fmt::Write as _;
 
 use ddp_proto::words::{bytes, counted, grouped};
-use serde_json::{Value, json};
 
 use super::report;
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
@@ -11,7 +10,7 @@ use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 /// Most layouts that are listed as too large.
 const MAX_NAMED: usize = 5;
 
-/// For people: one layout per column. `memory` is the memory of a device.
+/// A table with one layout per column. `memory` is the memory of a device.
 pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> String {
     let memory = bytes(memory);
     let mut text = match &search.best[..] {
@@ -125,22 +124,4 @@ fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
         }),
     ]);
     report::columns(report::without_nothing(rows))
-}
-
-/// For programs.
-pub(super) fn json(search: &LayoutSearch) -> Value {
-    let all = |found: &[FoundLayout]| -> Vec<Value> {
-        let with_settings = |found: &FoundLayout| {
-            let mut value = report::candidate(&found.candidate);
-            value["set"] = found.settings.clone().into();
-            value
-        };
-        found.iter().map(with_settings).collect()
-    };
-    json!({
-        "best": all(&search.best),
-        "too_large": all(&search.too_large),
-        "slower": search.slower,
-        "not_looked_at": search.not_looked_at,
-    })
 }

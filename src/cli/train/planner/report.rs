@@ -1,14 +1,13 @@
-//! The report of a plan: tables for people, JSON for programs.
+//! The report of a plan, as tables.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
-use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
@@ -36,7 +35,7 @@ pub(super) struct Context<'a> {
     pub(super) is_best: bool,
 }
 
-/// For people.
+/// The whole report but for the layouts.
 pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
     let mut text = facts(comparison, machines, context);
     text.push('\n');
@@ -319,81 +318,6 @@ fn shortened(number: f64) -> String {
         _ => 3,
     };
     format!("{number:.digits$}")
-}
-
-/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means
-/// unknown.
-pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
-    let advice = match &comparison.advice {
-        None => Value::Null,
-        Some(Advice::Take(strategy)) => json!({ "strategy": strategy }),
-        Some(Advice::Change(adjustment)) => json!({
-            "strategy": null,
-            "set": adjustment.as_ref().map(|adjustment| &adjustment.settings),
-            "device_bytes": adjustment.as_ref().map(|adjustment| adjustment.held),
-        }),
-    };
-    json!({
-        "model": comparison.model,
-        "parameters": comparison.parameters,
-        "nodes": machines.cluster.nodes,
-        "ranks": machines.cluster.ranks(),
-        "memory_bytes": machines.memory,
-        "global_batch": { "samples": comparison.batch.samples(), "tokens": comparison.batch.tokens() },
-        "flop_a_token": { "model": comparison.work.model, "repeated": comparison.work.repeated },
-        "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
-        "advice": advice,
-        "layouts": layouts,
-    })
-}
-
-pub(super) fn candidate(candidate: &Candidate) -> Value {
-    let by_axis = |of: &dyn Fn(Axis) -> u64| {
-        let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), of(axis).into()));
-        Value::Object(axes.into_iter().collect())
-    };
-    let mut object = rank(&candidate.estimate);
-    let more = json!({
-        "layout": candidate.layout(),
-        "strategy": candidate.strategy,
-        "schedule": candidate.schedule,
-        "mesh": by_axis(&|axis| candidate.mesh.size(&[axis]) as u64),
-        "layers": candidate.layers,
-        "micro_batches": candidate.batch.accumulation,
-        "ranks": candidate.cluster.ranks(),
-        "nodes": candidate.cluster.nodes,
-        "device_bytes": candidate.held,
-        "fits": candidate.fits,
-        "stages": candidate.stages.iter().map(rank).collect::<Vec<_>>(),
-        "wire_bytes_by_axis": by_axis(&|axis| candidate.sent.along(&[axis])),
-        "compute_s": candidate.compute,
-        "tensor_s": candidate.tensor,
-        "bubble": candidate.bubble,
-        "communication_s": candidate.communication,
-        "step_s": candidate.seconds(),
-    });
-    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
-        object.extend(more);
-    }
-    object
-}
-
-/// What a rank holds and sends.
-fn rank(estimate: &Estimate) -> Value {
-    let Estimate { held, sent, .. } = estimate;
-    json!({
-        "parameter_bytes": held.params,
-        "gathered_bytes": held.gathered,
-        "gradient_bytes": held.grads,
-        "optimizer_bytes": held.optimizer,
-        "activation_bytes": held.activations,
-        "wire_bytes": {
-            "grads": sent.grads,
-            "params": sent.params,
-            "activations": sent.activations,
-            "pipeline": sent.pipeline,
-        },
-    })
 }
 
 #[cfg(test)]
