@@ -14,15 +14,13 @@
 //! | [`without_overlap`], [`forward_only`] | passes that change what it computes |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
-//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the measured durations |
-//! | [`picture`], [`grid`] | either as an SVG; a simulated one as text |
+//! | [`SchedulePicture`], [`grid`] | a simulated step as an SVG, and as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 //! | [`csv`] | schedules as text, as PyTorch's `torch.distributed.pipelining` has them |
 
 mod action;
 pub mod csv;
 mod generators;
-mod measured;
 mod passes;
 mod picture;
 mod plan;
@@ -34,12 +32,9 @@ pub use action::{Action, ActionKind, Cell, Edge, Schedule, Transfer};
 pub use generators::{
     PipelineShape, ShapeError, dual_pipe_v, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv,
 };
-pub use measured::{MeasuredError, MeasuredRun};
 pub use passes::{forward_only, with_reduction, with_transfers, without_overlap};
-pub use picture::{Panel, Unit, grid, picture};
+pub use picture::{SchedulePicture, grid};
 pub use plan::{PipelinePlan, PlanError};
-pub use simulator::{
-    Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, bubble_fraction, simulate,
-};
+pub use simulator::{Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, simulate};
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
 pub use validator::{Purpose, Reason, Refusal, Rules, least_capacity, validate};

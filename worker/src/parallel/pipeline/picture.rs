@@ -13,35 +13,21 @@ const MEMORY: f64 = 14.0;
 /// Shades that chunks have; further chunks have the last one.
 const SHADES: usize = 4;
 
-/// The unit in which times are shown.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Unit {
-    /// Ticks of one unit.
-    pub ticks: f64,
-    /// Its name in the plural.
-    pub name: &'static str,
-}
-
-/// A step, simulated or measured.
+/// The picture of a simulated step. A unit of time is the F of all stages of a rank.
 #[derive(Clone, Copy, Debug)]
-pub struct Panel<'a> {
-    /// Whether it is simulated or measured.
-    pub heading: &'a str,
+pub struct SchedulePicture<'a> {
     /// Which rank holds which stage.
     pub placement: &'a Placement,
-    /// The actions of all ranks; a micro-batch keeps a byte of each stage.
+    /// The actions of all ranks; a micro-batch keeps a byte of each stage, and an F takes a tick.
     pub simulation: &'a Simulation,
-    /// The unit of its times.
-    pub unit: Unit,
 }
 
-impl Panel<'_> {
+impl SchedulePicture<'_> {
     /// How long it takes, the bubble, and the most that a rank keeps: in micro-batches of all that the rank holds.
     pub fn in_words(&self) -> String {
         format!(
-            "{} {}, bubble {:.1} %, at most {} micro-batches kept",
-            short(self.simulation.end as f64 / self.unit.ticks),
-            self.unit.name,
+            "{} units, bubble {:.1} %, at most {} micro-batches kept",
+            short(self.time(self.simulation.end)),
             self.simulation.bubble_fraction() * 100.0,
             short(self.kept(self.simulation.peak_bytes())),
         )
@@ -53,21 +39,30 @@ impl Panel<'_> {
     }
 
     fn time(&self, tick: u64) -> f64 {
-        tick as f64 / self.unit.ticks
+        (tick as usize * self.placement.ranks()) as f64 / self.placement.stages() as f64
     }
 
-    /// Two lanes for each rank: its actions, and below them what it keeps for backward.
-    fn drawn(&self, most_bytes: u64) -> LanePanel {
+    /// Draws two lanes for each rank: its actions, and below them what it keeps for backward.
+    pub fn draw(&self, title: &str) -> String {
         let mut lanes = Vec::new();
         for (rank, timeline) in self.simulation.ranks.iter().enumerate() {
             lanes.push(self.actions(rank, timeline));
-            lanes.push(self.memory(timeline, most_bytes));
+            lanes.push(self.memory(timeline));
         }
-        LanePanel {
-            heading: self.heading.to_owned(),
-            note: self.in_words(),
-            lanes,
-        }
+        let picture = LanePicture {
+            title,
+            subtitle: &self.in_words(),
+            legend: &LEGEND,
+            colours: COLOURS,
+            end: self.time(self.simulation.end),
+            unit: "units",
+            panels: vec![LanePanel {
+                heading: "simulated".to_owned(),
+                note: String::new(),
+                lanes,
+            }],
+        };
+        picture.draw()
     }
 
     fn actions(&self, rank: usize, timeline: &RankTimeline) -> DrawnLane {
@@ -92,11 +87,7 @@ impl Panel<'_> {
                     time,
                     class: format!("{}{shade}", action.kind.name()),
                     label: action.micro_batch.unwrap_or_default().to_string(),
-                    tip: Some(format!(
-                        "{action}: {}, {length} {}",
-                        action.kind.noun(),
-                        self.unit.name
-                    )),
+                    tip: Some(format!("{action}: {}, {length} units", action.kind.noun())),
                     height: 1.0,
                     layer: 1,
                 });
@@ -110,7 +101,8 @@ impl Panel<'_> {
     }
 
     /// Steps, of which the most that any rank keeps has the whole height.
-    fn memory(&self, timeline: &RankTimeline, most_bytes: u64) -> DrawnLane {
+    fn memory(&self, timeline: &RankTimeline) -> DrawnLane {
+        let most_bytes = self.simulation.peak_bytes();
         let ends = timeline.memory.iter().skip(1).map(|&(tick, _)| tick);
         let steps = timeline.memory.iter().zip(ends.chain([self.simulation.end]));
         let boxes = steps.filter(|&(&(start, bytes), end)| bytes > 0 && end > start);
@@ -129,25 +121,6 @@ impl Panel<'_> {
                 .collect(),
         }
     }
-}
-
-/// Draws steps below each other, to one scale.
-pub fn picture(title: &str, panels: &[Panel<'_>]) -> String {
-    let ends = panels.iter().map(|panel| panel.time(panel.simulation.end));
-    let most_bytes = panels.iter().map(|panel| panel.simulation.peak_bytes()).max();
-    let picture = LanePicture {
-        title,
-        subtitle: "",
-        legend: &LEGEND,
-        colours: COLOURS,
-        end: ends.fold(0.0, f64::max),
-        unit: panels.first().map_or("", |panel| panel.unit.name),
-        panels: panels
-            .iter()
-            .map(|panel| panel.drawn(most_bytes.unwrap_or(0)))
-            .collect(),
-    };
-    picture.draw()
 }
 
 /// The same as text where actions last few ticks: a row a rank and a column a tick; `.` where a rank does not compute.
@@ -214,28 +187,23 @@ mod tests {
         (plan.placement().clone(), simulation)
     }
 
-    fn panel((placement, simulation): &(Placement, Simulation)) -> Panel<'_> {
-        Panel {
-            heading: "simulated",
+    fn shown((placement, simulation): &(Placement, Simulation)) -> SchedulePicture<'_> {
+        SchedulePicture {
             placement,
             simulation,
-            unit: Unit {
-                ticks: (placement.stages() / placement.ranks()) as f64,
-                name: "units",
-            },
         }
     }
 
     #[test]
     fn a_small_one_as_svg() {
         let step = simulated("1f1b", 2, 4);
-        insta::assert_snapshot!(picture("1F1B <2 ranks>", &[panel(&step)]));
+        insta::assert_snapshot!(shown(&step).draw("1F1B <2 ranks>"));
     }
 
     #[test]
     fn the_words_have_the_golden_values() {
         let words =
-            |schedule, ranks, micro_batches| panel(&simulated(schedule, ranks, micro_batches)).in_words();
+            |schedule, ranks, micro_batches| shown(&simulated(schedule, ranks, micro_batches)).in_words();
         insta::assert_snapshot!(words("1f1b", 2, 4), @"15 units, bubble 20.0 %, at most 2 micro-batches kept");
         insta::assert_snapshot!(words("interleaved", 4, 8), @"28.5 units, bubble 15.8 %, at most 5.5 micro-batches kept");
         insta::assert_snapshot!(words("zbv", 4, 8), @"25.5 units, bubble 5.9 %, at most 4 micro-batches kept");
@@ -257,11 +225,11 @@ mod tests {
     #[test]
     fn chunks_have_shades_and_bubbles_show() {
         let step = simulated("zbv", 2, 4);
-        let svg = picture("ZBV", &[panel(&step), panel(&step)]);
+        let svg = shown(&step).draw("ZBV");
         let count = |class: &str| svg.matches(&format!("<rect class=\"{class}\"")).count();
-        // Two panels of two ranks with four micro-batches; one of each is in the legend.
-        assert_eq!([count("F0"), count("F1"), count("F2")], [17, 16, 0]);
-        assert_eq!(count("idle"), 5);
+        // Two ranks with four micro-batches; one of each is in the legend.
+        assert_eq!([count("F0"), count("F1"), count("F2")], [9, 8, 0]);
+        assert_eq!(count("idle"), 3);
         assert!(svg.contains("rank 0: stages 0, 3") && svg.contains("kept: 2"));
     }
 }
