@@ -55,7 +55,7 @@ pub struct State {
 }
 
 impl State {
-    /// Updates of the optimizer so far.
+    /// Updates of the optimizer until this step.
     pub const fn updates(&self) -> u64 {
         self.step.saturating_sub(self.skipped)
     }

@@ -51,7 +51,7 @@ pub struct PartWriter<'a> {
     path: &'a Path,
     /// In the order of the file, with the names of their entries.
     extents: Vec<(String, &'a Extent)>,
-    /// Of the extents that are complete.
+    /// The index of the complete extents.
     index: Index,
     /// Hashes the current block.
     hasher: Hasher,
@@ -208,7 +208,7 @@ impl<'a> PartWriter<'a> {
         Ok(())
     }
 
-    /// Puts what was written so far on the disk.
+    /// Puts all that was written on the disk.
     fn sync(&mut self) -> Result<(), CheckpointError> {
         self.unsynced = 0;
         self.storage.run(DiskStep::SyncFile(self.path))
@@ -252,7 +252,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Bytes of the file that it describes. A header can name more than there are numbers for: no file is as long.
+    /// Bytes of the file that it describes. A header can name more than a number can count: no file is as long.
     pub(crate) fn file_len(&self) -> u64 {
         self.data.saturating_add(self.metadata.data_len() as u64)
     }
@@ -268,7 +268,7 @@ pub(crate) fn read_header(file: &mut File) -> io::Result<Header> {
     if length > MAX_HEADER_BYTES {
         return Err(damaged(format!("its header claims {length} bytes")));
     }
-    // Before there is room for it: a few bytes can claim the longest header.
+    // Checked before memory is reserved: a few bytes can claim the longest header.
     let rest = file.metadata()?.len().saturating_sub(LENGTH_BYTES as u64);
     if length > rest {
         let what = format!("its header claims {length} bytes, and {rest} follow");
@@ -428,7 +428,7 @@ impl Extent {
 /// element, and in order; together they are the whole row.
 ///
 /// # Panics
-/// If there is no such share.
+/// If `index` is not below `shares`.
 pub fn share_of(extents: &[Range<u64>], index: usize, shares: usize) -> Vec<(usize, Range<u64>)> {
     assert!(index < shares, "share {index} of {shares}");
     let total: u64 = extents.iter().map(|range| range.end - range.start).sum();

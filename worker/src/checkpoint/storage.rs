@@ -24,9 +24,9 @@ pub enum DiskStep<'a> {
     SyncFolder(&'a Path),
     /// Renames a file, replacing what is there, or a folder, to a name that is free.
     Rename(&'a Path, &'a Path),
-    /// Deletes a file; one that is not there is fine.
+    /// Deletes a file, if it exists.
     RemoveFile(&'a Path),
-    /// Deletes a folder with all that is in it; one that is not there is fine.
+    /// Deletes a folder with its content, if it exists.
     RemoveFolder(&'a Path),
 }
 
@@ -90,7 +90,7 @@ pub(super) fn write_file(storage: &dyn Storage, path: &Path, content: &[u8]) -> 
     storage.run(DiskStep::SyncFile(path))
 }
 
-/// Opens a file to read it. A pipe would otherwise be waited for until somebody writes to it.
+/// Opens a regular file to read it, without waiting: opening a pipe would block until another process writes to it.
 pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
@@ -100,7 +100,7 @@ pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reads a file of at most so many bytes. A longer one is [`ErrorKind::FileTooLarge`].
+/// Reads a file of at most `most` bytes. A longer one is [`ErrorKind::FileTooLarge`].
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_to_read(path)?.take(most + 1).read_to_end(&mut bytes)?;

@@ -17,7 +17,7 @@ use super::storage::{DiskStep, Storage, write_file};
 /// Each rank that writes has one. Rank 0 prepares the folder with [`Writer::lead`], the others, before it or after it,
 /// with [`Writer::follow`]. Each writes its files with [`Writer::file`]; when all have, rank 0 calls [`Writer::commit`]
 /// with the names of all files. Until then nothing of it is visible. A save that failed is given up with
-/// [`Writer::abort`], when nobody writes any more.
+/// [`Writer::abort`], when all ranks have stopped writing.
 pub struct Writer {
     storage: Arc<dyn Storage>,
     /// `<out_dir>/checkpoints`
@@ -47,7 +47,7 @@ impl Writer {
     /// left behind; never what a later one is writing, since this rank may not yet have noticed its own end.
     pub fn lead(&self) -> Result<(), CheckpointError> {
         self.follow()?;
-        // What cannot be deleted wastes room, and is in nobody's way.
+        // What cannot be deleted only wastes room.
         let _ = folder::delete_stale(self.storage.as_ref(), &self.root, |name, of| {
             of <= self.generation && self.temporary.file_name() != Some(name.as_ref())
         });

@@ -117,7 +117,7 @@ impl Session {
         &self.env
     }
 
-    /// Address of every node, in order of node rank; of this one alone, if there are many.
+    /// Address of every node, in order of node rank; only the own one in large jobs.
     pub fn node_addrs(&self) -> &[String] {
         &self.node_addrs
     }
@@ -143,7 +143,7 @@ impl Session {
         self.stop.cause().map(str::to_owned)
     }
 
-    /// For a program that asks for a stop where there is no agent.
+    /// Lets a program without an agent ask for a stop.
     pub fn stop_request(&self) -> StopRequest {
         self.stop.clone()
     }

@@ -36,7 +36,7 @@ impl Svg {
         );
     }
 
-    /// From one place to another.
+    /// A line from one place to another.
     pub(crate) fn line(&mut self, [x, y, x2, y2]: [f64; 4]) {
         let _ = writeln!(
             self.0,
@@ -82,7 +82,7 @@ pub(crate) struct Axis {
 }
 
 impl Axis {
-    /// The numbers from `low` to `high`, with about so many ticks.
+    /// The numbers from `low` to `high`, with about `ticks` ticks.
     pub(crate) fn new([low, high]: [f64; 2], places: [f64; 2], ticks: f64) -> Self {
         Self {
             numbers: [low, high],

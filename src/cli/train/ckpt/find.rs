@@ -50,7 +50,7 @@ pub(super) fn run_at(path: &Path) -> Result<&Path, CheckpointError> {
     }
 }
 
-/// That a path leads to no checkpoint, with the runs below it, if there are some.
+/// The error of a path that leads to no checkpoint, with the runs below it, if any.
 fn without_checkpoint(path: &Path) -> String {
     let problem = if path.exists() {
         "holds no checkpoint"

@@ -21,7 +21,7 @@ const SHOWN: [(&str, &[&str]); 4] = [
     ("parallel", &["strategy"]),
 ];
 
-/// Of the table's last columns.
+/// Explains the table's last columns.
 const LEGEND: &str =
     "regions: the boxes of the tensor that were written; ranges: the pieces of these boxes in the files\n";
 

@@ -86,7 +86,7 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     answer::give_or_fail(plan(args))
 }
 
-/// How many ranks there are, and who says so.
+/// Nodes and ranks of the plan, and whether a setting gives them.
 struct Size {
     nodes: u32,
     ranks_a_node: u32,

@@ -149,7 +149,7 @@ fn layout(comparison: &Comparison) -> String {
     }
 }
 
-/// Of each rank of a pipeline, in order.
+/// Layers of each rank of a pipeline, in order.
 pub(super) fn layers(candidate: &Candidate) -> String {
     let layers = &candidate.layers;
     if layers.iter().all(|number| *number == layers[0]) {

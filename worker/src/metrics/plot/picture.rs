@@ -7,7 +7,7 @@ use crate::metrics::RunFilesError;
 use crate::metrics::run_file::replace_file;
 use crate::timeline::svg::{Axis, CHARACTER, Svg, escaped};
 
-/// Most runs that are told apart by colour.
+/// Most runs in one picture: each has a colour of its own.
 pub const MAX_RUNS: usize = 8;
 
 const WIDTH: f64 = 960.0;
@@ -143,7 +143,7 @@ impl Panel {
         }
     }
 
-    /// From the numbers to places; none if there is no number.
+    /// The vertical axis; `None` without numbers.
     fn scale(&self, runs: &[RunCurves], places: [f64; 2]) -> Option<Axis> {
         let begin = if self.from_zero { 0.0 } else { BEGIN };
         let points = runs.iter().flat_map(|run| {

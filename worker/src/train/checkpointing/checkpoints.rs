@@ -451,7 +451,7 @@ pub(crate) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::V
     document
 }
 
-/// For errors and memory accounts.
+/// Name of the copy in errors and memory accounts.
 const SNAPSHOT: &str = "checkpoint snapshot";
 
 /// Lets time pass, unless the generation ends.

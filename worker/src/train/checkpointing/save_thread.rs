@@ -30,7 +30,7 @@ pub(super) struct SaveTask {
     pub(super) out_dir: PathBuf,
     pub(super) step: u64,
     pub(super) generation: u64,
-    /// This rank, and how many there are.
+    /// This rank, and the number of ranks.
     pub(super) rank: (usize, usize),
     /// Each kind of tensors becomes a file. Nothing changes the buffers while the save lasts.
     pub(super) tensors: Vec<OwnTensors>,

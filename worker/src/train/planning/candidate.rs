@@ -19,9 +19,9 @@ use crate::train::strategy::{Scheme, activations, held, mesh, part_of, pipeline_
 pub struct Machines {
     /// Nodes, ranks, wires.
     pub cluster: Cluster,
-    /// Bytes of a device that training may take; none if that is not known.
+    /// Bytes of a device that training may use, if known.
     pub memory: Option<u64>,
-    /// Floating-point operations a second of a device; none if that is not known.
+    /// Floating-point operations a second of a device, if known.
     pub flops: Option<f64>,
     /// Devices with memory of their own: what is offloaded to the host is not in it.
     pub has_own_memory: bool,
@@ -32,7 +32,7 @@ pub struct Machines {
 pub struct Candidate {
     /// What is sharded.
     pub strategy: Strategy,
-    /// On how many ranks, and where.
+    /// Its nodes and ranks.
     pub cluster: Cluster,
     /// How these are arranged.
     pub mesh: MeshShape,
@@ -46,8 +46,6 @@ pub struct Candidate {
     pub layers: Vec<usize>,
     /// What the rank that holds most holds and sends.
     pub estimate: Estimate,
-    /// What a rank of each stage holds and sends: of each rank of the pipeline.
-    pub stages: Vec<Estimate>,
     /// The most that a rank sends.
     pub sent: StepTraffic,
     /// Bytes in the memory of the device of the rank that holds most.
@@ -109,7 +107,7 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     config
 }
 
-/// In a micro-batch of the whole model a rank sends so many bytes within its tensor group.
+/// Bytes that a rank sends to its tensor group in one micro-batch of the whole model.
 pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     let tensor = config.parallel.tensor;
     if tensor == 1 {
@@ -133,7 +131,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
 /// Rounds of as many micro-batches as a pipeline has ranks, at least.
 const REHEARSED_ROUNDS: usize = 4;
 
-/// Bytes that any activations fit in, where their number is of no interest.
+/// Room for any activations, where their size does not matter.
 const ENOUGH: usize = 1 << 50;
 
 /// What a rank holds and sends, whose activations take so much.
@@ -245,7 +243,6 @@ impl<'a> PlannedMesh<'a> {
             step: times.step(config, (cluster, mesh), &sent),
             batch,
             estimate,
-            stages,
             sent,
             held,
         })
