@@ -46,6 +46,8 @@ pub struct Candidate {
     pub layers: Vec<usize>,
     /// What the rank that holds most holds and sends.
     pub estimate: Estimate,
+    /// What a rank of each stage of the pipeline holds and sends.
+    pub stages: Vec<Estimate>,
     /// The most that a rank sends.
     pub sent: StepTraffic,
     /// Bytes in the memory of the device of the rank that holds most.
@@ -243,6 +245,7 @@ impl<'a> PlannedMesh<'a> {
             step: times.step(config, (cluster, mesh), &sent),
             batch,
             estimate,
+            stages,
             sent,
             held,
         })
