@@ -3,7 +3,6 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::folder::run_of;
 use crate::device::DType;
 
 /// A checkpoint could not be written, or cannot be used.
@@ -99,11 +98,10 @@ impl CheckpointError {
 
     /// Something is wrong with a file; `what` is the rest of the sentence that begins with its name.
     pub(super) fn of_file(path: &Path, what: impl Into<String>) -> Self {
-        let run = path.parent().and_then(run_of);
         Self::Damaged {
             path: path.to_owned(),
             what: what.into(),
-            hint: run.map(|(out_dir, _)| {
+            hint: out_dir_of(path).map(|out_dir| {
                 format!(
                     "restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind {}`",
                     out_dir.display()
@@ -132,6 +130,14 @@ impl CheckpointError {
             path.display()
         ))
     }
+}
+
+/// The directory of the run to which a file of a checkpoint belongs; `None` outside of a run.
+fn out_dir_of(file: &Path) -> Option<&Path> {
+    let root = file.parent()?.parent()?;
+    let out_dir = root.parent().filter(|_| root.ends_with("checkpoints"))?;
+    let is_here = out_dir.as_os_str().is_empty();
+    Some(if is_here { Path::new(".") } else { out_dir })
 }
 
 /// `f32[2, 3]`
