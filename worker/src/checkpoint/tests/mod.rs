@@ -278,7 +278,7 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
     insta::assert_snapshot!(text, @r#"
     {
       "format_version": 3,
-      "blake3": "9c2438c61ece35acdd2fe6aae67ea043f82dde5749bab9648a5ed044ca3ce721",
+      "blake3": "0b67600c4f05b67ec81ba3ea546cf98ac6adf4bcf6c8da15a24caf5559ab8945",
       "step": 7,
       "consumed_samples": 112,
       "skipped": 0,

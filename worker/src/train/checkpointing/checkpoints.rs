@@ -29,6 +29,8 @@ use crate::train::world::World;
 /// Time between two exchanges of how far a save is while training waits for it. A rank that writes for long stays in touch,
 /// so that the others do not take it for lost.
 const ROUND: Duration = Duration::from_millis(250);
+/// Longest wait for the clean-up of a save when training has failed: the process is about to end.
+const ABANDON_BOUND: Duration = Duration::from_secs(2);
 /// Longer waits are reported.
 const LONG_WAIT: Duration = Duration::from_secs(1);
 /// The last save of a run is retried once, because no later save makes up for it.
@@ -273,7 +275,9 @@ impl Checkpoints {
     /// Gives up the save under way, because training has failed on some rank. The next job deletes what its thread cannot
     /// delete before the process ends.
     pub(crate) fn abandon(&mut self) {
-        self.pending = None;
+        if let Some(mut thread) = self.pending.take() {
+            thread.end(ABANDON_BOUND);
+        }
     }
 
     /// Waits for the end of the save under way. A failed one has deleted what it wrote, unless the file system hangs.
