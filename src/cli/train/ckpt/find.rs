@@ -1,6 +1,5 @@
 //! From what the user names to one checkpoint.
 
-use std::fmt;
 use std::path::{Component, Path};
 
 use ddp_proto::words::numbered;
@@ -91,14 +90,5 @@ pub(super) fn verified(reader: Reader) -> Result<Reader, Vec<CheckpointError>> {
         Ok(reader)
     } else {
         Err(damages)
-    }
-}
-
-/// `the checkpoint of step 20`
-pub(super) struct Named<'a>(pub(super) &'a Reader);
-
-impl fmt::Display for Named<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the checkpoint of step {}", self.0.manifest().state.step)
     }
 }

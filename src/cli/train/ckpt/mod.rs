@@ -18,7 +18,6 @@ use ddp_proto::exit;
 use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
-use find::Named;
 
 /// Exit code where a checkpoint is damaged, or could not be rewritten.
 const FAILED: u8 = 1;
@@ -105,7 +104,11 @@ fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
         Command::Export { which, to } => {
             let reader = open(which)?;
             export(&Disk, &reader, to).map_err(|e| vec![e])?;
-            Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
+            let step = reader.manifest().state.step;
+            Ok(format!(
+                "the checkpoint of step {step} is written to `{}`\n",
+                to.display()
+            ))
         }
         Command::Rewind { which } => rewind::rewind(&which.path, which.step),
     }
