@@ -367,7 +367,7 @@ fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
         .run()
         .expect_exit(2)
         .expect_stderr("the run was trained with a global batch of 4 samples, but 3 ranks")
-        .expect_stderr("hint: 1 or 2 ranks can; ");
+        .expect_stderr("hint: change the number of ranks or `train.micro_batch`; ");
     again(1)
         .run()
         .expect_exit(0)

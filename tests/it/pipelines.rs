@@ -140,24 +140,9 @@ fn a_schedule_is_shown_as_text_and_as_picture() {
     launched(&job, 2)
         .set("parallel.pipeline.stages=2")
         .set("parallel.pipeline.schedule=zbv")
-        .set("run.timeline=3-4")
         .target("tiny.yaml")
         .run()
         .expect_exit(0);
-    let measured = train(
-        &job,
-        &["schedule", "--measured", "out", "--output", "measured.svg"],
-    );
-    measured
-        .expect_exit(0)
-        .expect_stdout("Step 4: 4 stages on 2 ranks, 4 micro-batches")
-        .expect_stdout("bubble of steps 3, 4: measured ");
-    let svg = std::fs::read_to_string(job.dir().join("measured.svg")).expect("a picture");
-    assert_eq!(
-        svg.matches("rank 1: stages 1, 2").count(),
-        2,
-        "measured and simulated"
-    );
 }
 
 #[test]
@@ -188,16 +173,6 @@ fn schedules_that_cannot_be_shown_are_refused_by_flag() {
     train(&job, &["schedule", "--schedule", "1f1b", "-o", "picture.png"])
         .expect_exit(2)
         .expect_stderr("expected a path that ends in `.svg`");
-}
-
-#[test]
-fn a_run_without_a_timeline_has_no_measured_schedule() {
-    let job = untied();
-    std::fs::create_dir(job.dir().join("run")).expect("writable");
-    train(&job, &["schedule", "--measured", "run"])
-        .expect_exit(2)
-        .expect_stderr("`run` has no `timeline/timeline.json`")
-        .expect_stderr("hint: record a timeline by training with `--set run.timeline=10`");
 }
 
 #[test]

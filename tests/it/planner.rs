@@ -1,10 +1,9 @@
-//! `ddp-train plan`: what it foretells is what a run then holds and sends.
+//! `ddp-train plan`: which layouts it proposes for machines and data that need not exist. `worker/tests/costs.rs` compares
+//! its numbers with those of runs.
 
 use std::path::Path;
 
-use serde_json::Value;
-
-use crate::harness::{Finished, Program, TinyJob, launch, metrics, temp_dir};
+use crate::harness::{Finished, Program, TinyJob, temp_dir};
 
 fn plan(dir: &Path, args: &[&str]) -> Finished {
     let words = std::iter::once("plan").chain(args.iter().copied());
@@ -12,80 +11,6 @@ fn plan(dir: &Path, args: &[&str]) -> Finished {
         .dir(dir)
         .args(words.map(Into::into))
         .run()
-}
-
-#[test]
-fn what_a_plan_says_is_what_a_run_does() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 2"));
-    let planned = plan(job.dir(), &["tiny.yaml", "--nproc-per-node", "2", "--json"]);
-    planned.expect_exit(0);
-    let planned: Value = serde_json::from_str(&planned.stdout().join("\n")).expect("JSON");
-    for (index, strategy) in ["ddp", "zero1", "zero2", "zero3"].into_iter().enumerate() {
-        let (overwrite, strategy) = ("run.overwrite=true", format!("parallel.strategy={strategy}"));
-        launch()
-            .nproc(2)
-            .set(overwrite)
-            .set(&strategy)
-            .dir(job.dir())
-            .target("tiny.yaml")
-            .run()
-            .expect_exit(0);
-        let (told, run) = (&planned["strategies"][index], metrics(&job.out()));
-        let [memory, sent] = ["memory", "wire_bytes"].map(|key| &run[1][key]);
-        for (told_as, measured) in [
-            ("parameter_bytes", &memory["params"]),
-            ("gradient_bytes", &memory["grads"]),
-            ("optimizer_bytes", &memory["optimizer"]),
-            ("activation_bytes", &memory["activations"]),
-            ("gathered_bytes", &memory["gathered"]),
-        ] {
-            assert!(told[told_as].is_u64(), "{strategy}, {told_as}: {told}");
-            assert_eq!(&told[told_as], measured, "{strategy}, {told_as}");
-        }
-        for kind in ["grads", "params"] {
-            assert_eq!(told["wire_bytes"][kind], sent[kind], "{strategy}, {kind}");
-        }
-    }
-}
-
-/// A layout that is given is planned as it is given, and then it is what a run does.
-#[test]
-fn what_a_plan_says_of_a_layout_is_what_a_run_does() {
-    let job = TinyJob::with(|yaml| {
-        let layout = "parallel: {strategy: zero1, tensor: 2, sequence: true, pipeline: {stages: 2}}";
-        let yaml = yaml.replace("steps: 40", "steps: 2\n  grad_accumulation: 4");
-        format!("{yaml}{layout}\n")
-    });
-    let planned = plan(job.dir(), &["tiny.yaml", "--nproc-per-node", "8", "--json"]);
-    planned.expect_exit(0);
-    let planned: Value = serde_json::from_str(&planned.stdout().join("\n")).expect("JSON");
-    assert_eq!(planned["layouts"], Value::Null);
-    let told = &planned["strategies"][1];
-    assert_eq!(
-        (&told["strategy"], &told["mesh"]["pipeline"]),
-        (&"zero1".into(), &2.into())
-    );
-    launch()
-        .nproc(8)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
-    let (stage, run) = (&told["stages"][0], metrics(&job.out()));
-    let [memory, sent] = ["memory", "wire_bytes"].map(|key| &run[1][key]);
-    for (told_as, measured) in [
-        ("parameter_bytes", "params"),
-        ("gradient_bytes", "grads"),
-        ("optimizer_bytes", "optimizer"),
-        ("activation_bytes", "activations"),
-    ] {
-        assert!(stage[told_as].as_u64() > Some(0), "{told_as}: {told}");
-        assert_eq!(stage[told_as], memory[measured], "{told_as}");
-    }
-    for kind in ["grads", "params", "activations", "pipeline"] {
-        assert!(sent[kind].as_u64() > Some(0), "{kind}: {sent}");
-        assert_eq!(stage["wire_bytes"][kind], sent[kind], "{kind}");
-    }
 }
 
 #[test]
@@ -121,8 +46,8 @@ fn the_best_layouts_of_machines_are_listed_with_how_to_choose_them() {
      step time         18.4 s     18.4 s     18.4 s     18.4 s
      tokens/s          56,982     56,982     56,982     56,982
 
-    With data parallelism alone, no strategy fits into 72.6 GiB. `zero3` would fit with one of these changes:
-      train.recompute: full: 46.4 GiB
+    With data parallelism alone, no strategy fits into 72.6 GiB. `zero3` would need 46.4 GiB:
+      --set parallel.strategy=zero3 --set train.recompute=full
 
     The best layouts for 128 samples per step:
                           dp 8 × tp 8  pp 2 × dp 4 × tp 8  pp 4 × dp 2 × tp 8       pp 8 × tp 8
@@ -183,8 +108,7 @@ fn machines_and_data_need_not_be_here() {
         &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],
     )
     .expect_exit(0)
-    .expect_stdout("No strategy fits into 20.5 GiB. `zero3` would fit with one of these changes:")
-    .expect_stdout("  8 nodes: 16 ranks: 15.7 GiB");
+    .expect_stdout("No strategy fits into 20.5 GiB, not even with recomputation and an offloaded optimizer");
 }
 
 #[test]

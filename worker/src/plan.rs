@@ -29,7 +29,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// Of a model with a vocabulary of so many tokens.
+    /// The work of a model with a vocabulary of `vocabulary` tokens.
     pub fn of(model: &Model, vocabulary: u64, recompute: Recompute) -> Self {
         let decoder = Decoder::of(model);
         let [layers, width, positions] = [model.n_layer, model.n_embd, model.block_size].map(|n| n as u64);
@@ -47,7 +47,7 @@ impl Work {
                 Recompute::Never | Recompute::None => 0,
                 // The first of the feed-forward layer's products.
                 Recompute::Selective => 2 * widen,
-                // All but the last one, whose output nobody reads.
+                // All but the last one, whose output is not used again.
                 Recompute::Full => 2 * (matrices - narrow) + attention,
             },
         }
@@ -89,7 +89,7 @@ const GB: u64 = 1_000_000_000;
 /// A GPU by its data sheet: rates of dense matrices without sparsity, which no program exceeds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Accelerator {
-    /// As people call it.
+    /// Its common name.
     pub name: &'static str,
     /// Bytes of its memory.
     pub memory: u64,
@@ -144,9 +144,9 @@ pub struct Cluster {
     pub nodes: u64,
     /// Ranks on each.
     pub ranks_a_node: u64,
-    /// Bytes a second that a rank sends to ranks of its node; none if it is not known.
+    /// Bytes a second that a rank sends to ranks of its node, if known.
     pub link: Option<f64>,
-    /// Bytes a second that a node sends to the others, all its adapters together; none if it is not known.
+    /// Bytes a second that a node sends to the others, all its adapters together, if known.
     pub network: Option<f64>,
 }
 
@@ -164,7 +164,7 @@ pub struct Sent {
 /// Where the ranks of a group are.
 struct Spread {
     nodes: f64,
-    /// On each of these nodes.
+    /// Ranks on each of these nodes.
     ranks: f64,
     /// Groups that share a node's way to the others.
     beside: f64,
@@ -174,16 +174,6 @@ impl Cluster {
     /// All ranks.
     pub const fn ranks(&self) -> u64 {
         self.nodes * self.ranks_a_node
-    }
-
-    /// The same machines, so many ranks of them: some of one node, or whole nodes.
-    #[must_use]
-    pub fn of_ranks(&self, ranks: u64) -> Self {
-        Self {
-            nodes: ranks.div_ceil(self.ranks_a_node),
-            ranks_a_node: ranks.min(self.ranks_a_node),
-            ..*self
-        }
     }
 
     /// The least time of what a rank sends to its groups, in seconds; none if it depends on a rate that is not known.
@@ -207,7 +197,7 @@ impl Cluster {
         Some(seconds(inside, self.link)?.max(seconds(between, self.network)?))
     }
 
-    /// The least time of a message to the rank whose number is so much higher, in seconds; none if the rate is not known. The
+    /// The least time of a message to the rank whose number is `stride` higher, in seconds; `None` without the rate. The
     /// ranks of a node send at the same time.
     pub fn message_seconds(&self, bytes: u64, stride: u64) -> Option<f64> {
         if stride < self.ranks_a_node {
@@ -324,9 +314,14 @@ mod tests {
             ..cluster(2, 4)
         };
         assert_eq!(least_seconds(&unknown, [0, sent(GB, 2, 8)], 1), None);
-        let node = least_seconds(&unknown.of_ranks(4), [0, sent(GB, 2, 4)], 1);
+        let node = least_seconds(&Cluster { nodes: 1, ..unknown }, [0, sent(GB, 2, 4)], 1);
         assert!(node.is_some());
-        assert_eq!(least_seconds(&unknown.of_ranks(1), [0, 0], 1), Some(0.0));
+        let alone = Cluster {
+            nodes: 1,
+            ranks_a_node: 1,
+            ..unknown
+        };
+        assert_eq!(least_seconds(&alone, [0, 0], 1), Some(0.0));
     }
 
     #[test]

@@ -48,7 +48,7 @@ enum Command {
     Schedule(schedule::ScheduleArgs),
     Plot(plot::PlotArgs),
     Tokenize(tokenize::Args),
-    /// Inspect, verify, export and reshard checkpoints, or go back to an older one
+    /// Inspect, verify and export checkpoints, or go back to an older one
     #[command(subcommand)]
     Ckpt(ckpt::Command),
     Generate(inference::GenerateArgs),

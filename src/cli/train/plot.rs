@@ -71,7 +71,7 @@ fn words_of(error: &RunFilesError) -> String {
     }
 }
 
-/// `plot.html` in the directory of a run, whose path may also be that of a file in it; a picture of several is of none.
+/// `plot.html` in the directory of a run, whose path may also be that of a file in it. A picture of several runs goes to the current directory.
 fn plot_of(runs: &[PathBuf]) -> PathBuf {
     let [run] = runs else {
         return "plots.html".into();

@@ -1,16 +1,14 @@
 //! `ddp-train schedule`: what the ranks of a pipeline do in a step, as text or as a picture. The
-//! schedule comes from a configuration, a name, or the timeline of a run.
+//! schedule comes from a configuration or a name.
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
 use std::{fs, io};
 
 use clap::ArgGroup;
-use ddp_proto::words::{counted, numbered};
+use ddp_proto::words::counted;
 use ddp_worker::parallel::pipeline::{
-    Links, MeasuredRun, Panel, PipelinePlan, Schedule, StageCosts, Unit, bubble_fraction, grid, picture,
-    simulate,
+    Links, PipelinePlan, Schedule, SchedulePicture, StageCosts, grid, simulate,
 };
 
 use crate::cli::error::CliError;
@@ -21,10 +19,6 @@ use crate::cli::{answer, values};
 const MAX_COUNT: u64 = 1 << 12;
 /// Of an action in the table that [`grid`] makes: the columns after its first.
 const REST: &str = "---";
-/// Longest timeline that is read.
-const MAX_TRACE_BYTES: u64 = 1 << 30;
-/// The timeline in the directory of a run.
-const TIMELINE: &str = "timeline/timeline.json";
 
 /// Show the schedule of a pipeline: what each rank computes when, where it waits, and what it keeps
 /// for backward.
@@ -34,7 +28,7 @@ const TIMELINE: &str = "timeline/timeline.json";
 /// B is I and W together and takes two columns. A unit of the summary is the F of all stages of a
 /// rank.
 #[derive(Debug, clap::Args)]
-#[command(group(ArgGroup::new("source").required(true).args(["config", "schedule", "measured"])))]
+#[command(group(ArgGroup::new("source").required(true).args(["config", "schedule"])))]
 pub(super) struct ScheduleArgs {
     /// Show the pipeline of this configuration; its data need not exist
     #[arg(value_name = "FILE.yaml")]
@@ -55,10 +49,6 @@ pub(super) struct ScheduleArgs {
     /// Micro-batches per step
     #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=MAX_COUNT))]
     micro_batches: u64,
-    /// Show the measured schedule of a run next to a simulation with the same durations; RUN is the
-    /// run's directory, or its timeline (`run.timeline`)
-    #[arg(long, value_name = "RUN")]
-    measured: Option<PathBuf>,
     /// Draw the schedule into this SVG file
     #[arg(short, long, value_name = "FILE.svg", value_parser = output)]
     output: Option<PathBuf>,
@@ -78,10 +68,7 @@ fn output(text: &str) -> Result<PathBuf, String> {
 
 /// Main of `ddp-train schedule`.
 pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
-    answer::give_or_fail(match &args.measured {
-        Some(path) => measured(args, path),
-        None => planned(args),
-    })
+    answer::give_or_fail(planned(args))
 }
 
 fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
@@ -133,19 +120,14 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
     let (schedule, placement) = (plan.schedule(), plan.placement());
     let costs = vec![StageCosts::UNIT; placement.stages()];
     let simulation = simulate(schedule, &costs, Links::IDEAL).map_err(refused)?;
-    let panel = Panel {
-        heading: "simulated",
+    let picture = SchedulePicture {
         placement,
         simulation: &simulation,
-        unit: Unit {
-            ticks: placement.stages() as f64 / placement.ranks() as f64,
-            name: "units",
-        },
     };
     let title = format!("{}: {}", plan.name(), sizes(schedule));
     let words = format!(
         "simulated: {}\none unit is the time of F, I or W for one micro-batch in all stages of a rank\n",
-        panel.in_words()
+        picture.in_words()
     );
     let table = grid(&simulation);
     let rest = if table.contains(REST) {
@@ -154,66 +136,12 @@ fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
         String::new()
     };
     let legend = format!("`.` is a time in which the rank does not compute{rest}\n");
-    show(args, &title, &[panel], &words, &(table + &legend))
-}
-
-/// Shows the schedule of a run next to a simulation with the same durations.
-fn measured(args: &ScheduleArgs, path: &Path) -> Result<String, CliError> {
-    let in_run = path.join(TIMELINE);
-    let trace = match path.is_dir() {
-        true if !in_run.exists() => return Err(without_timeline(path)),
-        true => read(&in_run, MAX_TRACE_BYTES)?,
-        false => read(path, MAX_TRACE_BYTES)?,
+    let Some(output) = &args.output else {
+        return Ok(format!("{title}\n{table}{legend}{words}"));
     };
-    let run = MeasuredRun::of_trace(&trace).map_err(refused)?;
-    let numbers: Vec<u64> = run.steps().keys().copied().collect();
-    let Some((last, step)) = run.steps().last_key_value() else {
-        return Ok(String::new());
-    };
-    let panel = |heading, simulation| Panel {
-        heading,
-        placement: run.schedule().placement(),
-        simulation,
-        unit: Unit {
-            ticks: 1e6,
-            name: "ms",
-        },
-    };
-    let (measured, simulated) = (
-        bubble_fraction(run.steps().values()),
-        bubble_fraction(run.simulated().values()),
-    );
-    let panels = [
-        panel("measured", step),
-        panel("simulated", &run.simulated()[last]),
-    ];
-    let mut words = format!(
-        "step {last} measured: {}\nsimulated with the measured durations: {}\n",
-        panels[0].in_words(),
-        panels[1].in_words(),
-    );
-    // Those of a single step are in the lines above.
-    if numbers.len() > 1 {
-        let steps = numbered("step", &numbers);
-        let [measured, simulated] = [measured, simulated].map(|bubble| bubble * 100.0);
-        let _ = writeln!(
-            words,
-            "bubble of {steps}: measured {measured:.2} %, simulated {simulated:.2} %"
-        );
-    }
-    let title = format!(
-        "Step {last}: {}; simulated with the measured durations",
-        sizes(run.schedule())
-    );
-    show(args, &title, &panels, &words, "")
-}
-
-/// A run that recorded no timeline.
-fn without_timeline(run: &Path) -> CliError {
-    CliError::Config(format!(
-        "`{}` has no `{TIMELINE}`\n  hint: record a timeline by training with `--set run.timeline=10`",
-        run.display()
-    ))
+    replace(output, picture.draw(&title).as_bytes())
+        .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
+    Ok(format!("{title}\n{words}picture: {}\n", output.display()))
 }
 
 /// `4 ranks, 8 micro-batches`
@@ -228,22 +156,6 @@ fn sizes(schedule: &Schedule) -> String {
         "{stages}{ranks}, {}",
         counted(schedule.micro_batches(), "micro-batch")
     )
-}
-
-/// Draws the picture if `--output` is set. Otherwise the text includes the table.
-fn show(
-    args: &ScheduleArgs,
-    title: &str,
-    panels: &[Panel<'_>],
-    words: &str,
-    table: &str,
-) -> Result<String, CliError> {
-    let Some(output) = &args.output else {
-        return Ok(format!("{title}\n{table}{words}"));
-    };
-    replace(output, picture(title, panels).as_bytes())
-        .map_err(|error| CliError::Config(format!("cannot write `{}`: {error}", output.display())))?;
-    Ok(format!("{title}\n{words}picture: {}\n", output.display()))
 }
 
 /// Replaces a file at once: the new content is written to a temporary file next to it, which is

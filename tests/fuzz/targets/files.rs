@@ -45,7 +45,7 @@ fn checkpoint(out_dir: &Path) -> PathBuf {
             data_order: "1".into(),
         },
         config: serde_json::json!({"model": {"n_layer": 2}, "train": {"steps": 40}}),
-        data: None,
+        data: String::new(),
         val_data: None,
     };
     writer.commit(&state, &["part-0"]).expect("complete")

@@ -11,16 +11,16 @@ pub enum CheckpointError {
     /// The system refused.
     #[error("cannot {doing} `{}`: {cause}{}", path.display(), hint_of(*kind))]
     Io {
-        /// What was tried.
+        /// The operation that failed, as a verb.
         doing: &'static str,
-        /// On which path.
+        /// Its path.
         path: PathBuf,
-        /// The system's words.
+        /// The system's message.
         cause: String,
         /// Its kind, for the hint.
         kind: io::ErrorKind,
     },
-    /// There is none.
+    /// The run has no checkpoint.
     #[error("`{}` holds no checkpoint", path.display())]
     None {
         /// The `checkpoints` folder.
@@ -37,10 +37,10 @@ pub enum CheckpointError {
         path: PathBuf,
         /// What is wrong with it: the rest of the sentence.
         what: String,
-        /// What to do, once somebody has looked for an older checkpoint ([`super::name_older`]).
+        /// What to do, if it is a file of a run's checkpoint.
         hint: Option<String>,
     },
-    /// The checkpoint is of another format, model or optimizer.
+    /// The checkpoint has another format, model or optimizer.
     #[error("checkpoint `{}`{what}\n  hint: {hint}", path.display())]
     Foreign {
         /// The checkpoint, or its manifest.
@@ -50,7 +50,7 @@ pub enum CheckpointError {
         /// What to do.
         hint: &'static str,
     },
-    /// Where a new folder is to be, there is something already.
+    /// The path of a new folder is taken.
     #[error(
         "`{}` already exists\n  hint: give a directory that does not exist yet, or delete it",
         path.display()
@@ -65,7 +65,7 @@ pub enum CheckpointError {
     )]
     Stalled(String),
     /// The checkpoint was not saved, and the disk is not to blame: its parts do not make up the state, the state cannot
-    /// be read, or nobody wants it any more.
+    /// be read, or the run no longer needs it.
     #[error("{0}")]
     NotSaved(String),
     /// A bug of the caller.
@@ -101,16 +101,21 @@ impl CheckpointError {
         Self::Damaged {
             path: path.to_owned(),
             what: what.into(),
-            hint: None,
+            hint: out_dir_of(path).map(|out_dir| {
+                format!(
+                    "restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind {}`",
+                    out_dir.display()
+                )
+            }),
         }
     }
 
-    /// Nobody wants the checkpoint any more: the generation is over, or the run is.
+    /// The checkpoint is no longer needed: the generation is over, or the run is.
     pub(crate) fn given_up(step: u64, cause: impl std::fmt::Display) -> Self {
         Self::NotSaved(format!("the checkpoint of step {step} was abandoned: {cause}"))
     }
 
-    /// The file system was asked to do something for the checkpoint of `step`, and has not answered for so long.
+    /// The file system has not answered a request for the checkpoint of `step` for `seconds`.
     pub(crate) fn stalled(step: u64, (doing, path): &(&'static str, PathBuf), seconds: f64) -> Self {
         Self::Stalled(format!(
             "cannot write the checkpoint of step {step}: the file system has not responded for {seconds} s to {doing} `{}`",
@@ -125,6 +130,14 @@ impl CheckpointError {
             path.display()
         ))
     }
+}
+
+/// The directory of the run to which a file of a checkpoint belongs; `None` outside of a run.
+fn out_dir_of(file: &Path) -> Option<&Path> {
+    let root = file.parent()?.parent()?;
+    let out_dir = root.parent().filter(|_| root.ends_with("checkpoints"))?;
+    let is_here = out_dir.as_os_str().is_empty();
+    Some(if is_here { Path::new(".") } else { out_dir })
 }
 
 /// `f32[2, 3]`

@@ -38,17 +38,6 @@ pub(super) fn data_name(stem: &str) -> String {
     format!("{stem}{DATA_ENDING}")
 }
 
-/// Whether it is a file of tensors, by its name.
-pub(super) fn is_data(name: &str) -> bool {
-    name.ends_with(DATA_ENDING)
-}
-
-/// What a file of tensors is called where its own name is taken, by an older state of the same step.
-pub(super) fn revised_name(name: &str, revision: usize) -> String {
-    let stem = name.strip_suffix(DATA_ENDING).unwrap_or(name);
-    data_name(&format!("{stem}-r{revision}"))
-}
-
 /// `<out_dir>/checkpoints`
 pub(super) fn checkpoints(out_dir: &Path) -> PathBuf {
     out_dir.join("checkpoints")
@@ -78,7 +67,7 @@ fn tombstone_name(step: u64) -> String {
 }
 
 /// Generation in the name of a temporary folder; `None` for every other name. A name that only begins like
-/// one, and what was being deleted, belongs to generation 0, so that everybody may delete it.
+/// one, and what was being deleted, belongs to generation 0, so that any generation may delete it.
 fn generation_of_temporary(name: &str) -> Option<u64> {
     // A name that is not UTF-8: a run gives none.
     if name.contains(char::REPLACEMENT_CHARACTER) {
@@ -132,7 +121,7 @@ fn saved_steps(root: &Path) -> io::Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// The step that `checkpoints/latest` of a run's folder names; `None` where there is none.
+/// The step that `checkpoints/latest` of a run's folder names; `None` without that file.
 pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let path = checkpoints(out_dir).join(LATEST);
     let names_none = |found: String| {
@@ -189,7 +178,7 @@ pub fn point_latest(storage: &dyn Storage, out_dir: &Path, step: u64) -> Result<
     storage.run(DiskStep::SyncFolder(&root))
 }
 
-/// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its
+/// The newest step that has a whole checkpoint, whatever `latest` says; `None` if no step has one. A folder has its
 /// name only once all of it is written.
 pub(super) fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let root = checkpoints(out_dir);
@@ -198,7 +187,7 @@ pub(super) fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
 }
 
 /// The step that a run goes on from: what `latest` names. Where that is lost, or was never written because the run died
-/// with its first checkpoint just complete, the newest there is: nobody wants to train again what is saved.
+/// with its first checkpoint just complete, the newest one, so that no saved step is trained again.
 pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
     if let Some(step) = latest_step(out_dir)? {
         return Ok(Some(step));
@@ -211,17 +200,6 @@ pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
         );
     }
     Ok(newest)
-}
-
-/// An error if there is any checkpoint below `root`, also one that `latest` does not name.
-pub(super) fn refuse_checkpoints(root: &Path) -> Result<(), CheckpointError> {
-    let latest = root.join(LATEST);
-    let steps = saved_steps(root).map_err(|e| CheckpointError::io("list", root, &e))?;
-    let newest = steps.last().map(|step| root.join(step_name(*step)));
-    match newest.or_else(|| latest.exists().then_some(latest)) {
-        Some(path) => Err(CheckpointError::Occupied { path }),
-        None => Ok(()),
-    }
 }
 
 /// Which checkpoints are kept.

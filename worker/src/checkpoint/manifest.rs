@@ -1,15 +1,13 @@
 //! The manifest of a checkpoint: how far the run was, and where the elements of each tensor are.
 //!
-//! Version 2 names a tensor by the key of its parameter and by its kind. The tensor consists of regions, boxes of its
-//! global shape, and each region of ranges of its elements, which files hold. So a checkpoint describes any layout, and
-//! names no rank. Version 1 has no regions: [`Manifest::read`] makes one region of each tensor, the whole, and nothing
-//! else knows of version 1. [`TensorRecord::check`] finds gaps and overlaps.
+//! It names a tensor by the key of its parameter and by its kind. The tensor consists of regions, boxes of its global
+//! shape, and each region of ranges of its elements, which files hold. So a checkpoint describes any layout, and names no
+//! rank. [`TensorRecord::check`] finds gaps and overlaps.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
@@ -18,10 +16,8 @@ use super::storage::read_bounded;
 use crate::device::DType;
 use crate::model::Region;
 
-/// Version of the manifest that this build writes.
-pub const FORMAT_VERSION: u32 = 2;
-/// The version before, which is read too.
-const VERSION_1: u32 = 1;
+/// Version of the manifest that this build reads and writes.
+pub const FORMAT_VERSION: u32 = 3;
 /// Most steps, and most samples, of a run: far from where sums of them wrap, and exact in every reader of JSON.
 const MAX_COUNT: u64 = 1 << 53;
 /// Longest manifest that is read.
@@ -42,32 +38,29 @@ pub struct State {
     pub step: u64,
     /// Samples of the global stream consumed.
     pub consumed_samples: u64,
-    /// Steps among them without an update, because their numbers were not finite. 0 in checkpoints of builds that did not
-    /// count them.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    /// Steps among them without an update, because their numbers were not finite.
     pub skipped: u64,
-    /// What a step was made of; none: saved by a build that did not tell.
+    /// What a step was made of; `None` before the run knows it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<Batch>,
     /// The keys of everything random.
     pub rng: Rng,
     /// The configuration, as the run used it.
     pub config: serde_json::Value,
-    /// The training text: its length, and a hash. None in checkpoints of builds that did not record it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub data: Option<String>,
-    /// The same of `data.val`; none if that was not set.
+    /// The training text: its length, and a hash.
+    pub data: String,
+    /// The same of `data.val`; `None` if that was not set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_data: Option<String>,
 }
 
 impl State {
-    /// Updates of the optimizer so far.
+    /// Updates of the optimizer until this step.
     pub const fn updates(&self) -> u64 {
         self.step.saturating_sub(self.skipped)
     }
 
-    /// Checks that so many steps can have consumed so many samples; the error is in words.
+    /// Checks that `step` steps can have consumed `consumed_samples` samples; the error is in words.
     fn check(&self) -> Result<(), String> {
         let (step, samples) = (self.step, self.consumed_samples);
         let contradiction = |why: &str| Err(format!("step {step} after {samples} samples, {why}"));
@@ -80,35 +73,8 @@ impl State {
         if self.skipped > step {
             return contradiction(&format!("but {} steps skipped", self.skipped));
         }
-        let Some((batch, since)) = self.batch.and_then(|batch| Some((batch, batch.since?))) else {
-            return Ok(());
-        };
-        let counts = step
-            .checked_sub(since.step)
-            .zip(samples.checked_sub(since.consumed_samples));
-        // The last batch of an epoch may be short.
-        let is_exact = self
-            .config
-            .pointer("/data/last_batch")
-            .is_none_or(|last| last != "short");
-        let is_possible = counts.is_some_and(|(steps, samples)| {
-            let most = u128::from(steps) * u128::from(batch.samples);
-            let least = if is_exact { most } else { steps.into() };
-            (least..=most).contains(&samples.into())
-        });
-        if is_possible {
-            return Ok(());
-        }
-        contradiction(&format!(
-            "but steps of {} samples from step {} after {} samples on",
-            batch.samples, since.step, since.consumed_samples
-        ))
+        Ok(())
     }
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
-const fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 /// What a step was made of when a checkpoint was saved.
@@ -118,28 +84,6 @@ pub struct Batch {
     pub samples: u64,
     /// Ranks that trained them. Nothing else in a checkpoint depends on it.
     pub ranks: u64,
-    /// Where the life of the run began that saved the checkpoint; none: its build did not tell.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub since: Option<Since>,
-}
-
-/// How far the run was when a life of it began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Since {
-    /// Steps finished.
-    pub step: u64,
-    /// Samples consumed by them.
-    pub consumed_samples: u64,
-}
-
-impl Since {
-    /// The life goes on from this state.
-    pub fn of(state: &State) -> Self {
-        Self {
-            step: state.step,
-            consumed_samples: state.consumed_samples,
-        }
-    }
 }
 
 /// Everything random is a function of these, the step, and a position: no state of a generator is stored.
@@ -194,16 +138,6 @@ impl TensorName {
         }
         format!("{self}{region}")
     }
-
-    /// The name that version 1 gave as one text.
-    fn of_version_1(name: &str) -> Self {
-        let slots = [("optimizer.m.", "exp_avg"), ("optimizer.v.", "exp_avg_sq")];
-        let state = slots.iter().find_map(|(prefix, slot)| {
-            let kind = TensorKind::State((*slot).to_owned());
-            Some(kind.of(name.strip_prefix(prefix)?))
-        });
-        state.unwrap_or_else(|| TensorKind::Parameter.of(name))
-    }
 }
 
 impl fmt::Display for TensorName {
@@ -215,10 +149,10 @@ impl fmt::Display for TensorName {
     }
 }
 
-/// What a checkpoint holds. `T` is a tensor, as the manifest's version describes it.
+/// What a checkpoint holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Manifest<T = TensorRecord> {
-    /// Version that was read, or [`FORMAT_VERSION`].
+pub struct Manifest {
+    /// [`FORMAT_VERSION`].
     pub format_version: u32,
     /// BLAKE3 of the whole file, with zeros in the place of these 64 digits.
     pub(super) blake3: String,
@@ -228,7 +162,7 @@ pub struct Manifest<T = TensorRecord> {
     /// Files of the checkpoint, with their sizes.
     pub files: Vec<FileRecord>,
     /// Tensors, by name.
-    pub tensors: Vec<T>,
+    pub tensors: Vec<TensorRecord>,
 }
 
 /// A file of a checkpoint.
@@ -275,11 +209,7 @@ pub struct RangeRecord {
     pub start: u64,
     /// One beyond the last element.
     pub end: u64,
-    /// BLAKE3 of the elements' bytes, little-endian.
-    pub blake3: String,
-    /// The nodes of its tree above each 16 MiB of them. None where there is no more, and in checkpoints of builds that did
-    /// not record them.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    /// BLAKE3 of each 16 MiB of the elements' bytes, little-endian, in their order.
     pub blocks: Vec<String>,
 }
 
@@ -292,11 +222,6 @@ impl TensorRecord {
     /// The ranges of all regions.
     pub fn ranges(&self) -> impl Iterator<Item = &RangeRecord> {
         self.regions.iter().flat_map(|region| &region.ranges)
-    }
-
-    /// The ranges of all regions.
-    pub(super) fn ranges_mut(&mut self) -> impl Iterator<Item = &mut RangeRecord> {
-        self.regions.iter_mut().flat_map(|region| &mut region.ranges)
     }
 
     /// Sorts the regions of a tensor and their ranges, and checks that each element is in exactly one range; the error
@@ -349,29 +274,6 @@ pub(super) fn join(parts: Vec<TensorRecord>) -> Result<Vec<TensorRecord>, String
     Ok(tensors)
 }
 
-/// A tensor of version 1.
-#[derive(Deserialize)]
-struct TensorVersion1 {
-    name: String,
-    shape: Vec<u64>,
-    dtype: DType,
-    pieces: Vec<RangeRecord>,
-}
-
-impl From<TensorVersion1> for TensorRecord {
-    fn from(tensor: TensorVersion1) -> Self {
-        Self {
-            name: TensorName::of_version_1(&tensor.name),
-            dtype: tensor.dtype,
-            regions: vec![RegionRecord {
-                region: Region::whole(&tensor.shape),
-                ranges: tensor.pieces,
-            }],
-            shape: tensor.shape,
-        }
-    }
-}
-
 impl Manifest {
     /// The tensor of this name.
     pub fn tensor(&self, name: &TensorName) -> Option<&TensorRecord> {
@@ -400,18 +302,15 @@ impl Manifest {
         let text = std::str::from_utf8(&bytes).map_err(|e| damaged(&e))?;
         // Before all else: a later version may have other fields, and another seal.
         let version: OnlyVersion = serde_json::from_str(text).map_err(|e| damaged(&e))?;
-        let read = match version.format_version {
-            FORMAT_VERSION => parse::<TensorRecord>(text),
-            VERSION_1 => parse::<TensorVersion1>(text),
-            found => {
-                return Err(CheckpointError::Foreign {
-                    path: path.to_owned(),
-                    what: format!(" has format version {found}, this build reads up to {FORMAT_VERSION}"),
-                    hint: "resume with the release that wrote it, or a newer one",
-                });
-            }
-        };
-        let mut manifest = read.map_err(|e| damaged(&e))?;
+        if version.format_version != FORMAT_VERSION {
+            let found = version.format_version;
+            return Err(CheckpointError::Foreign {
+                path: path.to_owned(),
+                what: format!(" has format version {found}, this build reads {FORMAT_VERSION}"),
+                hint: "resume with the release that wrote it",
+            });
+        }
+        let mut manifest: Self = serde_json::from_str(text).map_err(|e| damaged(&e))?;
         let is_seal = manifest.blake3.len() == NO_SEAL.len();
         let unsealed = text.replacen(&manifest.blake3, NO_SEAL, 1);
         if !is_seal || blake3::hash(unsealed.as_bytes()).to_hex().as_str() != manifest.blake3 {
@@ -425,18 +324,6 @@ impl Manifest {
             None => Ok(manifest),
         }
     }
-}
-
-/// A manifest whose tensors are described as `T`.
-fn parse<T: DeserializeOwned + Into<TensorRecord>>(text: &str) -> Result<Manifest, serde_json::Error> {
-    let read: Manifest<T> = serde_json::from_str(text)?;
-    Ok(Manifest {
-        format_version: read.format_version,
-        blake3: read.blake3,
-        state: read.state,
-        files: read.files,
-        tensors: read.tensors.into_iter().map(Into::into).collect(),
-    })
 }
 
 /// Stands in the place of the hash while the file is hashed.

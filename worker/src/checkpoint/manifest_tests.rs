@@ -17,7 +17,6 @@ fn range(start: u64, end: u64) -> RangeRecord {
         entry: "w".into(),
         start,
         end,
-        blake3: String::new(),
         blocks: Vec::new(),
     }
 }

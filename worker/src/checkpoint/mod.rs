@@ -2,11 +2,11 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `manifest.rs` | [`Manifest`], versions 1 and 2: tensors, their regions, the ranges that files hold, and whether they make up each tensor |
-//! | `part.rs` | [`Extent`]: what a file is to hold of a tensor; one safetensors file, its header and its hashes |
+//! | `manifest.rs` | [`Manifest`]: tensors, their regions, the ranges that files hold, and whether they make up each tensor |
+//! | `part.rs` | [`Extent`]: the elements of a tensor that a file holds; one safetensors file, its header and its hashes |
 //! | `writer.rs` | [`Writer`]: files of many ranks to one checkpoint, all of it or nothing |
 //! | `reader.rs` | [`Reader`]: any range of any region of any tensor, verified |
-//! | `convert.rs` | the same state for another number of ranks; one file for other tools |
+//! | `export.rs` | the parameters in one file for other tools |
 //! | `folder.rs` | names and paths below `checkpoints/`; which steps are there, and which stay ([`Keep`]) |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
 //!
@@ -17,8 +17,8 @@
 //! by `checkpoints/latest` last. A crash at any point leaves the checkpoint before it usable. `latest` is a
 //! text file with the name of the folder.
 
-mod convert;
 mod error;
+mod export;
 mod folder;
 mod manifest;
 mod part;
@@ -28,20 +28,20 @@ mod storage;
 mod tests;
 mod writer;
 
-pub use convert::{export, reshard};
 pub use error::CheckpointError;
+pub use export::export;
 pub use folder::{
     Keep, delete_all, delete_unfinished, file_stem, latest_step, point_latest, retain, run_of, step_name,
     step_to_go_on_from, steps_before,
 };
 pub(crate) use manifest::TOKENIZER_FILE;
 pub use manifest::{
-    Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, Since, State, TensorKind,
+    Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, State, TensorKind,
     TensorName, TensorRecord,
 };
 pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, read_header};
-pub use reader::{Reader, Which, name_older};
+pub use reader::{Reader, Which};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, DiskStep, Storage, ignore_file_size_signal, read_bounded};
 pub use writer::Writer;

@@ -1,24 +1,19 @@
-//! One safetensors file of a checkpoint: what it is to hold, its layout, writing it in bounded memory, its header and its
-//! hashes.
+//! One safetensors file of a checkpoint: the extents it holds, its layout, its header and its hashes. It is written in
+//! bounded memory.
 //!
 //! A range that is a whole tensor is stored under the tensor's own name and shape, so that any reader of safetensors can
 //! load it; a whole region as `name[0..3, 8..16]`, with the region's shape; a part of either as a flat entry
 //! `name@start..end`.
 //!
-//! Each range has a BLAKE3 hash, and one of each of its blocks: who reads a part verifies the blocks of that part only.
-//! BLAKE3 is a tree over the bytes. The hash of a block is the node above it, and the hash of the range the root above all
-//! of them, so that every byte is hashed once for both.
+//! Each block of 16 MiB of a range has a BLAKE3 hash. A reader of a part of the range verifies only the blocks of that part.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read as _};
 use std::ops::Range;
 use std::path::Path;
 
-use blake3::hazmat::{
-    ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
-};
-use blake3::{Hash, Hasher};
+use blake3::Hasher;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
@@ -39,6 +34,8 @@ const SYNC_BYTES: usize = 256 << 20;
 const LENGTH_BYTES: usize = 8;
 /// Longest header that is read; the format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Bytes of a range that have a hash of their own. The last block of a range may be shorter.
+const BLOCK_BYTES: u64 = 16 << 20;
 
 /// What one rank wrote: merged into the manifest by the rank that commits.
 #[derive(Debug, Serialize, Deserialize)]
@@ -54,19 +51,23 @@ pub struct PartWriter<'a> {
     path: &'a Path,
     /// In the order of the file, with the names of their entries.
     extents: Vec<(String, &'a Extent)>,
-    /// Of the extents that are complete.
+    /// The index of the complete extents.
     index: Index,
-    hasher: RangeHasher,
-    /// Bytes of the next extent that are here.
+    /// Hashes the current block.
+    hasher: Hasher,
+    /// Hashes of the complete blocks of the current extent.
+    blocks: Vec<String>,
+    /// Bytes of the current extent that were put.
     filled: u64,
     buffered: Vec<u8>,
     unsynced: usize,
 }
 
 /// Creates a file with these extents, or replaces its content. `fill` is called for each extent by its number, in the
-/// order of the file, and puts its bytes, little-endian. Where the file `is_synced`, all of it is on the disk then.
+/// order of the file, and puts its bytes, little-endian. All of the file is on the disk when this returns.
 pub(super) fn write_part(
-    (storage, path, is_synced): (&dyn Storage, &Path, bool),
+    storage: &dyn Storage,
+    path: &Path,
     extents: &[Extent],
     mut fill: impl FnMut(usize, &mut PartWriter<'_>) -> Result<(), CheckpointError>,
 ) -> Result<Index, CheckpointError> {
@@ -86,9 +87,7 @@ pub(super) fn write_part(
         )));
     }
     part.flush()?;
-    if is_synced {
-        part.sync()?;
-    }
+    part.sync()?;
     Ok(part.index)
 }
 
@@ -117,7 +116,8 @@ impl<'a> PartWriter<'a> {
                 tensors: Vec::with_capacity(extents.len()),
             },
             extents,
-            hasher: RangeHasher::default(),
+            hasher: Hasher::new(),
+            blocks: Vec::new(),
             filled: 0,
             buffered: Vec::new(),
             unsynced: 0,
@@ -136,12 +136,16 @@ impl<'a> PartWriter<'a> {
                 )));
             };
             let missing = extent.bytes() - self.filled;
-            let room = CHUNK_BYTES - self.buffered.len();
-            let here = bytes.len().min(missing.min(room as u64) as usize);
+            let room = (CHUNK_BYTES - self.buffered.len()) as u64;
+            let of_block = BLOCK_BYTES - self.hasher.count();
+            let here = bytes.len().min(missing.min(room).min(of_block) as usize);
             let (chunk, rest) = bytes.split_at(here);
             self.hasher.update(chunk);
             self.buffered.extend_from_slice(chunk);
             self.filled += here as u64;
+            if self.hasher.count() == BLOCK_BYTES {
+                self.end_block();
+            }
             self.end_extents();
             if self.buffered.len() == CHUNK_BYTES {
                 self.flush()?;
@@ -157,15 +161,15 @@ impl<'a> PartWriter<'a> {
             && self.filled == extent.bytes()
         {
             let entry = entry.to_owned();
-            let (hash, blocks) = std::mem::take(&mut self.hasher).finish();
-            let hex = |block: &ChainingValue| Hash::from_bytes(*block).to_hex().to_string();
+            if self.hasher.count() > 0 {
+                self.end_block();
+            }
             let range = RangeRecord {
                 file: self.index.file.name.clone(),
                 entry,
                 start: extent.range.start,
                 end: extent.range.end,
-                blake3: hash.to_hex().to_string(),
-                blocks: blocks.iter().map(hex).collect(),
+                blocks: std::mem::take(&mut self.blocks),
             };
             self.index.tensors.push(TensorRecord {
                 name: extent.tensor.clone(),
@@ -178,6 +182,11 @@ impl<'a> PartWriter<'a> {
             });
             self.filled = 0;
         }
+    }
+
+    fn end_block(&mut self) {
+        self.blocks.push(self.hasher.finalize().to_hex().to_string());
+        self.hasher.reset();
     }
 
     /// The extent whose turn it is, with the name of its entry; none when all are complete.
@@ -199,7 +208,7 @@ impl<'a> PartWriter<'a> {
         Ok(())
     }
 
-    /// Puts what was written so far on the disk.
+    /// Puts all that was written on the disk.
     fn sync(&mut self) -> Result<(), CheckpointError> {
         self.unsynced = 0;
         self.storage.run(DiskStep::SyncFile(self.path))
@@ -243,7 +252,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Bytes of the file that it describes. A header can name more than there are numbers for: no file is as long.
+    /// Bytes of the file that it describes. A header can name more than a number can count: no file is as long.
     pub(crate) fn file_len(&self) -> u64 {
         self.data.saturating_add(self.metadata.data_len() as u64)
     }
@@ -259,7 +268,7 @@ pub(crate) fn read_header(file: &mut File) -> io::Result<Header> {
     if length > MAX_HEADER_BYTES {
         return Err(damaged(format!("its header claims {length} bytes")));
     }
-    // Before there is room for it: a few bytes can claim the longest header.
+    // Checked before memory is reserved: a few bytes can claim the longest header.
     let rest = file.metadata()?.len().saturating_sub(LENGTH_BYTES as u64);
     if length > rest {
         let what = format!("its header claims {length} bytes, and {rest} follow");
@@ -284,126 +293,29 @@ pub(super) fn dtype_on_disk(dtype: DType) -> Dtype {
     }
 }
 
-/// Bytes of a block: a power of two, so that each one is a subtree.
-const BLOCK_BYTES: u64 = 16 << 20;
-
-/// Hashes a range from its first byte to its last.
-#[derive(Default)]
-struct RangeHasher {
-    /// Of the block whose turn it is.
-    hasher: Hasher,
-    /// Its bytes so far.
-    filled: u64,
-    /// Of those that are complete.
-    blocks: Vec<ChainingValue>,
-}
-
-impl RangeHasher {
-    fn update(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            // Only when more follows: the last block is never empty, and a single one is the root itself.
-            if self.filled == BLOCK_BYTES {
-                self.end_block();
-            }
-            let here = (BLOCK_BYTES - self.filled).min(bytes.len() as u64);
-            let (block, rest) = bytes.split_at(here as usize);
-            self.hasher.update(block);
-            self.filled += here;
-            bytes = rest;
-        }
-    }
-
-    /// The hash of the range, and those of its blocks: none where it is a single one.
-    fn finish(mut self) -> (Hash, Vec<ChainingValue>) {
-        if self.blocks.is_empty() {
-            return (self.hasher.finalize(), self.blocks);
-        }
-        self.end_block();
-        (root(&self.blocks), self.blocks)
-    }
-
-    fn end_block(&mut self) {
-        self.blocks.push(self.hasher.finalize_non_root());
-        self.hasher = block_hasher(self.blocks.len());
-        self.filled = 0;
-    }
-}
-
-/// Block `index` of a range of several.
-fn block_hasher(index: usize) -> Hasher {
-    let mut hasher = Hasher::new();
-    hasher.set_input_offset(index as u64 * BLOCK_BYTES);
-    hasher
-}
-
-/// The range that has these blocks, of which there are two or more.
-fn root(blocks: &[ChainingValue]) -> Hash {
-    let (left, right) = children(blocks);
-    merge_subtrees_root(&node(left), &node(right), Mode::Hash)
-}
-
-fn node(blocks: &[ChainingValue]) -> ChainingValue {
-    if let [block] = blocks {
-        return *block;
-    }
-    let (left, right) = children(blocks);
-    merge_subtrees_non_root(&node(left), &node(right), Mode::Hash)
-}
-
-/// The last block counts as a full one: a shorter one is in the same place of the tree.
-fn children(blocks: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
-    let left = left_subtree_len(blocks.len() as u64 * BLOCK_BYTES) / BLOCK_BYTES;
-    blocks.split_at(left as usize)
-}
-
-/// A block of a range has a hash of its own. A range without such hashes is one block, as long as it may be.
 impl RangeRecord {
-    /// The blocks that hold bytes of `bytes`, which are not empty and count from the range's first.
-    pub(super) fn blocks_of(&self, bytes: &Range<u64>) -> Range<usize> {
-        if self.blocks.is_empty() {
-            return 0..1;
+    /// The blocks that hold `bytes`, which count from the range's first byte.
+    pub(super) fn blocks_of(bytes: &Range<u64>) -> Range<usize> {
+        if bytes.is_empty() {
+            return 0..0;
         }
         (bytes.start / BLOCK_BYTES) as usize..bytes.end.div_ceil(BLOCK_BYTES) as usize
     }
 
     /// The bytes of block `index`, of a range of `len` bytes.
-    pub(super) fn block(&self, index: usize, len: u64) -> Range<u64> {
-        if self.blocks.is_empty() {
-            return 0..len;
-        }
+    pub(super) fn block(index: usize, len: u64) -> Range<u64> {
         let start = index as u64 * BLOCK_BYTES;
         start..len.min(start + BLOCK_BYTES)
     }
 
-    /// True if the next `len` of `bytes` are those of block `index`, by its hash.
-    pub(super) fn is_block(&self, index: usize, bytes: impl Read, len: u64) -> io::Result<bool> {
-        let mut hasher = block_hasher(index);
-        hasher.update_reader(bytes.take(len))?;
-        if hasher.count() < len {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the file ends before its last tensor",
-            ));
-        }
-        let (hash, expected) = match self.blocks.get(index) {
-            Some(block) => (Hash::from_bytes(hasher.finalize_non_root()), block),
-            None => (hasher.finalize(), &self.blake3),
-        };
-        Ok(hash.to_hex().as_str() == expected)
+    /// True if these are the bytes of block `index`, by its hash.
+    pub(super) fn is_block(&self, index: usize, bytes: &[u8]) -> bool {
+        blake3::hash(bytes).to_hex().as_str() == self.blocks[index]
     }
 
-    /// True if the hashes of the blocks, if there are some, make up that of the range, which has `len` bytes.
-    pub(super) fn blocks_agree(&self, len: u64) -> bool {
-        if self.blocks.is_empty() {
-            return true;
-        }
-        let hash = |hex: &String| Some(*Hash::from_hex(hex).ok()?.as_bytes());
-        let blocks: Option<Vec<ChainingValue>> = self.blocks.iter().map(hash).collect();
-        blocks.is_some_and(|blocks| {
-            blocks.len() > 1
-                && blocks.len() as u64 == len.div_ceil(BLOCK_BYTES)
-                && root(&blocks).to_hex().as_str() == self.blake3
-        })
+    /// True if a range of `len` bytes has as many hashes as blocks.
+    pub(super) fn has_all_blocks(&self, len: u64) -> bool {
+        self.blocks.len() as u64 == len.div_ceil(BLOCK_BYTES)
     }
 }
 
@@ -516,7 +428,7 @@ impl Extent {
 /// element, and in order; together they are the whole row.
 ///
 /// # Panics
-/// If there is no such share.
+/// If `index` is not below `shares`.
 pub fn share_of(extents: &[Range<u64>], index: usize, shares: usize) -> Vec<(usize, Range<u64>)> {
     assert!(index < shares, "share {index} of {shares}");
     let total: u64 = extents.iter().map(|range| range.end - range.start).sum();
@@ -539,30 +451,6 @@ pub fn share_of(extents: &[Range<u64>], index: usize, shares: usize) -> Vec<(usi
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn the_hash_of_a_piece_is_that_of_its_bytes_whatever_its_blocks() {
-        let block = BLOCK_BYTES as usize;
-        let bytes: Vec<u8> = (0..5 * block + 3).map(|i| (i * i / 7) as u8).collect();
-        for (len, blocks) in [
-            (0, 0),
-            (1, 0),
-            (block, 0),
-            (block + 1, 2),
-            (2 * block, 2),
-            (3 * block - 1, 3),
-            (4 * block, 4),
-            (5 * block + 3, 6),
-        ] {
-            let mut hasher = RangeHasher::default();
-            for part in bytes[..len].chunks(3_000_017) {
-                hasher.update(part);
-            }
-            let (hash, found) = hasher.finish();
-            assert_eq!(hash, blake3::hash(&bytes[..len]), "{len} bytes");
-            assert_eq!(found.len(), blocks, "{len} bytes");
-        }
-    }
 
     proptest! {
         #[test]

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{ErrorKind, Seek as _, SeekFrom};
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -21,14 +21,6 @@ use crate::config::{self, OptimizerConfig};
 use crate::model::{self, Names, Overlap, Region};
 use crate::optim;
 
-/// Bytes of an entry whose runs are read at once.
-const BATCH_BYTES: u64 = 4 << 20;
-
-/// Most older checkpoints that are verified to name one of them in an error.
-const MAX_OLDER: usize = 3;
-/// A larger one is only opened for that: all ranks of a job may do it at once, and `ckpt rewind` verifies it again.
-const MAX_HASHED_BYTES: u64 = 1 << 30;
-
 /// Which checkpoint of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
@@ -44,8 +36,8 @@ pub struct Reader {
     path: PathBuf,
     manifest: Manifest,
     files: HashMap<String, DataFile>,
-    /// File, entry and number of the blocks whose hash was right.
-    verified: Mutex<HashSet<(String, String, usize)>>,
+    /// Blocks whose hash was right: the name of the file, and where in it the block begins.
+    verified: Mutex<HashSet<(String, u64)>>,
 }
 
 /// A file, opened for each range that is read of it: thousands of ranks may have written one each.
@@ -64,7 +56,7 @@ impl DataFile {
             return Err(CheckpointError::damaged(&folder.join(MANIFEST), what));
         }
         let path = folder.join(name);
-        let failed = |e: std::io::Error| CheckpointError::unread(&path, &e);
+        let failed = |e: io::Error| CheckpointError::unread(&path, &e);
         let mut file = storage::open_to_read(&path).map_err(failed)?;
         let found = file.metadata().map_err(failed)?.len();
         if found != expected {
@@ -86,10 +78,6 @@ impl DataFile {
     fn open(&self) -> Result<File, CheckpointError> {
         storage::open_to_read(&self.path).map_err(|e| CheckpointError::unread(&self.path, &e))
     }
-
-    fn failed(&self, error: &std::io::Error) -> CheckpointError {
-        CheckpointError::io("read", &self.path, error)
-    }
 }
 
 /// A range of a tensor's region, in one file.
@@ -104,10 +92,25 @@ struct StoredRange<'a> {
 }
 
 impl StoredRange<'_> {
-    /// Reads bytes that begin at `start` of the range.
-    fn read(&self, file: &File, start: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
-        file.read_exact_at(out, self.offset + start)
-            .map_err(|e| self.data.failed(&e))
+    /// Reads some bytes of the range.
+    fn read(&self, bytes: &Range<u64>) -> Result<Vec<u8>, CheckpointError> {
+        let mut read = vec![0; (bytes.end - bytes.start) as usize];
+        let done = self
+            .data
+            .open()?
+            .read_exact_at(&mut read, self.offset + bytes.start);
+        done.map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof => {
+                CheckpointError::of_file(&self.data.path, " ends before its last tensor")
+            }
+            _ => CheckpointError::io("read", &self.data.path, &error),
+        })?;
+        Ok(read)
+    }
+
+    /// Names a block of the range among those of all files.
+    fn block_name(&self, block: &Range<u64>) -> (String, u64) {
+        (self.range.file.clone(), self.offset + block.start)
     }
 
     /// The content of these bytes of the range is not what was written.
@@ -130,8 +133,15 @@ struct ByteRun {
 }
 
 impl ByteRun {
-    fn within<'a>(&self, out: &'a mut [u8]) -> &'a mut [u8] {
-        &mut out[self.target as usize..(self.target + self.len) as usize]
+    /// The part of it within `bytes` of the range; `None` if it lies elsewhere.
+    fn within(&self, bytes: &Range<u64>) -> Option<Self> {
+        let source = self.source.max(bytes.start);
+        let end = (self.source + self.len).min(bytes.end);
+        Some(Self {
+            target: self.target + (source.saturating_sub(self.source)),
+            source,
+            len: end.checked_sub(source).filter(|len| *len > 0)?,
+        })
     }
 }
 
@@ -246,7 +256,10 @@ impl Reader {
             .tensors
             .iter()
             .flat_map(|tensor| self.stored(tensor));
-        let damaged = stored.filter_map(|stored| self.verify_blocks(&stored, 0..stored.bytes).err());
+        let damaged = stored.filter_map(|stored| {
+            let mut blocks = RangeRecord::blocks_of(&(0..stored.bytes));
+            blocks.find_map(|index| self.verify_block(&stored, index).err())
+        });
         self.check_model().err().into_iter().chain(damaged).collect()
     }
 
@@ -361,117 +374,59 @@ impl Reader {
                 format!("entry `{entry}` has {found_bytes} bytes of {found}, expected {bytes} of {dtype}");
             return damaged(file, what);
         }
-        if !range.blocks_agree(bytes) {
-            let what = format!("the block hashes of entry `{entry}` do not match its hash");
+        if !range.has_all_blocks(bytes) {
+            let what = format!("entry `{entry}` does not have one hash per block");
             return damaged(MANIFEST, what);
         }
         Ok(())
     }
 
-    /// Copies runs of a stored range, which ascend, to their places in `out`. A whole range is hashed as it is read; of
-    /// a part of one, the blocks that hold it are verified first, once.
+    /// Copies runs of a stored range, which ascend, to their places in `out`. A block is verified when it is first read.
     fn read_runs(
         &self,
         stored: &StoredRange<'_>,
         runs: &[ByteRun],
         out: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        if let [all] = runs
-            && all.len == stored.bytes
-        {
-            let out = all.within(out);
-            stored.read(&stored.data.open()?, 0, out)?;
-            let is_right = blake3::hash(out).to_hex().as_str() == stored.range.blake3;
-            return if is_right {
-                Ok(())
-            } else {
-                Err(stored.changed(&(0..stored.bytes)))
+        let (Some(first), Some(last)) = (runs.first(), runs.last()) else {
+            return Ok(());
+        };
+        for index in RangeRecord::blocks_of(&(first.source..last.source + last.len)) {
+            let mut bytes = RangeRecord::block(index, stored.bytes);
+            let after = runs.partition_point(|run| run.source + run.len <= bytes.start);
+            let here: Vec<ByteRun> = runs[after..].iter().map_while(|run| run.within(&bytes)).collect();
+            let (Some(first), Some(last)) = (here.first(), here.last()) else {
+                continue;
             };
-        }
-        for batch in runs.chunk_by(|a, b| a.source / BATCH_BYTES == b.source / BATCH_BYTES) {
-            let (start, last) = (batch[0].source, &batch[batch.len() - 1]);
-            let end = last.source + last.len;
-            self.verify_blocks(stored, start..end)?;
-            let file = stored.data.open()?;
-            if let [only] = batch {
-                stored.read(&file, start, only.within(out))?;
-                continue;
-            }
-            let mut bytes = vec![0; (end - start) as usize];
-            stored.read(&file, start, &mut bytes)?;
-            for run in batch {
-                let from = (run.source - start) as usize;
-                let source = &bytes[from..from + run.len as usize];
-                run.within(out).copy_from_slice(source);
+            let read = if self.verified().contains(&stored.block_name(&bytes)) {
+                bytes = first.source..last.source + last.len;
+                stored.read(&bytes)?
+            } else {
+                self.verify_block(stored, index)?
+            };
+            for run in &here {
+                let [source, target] = [run.source - bytes.start, run.target].map(|start| start as usize);
+                let len = run.len as usize;
+                out[target..target + len].copy_from_slice(&read[source..source + len]);
             }
         }
         Ok(())
     }
 
-    /// Compares the hashes of the blocks that hold `bytes` of a range, each once.
-    fn verify_blocks(&self, stored: &StoredRange<'_>, bytes: Range<u64>) -> Result<(), CheckpointError> {
-        let StoredRange { range, data, .. } = stored;
-        for index in range.blocks_of(&bytes) {
-            let name = (range.file.clone(), range.entry.clone(), index);
-            if self.verified().contains(&name) {
-                continue;
-            }
-            let block = range.block(index, stored.bytes);
-            let mut file = data.open()?;
-            let is_right = file
-                .seek(SeekFrom::Start(stored.offset + block.start))
-                .and_then(|_| range.is_block(index, file, block.end - block.start));
-            if !is_right.map_err(|e| data.failed(&e))? {
-                return Err(stored.changed(&block));
-            }
-            self.verified().insert(name);
+    /// Reads a block of a stored range, and compares its hash.
+    fn verify_block(&self, stored: &StoredRange<'_>, index: usize) -> Result<Vec<u8>, CheckpointError> {
+        let block = RangeRecord::block(index, stored.bytes);
+        let read = stored.read(&block)?;
+        if !stored.range.is_block(index, &read) {
+            return Err(stored.changed(&block));
         }
-        Ok(())
+        self.verified().insert(stored.block_name(&block));
+        Ok(read)
     }
 
-    fn verified(&self) -> MutexGuard<'_, HashSet<(String, String, usize)>> {
+    fn verified(&self) -> MutexGuard<'_, HashSet<(String, u64)>> {
         self.verified.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Adds to the error about a damaged file which older checkpoint of the run is whole, and how to go back to it. For
-/// those who print it: it reads other checkpoints.
-pub fn name_older(error: CheckpointError) -> CheckpointError {
-    let CheckpointError::Damaged { path, what, .. } = error else {
-        return error;
-    };
-    let run = path.parent().and_then(folder::run_of);
-    let hint = run.map_or_else(
-        || "restore the file".into(),
-        |(out_dir, step)| way_back(out_dir, step),
-    );
-    let hint = Some(hint);
-    CheckpointError::Damaged { path, what, hint }
-}
-
-/// What to do about a damaged checkpoint of a run.
-fn way_back(out_dir: &Path, damaged: u64) -> String {
-    let rewind = format!("ddp-train ckpt rewind {}", out_dir.display());
-    let latest = folder::latest_step(out_dir).ok().flatten();
-    let is_needed = latest.is_none_or(|latest| latest == damaged);
-    let older = folder::steps_before(out_dir, damaged).unwrap_or_default();
-    let mut tried = older.iter().take(MAX_OLDER).filter(|_| is_needed);
-    match tried.find(|step| is_whole(out_dir, **step)) {
-        Some(step) => {
-            format!("restore the file, or go back to the checkpoint of step {step}: `{rewind} --step {step}`")
-        }
-        None if is_needed && older.len() <= MAX_OLDER => {
-            "restore the file; this run has no older checkpoint that is complete".into()
-        }
-        None => format!("restore the file; `{rewind}` goes back to the newest checkpoint that is complete"),
-    }
-}
-
-fn is_whole(out_dir: &Path, step: u64) -> bool {
-    Reader::open(out_dir, Which::Step(step)).is_ok_and(|reader| {
-        let bytes: u64 = reader.manifest.files.iter().map(|file| file.bytes).sum();
-        bytes > MAX_HASHED_BYTES || reader.damages().is_empty()
-    })
 }
 
 /// A folder that is named for a step holds the checkpoint of that step.

@@ -22,14 +22,11 @@ pub enum DiskStep<'a> {
     SyncFile(&'a Path),
     /// Puts the names in a folder on the disk.
     SyncFolder(&'a Path),
-    /// Puts all that was written to the file system of a folder on its disk. The system reports the error of a write
-    /// to a descriptor that was open by then.
-    SyncFileSystem(&'a Path, &'a File),
     /// Renames a file, replacing what is there, or a folder, to a name that is free.
     Rename(&'a Path, &'a Path),
-    /// Deletes a file; one that is not there is fine.
+    /// Deletes a file, if it exists.
     RemoveFile(&'a Path),
-    /// Deletes a folder with all that is in it; one that is not there is fine.
+    /// Deletes a folder with its content, if it exists.
     RemoveFolder(&'a Path),
 }
 
@@ -39,7 +36,7 @@ impl<'a> DiskStep<'a> {
         match *self {
             Self::CreateFolder(path) => ("create", path),
             Self::Write(path, _) | Self::Append(path, _) => ("write", path),
-            Self::SyncFile(path) | Self::SyncFolder(path) | Self::SyncFileSystem(path, _) => ("sync", path),
+            Self::SyncFile(path) | Self::SyncFolder(path) => ("sync", path),
             Self::Rename(_, to) => ("rename to", to),
             Self::RemoveFile(path) | Self::RemoveFolder(path) => ("delete", path),
         }
@@ -73,7 +70,6 @@ impl Storage for Disk {
             // `fsync` concerns the file, whichever descriptor wrote it.
             DiskStep::SyncFile(path) => OpenOptions::new().write(true).open(path)?.sync_all(),
             DiskStep::SyncFolder(path) => File::open(path)?.sync_all(),
-            DiskStep::SyncFileSystem(_, opened) => Ok(nix::unistd::syncfs(opened)?),
             DiskStep::Rename(from, to) => fs::rename(from, to),
             DiskStep::RemoveFile(path) => unless_gone(fs::remove_file(path)),
             DiskStep::RemoveFolder(path) => unless_gone(fs::remove_dir_all(path)),
@@ -94,7 +90,7 @@ pub(super) fn write_file(storage: &dyn Storage, path: &Path, content: &[u8]) -> 
     storage.run(DiskStep::SyncFile(path))
 }
 
-/// Opens a file to read it. A pipe would otherwise be waited for until somebody writes to it.
+/// Opens a regular file to read it, without waiting: opening a pipe would block until another process writes to it.
 pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
@@ -104,7 +100,7 @@ pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reads a file of at most so many bytes. A longer one is [`ErrorKind::FileTooLarge`].
+/// Reads a file of at most `most` bytes. A longer one is [`ErrorKind::FileTooLarge`].
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_to_read(path)?.take(most + 1).read_to_end(&mut bytes)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::CheckpointError;
 use super::folder::{self, LATEST, MANIFEST};
-use super::manifest::{FORMAT_VERSION, Manifest, State, TensorRecord, join};
+use super::manifest::{FORMAT_VERSION, Manifest, State, join};
 use super::part::{Extent, Index, PartWriter, write_part};
 use super::reader::{Reader, Which};
 use super::storage::{DiskStep, Storage, write_file};
@@ -17,7 +17,7 @@ use super::storage::{DiskStep, Storage, write_file};
 /// Each rank that writes has one. Rank 0 prepares the folder with [`Writer::lead`], the others, before it or after it,
 /// with [`Writer::follow`]. Each writes its files with [`Writer::file`]; when all have, rank 0 calls [`Writer::commit`]
 /// with the names of all files. Until then nothing of it is visible. A save that failed is given up with
-/// [`Writer::abort`], when nobody writes any more.
+/// [`Writer::abort`], when all ranks have stopped writing.
 pub struct Writer {
     storage: Arc<dyn Storage>,
     /// `<out_dir>/checkpoints`
@@ -26,8 +26,6 @@ pub struct Writer {
     temporary: PathBuf,
     step: u64,
     generation: u64,
-    /// Files are closed without being put on the disk.
-    defers_sync: bool,
 }
 
 impl Writer {
@@ -42,21 +40,14 @@ impl Writer {
             temporary,
             step,
             generation,
-            defers_sync: false,
         }
-    }
-
-    /// Leaves it to the caller to put the files on the disk, all at once, before [`Writer::commit`].
-    pub(super) fn deferring_sync(mut self) -> Self {
-        self.defers_sync = true;
-        self
     }
 
     /// Prepares the folder, on the rank that will commit. Deletes what saves of this generation and those before it
     /// left behind; never what a later one is writing, since this rank may not yet have noticed its own end.
     pub fn lead(&self) -> Result<(), CheckpointError> {
         self.follow()?;
-        // What cannot be deleted wastes room, and is in nobody's way.
+        // What cannot be deleted only wastes room.
         let _ = folder::delete_stale(self.storage.as_ref(), &self.root, |name, of| {
             of <= self.generation && self.temporary.file_name() != Some(name.as_ref())
         });
@@ -86,16 +77,11 @@ impl Writer {
                 "`{stem}` is not a valid name for a checkpoint file"
             )));
         }
-        let (storage, is_synced) = (self.storage.as_ref(), !self.defers_sync);
+        let storage = self.storage.as_ref();
         let path = self.temporary.join(folder::data_name(stem));
-        let index = write_part((storage, &path, is_synced), extents, fill)?;
+        let index = write_part(storage, &path, extents, fill)?;
         let index = serde_json::to_vec(&index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
-        let path = self.temporary.join(index_name(stem));
-        if is_synced {
-            write_file(storage, &path, &index)
-        } else {
-            storage.run(DiskStep::Write(&path, &index))
-        }
+        write_file(storage, &self.temporary.join(index_name(stem)), &index)
     }
 
     /// Makes the checkpoint whole and visible: merges the indices of the files `stems`, checks that they make
@@ -138,8 +124,10 @@ impl Writer {
                 "the checkpoint of step {ours} is older than the latest, of step {latest}: the job wrote that one after a later restart"
             )));
         }
-        if latest == Some(self.step) && target.exists() {
-            self.save_again(manifest, &target)?;
+        if latest == Some(self.step) && Reader::open(&self.out_dir, Which::Step(self.step)).is_ok() {
+            // The run was resumed at its end, or two lives of it reached this step: the state is saved already.
+            // The next save deletes what cannot be deleted now.
+            let _ = self.abort();
         } else {
             self.publish(&manifest, &target)?;
         }
@@ -175,76 +163,21 @@ impl Writer {
         })
     }
 
-    /// Puts the checkpoint where there is none that anybody needs.
+    /// Puts the checkpoint in its place, in which no run needs a checkpoint.
     fn publish(&self, manifest: &Manifest, target: &Path) -> Result<(), CheckpointError> {
         let storage = self.storage.as_ref();
         write_file(storage, &self.temporary.join(MANIFEST), &manifest.to_bytes()?)?;
         // The indices, and files that an earlier attempt at the same save left.
-        self.delete_others(&self.temporary, manifest, |name| name != MANIFEST)?;
+        let named: HashSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
+        for name in folder::names(&self.temporary)? {
+            if name != MANIFEST && !named.contains(name.as_str()) {
+                storage.run(DiskStep::RemoveFile(&self.temporary.join(name)))?;
+            }
+        }
         storage.run(DiskStep::SyncFolder(&self.temporary))?;
         // A run never goes on from this one: it is left of a save that crashed before its end, or was rolled back.
         storage.run(DiskStep::RemoveFolder(target))?;
         storage.run(DiskStep::Rename(&self.temporary, target))
-    }
-
-    /// A run would go on from this step already. One that was resumed at its end saves what it has read; one that went
-    /// back comes with another state.
-    fn save_again(&self, manifest: Manifest, target: &Path) -> Result<(), CheckpointError> {
-        let is_same = |saved: &Manifest| {
-            saved.state.consumed_samples == manifest.state.consumed_samples
-                && content(saved) == content(&manifest)
-        };
-        // One that does not open is none.
-        let saved = Reader::open(&self.out_dir, Which::Step(self.step));
-        if !saved.is_ok_and(|saved| is_same(saved.manifest())) {
-            self.replace(manifest, target)?;
-        }
-        // What cannot be deleted now is at the next begin.
-        let _ = self.abort();
-        Ok(())
-    }
-
-    /// Puts the checkpoint in the place of another, of the same step.
-    ///
-    /// A folder cannot be replaced by one rename everywhere, a file can. So the new files join the old ones in the
-    /// folder, under names of their own, then the manifest, which says which files are the checkpoint, is replaced, and
-    /// then the old files are deleted. Whatever stops this, the folder is the old checkpoint or the new one.
-    fn replace(&self, mut manifest: Manifest, target: &Path) -> Result<(), CheckpointError> {
-        let storage = self.storage.as_ref();
-        let renamed = rename_files(&mut manifest, target)?;
-        let fresh = self.temporary.join(MANIFEST);
-        write_file(storage, &fresh, &manifest.to_bytes()?)?;
-        let moved = renamed.iter().try_for_each(|(from, to)| {
-            storage.run(DiskStep::Rename(&self.temporary.join(from), &target.join(to)))
-        });
-        if let Err(error) = moved.and_then(|()| storage.run(DiskStep::SyncFolder(target))) {
-            for (_, name) in &renamed {
-                // The error that counts is on its way; what is left goes with the next replacement.
-                let _ = storage.run(DiskStep::RemoveFile(&target.join(name)));
-            }
-            return Err(error);
-        }
-        // From here on the new manifest may be what a crash leaves, and its files stay.
-        storage.run(DiskStep::Rename(&fresh, &target.join(MANIFEST)))?;
-        storage.run(DiskStep::SyncFolder(target))?;
-        // What stays wastes room, and is in nobody's way.
-        let _ = self.delete_others(target, &manifest, folder::is_data);
-        Ok(())
-    }
-
-    /// Deletes what is `ours` in a folder, by its name, and no file of the manifest.
-    fn delete_others(
-        &self,
-        folder: &Path,
-        manifest: &Manifest,
-        ours: impl Fn(&str) -> bool,
-    ) -> Result<(), CheckpointError> {
-        let named: HashSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
-        let mut others = folder::names(folder)?;
-        others.retain(|name| ours(name) && !named.contains(name.as_str()));
-        others
-            .iter()
-            .try_for_each(|name| self.storage.run(DiskStep::RemoveFile(&folder.join(name))))
     }
 
     /// Puts the names of the folders above the run's on the disk, which may be as new as the run.
@@ -263,37 +196,6 @@ impl Writer {
         }
         Ok(())
     }
-}
-
-/// What a checkpoint holds, whatever its files are called.
-fn content(manifest: &Manifest) -> Vec<TensorRecord> {
-    let mut tensors = manifest.tensors.clone();
-    for range in tensors.iter_mut().flat_map(TensorRecord::ranges_mut) {
-        (range.file, range.entry) = Default::default();
-        range.blocks = Vec::new();
-    }
-    tensors
-}
-
-/// Gives the files of a manifest names that are free in the folder `target`; the names before and now.
-fn rename_files(manifest: &mut Manifest, target: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
-    let taken: HashSet<String> = folder::names(target)?.into_iter().collect();
-    let is_free = |revision: &usize| {
-        let mut files = manifest.files.iter();
-        files.all(|file| !taken.contains(&folder::revised_name(&file.name, *revision)))
-    };
-    let revision = (1..=taken.len() + 1)
-        .find(is_free)
-        .expect("more revisions than names");
-    let mut renamed = Vec::with_capacity(manifest.files.len());
-    for file in &mut manifest.files {
-        let name = folder::revised_name(&file.name, revision);
-        renamed.push((std::mem::replace(&mut file.name, name.clone()), name));
-    }
-    for range in manifest.tensors.iter_mut().flat_map(TensorRecord::ranges_mut) {
-        range.file = folder::revised_name(&range.file, revision);
-    }
-    Ok(renamed)
 }
 
 fn index_name(stem: &str) -> String {

@@ -20,7 +20,7 @@ pub use loaded::{InferenceError, LoadedModel, open_device};
 pub use run_settings::{RunSettings, open_tokens};
 pub use sampling::{Sampling, Weighed};
 
-pub use crate::checkpoint::{CheckpointError, Reader, name_older};
+pub use crate::checkpoint::{CheckpointError, Reader};
 pub use crate::config::{Paths, Precision, Tokenizer};
 pub use crate::data::{DataError, Tokens, Vocabulary};
 pub use crate::tokenize::Encoder;

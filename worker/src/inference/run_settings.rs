@@ -92,7 +92,7 @@ impl<'a> RunSettings<'a> {
             return Ok(tokens);
         }
         let dataset = Dataset::open(&data, block_size).map_err(|error| refused(error.to_string()))?;
-        check_unchanged(&dataset.train, self.0.data.as_ref(), "was trained")?;
+        check_unchanged(&dataset.train, Some(&self.0.data), "was trained")?;
         Ok(dataset.val)
     }
 

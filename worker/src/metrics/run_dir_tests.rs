@@ -197,7 +197,7 @@ fn save(folder: &Path, step: u64) {
             data_order: "test/1".into(),
         },
         config: serde_json::Value::Null,
-        data: None,
+        data: String::new(),
         val_data: None,
     };
     let writer = checkpoint::Writer::begin(folder, step, 1).unwrap();

@@ -53,7 +53,7 @@ impl DeviceTimes {
 }
 
 /// Name of a span in which the stream or the host waits.
-pub(super) const WAITS: &str = "waits for communication";
+const WAITS: &str = "waits for communication";
 
 /// Name of a span in which the host launches an operation. A communicator without an executor thread runs it there.
 const LAUNCHES: &str = "launches communication";

@@ -15,7 +15,7 @@ pub struct Cancel(Arc<Inner>);
 struct Inner {
     cause: OnceLock<String>,
     wakers: Mutex<Vec<Box<dyn Fn() + Send>>>,
-    /// All who may wait. The entries of dropped waiters are removed when the next one is added.
+    /// All waiters. The entries of dropped waiters are removed when the next one is added.
     waiting: Mutex<Vec<Weak<dyn Waiting>>>,
 }
 
@@ -46,7 +46,7 @@ impl Cancel {
         wakers.push(Box::new(wake));
     }
 
-    /// Adds someone who may wait under this token. The agent learns of waits in heartbeats and when it asks.
+    /// Adds a waiter under this token. The agent learns of waits in heartbeats and when it asks.
     pub fn listen_to(&self, waiting: Weak<dyn Waiting>) {
         let mut all = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|other| other.strong_count() > 0);
@@ -70,7 +70,7 @@ impl Cancel {
 
 /// Something that may wait for other ranks.
 pub trait Waiting: Send + Sync {
-    /// What it waits for now; none if it does not wait. Must not block: a rank that hangs is asked.
+    /// What it waits for now; `None` if it does not wait. Must not block, because a rank that hangs must answer.
     fn waiting(&self) -> Option<Wanted>;
 }
 
@@ -86,7 +86,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// As a message to the agent has it.
+    /// Converts it for a message to the agent.
     pub(super) fn to_wire(&self) -> PeerWait {
         PeerWait {
             operation: self.what.clone(),

@@ -234,7 +234,7 @@ impl Shared {
     }
 
     fn lost(&self, why: String) {
-        // First: who is refused by the outbox asks for the cause. One that this side closed has none.
+        // First, because a caller that the outbox refuses asks for the cause. A connection that this side closed has none.
         if !self.outbox.is_closed() {
             self.cancel.cancel(why);
         }

@@ -142,7 +142,7 @@ impl Session {
         self.stop.cause().map(str::to_owned)
     }
 
-    /// For a program that asks for a stop where there is no agent.
+    /// Lets a program without an agent ask for a stop.
     pub fn stop_request(&self) -> StopRequest {
         self.stop.clone()
     }

@@ -24,7 +24,7 @@ const ANSWER_BOUND: Duration = Duration::from_millis(50);
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;
-/// Functions below the first one that matters to anybody.
+/// Functions below the first one of interest.
 const BEGINNINGS: [&str; 6] = [
     "__rust_begin_short_backtrace",
     "__libc_start",
@@ -122,7 +122,7 @@ fn this_thread() -> i32 {
     unsafe { libc::syscall(libc::SYS_gettid) as i32 }
 }
 
-/// The return addresses of one thread; none if it does not answer.
+/// The return addresses of one thread; `None` if it does not answer.
 fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
     COUNT.store(PENDING, Ordering::Relaxed);
     ASKED.store(thread, Ordering::Release);

@@ -23,7 +23,7 @@ pub trait KeyValue: Send + Sync {
     /// Reads a key, and waits for it if need be. `None`: no rank had written it by the deadline, and never before that.
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// All entries whose keys begin with `prefix`, as soon as there are `count` of them; with 0, those that are there now.
+    /// All entries whose keys begin with `prefix`, as soon as `count` of them exist; with 0, those that exist now.
     /// `None`: fewer were there at the deadline. A store that cannot do that refuses: then each key is asked for.
     fn gather(&self, prefix: &str, count: usize, deadline: Instant) -> Result<Option<Entries>, StoreError> {
         let _ = (count, deadline);
@@ -152,7 +152,7 @@ type Answer = Result<Option<Answered>, (KvRefusal, String)>;
 pub(super) enum Answered {
     /// The value of one entry.
     Value(String),
-    /// Some of the entries of a gather, and whether there are more.
+    /// Some of the entries of a gather, and whether more follow.
     Entries(BTreeMap<String, String>, bool),
 }
 

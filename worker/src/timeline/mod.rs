@@ -3,15 +3,17 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together; [`Timeline`], which takes spans while it is open |
-//! | `overlap.rs` | [`Overlap`]: how much of the communication nobody waited for; who waited for whom |
+//! | `overlap.rs` | [`Overlap`]: how much of the communication was hidden behind arithmetic; which ranks waited for which |
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
-//! | `svg.rs` | what pictures are drawn with |
+//! | `svg.rs` | the elements of pictures, and axes |
+//! | `lanes.rs` | pictures of lanes below each other |
 //! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
 //!
-//! A communicator has a timeline, closed until somebody opens it; so has, through it, whatever waits for the
+//! A communicator has a timeline, closed until the run opens it; so has, through it, whatever waits for the
 //! communicator or computes beside it. A closed one costs a load and a branch. On a device that runs asynchronously spans
 //! are points in its streams, whose times are asked for when the timeline is closed: the host waits for nothing.
 
+pub(crate) mod lanes;
 mod overlap;
 mod picture;
 mod span;

@@ -1,18 +1,18 @@
-//! How much of the communication nobody waited for, and who waited for whom: a collective operation moves nothing until its
+//! How much of the communication was hidden, and which ranks waited for which: a collective operation moves nothing until its
 //! last rank has come. Both are computed on times as sets of intervals.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{About, Kind, Lane, Span};
 
-/// Of one rank. Times in microseconds.
+/// Times of one rank, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
-    /// For which gradients, parameters or activations were under way, on any lane, and all ranks were there.
+    /// Time in which gradients, parameters or activations moved, on any lane, with all ranks present.
     pub moving_us: f64,
-    /// The part of it for which the computing stream waited.
+    /// The part of it in which the computing stream waited.
     pub exposed_us: f64,
-    /// For which the computing stream waited because a rank was late.
+    /// Time in which the computing stream waited because a rank was late.
     pub late_us: f64,
 }
 

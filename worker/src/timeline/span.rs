@@ -56,7 +56,7 @@ impl Lane {
     }
 }
 
-/// What it was for.
+/// The purpose of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -89,9 +89,9 @@ pub enum Kind {
 /// One thing that ran. Times are in microseconds since the timeline was opened.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// Where.
+    /// Its lane.
     pub lane: Lane,
-    /// What for.
+    /// Its purpose.
     pub kind: Kind,
     /// `backward h.3`, `all-reduce (bucket 2)`.
     pub name: Cow<'static, str>,
@@ -99,7 +99,7 @@ pub struct Span {
     pub start_us: f64,
     /// When it ended.
     pub end_us: f64,
-    /// If it is an operation of a communicator.
+    /// Set for operations of a communicator.
     pub collective: Option<Collective>,
 }
 
@@ -199,7 +199,7 @@ pub struct About {
     pub steps: [u64; 2],
     /// When time 0 of its spans was.
     pub clock: ClockReading,
-    /// Spans that are not here: too many, or without times.
+    /// Spans that were left out, for lack of room or of times.
     pub missed: u64,
 }
 
@@ -232,7 +232,7 @@ struct Origin {
 /// When something ran.
 #[derive(Clone, Debug)]
 pub enum Interval {
-    /// By the clock of the host.
+    /// Read from the clock of the host.
     Host([Instant; 2]),
     /// Between two points of a stream, which were recorded to be timed.
     Stream([Event; 2]),
@@ -257,9 +257,9 @@ pub struct Mark {
 /// What a timeline has taken.
 #[derive(Debug)]
 pub struct Recording {
-    /// In no order.
+    /// The spans, unordered.
     pub spans: Vec<Span>,
-    /// Spans for which there was no room, or whose times the device did not tell.
+    /// Spans without room, or without times from the device.
     pub missed: u64,
     /// When time 0 was.
     pub clock: ClockReading,

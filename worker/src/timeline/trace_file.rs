@@ -80,7 +80,7 @@ impl Args {
 }
 
 impl TraceFile {
-    /// Of one rank.
+    /// The file of one rank.
     pub fn of_rank(about: About, mut spans: Vec<Span>) -> Self {
         sort(&mut spans);
         Self {
@@ -88,7 +88,7 @@ impl TraceFile {
         }
     }
 
-    /// All ranks of several files, on one clock, and who waited for whom.
+    /// Merges the ranks of several files on one clock, and marks which ranks waited for which.
     pub fn merged(files: Vec<Self>) -> Self {
         let mut ranks: Vec<_> = files.into_iter().flat_map(|file| file.ranks).collect();
         ranks.sort_by_key(|(about, _)| about.rank);
@@ -121,7 +121,7 @@ impl TraceFile {
         serde_json::to_vec(&document).expect("numbers and names serialise")
     }
 
-    /// From the content of a file.
+    /// Parses the content of a file.
     pub fn parse(json: &[u8]) -> Result<Self, TraceFileError> {
         let document: Document = serde_json::from_slice(json)?;
         let mut lanes: BTreeMap<u64, Lane> = BTreeMap::new();

@@ -18,7 +18,7 @@ use super::step::{Evaluation, Trainer, TrainerParts};
 use super::strategy::{allocate, optimizer};
 use super::warm_up::warm_up;
 use super::world::{World, WrapTransport, threads, timeout};
-use crate::checkpoint::{Batch, Disk, Since, State, Storage};
+use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
@@ -113,7 +113,6 @@ pub(super) fn open(
     identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
         ranks,
-        since: Some(origin.saved().map_or_else(Since::default, Since::of)),
     });
     let opened = Opened {
         spec,

@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use crate::train_support::{Job, Trained, assert_same};
-use ddp_worker::checkpoint::{Disk, Reader, Storage, TensorKind, Which, export};
+use ddp_worker::checkpoint::{Disk, Reader, TensorKind, Which, export};
 use ddp_worker::config::{self, ModelKind, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::train::TrainError;
 use safetensors::tensor::{Dtype, TensorView};
@@ -34,8 +33,7 @@ impl Exported {
         let trained = job.train(ranks);
         let folder = tempfile::tempdir().unwrap();
         let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-        let disk: Arc<dyn Storage> = Arc::new(Disk);
-        export(&disk, &reader, &folder.path().join("model")).unwrap();
+        export(&Disk, &reader, &folder.path().join("model")).unwrap();
         Self {
             folder,
             trained,
@@ -219,8 +217,7 @@ fn a_model_with_a_head_of_its_own_comes_back() {
     // Where the weights of a run came from is no part of the model.
     let again = tempfile::tempdir().unwrap();
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    let disk: Arc<dyn Storage> = Arc::new(Disk);
-    export(&disk, &reader, &again.path().join("model")).unwrap();
+    export(&Disk, &reader, &again.path().join("model")).unwrap();
     assert_eq!(
         fs::read_to_string(again.path().join("model/config.json")).unwrap(),
         text

@@ -1,6 +1,5 @@
 //! Whole runs of training on the CPU: small jobs whose ranks are threads of this process.
 
-mod checkpoint_version_1;
 mod checkpoint_worlds;
 mod checkpoints;
 mod costs;

@@ -3,11 +3,10 @@
 //! that are cut in `tensor_group.rs`.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use crate::train_support::faulty::{FaultyDevice, Spoilt};
 use crate::train_support::{Job, Trained, assert_same, assert_within, copy_folder};
-use ddp_worker::checkpoint::{Disk, Reader, Storage, Which, export};
+use ddp_worker::checkpoint::{Disk, Reader, Which, export};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, ModelKind, OnNonFinite, OptimizerKind, PipelineSchedule, Recompute,
     Rescale, Resume, Strategy, TrainConfig,
@@ -508,11 +507,10 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
         assert_eq!([rows(&alone), rows(&job)], [264; 2], "{layout:?}");
     }
     // Published weights may have fewer rows; the others have the first values of a run without weights.
-    let disk: Arc<dyn Storage> = Arc::new(Disk);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
     let reader = Reader::open(&alone.out_dir(), Which::Latest).unwrap();
-    export(&disk, &reader, &path).unwrap();
+    export(&Disk, &reader, &path).unwrap();
     let wider = |c: &mut TrainConfig| {
         c.model.vocab_size = Some(280);
         c.train.steps = 1;

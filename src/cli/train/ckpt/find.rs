@@ -1,16 +1,15 @@
 //! From what the user names to one checkpoint.
 
 use std::path::{Component, Path};
-use std::{fmt, fs};
 
 use ddp_proto::words::numbered;
-use ddp_worker::checkpoint::{CheckpointError, Reader, Which, step_name};
+use ddp_worker::checkpoint::{CheckpointError, Reader, Which, step_name, steps_before};
 
 use crate::cli::train::runs::{self, CHECKPOINTS};
 
 /// File of a checkpoint, by which it is known.
 const MANIFEST: &str = "manifest.json";
-/// Most steps that are named where the one that was asked for has no checkpoint.
+/// Most steps that an error names: the newest ones.
 const MAX_STEPS: usize = 10;
 
 /// Whether `path` is a single checkpoint.
@@ -50,7 +49,7 @@ pub(super) fn run_at(path: &Path) -> Result<&Path, CheckpointError> {
     }
 }
 
-/// That a path leads to no checkpoint, with the runs below it, if there are some.
+/// The error of a path that leads to no checkpoint, with the runs below it, if any.
 fn without_checkpoint(path: &Path) -> String {
     let problem = if path.exists() {
         "holds no checkpoint"
@@ -71,7 +70,9 @@ fn open_of_run(run: &Path, which: Which) -> Result<Reader, CheckpointError> {
         let path = run.join(CHECKPOINTS).join(step_name(step));
         if !path.exists() {
             let mut words = format!("`{}` holds no checkpoint", path.display());
-            let steps = nearest_steps(&run.join(CHECKPOINTS), step);
+            let mut steps = steps_before(run, u64::MAX)?;
+            steps.truncate(MAX_STEPS);
+            steps.reverse();
             if !steps.is_empty() {
                 words.push_str("\n  hint: there are checkpoints of ");
                 words.push_str(&numbered("step", &steps));
@@ -82,23 +83,6 @@ fn open_of_run(run: &Path, which: Which) -> Result<Reader, CheckpointError> {
     Reader::open(run, which)
 }
 
-/// Steps that have a checkpoint, in order: those nearest to the one that was asked for.
-fn nearest_steps(checkpoints: &Path, asked: u64) -> Vec<u64> {
-    let entries = fs::read_dir(checkpoints).into_iter().flatten().flatten();
-    let mut steps: Vec<u64> = entries
-        .filter(|entry| entry.path().join(MANIFEST).exists())
-        .filter_map(|entry| {
-            let name = entry.file_name().into_string().ok()?;
-            let step = name.rsplit('_').next()?.parse().ok()?;
-            (name == step_name(step)).then_some(step)
-        })
-        .collect();
-    steps.sort_unstable_by_key(|step| step.abs_diff(asked));
-    steps.truncate(MAX_STEPS);
-    steps.sort_unstable();
-    steps
-}
-
 /// A checkpoint with which nothing is wrong, or all that is.
 pub(super) fn verified(reader: Reader) -> Result<Reader, Vec<CheckpointError>> {
     let damages = reader.damages();
@@ -106,14 +90,5 @@ pub(super) fn verified(reader: Reader) -> Result<Reader, Vec<CheckpointError>> {
         Ok(reader)
     } else {
         Err(damages)
-    }
-}
-
-/// `the checkpoint of step 20`
-pub(super) struct Named<'a>(pub(super) &'a Reader);
-
-impl fmt::Display for Named<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the checkpoint of step {}", self.0.manifest().state.step)
     }
 }

@@ -1,11 +1,11 @@
-//! What a checkpoint holds, as a table or as JSON.
+//! What a checkpoint holds, as a table.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use ddp_proto::words::counted;
-use ddp_worker::checkpoint::{RangeRecord, Reader, RegionRecord, TensorKind, TensorRecord};
-use serde_json::{Value, json};
+use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord};
+use serde_json::Value;
 
 /// Keys of the configuration that are shown, by section.
 const SHOWN: [(&str, &[&str]); 4] = [
@@ -21,11 +21,11 @@ const SHOWN: [(&str, &[&str]); 4] = [
     ("parallel", &["strategy"]),
 ];
 
-/// Of the table's last columns.
+/// Explains the table's last columns.
 const LEGEND: &str =
     "regions: the boxes of the tensor that were written; ranges: the pieces of these boxes in the files\n";
 
-/// For people.
+/// The table.
 pub(super) fn table(reader: &Reader) -> String {
     let manifest = reader.manifest();
     let state = &manifest.state;
@@ -49,9 +49,7 @@ pub(super) fn table(reader: &Reader) -> String {
         rows.push((section.into(), settings(&state.config[section], keys)));
     }
     rows.push(("seed".into(), state.rng.seed.to_string()));
-    if let Some(data) = &state.data {
-        rows.push(("training text".into(), data.clone()));
-    }
+    rows.push(("training text".into(), state.data.clone()));
     let mut text = aligned(&rows.into_iter().map(|(k, v)| vec![k, v]).collect::<Vec<_>>());
     text.push('\n');
     let head = ["tensor", "type", "shape", "regions", "ranges", "bytes"]
@@ -69,49 +67,6 @@ pub(super) fn table(reader: &Reader) -> String {
     });
     let lines: Vec<Vec<String>> = std::iter::once(head).chain(tensors).collect();
     text + &aligned(&lines) + LEGEND
-}
-
-/// For programs: names of keys are stable.
-pub(super) fn json(reader: &Reader) -> Value {
-    let manifest = reader.manifest();
-    let state = &manifest.state;
-    let tensor = |tensor: &TensorRecord| {
-        let of_region = |region: &RegionRecord| -> Vec<Value> {
-            let range = |r: &RangeRecord| {
-                json!({
-                    "box": region.region,
-                    "file": r.file,
-                    "entry": r.entry,
-                    "start": r.start,
-                    "end": r.end,
-                    "blake3": r.blake3,
-                })
-            };
-            region.ranges.iter().map(range).collect()
-        };
-        let pieces: Vec<Value> = tensor.regions.iter().flat_map(of_region).collect();
-        json!({
-            "name": tensor.name.to_string(),
-            "key": tensor.name.key,
-            "kind": tensor.name.kind,
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "bytes": bytes_of(tensor),
-            "pieces": pieces,
-        })
-    };
-    json!({
-        "path": reader.path().display().to_string(),
-        "format_version": manifest.format_version,
-        "step": state.step,
-        "consumed_samples": state.consumed_samples,
-        "seed": state.rng.seed,
-        "training_text": state.data,
-        "writers": writers(reader),
-        "files": manifest.files,
-        "tensors": manifest.tensors.iter().map(tensor).collect::<Vec<_>>(),
-        "config": state.config,
-    })
 }
 
 /// That nothing is wrong with a checkpoint, and how much was read to know it.

@@ -1,36 +1,28 @@
-//! `ddp-train ckpt`: looks at checkpoints, checks them, and rewrites them for other tools and other numbers of ranks.
+//! `ddp-train ckpt`: shows checkpoints, checks them, and exports them for other tools.
 //!
 //! | file | what it holds |
 //! |---|---|
 //! | `find.rs` | from what the user names to one checkpoint |
-//! | `inspect.rs` | what a checkpoint holds, as a table or as JSON |
+//! | `inspect.rs` | what a checkpoint holds, as a table |
 //! | `rewind.rs` | makes a run resume from another of its checkpoints |
 
 mod find;
 mod inspect;
 mod rewind;
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use ddp_proto::exit;
-use ddp_worker::checkpoint::{
-    CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, name_older, reshard,
-};
+use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
-use crate::cli::values::one_or_more;
-use find::Named;
 
 /// Exit code where a checkpoint is damaged, or could not be rewritten.
 const FAILED: u8 = 1;
 /// Damages that are named one by one.
 const MAX_NAMED: usize = 20;
-/// More ranks than anybody has: a mistake.
-const MAX_RANKS: usize = 1 << 16;
 
 /// What to do with a checkpoint.
 #[derive(Debug, Subcommand)]
@@ -39,9 +31,6 @@ pub(super) enum Command {
     Inspect {
         #[command(flatten)]
         which: Which,
-        /// Print JSON, for programs
-        #[arg(long)]
-        json: bool,
     },
     /// Check a whole checkpoint: sizes, hashes, and that regions and ranges cover every tensor; exits with 1 if damaged
     Verify {
@@ -53,17 +42,6 @@ pub(super) enum Command {
         #[command(flatten)]
         which: Which,
         /// Directory to create
-        #[arg(short = 'o', long, value_name = "DIR")]
-        to: PathBuf,
-    },
-    /// Rewrite a checkpoint in files of equal size for a different number of ranks (not needed for resuming)
-    Reshard {
-        #[command(flatten)]
-        which: Which,
-        /// Number of ranks to write for
-        #[arg(long, value_name = "N", value_parser = one_or_more::<NonZeroUsize>)]
-        ranks: NonZeroUsize,
-        /// Run directory to create, for `run.out_dir` with `run.resume: require`
         #[arg(short = 'o', long, value_name = "DIR")]
         to: PathBuf,
     },
@@ -99,11 +77,11 @@ pub(super) fn run(command: &Command) -> ExitCode {
         Ok(text) => answer::give(text),
         Err(mut problems) => {
             // One hint is enough.
-            let is_damage =
-                |problem: &&mut CheckpointError| matches!(problem, CheckpointError::Damaged { .. });
-            if let Some(first) = problems.iter_mut().find(is_damage) {
-                *first = name_older(first.clone());
-            }
+            let hints = problems.iter_mut().filter_map(|problem| match problem {
+                CheckpointError::Damaged { hint, .. } => Some(hint),
+                _ => None,
+            });
+            hints.skip(1).for_each(|hint| *hint = None);
             let named = problems.iter().take(MAX_NAMED);
             named.for_each(|problem| print_error(problem));
             if problems.len() > MAX_NAMED {
@@ -118,42 +96,22 @@ pub(super) fn run(command: &Command) -> ExitCode {
 fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
     let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> { which.open().map_err(|e| vec![e]) };
     match command {
-        Command::Inspect { which, json } => {
-            let reader = open(which)?;
-            Ok(if *json {
-                format!("{:#}\n", inspect::json(&reader))
-            } else {
-                inspect::table(&reader)
-            })
-        }
+        Command::Inspect { which } => Ok(inspect::table(&open(which)?)),
         Command::Verify { which } => {
             let reader = open(which).and_then(find::verified)?;
             Ok(inspect::sound(&reader))
         }
         Command::Export { which, to } => {
             let reader = open(which)?;
-            export(&disk(), &reader, to).map_err(|e| vec![e])?;
-            Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
-        }
-        Command::Rewind { which } => rewind::rewind(&which.path, which.step),
-        Command::Reshard { which, ranks, to } => {
-            if ranks.get() > MAX_RANKS {
-                let what = format!("`--ranks {ranks}` is above the limit of {MAX_RANKS}");
-                return Err(vec![CheckpointError::Misuse(what)]);
-            }
-            let reader = open(which)?;
-            let folder = reshard(&disk(), &reader, to, ranks.get()).map_err(|e| vec![e])?;
+            export(&Disk, &reader, to).map_err(|e| vec![e])?;
+            let step = reader.manifest().state.step;
             Ok(format!(
-                "{} is written for {ranks} ranks to `{}`\n",
-                Named(&reader),
-                folder.display()
+                "the checkpoint of step {step} is written to `{}`\n",
+                to.display()
             ))
         }
+        Command::Rewind { which } => rewind::rewind(&which.path, which.step),
     }
-}
-
-fn disk() -> Arc<dyn Storage> {
-    Arc::new(Disk)
 }
 
 /// Separates mistakes of the command line from damage of a checkpoint.

@@ -39,7 +39,7 @@ pub(super) fn rewind(path: &Path, asked: Option<u64>) -> Result<String, Vec<Chec
 }
 
 /// The newest whole checkpoint up to the one that the run would resume from. Those behind it are of a life of the run
-/// that went back. If there is none, the damages of the newest.
+/// that went back. If none is whole, the damages of the newest.
 fn newest_whole(run: &Path) -> Result<Reader, Vec<CheckpointError>> {
     let latest = latest_step(run).ok().flatten();
     let end = latest.map_or(u64::MAX, |latest| latest.saturating_add(1));

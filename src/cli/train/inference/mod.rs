@@ -15,7 +15,7 @@ use std::thread::available_parallelism;
 use clap::Args;
 use ddp_proto::exit;
 use ddp_worker::inference::{
-    InferenceError, LoadedModel, Precision, Reader, RunSettings, Tokenizer, name_older, open_device,
+    InferenceError, LoadedModel, Precision, Reader, RunSettings, Tokenizer, open_device,
 };
 
 use super::ckpt;
@@ -84,7 +84,7 @@ fn precision(word: &str) -> Result<Precision, String> {
 /// Prints the error. The exit code separates what the user must change from damage and other failures of the machine.
 fn refuse(error: &InferenceError) -> ExitCode {
     match error {
-        InferenceError::Checkpoint(error) => print_error(&name_older(error.clone())),
+        InferenceError::Checkpoint(error) => print_error(error),
         _ => print_error(error),
     }
     ExitCode::from(match error {

@@ -1,9 +1,8 @@
-//! The best layouts for the planned machines, as a table and as JSON, and which one to use.
+//! The best layouts for the planned machines, as a table, and which one to use.
 
 use std::fmt::Write as _;
 
 use ddp_proto::words::{bytes, counted, grouped};
-use serde_json::{Value, json};
 
 use super::report;
 use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
@@ -11,43 +10,15 @@ use crate::cli::native::{Axis, Candidate, FoundLayout, LayoutSearch};
 /// Most layouts that are listed as too large.
 const MAX_NAMED: usize = 5;
 
-/// Key of the chunks that a rank has of a pipeline.
-const CHUNKS: &str = "parallel.pipeline.chunks";
-
-/// What is shown.
-pub(super) struct Shown<'a> {
-    pub(super) search: &'a LayoutSearch,
-    /// `parallel.pipeline.chunks` of the configuration.
-    pub(super) chunks: Option<usize>,
-}
-
-impl Shown<'_> {
-    /// Parts of the model on each rank.
-    fn chunks_of(&self, found: &FoundLayout) -> usize {
-        let set = |setting: &String| setting.strip_prefix(CHUNKS)?.strip_prefix('=').map(str::to_owned);
-        let given = match found.settings.iter().find_map(set) {
-            Some(word) => word.parse().ok(),
-            None => self.chunks,
-        };
-        // Their V has two, whatever is set.
-        let usual = match found.candidate.schedule {
-            "ZBV" | "greedy" => 2,
-            _ => 1,
-        };
-        given.unwrap_or(usual)
-    }
-}
-
-/// For people: one layout per column. `memory` is the memory of a device.
-pub(super) fn text(shown: &Shown<'_>, memory: u64, bounds: [&str; 2]) -> String {
-    let search = shown.search;
+/// A table with one layout per column. `memory` is the memory of a device.
+pub(super) fn text(search: &LayoutSearch, memory: u64, bounds: [&str; 2]) -> String {
     let memory = bytes(memory);
     let mut text = match &search.best[..] {
         [] => format!("No layout fits into {memory}.\n"),
         [first, others @ ..] => format!(
             "The best layouts for {} samples per step:\n{}\n{}{}",
             grouped(first.candidate.batch.samples()),
-            table(shown, bounds),
+            table(search, bounds),
             recommendation(first, others.first()),
             alternatives(others)
         ),
@@ -122,24 +93,20 @@ fn schedule(candidate: &Candidate) -> Option<&str> {
     (candidate.layers.len() > 1).then_some(candidate.schedule)
 }
 
-fn table(shown: &Shown<'_>, [least, most]: [&str; 2]) -> String {
-    let search = shown.search;
+fn table(search: &LayoutSearch, [least, most]: [&str; 2]) -> String {
     let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
         let cells = search.best.iter().map(|found| cell(&found.candidate));
         std::iter::once(title.to_owned()).chain(cells).collect()
     };
     let seconds = |c: &Candidate| c.seconds().unwrap_or(f64::INFINITY);
     let along = |title, axis| row(title, &|c| bytes(c.sent.along(&[axis])));
-    let chunks: Vec<usize> = search.best.iter().map(|found| shown.chunks_of(found)).collect();
     let mut rows = vec![
         row("", &Candidate::layout),
         row("strategy", &strategy),
         row("schedule", &|c| schedule(c).unwrap_or("–").to_owned()),
     ];
-    if chunks.iter().any(|chunks| *chunks > 1) {
-        let cells = chunks.iter().map(ToString::to_string);
-        let title = "chunks per rank".to_owned();
-        rows.push(std::iter::once(title).chain(cells).collect());
+    if search.best.iter().any(|found| found.candidate.chunks > 1) {
+        rows.push(row("chunks per rank", &|c| c.chunks.to_string()));
     }
     rows.extend([
         row("micro-batches", &|c| c.batch.accumulation.to_string()),
@@ -157,22 +124,4 @@ fn table(shown: &Shown<'_>, [least, most]: [&str; 2]) -> String {
         }),
     ]);
     report::columns(report::without_nothing(rows))
-}
-
-/// For programs.
-pub(super) fn json(search: &LayoutSearch) -> Value {
-    let all = |found: &[FoundLayout]| -> Vec<Value> {
-        let with_settings = |found: &FoundLayout| {
-            let mut value = report::candidate(&found.candidate);
-            value["set"] = found.settings.clone().into();
-            value
-        };
-        found.iter().map(with_settings).collect()
-    };
-    json!({
-        "best": all(&search.best),
-        "too_large": all(&search.too_large),
-        "slower": search.slower,
-        "not_looked_at": search.not_looked_at,
-    })
 }

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `quantity.rs` | sizes and rates, parsed from text |
 //! | `device.rs` | the device of the plan: named, described, or found on this machine |
-//! | `report.rs` | the strategies as tables or as JSON |
+//! | `report.rs` | the strategies as tables |
 //! | `layouts.rs` | the best layouts for the machines |
 
 mod device;
@@ -17,7 +17,6 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use serde_json::Value;
 
 use crate::cli::answer;
 use crate::cli::error::CliError;
@@ -80,9 +79,6 @@ pub(super) struct PlanArgs {
     /// Number of layouts to show, the best first
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=MAX_LAYOUTS))]
     layouts: u32,
-    /// Print JSON, for programs
-    #[arg(long)]
-    json: bool,
 }
 
 /// Main of `ddp-train plan`.
@@ -90,7 +86,7 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     answer::give_or_fail(plan(args))
 }
 
-/// How many ranks there are, and who says so.
+/// Nodes and ranks of the plan, and whether a setting gives them.
 struct Size {
     nodes: u32,
     ranks_a_node: u32,
@@ -156,10 +152,6 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     };
     let comparison = draft.comparison(&machines)?;
     let search = draft.layouts(&machines, args.layouts as usize)?;
-    if args.json {
-        let found = search.as_ref().map_or(Value::Null, layouts::json);
-        return Ok(format!("{:#}\n", report::json(&comparison, &found, &machines)));
-    }
     let best = search.as_ref().and_then(|search| search.best.first());
     let mut text = report::text(
         &comparison,
@@ -173,11 +165,7 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
     );
     if let (Some(search), Some(memory)) = (&search, machines.memory) {
         text.push('\n');
-        let shown = layouts::Shown {
-            search,
-            chunks: draft.config().parallel.pipeline.chunks,
-        };
-        text.push_str(&layouts::text(&shown, memory, report::bounds(args.mfu)));
+        text.push_str(&layouts::text(search, memory, report::bounds(args.mfu)));
     }
     Ok(text)
 }

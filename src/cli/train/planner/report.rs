@@ -1,14 +1,13 @@
-//! The report of a plan: tables for people, JSON for programs.
+//! The report of a plan, as tables.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
-use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Axis, Candidate, Comparison, Estimate, Machines, Strategy};
+use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
 
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
@@ -36,7 +35,7 @@ pub(super) struct Context<'a> {
     pub(super) is_best: bool,
 }
 
-/// For people.
+/// The whole report but for the layouts.
 pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Context) -> String {
     let mut text = facts(comparison, machines, context);
     text.push('\n');
@@ -44,10 +43,6 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, context: &Conte
     text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
     text.push_str(&advice(comparison, machines, context.is_best));
-    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
-        text.push('\n');
-        text.push_str(&scaling(comparison, [least, most]));
-    }
     text
 }
 
@@ -154,7 +149,7 @@ fn layout(comparison: &Comparison) -> String {
     }
 }
 
-/// Of each rank of a pipeline, in order.
+/// Layers of each rank of a pipeline, in order.
 pub(super) fn layers(candidate: &Candidate) -> String {
     let layers = &candidate.layers;
     if layers.iter().all(|number| *number == layers[0]) {
@@ -260,54 +255,30 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
         ]
     };
     match advice {
-        Advice::Take(strategy, why) => {
+        Advice::Take(strategy) => {
             let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
             format!(
-                "{take} `parallel.strategy: {}`: {why}.\n",
+                "{take} `parallel.strategy: {}`: of the strategies that fit, it sends least.\n",
                 taken.map_or("ddp", name)
             )
         }
-        Advice::Change(adjustments) if adjustments.is_empty() => format!(
-            "{none} fits into {}, not even with the smallest micro-batch, full recomputation and more nodes.\n",
+        Advice::Change(None) => format!(
+            "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(adjustments) => {
-            let mut text = format!(
-                "{none} fits into {}. `zero3` would fit with one of these changes:\n",
-                bytes(memory)
-            );
-            for adjustment in adjustments {
-                let _ = writeln!(text, "  {}: {}", adjustment.change, bytes(adjustment.held));
-            }
-            text
+        Advice::Change(Some(adjustment)) => {
+            let flags = adjustment
+                .settings
+                .iter()
+                .map(|setting| format!(" --set {setting}"));
+            format!(
+                "{none} fits into {}. `zero3` would need {}:\n {}\n",
+                bytes(memory),
+                bytes(adjustment.held),
+                flags.collect::<String>()
+            )
         }
     }
-}
-
-/// The table of more and more ranks with the same work per rank.
-fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
-    let [step, rate] = [format!("step time{least}"), format!("tokens/s{most}")];
-    let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
-    let mut table = vec![title.map(str::to_owned).to_vec()];
-    for point in &comparison.scaling {
-        let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
-            continue;
-        };
-        let batch = point.batch;
-        table.push(vec![
-            point.cluster.ranks().to_string(),
-            point.cluster.nodes.to_string(),
-            grouped(batch.samples()),
-            duration(seconds),
-            grouped((batch.tokens() as f64 / seconds) as u64),
-            format!("{:.0} %", compute / seconds * 100.0),
-        ]);
-    }
-    let strategy = comparison.scaling.first().map_or("", name);
-    format!(
-        "Scaling of `{strategy}` with the same work per rank:\n{}",
-        columns(table)
-    )
 }
 
 /// Removes rows without information.
@@ -347,84 +318,6 @@ fn shortened(number: f64) -> String {
         _ => 3,
     };
     format!("{number:.digits$}")
-}
-
-/// For programs: the names of the keys are stable. Units are bytes and seconds; `null` means
-/// unknown.
-pub(super) fn json(comparison: &Comparison, layouts: &Value, machines: &Machines) -> Value {
-    let advice = match &comparison.advice {
-        None => Value::Null,
-        Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
-        Some(Advice::Change(adjustments)) => {
-            let changes = adjustments.iter();
-            let changes: Vec<Value> = changes
-                .map(|adjustment| json!({ "change": adjustment.change, "device_bytes": adjustment.held }))
-                .collect();
-            json!({ "strategy": null, "changes": changes })
-        }
-    };
-    json!({
-        "model": comparison.model,
-        "parameters": comparison.parameters,
-        "nodes": machines.cluster.nodes,
-        "ranks": machines.cluster.ranks(),
-        "memory_bytes": machines.memory,
-        "global_batch": { "samples": comparison.batch.samples(), "tokens": comparison.batch.tokens() },
-        "flop_a_token": { "model": comparison.work.model, "repeated": comparison.work.repeated },
-        "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
-        "advice": advice,
-        "scaling": comparison.scaling.iter().map(candidate).collect::<Vec<_>>(),
-        "layouts": layouts,
-    })
-}
-
-pub(super) fn candidate(candidate: &Candidate) -> Value {
-    let by_axis = |of: &dyn Fn(Axis) -> u64| {
-        let axes = Axis::ALL.map(|axis| (axis.name().to_owned(), of(axis).into()));
-        Value::Object(axes.into_iter().collect())
-    };
-    let mut object = rank(&candidate.estimate);
-    let more = json!({
-        "layout": candidate.layout(),
-        "strategy": candidate.strategy,
-        "schedule": candidate.schedule,
-        "mesh": by_axis(&|axis| candidate.mesh.size(&[axis]) as u64),
-        "layers": candidate.layers,
-        "micro_batches": candidate.batch.accumulation,
-        "ranks": candidate.cluster.ranks(),
-        "nodes": candidate.cluster.nodes,
-        "device_bytes": candidate.held,
-        "fits": candidate.fits,
-        "stages": candidate.stages.iter().map(rank).collect::<Vec<_>>(),
-        "wire_bytes_by_axis": by_axis(&|axis| candidate.sent.along(&[axis])),
-        "compute_s": candidate.compute,
-        "tensor_s": candidate.tensor,
-        "bubble": candidate.bubble,
-        "communication_s": candidate.communication,
-        "step_s": candidate.seconds(),
-    });
-    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
-        object.extend(more);
-    }
-    object
-}
-
-/// What a rank holds and sends.
-fn rank(estimate: &Estimate) -> Value {
-    let Estimate { held, sent, .. } = estimate;
-    json!({
-        "parameter_bytes": held.params,
-        "gathered_bytes": held.gathered,
-        "gradient_bytes": held.grads,
-        "optimizer_bytes": held.optimizer,
-        "activation_bytes": held.activations,
-        "wire_bytes": {
-            "grads": sent.grads,
-            "params": sent.params,
-            "activations": sent.activations,
-            "pipeline": sent.pipeline,
-        },
-    })
 }
 
 #[cfg(test)]
@@ -503,13 +396,7 @@ mod tests {
          step time, at least     879 ms    745 ms    746 ms     875 ms
          tokens/s, at most      149,134   175,918   175,799    149,866
 
-        Use `parallel.strategy: zero2`: the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less.
-
-        Scaling of `zero2` with the same work per rank:
-         ranks  nodes  global batch  step time, at least  tokens/s, at most  computing
-         4          1            16               410 ms             79,862       84 %
-         8          1            32               422 ms            155,468       82 %
-         16         2            64               746 ms            175,799       46 %
+        Use `parallel.strategy: zero2`: of the strategies that fit, it sends least.
         ");
     }
 
@@ -538,9 +425,8 @@ mod tests {
          step time         87.2 s     87.2 s     87.2 s     87.2 s
          tokens/s           1,503      1,503      1,503      1,503
 
-        No strategy fits into 37.3 GiB. `zero3` would fit with one of these changes:
-          train.recompute: full: 29.6 GiB
-          train.micro_batch: 1 with train.grad_accumulation: 8: 27.5 GiB
+        No strategy fits into 37.3 GiB. `zero3` would need 29.6 GiB:
+          --set parallel.strategy=zero3 --set train.recompute=full
         ");
     }
 

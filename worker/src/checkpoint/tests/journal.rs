@@ -20,7 +20,6 @@ enum Step {
     Append(PathBuf, Vec<u8>),
     SyncFile(PathBuf),
     SyncFolder(PathBuf),
-    SyncAll,
     Rename(PathBuf, PathBuf),
     /// A file, or a folder with nothing in it.
     Unlink(PathBuf),
@@ -62,13 +61,6 @@ impl Journal {
     /// Steps before the first operation that was made to fail.
     pub(super) fn failed(&self) -> Option<usize> {
         self.notes.lock().unwrap().failed
-    }
-
-    /// How often something was put on the disk.
-    pub(super) fn syncs(&self) -> usize {
-        let notes = self.notes.lock().unwrap();
-        let is_sync = |step: &&Step| matches!(step, Step::SyncFile(_) | Step::SyncFolder(_) | Step::SyncAll);
-        notes.steps.iter().filter(is_sync).count()
     }
 
     /// What a loss of power may leave after `from` steps and each of those behind, each tree once, with the number of the
@@ -123,7 +115,6 @@ impl Journal {
                 let below = path.strip_prefix(&self.base);
                 steps.extend(below.map(|path| Step::SyncFolder(path.to_owned())));
             }
-            DiskStep::SyncFileSystem(..) => steps.push(Step::SyncAll),
             DiskStep::Rename(from, to) => steps.push(Step::Rename(self.below(from), self.below(to))),
             DiskStep::RemoveFile(path) if !path.exists() => {}
             DiskStep::RemoveFile(path) => steps.push(Step::Unlink(self.below(path))),
@@ -159,7 +150,7 @@ impl Storage for Journal {
         notes.operations += 1;
         let act = |step: DiskStep<'_>| match step {
             DiskStep::SyncFile(path) if !path.is_file() => Err(io::ErrorKind::NotFound.into()),
-            DiskStep::SyncFile(_) | DiskStep::SyncFolder(_) | DiskStep::SyncFileSystem(..) => Ok(()),
+            DiskStep::SyncFile(_) | DiskStep::SyncFolder(_) => Ok(()),
             step => Disk.perform(step),
         };
         if (self.fails)(notes.operations - 1) {
@@ -341,7 +332,6 @@ impl Platter {
                 let node = self.find(path).unwrap();
                 self.settle(node);
             }
-            Step::SyncAll => self.settle_all(),
             Step::Rename(from, to) => {
                 let node = self.find(from);
                 let (old, new) = ((name_of(from), None), (name_of(to), node));

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::super::folder::MANIFEST;
-use super::super::{Disk, Manifest, RegionRecord, reshard, share_of};
+use super::super::{Disk, Manifest, RegionRecord, export, share_of};
 use super::*;
 use crate::model::Cut;
 
@@ -204,33 +204,18 @@ fn what_is_no_box_of_the_tensor_is_not_read() {
     }
 }
 
-/// Where the regions were, a checkpoint that is resharded has one a tensor.
 #[test]
-fn resharding_joins_regions() {
+fn an_export_joins_regions() {
+    let target = tempfile::tempdir().unwrap();
     let folder = saved_as(Layout::Grid, 2);
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    let target = tempfile::tempdir().unwrap();
-    let disk: Arc<dyn Storage> = Arc::new(Disk);
-    let error = reshard(&disk, &reader, &target.path().join("a"), 3).unwrap_err();
+    let error = export(&Disk, &reader, &target.path().join("a")).unwrap_err();
     assert!(error.to_string().contains("describes no model"), "{error}");
     // As a model of whose parameters one was cut.
     let (source, wte) = cut_model();
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    let out = target.path().join("b");
-    reshard(&disk, &reader, &out, 3).unwrap();
-    let joined = Reader::open(&out, Which::Latest).unwrap();
-    joined.verify().unwrap();
-    for tensor in &joined.manifest().tensors {
-        assert_eq!(tensor.regions.len(), 1, "{}", tensor.name);
-        assert!(
-            tensor.regions[0].region.is_whole(&tensor.shape),
-            "{}",
-            tensor.name
-        );
-    }
-    assert_eq!(joined.read_whole(&parameter("wte.weight")).unwrap(), wte);
-    let exported = target.path().join("c");
-    super::super::export(&disk, &reader, &exported).unwrap();
+    let exported = target.path().join("b");
+    export(&Disk, &reader, &exported).unwrap();
     let bytes = fs::read(exported.join("model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(tensors.tensor("wte.weight").unwrap().data(), wte);

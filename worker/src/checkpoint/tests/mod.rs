@@ -9,10 +9,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::storage::{Disk, DiskStep, Storage};
-use super::{
-    CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, TensorRecord, Which, Writer,
-    step_name,
-};
+use super::{CheckpointError, Extent, Reader, Rng, State, TensorKind, TensorName, Which, Writer, step_name};
 use crate::device::DType;
 use crate::model::Region;
 
@@ -76,7 +73,7 @@ fn state(step: u64) -> State {
         },
         // As the configuration gives it: an `f32`, which has a long decimal form.
         config: serde_json::json!({ "train": { "steps": 100, "lr": 3e-4_f32 } }),
-        data: None,
+        data: String::new(),
         val_data: None,
     }
 }
@@ -150,8 +147,11 @@ fn saved(step: u64) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
+/// The text of an error, without the hint of all errors about damaged files.
 fn message(error: &CheckpointError, folder: &Path) -> String {
-    error.to_string().replace(folder.to_str().unwrap(), "OUT")
+    const HINT: &str = "\n  hint: restore the file, or go back to the newest complete checkpoint: `ddp-train ckpt rewind OUT`";
+    let text = error.to_string().replace(folder.to_str().unwrap(), "OUT");
+    text.trim_end_matches(HINT).to_owned()
 }
 
 fn open_error(folder: &Path) -> String {
@@ -221,9 +221,8 @@ fn files_are_plain_safetensors() {
     assert_eq!((whole.data().as_ptr() as usize - bytes.as_ptr() as usize) % 4, 0);
 }
 
-/// A checkpoint of a build that did not count skipped steps reads as one of a run that skipped none.
 #[test]
-fn skipped_steps_are_saved_where_there_are_any() {
+fn skipped_steps_are_saved() {
     let folder = tempfile::tempdir().unwrap();
     let w = weights(1);
     for (step, skipped) in [(20, 0), (30, 7)] {
@@ -233,9 +232,7 @@ fn skipped_steps_are_saved_where_there_are_any() {
             skipped,
             ..state(step)
         };
-        let path = writer.commit(&state, &["a"]).unwrap();
-        let manifest = fs::read_to_string(path.join("manifest.json")).unwrap();
-        assert_eq!(manifest.contains("skipped"), skipped > 0);
+        writer.commit(&state, &["a"]).unwrap();
         let reader = Reader::open(folder.path(), Which::Latest).unwrap();
         let saved = &reader.manifest().state;
         assert_eq!((saved, saved.updates()), (&state, step - skipped));
@@ -280,10 +277,11 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
     let text = fs::read_to_string(path.join("manifest.json")).unwrap();
     insta::assert_snapshot!(text, @r#"
     {
-      "format_version": 2,
-      "blake3": "9c2438c61ece35acdd2fe6aae67ea043f82dde5749bab9648a5ed044ca3ce721",
+      "format_version": 3,
+      "blake3": "0b67600c4f05b67ec81ba3ea546cf98ac6adf4bcf6c8da15a24caf5559ab8945",
       "step": 7,
       "consumed_samples": 112,
+      "skipped": 0,
       "rng": {
         "seed": 1337,
         "data_order": "test/1"
@@ -294,6 +292,7 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
           "steps": 100
         }
       },
+      "data": "",
       "files": [
         {
           "name": "part-0.safetensors",
@@ -327,7 +326,9 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
                   "entry": "w",
                   "start": 0,
                   "end": 12,
-                  "blake3": "88034a40a554c3f8720575665364a9288decdbf846b40cc08c6ab1b09fef1040"
+                  "blocks": [
+                    "88034a40a554c3f8720575665364a9288decdbf846b40cc08c6ab1b09fef1040"
+                  ]
                 }
               ]
             }
@@ -424,7 +425,7 @@ fn pieces_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
+fn saving_the_latest_step_again_keeps_it() {
     let folder = tempfile::tempdir().unwrap();
     save(folder.path(), 20);
     save(folder.path(), 20);
@@ -434,31 +435,6 @@ fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
         ["manifest.json", "part-0.safetensors", "part-1.safetensors"],
         "nothing was written again"
     );
-}
-
-#[test]
-fn saving_the_latest_step_again_with_another_content_replaces_it() {
-    let folder = tempfile::tempdir().unwrap();
-    save(folder.path(), 20);
-    let path = folder.path().join("checkpoints").join(step_name(20));
-    let ours = path.join("notes.txt");
-    fs::write(&ours, "of somebody else").unwrap();
-    for (revision, value) in [(1, 7), (2, 8), (1, 9)] {
-        let other = weights(value);
-        let writer = Writer::begin(folder.path(), 20, 1).unwrap();
-        writer.write("part-0", &[piece("w", 0..12, &other)]).unwrap();
-        assert_eq!(writer.commit(&state(20), &["part-0"]).unwrap(), path);
-        let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-        reader.verify().unwrap();
-        assert_eq!(read(&reader, "w", 0..12).unwrap(), other);
-        assert!(read(&reader, "m", 0..12).is_err(), "the state before had it");
-        let file = format!("part-0-r{revision}.safetensors");
-        assert_eq!(names(&path), ["manifest.json", "notes.txt", &file]);
-        assert_eq!(
-            names(&folder.path().join("checkpoints")),
-            ["latest", "step_00000020"]
-        );
-    }
 }
 
 #[test]

@@ -1,19 +1,14 @@
-//! Rewriting checkpoints: for other numbers of ranks, and for other tools.
+//! Exports for other tools, and which checkpoints are kept.
 
 use std::ops::Range;
 
 use safetensors::SafeTensors;
 
-use super::super::{Disk, Keep, export, reshard, retain};
-use super::journal::{Journal, make};
+use super::super::{Disk, Keep, export, retain};
 use super::*;
 use crate::config::{self, ModelKind};
 use crate::model;
 use crate::optim;
-
-fn disk() -> Arc<dyn Storage> {
-    Arc::new(Disk)
-}
 
 /// A GPT-2 of one block.
 fn model() -> config::Model {
@@ -72,110 +67,12 @@ fn run_of(model: &config::Model) -> TempDir {
 }
 
 #[test]
-fn resharding_keeps_every_bit_and_balances_the_files() {
-    let source = run();
-    let mut from = Reader::open(source.path(), Which::Latest).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    for (i, ranks) in [2, 8, 3, 1, 4].into_iter().enumerate() {
-        let out = folder.path().join(i.to_string());
-        let path = reshard(&disk(), &from, &out, ranks).unwrap();
-        assert_eq!(path, out.join("checkpoints/step_00000040"));
-        // The next one is made from this one.
-        from = Reader::open(&out, Which::Latest).unwrap();
-        from.verify().unwrap();
-        assert_eq!(from.manifest().state.consumed_samples, 640);
-        for whole in tensors() {
-            let found = from.read_whole(&whole.tensor).unwrap();
-            assert_eq!(found, content_of(&whole), "{} for {ranks}", whole.tensor);
-        }
-        let files = &from.manifest().files;
-        assert_eq!(files.len(), 3 * ranks);
-        let data = |name: &str| -> u64 {
-            let tensors = from.manifest().tensors.iter().flat_map(TensorRecord::ranges);
-            tensors.filter(|p| p.file == name).map(|p| p.end - p.start).sum()
-        };
-        let elements: Vec<u64> = files.iter().map(|file| data(&file.name)).collect();
-        let (least, most) = (elements.iter().min().unwrap(), elements.iter().max().unwrap());
-        assert!(most - least <= 1, "{elements:?}");
-    }
-    let taken = folder.path().join("0");
-    let error = reshard(&disk(), &from, &taken, 2).unwrap_err();
-    insta::assert_snapshot!(message(&error, folder.path()), @r"
-    `OUT/0/checkpoints/step_00000040` already exists
-      hint: give a directory that does not exist yet, or delete it
-    ");
-}
-
-/// The disk is waited for once, however many small files there are.
-#[test]
-fn resharding_for_many_ranks_syncs_no_more_than_for_a_few() {
-    let source = run();
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let [few, many] = [2, 200].map(|ranks| {
-        let journal = Journal::new(folder.path());
-        let storage: Arc<dyn Storage> = journal.clone();
-        reshard(&storage, &reader, &folder.path().join(ranks.to_string()), ranks).unwrap();
-        journal.syncs()
-    });
-    assert_eq!(few, many);
-}
-
-/// The checkpoint before it may be another run's, of an older or a newer step.
-#[test]
-fn a_folder_with_a_checkpoint_that_latest_does_not_name_is_refused_before_anything_is_written() {
-    let source = run();
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    for step in [4, 50] {
-        let target = tempfile::tempdir().unwrap();
-        save(target.path(), step);
-        let root = target.path().join("checkpoints");
-        fs::remove_file(root.join("latest")).unwrap();
-        let journal = Journal::new(target.path());
-        let storage: Arc<dyn Storage> = journal.clone();
-        let error = reshard(&storage, &reader, target.path(), 2).unwrap_err();
-        let path = root.join(step_name(step));
-        assert_eq!(error, CheckpointError::Occupied { path });
-        assert_eq!(journal.steps(), 0);
-    }
-}
-
-/// Power goes after each step, or one operation fails and then power goes: what is left is whole, or no checkpoint.
-#[test]
-fn resharding_that_is_stopped_leaves_a_whole_checkpoint_or_none() {
-    let source = run();
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    for failing in 0.. {
-        let base = tempfile::tempdir().unwrap();
-        let journal = Journal::failing(base.path(), move |number| number == failing);
-        let storage: Arc<dyn Storage> = journal.clone();
-        let result = reshard(&storage, &reader, &base.path().join("new"), 1);
-        // Before the first error it is as without one.
-        let from = journal.failed().unwrap_or_default();
-        for (steps, tree) in journal.outcomes(from) {
-            let left = make(&tree);
-            match Reader::open(&left.path().join("new"), Which::Latest) {
-                Err(CheckpointError::None { .. }) => {
-                    assert!(result.is_err() || steps < journal.steps(), "{failing}, {steps}");
-                }
-                found => found
-                    .and_then(|found| found.verify())
-                    .unwrap_or_else(|error| panic!("{failing}, {steps}: {error}")),
-            }
-        }
-        if journal.failed().is_none() {
-            return;
-        }
-    }
-}
-
-#[test]
 fn an_export_is_read_by_others_bit_by_bit() {
     let source = run();
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("gpt2");
-    export(&disk(), &reader, &target).unwrap();
+    export(&Disk, &reader, &target).unwrap();
     assert_eq!(names(folder.path()), ["gpt2"]);
     assert_eq!(names(&target), ["config.json", "model.safetensors"]);
     let bytes = fs::read(target.join("model.safetensors")).unwrap();
@@ -198,33 +95,11 @@ fn an_export_is_read_by_others_bit_by_bit() {
         (&config["n_positions"], &config["n_layer"]),
         (&16.into(), &1.into())
     );
-    let error = export(&disk(), &reader, &target).unwrap_err();
+    let error = export(&Disk, &reader, &target).unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
     `OUT/gpt2` already exists
       hint: give a directory that does not exist yet, or delete it
     ");
-}
-
-/// Two that write to one folder would mix their files.
-#[test]
-fn of_two_exports_to_one_folder_the_second_is_refused() {
-    let source = run();
-    let reader = Reader::open(source.path(), Which::Latest).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let (target, hidden) = (folder.path().join("gpt2"), folder.path().join(".gpt2.exporting"));
-    fs::create_dir(&hidden).unwrap();
-    fs::write(hidden.join("model.safetensors"), "longer than the model? no").unwrap();
-    let other = fs::File::open(&hidden).unwrap();
-    other.lock().unwrap();
-    let error = export(&disk(), &reader, &target).unwrap_err();
-    insta::assert_snapshot!(message(&error, folder.path()), @"`OUT/.gpt2.exporting` is being written by another export");
-    assert_eq!(names(&hidden), ["model.safetensors"], "untouched");
-    // The left-over of one that crashed.
-    drop(other);
-    export(&disk(), &reader, &target).unwrap();
-    assert_eq!(names(folder.path()), ["gpt2"]);
-    let bytes = fs::read(target.join("model.safetensors")).unwrap();
-    SafeTensors::deserialize(&bytes).unwrap();
 }
 
 /// Names, shapes and bytes of an exported model, and its `config.json`.
@@ -239,7 +114,7 @@ impl ExportedModel {
         let reader = Reader::open(source.path(), Which::Latest).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("model");
-        export(&disk(), &reader, &target).unwrap();
+        export(&Disk, &reader, &target).unwrap();
         Self {
             weights: fs::read(target.join("model.safetensors")).unwrap(),
             config: fs::read_to_string(target.join("config.json")).unwrap(),
@@ -442,7 +317,7 @@ fn a_gpt2_with_a_head_of_its_own_is_exported_with_the_prefix() {
 }
 
 #[test]
-fn a_damaged_source_is_neither_exported_nor_resharded() {
+fn a_damaged_source_is_not_exported() {
     let source = run();
     let part = source
         .path()
@@ -463,16 +338,9 @@ fn a_damaged_source_is_neither_exported_nor_resharded() {
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     assert_eq!(reader.damages().len(), 1);
     let folder = tempfile::tempdir().unwrap();
-    let (exported, resharded) = (folder.path().join("a"), folder.path().join("b"));
-    for error in [
-        export(&disk(), &reader, &exported).unwrap_err(),
-        reshard(&disk(), &reader, &resharded, 3).unwrap_err(),
-    ] {
-        assert!(error.to_string().contains("tensor `wte.weight`"), "{error}");
-    }
-    assert!(!exported.exists());
-    assert_eq!(names(folder.path()), ["b"]);
-    assert!(names(&resharded.join("checkpoints")).is_empty());
+    let error = export(&Disk, &reader, &folder.path().join("a")).unwrap_err();
+    assert!(error.to_string().contains("tensor `wte.weight`"), "{error}");
+    assert!(names(folder.path()).is_empty());
 }
 
 #[test]

@@ -5,9 +5,9 @@ use std::path::Path;
 use super::curves::{Curve, RunCurves};
 use crate::metrics::RunFilesError;
 use crate::metrics::run_file::replace_file;
-use crate::timeline::svg::{Svg, escaped, tick_distance};
+use crate::timeline::svg::{Axis, CHARACTER, Svg, escaped};
 
-/// Most runs that are told apart by colour.
+/// Most runs in one picture: each has a colour of its own.
 pub const MAX_RUNS: usize = 8;
 
 const WIDTH: f64 = 960.0;
@@ -21,8 +21,6 @@ const LEGEND: f64 = 20.0;
 const TITLE: f64 = 32.0;
 /// Below it, with the steps.
 const FOOTER: f64 = 26.0;
-/// What a character of a label takes.
-const CHARACTER: f64 = 6.6;
 /// Most characters of a run's name.
 const MAX_NAME: usize = 120;
 /// Part of a panel that is free above and below its curves.
@@ -145,7 +143,7 @@ impl Panel {
         }
     }
 
-    /// From the numbers to places; none if there is no number.
+    /// The vertical axis; `None` without numbers.
     fn scale(&self, runs: &[RunCurves], places: [f64; 2]) -> Option<Axis> {
         let begin = if self.from_zero { 0.0 } else { BEGIN };
         let points = runs.iter().flat_map(|run| {
@@ -212,53 +210,6 @@ fn restarts(
     }
 }
 
-/// From numbers to places.
-struct Axis {
-    numbers: [f64; 2],
-    places: [f64; 2],
-    /// Between two ticks.
-    distance: f64,
-}
-
-impl Axis {
-    fn new([low, high]: [f64; 2], places: [f64; 2], ticks: f64) -> Self {
-        Self {
-            numbers: [low, high],
-            places,
-            distance: tick_distance(high - low, ticks),
-        }
-    }
-
-    /// At the edge, if it is beyond it.
-    fn place(&self, number: f64) -> f64 {
-        let ([low, high], [from, to]) = (self.numbers, self.places);
-        from + ((number - low) / (high - low)).clamp(0.0, 1.0) * (to - from)
-    }
-
-    fn ticks(&self) -> impl Iterator<Item = f64> {
-        let ([low, high], distance) = (self.numbers, self.distance);
-        let first = (low / distance).ceil() as i64;
-        let last = (high / distance).floor() as i64;
-        (first..=last).map(move |tick| tick as f64 * distance)
-    }
-
-    /// With as many digits as tell two ticks apart.
-    fn label(&self, number: f64) -> String {
-        let digits = |unit: f64| (-(self.distance / unit).log10() - 1e-9).ceil().max(0.0) as usize;
-        let [low, high] = self.numbers.map(f64::abs);
-        match low.max(high) {
-            _ if number == 0.0 => "0".to_owned(),
-            top if top >= 1e6 => format!("{:.*}M", digits(1e6), number / 1e6),
-            top if top >= 1e4 => format!("{:.*}k", digits(1e3), number / 1e3),
-            top if top < 1e-2 => {
-                let power = 10_f64.powf(number.abs().log10().floor());
-                format!("{number:.*e}", digits(power))
-            }
-            _ => format!("{number:.*}", digits(1.0)),
-        }
-    }
-}
-
 const STYLE: &str = "\
 .page{fill:#fff}\
 text{font:12px system-ui,sans-serif;fill:#222}\
@@ -276,21 +227,6 @@ path{fill:none;stroke:currentColor}.curve{stroke-width:1.5;stroke-linejoin:round
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ticks_are_round_and_have_the_digits_that_tell_them_apart() {
-        let labels = |low: f64, high: f64| {
-            let axis = Axis::new([low, high], [0.0, 100.0], 4.0);
-            let labels: Vec<String> = axis.ticks().map(|tick| axis.label(tick)).collect();
-            labels.join(" ")
-        };
-        insta::assert_snapshot!(labels(0.0, 600.0), @"0 200 400 600");
-        insta::assert_snapshot!(labels(1.31, 5.6), @"2 4");
-        insta::assert_snapshot!(labels(3.281, 3.294), @"3.285 3.290");
-        insta::assert_snapshot!(labels(0.0, 6.1e-4), @"0 2e-4 4e-4 6e-4");
-        insta::assert_snapshot!(labels(0.0, 47_000.0), @"0 20k 40k");
-        insta::assert_snapshot!(labels(1_150_000.0, 1_260_000.0), @"1.15M 1.20M 1.25M");
-    }
 
     fn run(name: &str, lines: &[String]) -> RunCurves {
         let folder = tempfile::tempdir().unwrap();

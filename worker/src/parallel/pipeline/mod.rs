@@ -13,13 +13,11 @@
 //! | [`with_transfers`], [`forward_only`] | passes: add the messages between ranks; leave out backward |
 //! | [`validate`], [`least_capacity`] | refuses what cannot be run, and says why |
 //! | [`simulate`] | when each rank does what, its bubbles and its memory |
-//! | [`MeasuredRun`] | the same of a run's timeline, and these steps simulated with the measured durations |
-//! | [`picture`], [`grid`] | either as an SVG; a simulated one as text |
+//! | [`SchedulePicture`], [`grid`] | a simulated step as an SVG, and as text |
 //! | [`PipelinePlan`] | the pipeline of a configuration: its schedule, checked, and the layers of each stage |
 
 mod action;
 mod generators;
-mod measured;
 mod passes;
 mod picture;
 mod plan;
@@ -29,13 +27,10 @@ mod validator;
 
 pub use action::{Action, ActionKind, Edge, RowsError, Schedule, Transfer};
 pub use generators::{PipelineShape, ShapeError, gpipe, greedy, interleaved_1f1b, one_f_one_b, zb_h1, zbv};
-pub use measured::{MeasuredError, MeasuredRun};
 pub use passes::{forward_only, with_transfers};
-pub use picture::{Panel, Unit, grid, picture};
+pub use picture::{SchedulePicture, grid};
 pub use plan::{PipelinePlan, PlanError};
-pub use simulator::{
-    Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, bubble_fraction, simulate,
-};
+pub use simulator::{Deadlock, Interval, Links, RankTimeline, Simulation, StageCosts, Waiting, simulate};
 pub use stages::{LayerCosts, Placement, TooFewLayers, divide_layers};
 #[cfg(test)]
 use tests::schedule_of;

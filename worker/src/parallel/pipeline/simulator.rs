@@ -89,7 +89,7 @@ pub struct RankTimeline {
 
 impl RankTimeline {
     /// Takes down what an action keeps from its start, or frees at its end, for stages that keep so many bytes.
-    pub(super) fn note_memory(&mut self, action: Action, [start, end]: [u64; 2], kept_bytes: u64) {
+    fn note_memory(&mut self, action: Action, [start, end]: [u64; 2], kept_bytes: u64) {
         let kept = self.memory.last().map_or(0, |&(_, bytes)| bytes);
         if action.kind == ActionKind::Forward {
             self.memory.push((start, kept + kept_bytes));
@@ -119,7 +119,9 @@ impl Simulation {
 
     /// The part of all ranks' time in which they did not compute.
     pub fn bubble_fraction(&self) -> f64 {
-        bubble_fraction([self])
+        // In floating point: ticks of a slow device come near the largest number.
+        let idle: f64 = (0..self.ranks.len()).map(|rank| self.bubble(rank) as f64).sum();
+        idle / f64::max(self.end as f64 * self.ranks.len() as f64, 1.0)
     }
 
     /// The most that any rank kept.
@@ -127,19 +129,6 @@ impl Simulation {
         let peaks = self.ranks.iter().map(|rank| rank.peak_bytes);
         peaks.max().unwrap_or(0)
     }
-}
-
-/// The part of all ranks' time in which they did not compute, over several steps.
-pub fn bubble_fraction<'a>(steps: impl IntoIterator<Item = &'a Simulation>) -> f64 {
-    // In floating point: ticks of a slow device come near the largest number.
-    let [idle, all] = steps.into_iter().fold([0.0, 0.0], |[idle, all], step| {
-        let bubbles = (0..step.ranks.len()).map(|rank| step.bubble(rank) as f64);
-        [
-            idle + bubbles.sum::<f64>(),
-            all + step.end as f64 * step.ranks.len() as f64,
-        ]
-    });
-    idle / f64::max(all, 1.0)
 }
 
 /// A rank that cannot go on.
@@ -186,27 +175,6 @@ pub fn simulate(schedule: &Schedule, costs: &[StageCosts], links: Links) -> Resu
     Run::new(schedule, costs, links).finish()
 }
 
-/// What was measured of an action.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct MeasuredTicks {
-    /// Ticks in which its rank sent, posted receives and read data between the action before and this one.
-    pub before: u64,
-    /// Ticks of the action.
-    pub took: u64,
-}
-
-/// Runs a schedule with the ticks that were measured of each action. Only what a rank waits for is simulated: messages
-/// arrive at once. A micro-batch keeps a byte of each stage.
-pub(super) fn replay(
-    schedule: &Schedule,
-    ticks: &HashMap<Action, MeasuredTicks>,
-) -> Result<Simulation, Deadlock> {
-    let costs = vec![StageCosts::UNIT; schedule.placement().stages()];
-    let mut run = Run::new(schedule, &costs, Links::IDEAL);
-    run.measured = Some(ticks);
-    run.finish()
-}
-
 /// Messages from one rank to another.
 #[derive(Default)]
 struct Queue {
@@ -236,8 +204,6 @@ impl Queue {
 struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a [StageCosts],
-    /// Ticks of each action, in place of those of its stage.
-    measured: Option<&'a HashMap<Action, MeasuredTicks>>,
     links: Links,
     has_transfers: bool,
     /// By rank, the position of the next action in its row, and when the one before ends.
@@ -254,7 +220,6 @@ impl<'a> Run<'a> {
         Self {
             schedule,
             costs,
-            measured: None,
             links,
             has_transfers: schedule.has_transfers(),
             next: vec![(0, 0); ranks],
@@ -303,7 +268,7 @@ impl<'a> Run<'a> {
             Ok(at) => at,
             Err(awaited) => return Some(Err(Waiting { action, awaited })),
         };
-        let start = ready.max(self.next[rank].1 + self.measured(action).before);
+        let start = ready.max(self.next[rank].1);
         let end = start + self.ticks(action);
         self.carry_out(action, start, end);
         (self.ranks[rank].intervals).push(Interval { action, start, end });
@@ -312,17 +277,11 @@ impl<'a> Run<'a> {
     }
 
     fn ticks(&self, action: Action) -> u64 {
-        if self.measured.is_some() {
-            self.measured(action).took
+        if action.kind.is_send() || action.kind.is_receive() {
+            self.links.occupied
         } else {
             self.costs[action.stage].ticks(action.kind)
         }
-    }
-
-    /// Zero if nothing was measured.
-    fn measured(&self, action: Action) -> MeasuredTicks {
-        let measured = self.measured.and_then(|ticks| ticks.get(&action));
-        measured.copied().unwrap_or_default()
     }
 
     /// When all that F, B, I or W needs is there.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use ddp_proto::words::{counted, numbered};
 
 use super::owned_state::{RankState, copy, load, written};
-use super::save_thread::{Leader, Order, SaveTask, SaveThread, Stage, unreadable};
+use super::save_thread::{Leader, SaveTask, SaveThread, Stage, unreadable};
 use crate::checkpoint::{
     CheckpointError, Extent, Keep, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
 };
@@ -26,18 +26,16 @@ use crate::train::TrainError;
 use crate::train::reporting::warn;
 use crate::train::world::World;
 
-/// Time between two exchanges of how far a save is, when there is nothing else to do. A rank that
-/// writes for long stays in touch, and is not taken for a lost one.
+/// Time between two exchanges of how far a save is while training waits for it. A rank that writes for long stays in touch,
+/// so that the others do not take it for lost.
 const ROUND: Duration = Duration::from_millis(250);
-/// A disk that deletes nothing for so long, of a save that failed, is not waited for.
-const CLEAN_UP_BOUND: Duration = Duration::from_secs(10);
-/// Longest wait for a thread whose save nobody wants any more.
+/// Longest wait for the clean-up of a save when training has failed: the process is about to end.
 const ABANDON_BOUND: Duration = Duration::from_secs(2);
-/// A wait that is reported.
+/// Longer waits are reported.
 const LONG_WAIT: Duration = Duration::from_secs(1);
-/// The last save of a run has no next one that makes it good: it is tried again at once.
+/// The last save of a run is retried once, because no later save makes up for it.
 const LAST_ATTEMPTS: u32 = 2;
-/// Before that, for a disk that is full or a server that is gone for a moment.
+/// Pause before the retry, for a disk that is full or a server that is away for a moment.
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
 /// The checkpoints of a run, and the save under way.
@@ -49,11 +47,11 @@ pub(crate) struct Checkpoints {
     storage: Arc<dyn Storage>,
     keep: Option<Keep>,
     every: u64,
-    /// A disk that takes nothing for so long is given up.
-    patience: Duration,
+    /// A save fails if the file system does not answer a request within this time.
+    timeout: Duration,
     /// Reads the state while training stands still.
     stream: Stream,
-    /// Room for the copy of what this rank writes; none where all saves are made while training stands still.
+    /// Room for the copy of what this rank writes; `None` if training stands still during all saves.
     snapshot: Option<Arena>,
     pending: Option<SaveThread>,
     /// The save before, whose thread may still be cleaning up, or hang.
@@ -61,9 +59,9 @@ pub(crate) struct Checkpoints {
     /// Step of the last checkpoint that was saved or loaded.
     last: Option<u64>,
     resumed_from: Option<u64>,
-    /// Saves that were not made good at once.
+    /// Saves in the middle of the run that failed.
     failed: u64,
-    /// Time for which training waited, since it was last asked for.
+    /// Time for which training waited since the last call of [`Checkpoints::take_stalled`].
     stalled: Duration,
 }
 
@@ -72,18 +70,18 @@ pub(crate) struct Checkpoints {
 pub(crate) struct Position {
     pub(crate) step: u64,
     pub(crate) samples: u64,
-    /// Of the steps of this life.
+    /// Steps of this life without an update.
     pub(crate) skipped: u64,
 }
 
 /// How far a save is on all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Somebody writes.
+    /// Some rank still writes.
     Pending,
     /// All have written: rank 0 may commit.
     Written,
-    /// Nobody writes any more. It is the latest checkpoint, unless these ranks have failed.
+    /// No rank writes any more. It is the latest checkpoint, unless these ranks have failed.
     Ended { failed: Vec<usize> },
 }
 
@@ -93,7 +91,7 @@ impl Verdict {
         let at = |code: f64| -> Vec<usize> { (0..codes.len()).filter(|&rank| codes[rank] == code).collect() };
         let failed = at(FAILED);
         if !at(WRITING).is_empty() {
-            // Also if others have failed: what is to be deleted must not be written meanwhile.
+            // Even if others have failed: files must not be written while they are deleted.
             Self::Pending
         } else if !failed.is_empty() || codes.first() == Some(&COMMITTED) {
             Self::Ended { failed }
@@ -108,7 +106,7 @@ const WRITTEN: f64 = 1.0;
 const COMMITTED: f64 = 2.0;
 const FAILED: f64 = 3.0;
 
-/// How a save ended, on all ranks alike but for the error, which is each rank's own.
+/// How a save ended. Only the error differs between ranks.
 struct Ended {
     step: u64,
     /// The ranks that failed.
@@ -134,7 +132,7 @@ impl Checkpoints {
                 every: keep.every,
             }),
             every: config.train.checkpoint_every,
-            patience: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
+            timeout: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
             stream: world.device.stream(),
             snapshot: None,
             pending: None,
@@ -146,12 +144,12 @@ impl Checkpoints {
         }
     }
 
-    /// Sets the memory of the copy aside, if saves are to be made while training continues: what is missing is missing
-    /// before the first step.
+    /// Reserves the memory of the copy, if saves are made while training continues: a lack of memory shows before the first
+    /// step.
     pub(crate) fn reserve(&mut self, here: RankState<'_>, config: &TrainConfig) -> Result<(), DeviceError> {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
-        // Who keeps moments in a file has no memory for a copy of them.
+        // A run that keeps moments in a file has no memory for a copy of them.
         if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerOffload::File {
             return Ok(());
         }
@@ -175,7 +173,7 @@ impl Checkpoints {
         self.last.map(step_name)
     }
 
-    /// Saves of this life that failed, but for attempts at the last one.
+    /// Saves of this life that failed, without attempts at the last one.
     pub(crate) fn failed(&self) -> u64 {
         self.failed
     }
@@ -243,7 +241,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Ends the save under way, if there is one, and says so if it failed. Every rank calls it.
+    /// Waits for the end of the save under way, if there is one, and reports a failure. Every rank calls it.
     pub(crate) fn drain(&mut self, here: RankState<'_>) -> Result<(), TrainError> {
         if let Some(ended) = self.wait_for_end(here)? {
             self.note(here, &ended);
@@ -253,7 +251,7 @@ impl Checkpoints {
 
     /// How far the save under way is on this rank, as a number for the others, sent with the losses of a step.
     pub(crate) fn code(&self) -> f64 {
-        match self.pending.as_ref().map(|thread| thread.stage(self.patience)) {
+        match self.pending.as_ref().map(|thread| thread.stage(self.timeout)) {
             None | Some(Stage::Writing) => WRITING,
             Some(Stage::Written) => WRITTEN,
             Some(Stage::Committed(_)) => COMMITTED,
@@ -274,18 +272,19 @@ impl Checkpoints {
         self.report(here, ended, None);
     }
 
-    /// Gives up the save under way, because training has failed on some rank.
+    /// Gives up the save under way, because training has failed on some rank. The next job deletes what its thread cannot
+    /// delete before the process ends.
     pub(crate) fn abandon(&mut self) {
-        if let Some(thread) = self.pending.take() {
-            thread.abandon(ABANDON_BOUND);
+        if let Some(mut thread) = self.pending.take() {
+            thread.end(ABANDON_BOUND);
         }
     }
 
-    /// Waits for the end of the save under way. What a failed one wrote is gone then, unless the disk hangs.
+    /// Waits for the end of the save under way. A failed one has deleted what it wrote, unless the file system hangs.
     fn wait_for_end(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
         while let Some(thread) = &self.pending {
             here.world.check()?;
-            // A disk that takes nothing any more has a deadline of its own, `patience`.
+            // A file system that does not answer has a deadline of its own, `timeout`.
             here.session.still_alive();
             thread.await_change(ROUND);
             let own = [self.code(), 0.0];
@@ -300,18 +299,18 @@ impl Checkpoints {
     }
 
     fn finish(&mut self, is_leader: bool, codes: &[f64]) -> Option<Ended> {
-        let thread = self.pending.as_ref()?;
+        let thread = self.pending.as_mut()?;
         let failed = match Verdict::of(codes) {
             Verdict::Pending => return None,
             Verdict::Written => {
                 if is_leader {
-                    thread.order(Order::Commit);
+                    thread.commit();
                 }
                 return None;
             }
             Verdict::Ended { failed } => failed,
         };
-        let own = match thread.stage(self.patience) {
+        let own = match thread.stage(self.timeout) {
             Stage::Failed(error) => Some(error),
             Stage::Committed(trouble) => trouble,
             Stage::Writing | Stage::Written => None,
@@ -320,17 +319,16 @@ impl Checkpoints {
         if failed.is_empty() {
             self.last = Some(step);
         } else {
-            thread.order(Order::GiveUp);
+            thread.give_up();
         }
         // A save that could not begin because of the one before has no thread to wait for.
         self.before = self.before.take().or(self.pending.take());
         Some(Ended { step, failed, own })
     }
 
-    /// True if the thread of the save before touches nothing any more. It is waited for only while its disk answers.
+    /// Waits for the thread of the save before, as long as the file system answers it. True if it touches nothing any more.
     fn has_ended(&mut self) -> bool {
-        let patience = CLEAN_UP_BOUND.min(self.patience);
-        self.before.take_if(|before| before.end(patience));
+        self.before.take_if(|before| before.end(self.timeout));
         self.before.is_none()
     }
 
@@ -361,7 +359,7 @@ impl Checkpoints {
             && let Some(before) = &self.before
         {
             // It may still read the copy, or rename what it wrote.
-            return Err(CheckpointError::stuck(at.step, before.step(), &before.asked()));
+            return Err(CheckpointError::stuck(at.step, before.step(), &before.request()));
         }
         let mut tensors = written(here);
         let home = here.optimizer.home();
@@ -445,7 +443,7 @@ pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
             data_order: ORDER_VERSION.into(),
         },
         config: document,
-        data: Some(dataset.train.fingerprint()?),
+        data: dataset.train.fingerprint()?,
         val_data: val.map(|_| dataset.val.fingerprint()).transpose()?,
     })
 }
@@ -457,7 +455,7 @@ pub(crate) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::V
     document
 }
 
-/// For errors and memory accounts.
+/// Name of the copy in errors and memory accounts.
 const SNAPSHOT: &str = "checkpoint snapshot";
 
 /// Lets time pass, unless the generation ends.

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::checkpoint::{Extent, Reader, TensorKind, name_older, share_of};
+use crate::checkpoint::{Extent, Reader, TensorKind, share_of};
 use crate::device::{Arena, Buffer, DeviceError};
 use crate::model::{ParamId, ParamSpec, Run};
 use crate::optim::{Optimizer, evict};
@@ -52,8 +52,7 @@ pub(super) fn load(here: RankState<'_>, reader: &Reader) -> Result<(), TrainErro
     let (home, stream) = (here.optimizer.home(), here.world.stream);
     for OwnTensors { extents, buffers, .. } in own {
         for (extent, buffers) in extents.into_iter().zip(buffers) {
-            let read = reader.read(&extent.tensor, &extent.region, extent.range);
-            let bytes = read.map_err(name_older)?;
+            let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
             let mut rest = bytes.as_slice();
             for buffer in &buffers {
                 let (now, later) = rest.split_at(buffer.bytes());

@@ -135,7 +135,7 @@ fn save(model: &Model, owners: Owners, ranks: usize) -> TempDir {
             data_order: "test/1".into(),
         },
         config: serde_json::Value::Null,
-        data: None,
+        data: String::new(),
         val_data: None,
     };
     writers[0].commit(&state, &stems).unwrap();

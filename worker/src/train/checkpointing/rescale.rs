@@ -18,11 +18,6 @@ use crate::mesh::{DATA, MeshShape};
 use crate::parallel::pipeline::PipelinePlan;
 use crate::train::TrainError;
 
-/// So many numbers of ranks are looked at to name one that would fit.
-const MAX_CANDIDATES: u64 = 1 << 12;
-/// How many of those that fit are named, on either side of the number at hand.
-const MAX_NAMED: usize = 4;
-
 /// The batches of the run so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BatchBefore {
@@ -32,7 +27,7 @@ pub(crate) struct BatchBefore {
 }
 
 impl BatchBefore {
-    /// What a checkpoint tells of them; none: its build did not.
+    /// Reads them from the state of a checkpoint; `None` if it lacks them.
     pub(crate) fn of(state: &State) -> Option<Self> {
         let number = |pointer| state.config.pointer(pointer)?.as_u64();
         let batch = state.batch.filter(|batch| batch.samples > 0 && batch.ranks > 0)?;
@@ -119,35 +114,10 @@ fn kept(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> Result<us
     let accumulation = accumulation.and_then(|passes| usize::try_from(passes).ok());
     accumulation.ok_or_else(|| {
         TrainError::Refused(format!(
-            "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: {}`train.rescale: keep_micro_batch` allows a different global batch",
-            counted(ranks, noun),
-            fits(micro_batch, (ranks, noun), samples)
+            "the run was trained with a global batch of {samples} samples, but {} with `train.micro_batch: {micro_batch}` cannot form it: {samples} is not a multiple of {ranks} × {micro_batch}\n  hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch",
+            counted(ranks, noun)
         ))
     })
-}
-
-/// What would make steps of so many samples: other numbers of ranks, the nearest if there are many, or the next smaller
-/// micro-batch.
-fn fits(micro_batch: u64, (ranks, noun): (u64, &str), samples: u64) -> String {
-    let is_kept = |ranks: &u64| samples.is_multiple_of(ranks * micro_batch);
-    let fewer = (1..ranks).rev().take(MAX_CANDIDATES as usize).filter(is_kept);
-    let more = (ranks + 1..=ranks + MAX_CANDIDATES).filter(is_kept);
-    let mut numbers: Vec<u64> = fewer.take(MAX_NAMED).chain(more.take(MAX_NAMED)).collect();
-    numbers.sort_unstable();
-    let others = match numbers.split_last() {
-        None => String::new(),
-        Some((1, _)) => format!("1 {noun} can; "),
-        Some((last, [])) => format!("{last} {noun}s can; "),
-        Some((last, others)) => {
-            let others: Vec<String> = others.iter().map(u64::to_string).collect();
-            format!("{} or {last} {noun}s can; ", others.join(", "))
-        }
-    };
-    let smaller = (1..micro_batch)
-        .rev()
-        .find(|micro_batch| samples.is_multiple_of(ranks * micro_batch));
-    let these = smaller.map(|smaller| format!("{ranks} can with `train.micro_batch: {smaller}`; "));
-    others + &these.unwrap_or_default()
 }
 
 fn words(train: &Train, (ranks, noun): (u64, &str), before: Batch) -> String {
@@ -191,7 +161,6 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 3,
-                since: None,
             },
             configured: (2, 2),
         }
@@ -292,7 +261,6 @@ mod tests {
         let batch = Batch {
             samples: (2 * config.train.micro_batch * config.train.grad_accumulation) as u64,
             ranks: 2,
-            since: None,
         };
         let configured = (
             config.train.micro_batch as u64,
@@ -378,7 +346,6 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 1,
-                since: None,
             },
             configured: (2, 2),
         };
@@ -423,20 +390,20 @@ mod tests {
         };
         insta::assert_snapshot!(refusal(4, 2), @"
         the run was trained with a global batch of 12 samples, but 4 ranks with `train.micro_batch: 2` cannot form it: 12 is not a multiple of 4 × 2
-          hint: 1, 2, 3 or 6 ranks can; 4 can with `train.micro_batch: 1`; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 12), @"
         the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 12` cannot form it: 12 is not a multiple of 5 × 12
-          hint: 1 rank can; `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
         insta::assert_snapshot!(refusal(5, 7), @"
         the run was trained with a global batch of 12 samples, but 5 ranks with `train.micro_batch: 7` cannot form it: 12 is not a multiple of 5 × 7
-          hint: `train.rescale: keep_micro_batch` allows a different global batch
+          hint: change the number of ranks or `train.micro_batch`; `train.rescale: keep_micro_batch` allows a different global batch
         ");
     }
 
     #[test]
-    fn a_checkpoint_of_an_older_build_changes_nothing() {
+    fn the_batch_before_comes_from_the_checkpoint() {
         let mut state = State {
             step: 1,
             consumed_samples: 12,
@@ -446,7 +413,7 @@ mod tests {
                 seed: 1,
                 data_order: String::new(),
             },
-            data: None,
+            data: String::new(),
             val_data: None,
             config: serde_json::json!({ "train": { "micro_batch": 2, "grad_accumulation": 2 } }),
         };

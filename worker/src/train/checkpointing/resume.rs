@@ -7,7 +7,7 @@ use std::time::Instant;
 use ddp_proto::words::grouped;
 use serde_json::Value;
 
-use crate::checkpoint::{Reader, State, Which, name_older};
+use crate::checkpoint::{Reader, State, Which};
 use crate::config::{self, TrainConfig};
 use crate::data::ORDER_VERSION;
 use crate::model::{Model, ModelPart};
@@ -97,7 +97,7 @@ impl Origin {
 /// Opens the checkpoint after `step` steps, if it is one of this run. `identity` is what this run is: its state at any
 /// step.
 pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
-    let reader = Reader::open(out_dir, Which::Step(step)).map_err(name_older)?;
+    let reader = Reader::open(out_dir, Which::Step(step))?;
     compare(reader.path(), identity, &reader.manifest().state)?;
     Ok(reader)
 }
@@ -120,12 +120,14 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
     if order != begun || order != ORDER_VERSION {
         return Err(contradiction("rule of the data order", order, begun));
     }
-    match (&now.data, &then.data) {
-        (Some(found), Some(begun)) if found != begun => {
-            Err(contradiction("training text of `data.train`", found, begun))
-        }
-        _ => Ok(()),
+    if now.data != then.data {
+        return Err(contradiction(
+            "training text of `data.train`",
+            &now.data,
+            &then.data,
+        ));
     }
+    Ok(())
 }
 
 /// A section without what may change: what counts only at the beginning of a run, and the rate of dropout. A checkpoint of

@@ -20,9 +20,9 @@ use crate::train::strategy::{mesh, pipeline_plan};
 pub struct Machines {
     /// Nodes, ranks, wires.
     pub cluster: Cluster,
-    /// Bytes of a device that training may take; none if that is not known.
+    /// Bytes of a device that training may use, if known.
     pub memory: Option<u64>,
-    /// Floating-point operations a second of a device; none if that is not known.
+    /// Floating-point operations a second of a device, if known.
     pub flops: Option<f64>,
     /// Devices with memory of their own: what is offloaded to the host is not in it.
     pub has_own_memory: bool,
@@ -33,19 +33,21 @@ pub struct Machines {
 pub struct Candidate {
     /// What is sharded.
     pub strategy: Strategy,
-    /// On how many ranks, and where.
+    /// Its nodes and ranks.
     pub cluster: Cluster,
     /// How these are arranged.
     pub mesh: MeshShape,
     /// Samples of a step.
     pub batch: GlobalBatch,
-    /// Of the pipeline, for people.
+    /// Name of the pipeline's schedule.
     pub schedule: &'static str,
-    /// Of the model, on each rank of the pipeline.
+    /// Chunks of the model on each rank of the pipeline.
+    pub chunks: usize,
+    /// Layers of the model on each rank of the pipeline.
     pub layers: Vec<usize>,
     /// What the rank that holds most holds and sends.
     pub estimate: Estimate,
-    /// What a rank of each stage holds and sends: of each rank of the pipeline.
+    /// What a rank of each stage of the pipeline holds and sends.
     pub stages: Vec<Estimate>,
     /// The most that a rank sends.
     pub sent: StepTraffic,
@@ -65,14 +67,10 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Of a configuration as it is given.
-    pub(super) fn of(
-        config: &TrainConfig,
-        machines: &Machines,
-        cluster: Cluster,
-    ) -> Result<Self, TrainError> {
-        let busy = BusyTimes::of(config, (&cluster, machines.flops), exchanged(config)?)?;
-        let planned = PlannedMesh::new(config.clone(), machines, cluster, busy)?;
+    /// The costs of a configuration as it is.
+    pub(super) fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
+        let busy = BusyTimes::of(config, (&machines.cluster, machines.flops), exchanged(config)?)?;
+        let planned = PlannedMesh::new(config.clone(), machines, busy)?;
         let activations = planned.activations(u64::MAX)?;
         planned.candidate(&activations.expect("there are no more bytes"))
     }
@@ -112,7 +110,7 @@ pub(super) fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     config
 }
 
-/// In a micro-batch of the whole model a rank sends so many bytes within its tensor group.
+/// Bytes that a rank sends to its tensor group in one micro-batch of the whole model.
 pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
     let tensor = config.parallel.tensor;
     if tensor == 1 {
@@ -136,7 +134,7 @@ pub(super) fn exchanged(config: &TrainConfig) -> Result<u64, TrainError> {
 /// Rounds of as many micro-batches as a pipeline has ranks, at least.
 const REHEARSED_ROUNDS: usize = 4;
 
-/// Bytes that any activations fit in, where their number is of no interest.
+/// Room for any activations, where their size does not matter.
 const ENOUGH: usize = 1 << 50;
 
 /// A configuration on a mesh, before anything is laid out.
@@ -144,7 +142,6 @@ pub(super) struct PlannedMesh<'a> {
     pub(super) config: TrainConfig,
     pub(super) times: StepTimes,
     machines: &'a Machines,
-    cluster: Cluster,
     mesh: MeshShape,
     plan: Arc<PipelinePlan>,
 }
@@ -153,21 +150,20 @@ impl<'a> PlannedMesh<'a> {
     pub(super) fn new(
         config: TrainConfig,
         machines: &'a Machines,
-        cluster: Cluster,
         busy: BusyTimes,
     ) -> Result<Self, TrainError> {
-        let mesh = mesh(&config, &env(&cluster))?;
+        let cluster = &machines.cluster;
+        let mesh = mesh(&config, &env(cluster))?;
         // A run refuses what has more, however few are rehearsed.
         PipelinePlan::check_size(&config.parallel.pipeline, config.train.grad_accumulation)?;
         let mut rehearsed = config.clone();
         rehearsed.train.grad_accumulation = rehearsed_micro_batches(&config);
         let plan = Arc::new(pipeline_plan(&rehearsed)?);
-        let on = (&cluster, machines.flops);
+        let on = (cluster, machines.flops);
         Ok(Self {
             times: StepTimes::of(&config, on, (&mesh, &plan), busy)?,
             config,
             machines,
-            cluster,
             mesh,
             plan,
         })
@@ -178,7 +174,7 @@ impl<'a> PlannedMesh<'a> {
         let mut config = under(&self.config, strategy);
         config.parallel.shard_group = group;
         Ok(Self {
-            mesh: mesh(&config, &env(&self.cluster))?,
+            mesh: mesh(&config, &env(&self.machines.cluster))?,
             config,
             plan: self.plan.clone(),
             ..*self
@@ -202,12 +198,10 @@ impl<'a> PlannedMesh<'a> {
     /// What its ranks hold and send, whose activations take so much.
     pub(super) fn candidate(&self, activations: &[usize]) -> Result<Candidate, TrainError> {
         let Self {
-            config,
-            cluster,
-            mesh,
-            times,
-            ..
+            config, mesh, times, ..
         } = self;
+        let cluster = &self.machines.cluster;
+        let placement = self.plan.placement();
         let stages = self.estimates(activations)?;
         let most = stages.iter().max_by_key(|estimate| self.in_memory(estimate));
         let estimate = *most.expect("a pipeline has a rank");
@@ -215,7 +209,7 @@ impl<'a> PlannedMesh<'a> {
             .iter()
             .fold(StepTraffic::default(), |most, stage| most.max(stage.sent));
         let held = self.in_memory(&estimate);
-        let chunks = |rank| self.plan.placement().stages_of(rank);
+        let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
         let batch = global_batch(config, mesh);
         Ok(Candidate {
@@ -223,6 +217,7 @@ impl<'a> PlannedMesh<'a> {
             cluster: *cluster,
             mesh: *mesh,
             schedule: self.plan.name(),
+            chunks: placement.stages() / placement.ranks(),
             layers: (0..stages.len()).map(layers).collect(),
             fits: self.machines.memory.map(|memory| held <= memory),
             compute: times.busy.compute,

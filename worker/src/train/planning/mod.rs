@@ -5,7 +5,7 @@
 //! | `estimate.rs` | memory and traffic of a rank: the run's own types on a device that does nothing |
 //! | `step_times.rs` | the least time of a step, by the simulator of pipelines and the rates of the wires |
 //! | `candidate.rs` | a configuration on machines: every stage of it |
-//! | `planner.rs` | every strategy beside the others, how the step grows with the ranks, and advice |
+//! | `planner.rs` | all strategies side by side, and which one to take |
 //! | `search.rs` | the layouts of given machines with the shortest steps |
 
 mod candidate;

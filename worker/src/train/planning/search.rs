@@ -34,7 +34,7 @@ pub struct LayoutSearch {
     pub too_large: Vec<FoundLayout>,
     /// Meshes of which every layout takes longer.
     pub slower: usize,
-    /// Meshes that were not looked at, because there were so many layouts: one of them may be the best.
+    /// Meshes that were not searched, because the limit of layouts was reached: one of them may be the best.
     pub not_looked_at: usize,
 }
 
@@ -100,7 +100,7 @@ impl FoundLayout {
 /// Pipeline and tensor ranks.
 type MeshKey = (usize, usize);
 
-/// With its chunks.
+/// A schedule and its chunks per rank.
 type Schedule = (PipelineSchedule, Option<usize>);
 
 /// A mesh, before its schedule is chosen.
@@ -189,7 +189,7 @@ fn meshes(config: &TrainConfig, machines: &Machines) -> Result<Vec<UnscheduledMe
     Ok(meshes)
 }
 
-/// What was found so far.
+/// A search and its results until now.
 struct Search<'a> {
     config: &'a TrainConfig,
     machines: &'a Machines,
@@ -219,7 +219,7 @@ impl Search<'_> {
             let mut config = mesh.config.clone();
             config.parallel.pipeline.schedule = schedule;
             config.parallel.pipeline.chunks = chunks;
-            let planned = PlannedMesh::new(config, self.machines, self.machines.cluster, mesh.busy);
+            let planned = PlannedMesh::new(config, self.machines, mesh.busy);
             let Some(planned) = possible(planned)? else {
                 continue;
             };
@@ -291,7 +291,7 @@ impl Search<'_> {
         }
     }
 
-    /// Of meshes that were not looked at so many are slower than what was found, and others may be faster.
+    /// Of the meshes that were not searched, `slower` cannot be faster than what was found, and `not_looked_at` may be.
     fn result(mut self, slower: usize, not_looked_at: usize) -> LayoutSearch {
         self.too_large.retain(|key, _| !self.fit.contains_key(key));
         let mut best: Vec<FoundLayout> = self.fit.into_values().collect();
@@ -308,7 +308,7 @@ impl Search<'_> {
 }
 
 /// `KEY=VALUE` of what differs between two configurations, as people write it.
-fn settings(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
+pub(super) fn settings(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     let sections = |config: &TrainConfig| json!({ "parallel": config.parallel, "train": config.train });
     let mut found = Vec::new();
     differences("", &sections(now), &sections(then), &mut found);

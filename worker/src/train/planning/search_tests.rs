@@ -114,7 +114,7 @@ fn the_state_of_its_ranks_is_35_0_gb_and_with_zero1_21_9() {
         ];
         let config = with(LLAMA_70B, &layout);
         let machines = h100s(8);
-        let candidate = Candidate::of(&config, &machines, machines.cluster).unwrap();
+        let candidate = Candidate::of(&config, &machines).unwrap();
         assert_eq!(candidate.layers, [20; 4]);
         let state = (candidate.state() - candidate.estimate.held.in_flight) as f64 / GB;
         assert!((state / published - 1.0).abs() < 0.02, "{layout:?}: {state}");
@@ -167,7 +167,7 @@ fn a_mesh_is_too_large_if_it_fits_with_no_schedule() {
         let schedule = format!("parallel.pipeline.schedule={schedule}");
         let config = with(&text, &[&mesh[..], &[&schedule]].concat());
         let machines = small_machines(1 << 40);
-        Candidate::of(&config, &machines, machines.cluster).unwrap().held
+        Candidate::of(&config, &machines).unwrap().held
     });
     assert!(zbv < one_f_one_b, "{zbv} and {one_f_one_b}");
     let fitting = search(&with(&text, &[]), &small_machines(zbv), 100);
@@ -195,7 +195,7 @@ fn a_mesh_is_too_large_if_it_fits_with_no_schedule() {
                     if strategy == "ddp" {
                         given.retain(|setting| !setting.contains("shard_group"));
                     }
-                    let candidate = Candidate::of(&load(&text, &given), &machines, machines.cluster);
+                    let candidate = Candidate::of(&load(&text, &given), &machines);
                     let fits = possible(candidate).unwrap().and_then(|candidate| candidate.fits);
                     assert_ne!(fits, Some(true), "{given:?}");
                 }
@@ -224,7 +224,7 @@ fn settings_make_the_layout() {
     for found in search(&config, &machines, 100).best {
         let given = load(SMALL, &found.settings);
         assert_eq!(
-            Candidate::of(&given, &machines, machines.cluster).unwrap(),
+            Candidate::of(&given, &machines).unwrap(),
             found.candidate,
             "{:?}",
             found.settings
@@ -262,7 +262,7 @@ fn a_run_takes_what_is_listed() {
         ],
     );
     let machines = small_machines(1 << 40);
-    let error = Candidate::of(&refused, &machines, machines.cluster).unwrap_err();
+    let error = Candidate::of(&refused, &machines).unwrap_err();
     assert!(
         error.to_string().contains("more than 65536 forward passes"),
         "{error}"
@@ -280,7 +280,7 @@ fn no_rate_is_too_low_or_too_high_for_the_simulator() {
             flops,
             ..small_machines(1 << 40)
         };
-        let candidate = Candidate::of(&config, &machines, machines.cluster);
+        let candidate = Candidate::of(&config, &machines);
         candidate.unwrap().bubble
     };
     // Beside the arithmetic no message counts; then there is nothing beside the messages.
@@ -357,7 +357,7 @@ fn uneven_stages_are_planned_by_the_largest() {
 fn is_planned_by_the_largest(overrides: &[&str]) {
     let machines = small_machines(1 << 40);
     let config = with(SMALL, overrides);
-    let candidate = Candidate::of(&config, &machines, machines.cluster).unwrap();
+    let candidate = Candidate::of(&config, &machines).unwrap();
     let mut most = 0;
     for rank in 0..8 {
         let env = WorkerEnv {
