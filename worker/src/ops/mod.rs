@@ -13,6 +13,7 @@
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`]; of all tokens or a [`VocabularyPart`] |
 //! | `row_norm` | [`NormForward`], [`NormBackward`]: layer and root mean square normalisation |
 //! | `attention` | forward and backward, [`AttentionDecode`] in generation; [`Rotary`] |
+//! | `batch_norm` | batch normalisation over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `swiglu` | [`SwigluForward`], [`SwigluBackward`] |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`CrossEntropyPartial`] and [`CrossEntropyCombine`], where ranks have a part of the logits each; [`LossSum`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
@@ -30,6 +31,7 @@
 //! `F` channels of a feed-forward layer, `V` vocabulary, `R = B·T` rows.
 
 mod attention;
+mod batch_norm;
 mod column_sum;
 pub(crate) mod cpu;
 mod cross_entropy;
@@ -46,6 +48,7 @@ mod update;
 pub use attention::{
     AttentionBackward, AttentionDecode, AttentionForward, AttentionShape, Rotary, RotaryEmbedding,
 };
+pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use column_sum::{AddBiasResidual, ColumnSum};
 pub(crate) use cpu::kernel::kernel;
 pub use cross_entropy::{CrossEntropy, CrossEntropyCombine, CrossEntropyPartial, LossSum};
@@ -133,6 +136,10 @@ operations!(
     AttentionBackward,
     AttentionDecode,
     AttentionForward,
+    BatchNormBackward,
+    BatchNormBackwardSums,
+    BatchNormForward,
+    BatchNormSums,
     Cast,
     ClipScale,
     ColumnSum,

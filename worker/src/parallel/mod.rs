@@ -14,6 +14,7 @@
 //! | [`EdgeQueues`] | what the ranks of a pipeline hand to each other |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
+//! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`TensorGroup`] | the ranks that hold a model together: sums and gathers activations for its blocks |
@@ -21,6 +22,7 @@
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
 mod agreement;
+mod batch_norm;
 mod comm_times;
 mod dtypes;
 mod edge_queues;
@@ -35,6 +37,7 @@ mod sharding;
 mod tensor;
 
 pub use agreement::{Agreement, AgreementError, Signature};
+pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
 pub use edge_queues::{Arrival, EdgeQueues};

@@ -1,5 +1,6 @@
 //! Groups of ranks within this process: collectives, the reducer and layers that are cut over ranks.
 
+mod batch_norm;
 mod collective_failures;
 mod collective_operations;
 mod collective_properties;
