@@ -12,7 +12,8 @@ use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
-use ddp_worker::config::{self, Located, Resume};
+pub use ddp_worker::config::reference as key_reference;
+use ddp_worker::config::{self, Located, Resume, Source};
 pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
@@ -97,8 +98,7 @@ impl Validated {
         if exit_code(&error) != exit::USAGE {
             return None;
         }
-        let place = self.located.source.place(&key_of(&error));
-        Some(CliError::Config(format!("{place}: {error}")))
+        Some(refused(&self.located.source, &error))
     }
 
     /// Refuses weights to begin with that the workers would refuse, unless the run called `run_id` goes on from a
@@ -202,8 +202,7 @@ impl Draft {
     }
 
     fn refused(&self, error: &TrainError) -> CliError {
-        let place = self.located.source.place(&key_of(error));
-        CliError::Config(format!("{place}: {error}"))
+        refused(&self.located.source, error)
     }
 }
 
@@ -278,15 +277,13 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     })
 }
 
-/// The key whose value is refused.
-fn key_of(error: &TrainError) -> String {
-    match error {
-        TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
-        TrainError::Mesh(error) => error.key.to_owned(),
-        TrainError::Model(error) => format!("model.{}", error.key),
-        TrainError::Pipeline(error) => error.key.to_owned(),
-        _ => "parallel".to_owned(),
-    }
+/// The error at the place of the key whose value it refuses.
+fn refused(source: &Source, error: &TrainError) -> CliError {
+    let key = match error {
+        TrainError::Config(problem) | TrainError::Mesh(problem) => &problem.key,
+        _ => "parallel",
+    };
+    CliError::Config(format!("{}: {error}", source.place(key)))
 }
 
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
@@ -305,11 +302,9 @@ fn exit_code(error: &TrainError) -> u8 {
             cause: Some(error), ..
         } if of_checkpoint(error) != FAILED => return exit::DISK,
         TrainError::Refused(_)
+        | TrainError::Config(_)
         | TrainError::Mesh(_)
-        | TrainError::Pipeline(_)
-        | TrainError::ParamGroup { .. }
         | TrainError::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
-        | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Data(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,

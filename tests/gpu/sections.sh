@@ -8,7 +8,7 @@
 # What `speed` trains 124M with once more, each to be compared with 124M without: NAME, then VARIABLE=VALUE of the
 # environment or KEY=VALUE of the configuration. report.py finds them by their logs.
 switches=("fused DDP_FUSED_GELU=1" "timed DDP_TIMED_PRODUCTS=1" "bias DDP_FUSED_BIAS_GRADIENTS=1"
-    "logits DDP_SHARED_LOGITS=1" "kept train.recompute=never" "kept-fused train.recompute=never DDP_FUSED_GELU=1")
+    "logits DDP_SHARED_LOGITS=1" "kept train.recompute=nothing" "kept-fused train.recompute=nothing DDP_FUSED_GELU=1")
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {

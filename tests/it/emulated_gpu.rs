@@ -135,7 +135,7 @@ fn losses_are_those_of_the_processor() {
     for switch in ["DDP_FUSED_GELU", "DDP_FUSED_BIAS_GRADIENTS", "DDP_SHARED_LOGITS"] {
         all = all.env(switch, "1");
     }
-    let found = train(all, &other, &["train.precision=bf16", "train.recompute=never"]);
+    let found = train(all, &other, &["train.precision=bf16", "train.recompute=nothing"]);
     expect_close("bf16 with other kernels", &found, 2e-3);
 }
 

@@ -130,7 +130,7 @@ fn thirty_layers_on_four_stages_are_thirty_layers() {
 #[test]
 fn recomputation_bf16_and_dropout_equal_one_rank() {
     let variants: [(&str, Change); 5] = [
-        ("never", |c| c.train.recompute = Recompute::Never),
+        ("nothing", |c| c.train.recompute = Recompute::Nothing),
         ("selective", |c| c.train.recompute = Recompute::Selective),
         ("full", |c| c.train.recompute = Recompute::Full),
         ("bf16", |c| c.train.precision = Precision::Bf16),
@@ -259,7 +259,7 @@ fn a_checkpoint_of_one_pipeline_is_resumed_by_another() {
 fn refusals(job: &Job, ranks: u32) -> Vec<String> {
     let outcomes = job.run(ranks);
     let refusal = |outcome: &train_support::Outcome| match outcome {
-        Err(error @ TrainError::Pipeline(_)) => error.to_string(),
+        Err(error @ TrainError::Config(_)) => error.to_string(),
         other => panic!("{other:?}"),
     };
     outcomes.iter().map(refusal).collect()

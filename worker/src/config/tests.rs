@@ -2,12 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value as Json;
-
-use super::keys::{Allowed, KEYS, KEYS_OF_OTHERS, Presence};
+use super::keys::KEYS_OF_OTHERS;
+use super::schema::keys;
 use super::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, RopeScaling,
-    Run, ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
+    OptimizerGroup, Order, Problem, Resume, ShardGroup, StepRange, Strategy, TrainConfig, load, load_located,
 };
 
 const GOOD: &str = "\
@@ -140,9 +138,8 @@ fn places_are_known_to_callers() {
             .ends_with("train.yaml:14"),
         "the section around a key that is not set"
     );
-    let error = located
-        .source
-        .error("launch.nproc_per_node", "too many".into(), Some("fewer".into()));
+    let problem = Problem::new("launch.nproc_per_node", "too many").with_hint("fewer");
+    let error = located.source.locate(problem);
     assert!(
         error
             .to_string()
@@ -590,10 +587,12 @@ fn keys_of_other_programs_lead_to_ours() {
 
 #[test]
 fn every_key_of_another_program_leads_to_one_of_ours() {
-    for (theirs, ours) in KEYS_OF_OTHERS {
-        assert!(KEYS.iter().any(|key| key.path == *ours), "{ours}");
-        let is_ours = |key: &super::keys::Key| key.path.split('.').any(|name| name == *theirs);
-        assert!(!KEYS.iter().any(is_ours), "{theirs}");
+    for (ours, theirs) in KEYS_OF_OTHERS {
+        assert!(keys().any(|key| key.path == *ours), "{ours}");
+        for theirs in theirs.split(' ') {
+            let is_ours = |name: &str| name == theirs;
+            assert!(!keys().any(|key| key.path.split('.').any(is_ours)), "{theirs}");
+        }
     }
 }
 
@@ -648,137 +647,6 @@ fn a_timeline_is_of_steps_that_there_are() {
     insta::assert_snapshot!(set("run.timeline=1.5"), @"`--set run.timeline=1.5`: `run.timeline` is the number `1.5`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=9-11"), @"`--set run.timeline=9-11`: `run.timeline` is 9-11, expected steps up to `train.steps`, which is 10");
     insta::assert_snapshot!(set("run.timeline=[1, 2]"), @"`--set run.timeline=[1, 2]`: `run.timeline` is [1, 2], expected steps as `10-12`, or one step, from 1 on");
-}
-
-/// A configuration with its defaults and every section.
-fn example() -> Json {
-    let config = TrainConfig {
-        run: Run::default(),
-        model: Model {
-            kind: ModelKind::Gpt2,
-            n_layer: 1,
-            n_head: 1,
-            n_embd: 1,
-            block_size: 1,
-            vocab_size: None,
-            rope_scaling: Some(RopeScaling {
-                factor: 8.0,
-                low_freq_factor: 1.0,
-                high_freq_factor: 4.0,
-                original_positions: 8192,
-            }),
-            dropout: 0.0,
-            ..Model::default()
-        },
-        data: Data {
-            train: PathBuf::from("text.txt").into(),
-            val: None,
-            tokenizer: Tokenizer::Bytes,
-            order: Order::Shuffled,
-            last_batch: LastBatch::Wrap,
-        },
-        train: Train {
-            checkpoint_keep: Some(CheckpointKeep { last: 1, every: None }),
-            ..Train::default()
-        },
-        parallel: Parallel::default(),
-        launch: [("<flag>".to_owned(), Json::Null)].into(),
-    };
-    serde_json::to_value(config).unwrap()
-}
-
-fn leaves(above: &str, value: &Json, found: &mut Vec<String>) {
-    match value {
-        Json::Object(entries) => {
-            for (key, value) in entries {
-                let dot = if above.is_empty() { "" } else { "." };
-                leaves(&format!("{above}{dot}{key}"), value, found);
-            }
-        }
-        _ => found.push(above.to_owned()),
-    }
-}
-
-fn pointer(path: &str) -> String {
-    format!("/{}", path.replace('.', "/"))
-}
-
-#[test]
-fn the_table_has_the_keys_of_the_schema() {
-    let (mut of_schema, mut of_table) = (Vec::new(), Vec::new());
-    leaves("", &example(), &mut of_schema);
-    of_table.extend(KEYS.iter().map(|key| key.path.to_owned()));
-    of_schema.sort_unstable();
-    of_table.sort_unstable();
-    assert_eq!(of_schema, of_table);
-}
-
-/// serde lists the words of a type when it meets another one.
-#[test]
-fn the_table_has_the_words_of_the_schema() {
-    for key in KEYS {
-        let Allowed::Word(words) = &key.allowed else {
-            continue;
-        };
-        let mut config = example();
-        *config.pointer_mut(&pointer(key.path)).unwrap() = "no word".into();
-        let error = serde_json::from_value::<TrainConfig>(config)
-            .unwrap_err()
-            .to_string();
-        let (_, expected) = error.split_once("expected ").unwrap();
-        let of_schema: Vec<&str> = expected.split('`').skip(1).step_by(2).collect();
-        assert_eq!(of_schema, *words, "{}", key.path);
-    }
-}
-
-/// A value, as the table of the documentation writes it.
-fn documented(value: &Json) -> String {
-    match value {
-        Json::String(word) => format!("`{word}`"),
-        Json::Bool(flag) => format!("`{flag}`"),
-        Json::Number(n) if n.is_f64() => format!("{:?}", n.as_f64().unwrap() as f32),
-        Json::Array(items) => {
-            let items: Vec<String> = items.iter().map(documented).collect();
-            format!("[{}]", items.join(", "))
-        }
-        other => other.to_string(),
-    }
-}
-
-/// Rows of `docs/configuration.md`, in order: key, default, values. A default that is no value is any words.
-#[test]
-fn the_documentation_has_every_key_with_its_default_and_values() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/configuration.md");
-    let text = std::fs::read_to_string(path).unwrap();
-    let rows: Vec<Vec<&str>> = (text.lines().filter(|line| line.starts_with("| `")))
-        .map(|line| line.trim_matches(['|', ' ']).split(" | ").collect())
-        .filter(|cells: &Vec<&str>| cells.len() == 4 && cells[0].contains('.'))
-        .collect();
-    let example = example();
-    let expected: Vec<[String; 3]> = KEYS
-        .iter()
-        .zip(&rows)
-        .map(|(key, row)| {
-            let default = match (key.presence, example.pointer(&pointer(key.path)).unwrap()) {
-                (Presence::Required, _) => "required".into(),
-                (_, Json::Null) if !row[1].is_empty() => row[1].to_owned(),
-                (_, value) => documented(value),
-            };
-            let values = match &key.allowed {
-                Allowed::Whole(range) if *range.end() == u64::MAX => format!("{} or more", range.start()),
-                Allowed::Whole(range) => format!("{} to {}", range.start(), range.end()),
-                Allowed::Flag => "`true`, `false`".into(),
-                Allowed::Word(words) => format!("`{}`", words.join("`, `")),
-                words => words.to_string(),
-            };
-            [format!("`{}`", key.path), default, values]
-        })
-        .collect();
-    let found: Vec<[String; 3]> = (rows.iter())
-        .map(|row| [row[0].to_owned(), row[1].to_owned(), row[2].to_owned()])
-        .collect();
-    assert_eq!(found, expected);
-    assert_eq!(found.len(), KEYS.len());
 }
 
 #[test]

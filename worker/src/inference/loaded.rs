@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crate::checkpoint::{CheckpointError, Reader, TensorKind};
-use crate::config::{self, Precision};
+use crate::config::{self, Precision, Problem};
 use crate::data::DataError;
 use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
-use crate::model::{self, ActivationPool, Context, Model, ModelError, ParamId, Params};
+use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;
 
@@ -19,7 +19,7 @@ pub enum InferenceError {
     Checkpoint(#[from] CheckpointError),
     /// Its configuration describes no model.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(#[from] Problem),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -23,7 +23,7 @@ use super::schedule::{MicroBatchShape, rehearse};
 use super::world::World;
 use crate::checkpoint::read_bounded;
 use crate::config::{
-    self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig,
+    self, Accumulate, LastBatch, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
 };
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
@@ -174,12 +174,9 @@ impl Blueprint {
 
 /// The mesh of a job, if the optimizer can work on it.
 pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
-    let mesh = MeshShape::new(&config.parallel, env)?;
+    let mesh = MeshShape::new(&config.parallel, env).map_err(TrainError::Mesh)?;
     check_whole_matrices(&config.train.optimizer, &mesh)?;
-    mesh.check_rows(
-        &config.parallel,
-        [config.train.micro_batch, config.model.block_size],
-    )?;
+    model::check_rows(config).map_err(TrainError::Mesh)?;
     Ok(mesh)
 }
 
@@ -288,12 +285,18 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
     let Some(index) = ParamGroups::unmatched(config, &model.all_params) else {
         return Ok(());
     };
-    Err(TrainError::ParamGroup {
-        index,
-        pattern: config.groups[index].params.clone(),
-        params: model.all_params.len(),
-        example: model.all_params[model.all_params.len() / 2].key.clone(),
-    })
+    let (key, params) = (
+        format!("train.optimizer.groups[{index}].params"),
+        &model.all_params,
+    );
+    let pattern = &config.groups[index].params;
+    let what = format!(
+        "`{key}` is `{pattern}`, which matches none of the {} parameters",
+        params.len()
+    );
+    let example = &params[params.len() / 2].key;
+    let hint = format!("`*` matches any characters; a parameter name looks like `{example}`");
+    Err(Problem::new(key, what).with_hint(hint).into())
 }
 
 /// A part of the model that the configuration describes.

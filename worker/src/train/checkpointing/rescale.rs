@@ -185,7 +185,6 @@ mod tests {
 
     use super::*;
     use crate::config::{self, PipelineSchedule, Strategy};
-    use crate::mesh::MeshError;
     use crate::parallel::pipeline::csv::{self, CsvFormat};
     use crate::parallel::pipeline::{LayerCosts, PipelineShape, gpipe};
 
@@ -234,7 +233,7 @@ mod tests {
         (config.train.grad_accumulation, words)
     }
 
-    fn mesh_of(parallel: &Parallel, ranks: u64) -> Result<MeshShape, MeshError> {
+    fn mesh_of(parallel: &Parallel, ranks: u64) -> Result<MeshShape, crate::config::Problem> {
         let env = WorkerEnv {
             world_size: WorldSize(ranks as u32),
             local_world_size: ranks as u32,

@@ -233,12 +233,12 @@ fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustm
 
 fn recomputing(now: &Change) -> Vec<Change> {
     let further: &[_] = match now.config.train.recompute {
-        Recompute::Never => &[
-            (Recompute::None, "none"),
+        Recompute::Nothing => &[
+            (Recompute::Norms, "norms"),
             (Recompute::Selective, "selective"),
             (Recompute::Full, "full"),
         ],
-        Recompute::None => &[(Recompute::Selective, "selective"), (Recompute::Full, "full")],
+        Recompute::Norms => &[(Recompute::Selective, "selective"), (Recompute::Full, "full")],
         Recompute::Selective => &[(Recompute::Full, "full")],
         Recompute::Full => &[],
     };

@@ -39,8 +39,8 @@ fn variants(config: &config::Model, part: &ModelPart) -> Vec<(String, Model)> {
     let mut models = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         for what in [
-            Recompute::Never,
-            Recompute::None,
+            Recompute::Nothing,
+            Recompute::Norms,
             Recompute::Selective,
             Recompute::Full,
         ] {
