@@ -26,16 +26,16 @@ pub fn one_or_more<N: FromStr>(text: &str) -> Result<N, String> {
     number.map_err(|_| "expected a whole number, 1 or more".to_owned())
 }
 
-/// How many workers a node runs.
+/// The number of workers of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcCount {
     /// A number.
     Fixed(u32),
     /// `cpu`: one worker a usable core.
     Cpu,
-    /// `gpu`: one worker a visible GPU; none is an error.
+    /// `gpu`: one worker per visible GPU; a node without GPUs is an error.
     Gpu,
-    /// `xpu`: one worker an Intel GPU that PyTorch shows; none is an error.
+    /// `xpu`: one worker per Intel GPU that PyTorch shows; a node without one is an error.
     Xpu,
     /// `auto`: as `gpu` where there is one, else as `cpu`.
     Auto,

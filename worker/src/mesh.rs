@@ -289,7 +289,7 @@ impl Mesh {
         self.split(members, name, Executor::Thread)
     }
 
-    /// Communicators of two ranks along `axis`, given by their coordinates along it; none for pairs without this rank. Each
+    /// Communicators of two ranks along `axis`, given by their coordinates along it. A pair without this rank gives `None`. Each
     /// has an executor thread of its own. Every rank must make the same call, with no operation of the world in flight.
     pub fn pairs(
         &self,
@@ -332,7 +332,7 @@ impl Mesh {
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
     }
 
-    /// The same by axis, in the order of [`Axis::ALL`]: what a group along several axes sent is counted as the slowest one's.
+    /// Bytes sent by axis, in the order of [`Axis::ALL`]. A group along several axes counts towards the slowest of them.
     pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
         let mut bytes = [WireBytes::default(); Axis::ALL.len()];
         let groups = self.groups();

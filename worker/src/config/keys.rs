@@ -139,7 +139,7 @@ fn bound(range: &RangeInclusive<u64>, n: u64) -> String {
 }
 
 impl Allowed {
-    /// What was found and what is expected, in words; none for a value that is allowed.
+    /// What was found and what is expected. An allowed value gives `None`.
     fn refusal(&self, value: &Value) -> Option<(String, String)> {
         let (is_allowed, found) = match (self, value) {
             (_, Value::Float(x)) if !x.is_finite() => {

@@ -25,7 +25,7 @@ pub struct Located {
     /// The configuration; its paths of `data` and `model.init_from` can be opened from the current
     /// directory.
     pub config: TrainConfig,
-    /// Where they came from.
+    /// The origin of each value.
     pub source: Source,
 }
 
@@ -107,7 +107,7 @@ const MAX_TIMELINE_STEPS: u64 = 100;
 /// A key that has an effect only where other keys have certain values.
 struct Condition {
     key: &'static str,
-    /// Those keys and values, as a message names them.
+    /// The other keys and values, as a message names them.
     needs: &'static str,
     holds: fn(&TrainConfig) -> bool,
 }

@@ -452,7 +452,7 @@ words! {
         Interleaved = "interleaved",
         /// Weight gradients fill the bubble (Qi et al. 2023).
         ZbH1 = "zb-h1",
-        /// The same with two chunks a rank in a V (Qi et al. 2024).
+        /// `zb-h1` with two chunks a rank in a V (Qi et al. 2024).
         Zbv = "zbv",
         /// Two chunks a rank in a V, forward beside backward (DeepSeek-AI 2024).
         DualPipeV = "dualpipev",
@@ -646,7 +646,7 @@ pub struct OptimizerGroup {
     /// Factor of the learning rate.
     #[serde(default = "one")]
     pub lr_scale: f32,
-    /// λ of all of them; none: as without the group.
+    /// Weight decay of all of them; by default the optimizer's.
     #[serde(default)]
     pub weight_decay: Option<f32>,
 }
@@ -694,9 +694,9 @@ pub(crate) fn star_matches(pattern: &[u8], name: &[u8]) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Paths {
-    /// As a string.
+    /// A string.
     One(PathBuf),
-    /// As a list.
+    /// A list.
     Several(Vec<PathBuf>),
 }
 
@@ -734,7 +734,7 @@ pub enum Tokenizer {
     Bytes,
     /// The byte-pair encoding of GPT-2 (Radford et al. 2019); vocabulary 50,257. The data are token files.
     Gpt2,
-    /// That of a `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
+    /// A `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
     File(PathBuf),
 }
 
@@ -796,12 +796,11 @@ pub struct StepRange {
 }
 
 impl StepRange {
-    /// As a range.
     pub fn steps(self) -> RangeInclusive<u64> {
         self.first..=self.last
     }
 
-    /// How many.
+    /// The number of steps.
     pub fn count(self) -> u64 {
         self.last - self.first + 1
     }
@@ -846,7 +845,7 @@ impl From<StepRange> for String {
 pub enum ShardGroup {
     /// The ranks of a node.
     Node,
-    /// So many neighbours.
+    /// This many neighbouring ranks.
     #[serde(untagged)]
     Ranks(usize),
 }

@@ -88,7 +88,7 @@ impl Source {
         self.root.entries()
     }
 
-    /// Of a key that is unknown, whose value may be a secret.
+    /// The place of an unknown key, without its value, which may be a secret.
     pub(super) fn place_without_value(&self, origin: Origin) -> String {
         match origin {
             Origin::Set(index) => {
@@ -356,7 +356,7 @@ impl Node {
     }
 }
 
-/// As YAML in one line, but for quotes.
+/// The value as YAML in one line, without quotes.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -396,7 +396,7 @@ fn message_of(error: &serde_saphyr::Error) -> (String, Option<&'static str>) {
     (first[..end.unwrap_or(first.len())].to_owned(), Some(hint))
 }
 
-/// Where the parser's own words are those of its authors.
+/// Our words where the parser's are meant for programmers.
 fn own_words(error: &serde_saphyr::Error) -> Option<String> {
     use serde_saphyr::Error;
     let words = match error {

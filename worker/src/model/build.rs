@@ -79,8 +79,8 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
 
-/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; none
-/// are named where it is one.
+/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; an
+/// empty list stands for a single stretch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Along<'a> {
     /// Not at all.
@@ -113,7 +113,7 @@ struct Parts<'a> {
     ends_apart: bool,
     /// Parameters of the whole model.
     all: Vec<ParamSpec>,
-    /// Of those, what this rank holds.
+    /// Parameters that this rank holds.
     params: Vec<ParamSpec>,
     groups: Vec<ParamGroup>,
     /// Blocks that this rank holds, by chunk.
@@ -126,7 +126,7 @@ struct Parts<'a> {
     is_held: bool,
 }
 
-/// Of a parameter that this rank does not hold: the block that has it is dropped.
+/// Stands for a parameter that this rank does not hold. The block that uses it is dropped.
 const ABSENT: ParamId = ParamId(usize::MAX);
 
 impl<'a> Parts<'a> {
@@ -237,7 +237,7 @@ impl<'a> Parts<'a> {
         id
     }
 
-    /// This rank's part of a parameter; none where all of it is on every rank.
+    /// This rank's part of a parameter; `None` if every rank holds all of it.
     fn cut(&self, shape: &[usize], along: Along<'_>) -> Option<Cut> {
         let (dim, stretches) = match along {
             _ if self.part.tensor.1 == 1 => return None,
@@ -279,7 +279,7 @@ impl<'a> Parts<'a> {
         self.share(id)
     }
 
-    /// Of a parameter that first and last block use: where these are on different ranks, each has a part of its gradient.
+    /// Marks a parameter of the first and the last block. If these are on different ranks, each has a part of its gradient.
     fn share(&mut self, id: ParamId) -> ParamId {
         if self.ends_apart {
             self.params[id.0].roles[Axis::Pipeline as usize] = AxisRole::PartialGradients;

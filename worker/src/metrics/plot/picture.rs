@@ -145,7 +145,7 @@ impl Panel {
         }
     }
 
-    /// From the numbers to places; none if there is no number.
+    /// The map from numbers to positions, if there is any number.
     fn scale(&self, runs: &[RunCurves], places: [f64; 2]) -> Option<Axis> {
         let begin = if self.from_zero { 0.0 } else { BEGIN };
         let points = runs.iter().flat_map(|run| {
