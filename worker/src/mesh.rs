@@ -161,10 +161,15 @@ fn no_multiple(ranks: usize, stages: usize, tensor: usize) -> Problem {
     let join = |part: &dyn Fn(&(&str, &str, usize)) -> String, with: &str| {
         used.iter().map(part).collect::<Vec<_>>().join(with)
     };
-    let group = join(&|(_, name, size)| format!("{size} {name} ranks"), " × ");
+    let axes = join(&|(_, name, size)| format!("{size} {name} ranks"), " × ");
+    let group = if used.len() > 1 {
+        format!("{cell}: {axes}")
+    } else {
+        axes
+    };
     let keys = join(&|(key, ..)| format!("`{key}`"), " or ");
     let what = format!(
-        "{} cannot be divided into groups of {cell}: {group}",
+        "{} cannot be divided into groups of {group}",
         counted(ranks as u64, "rank")
     );
     let key = used.first().map_or("parallel", |(key, ..)| key);

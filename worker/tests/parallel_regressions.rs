@@ -395,8 +395,8 @@ fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
     let words = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
     let own: Vec<String> = words.filter(|words| words.contains("1 × 15")).collect();
     insta::assert_snapshot!(own[0], @r"
-    `parallel.sequence`: the 1 × 15 positions of a micro-batch cannot be divided evenly over 2 ranks
-      hint: use `train.micro_batch: 2` or `model.block_size: 16`, or leave out `parallel.sequence`
+    `parallel.sequence: true` shares the positions of a micro-batch, but 1 × 15 of them cannot be divided over 2 tensor ranks; `train.micro_batch: 2` would work
+      hint: change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`
     ");
 }
 
@@ -551,7 +551,7 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
         .remove(0);
     insta::assert_snapshot!(refused.unwrap_err(), @r"
     `model.vocab_size` (258) cannot be divided over 4 tensor ranks
-      hint: set `model.vocab_size: 260`, or a different `parallel.tensor`
+      hint: set `model.vocab_size` to 260, or a different `parallel.tensor`
     ");
 }
 

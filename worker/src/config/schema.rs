@@ -796,6 +796,7 @@ pub struct StepRange {
 }
 
 impl StepRange {
+    /// The steps as a range.
     pub fn steps(self) -> RangeInclusive<u64> {
         self.first..=self.last
     }

@@ -311,12 +311,12 @@ fn values_out_of_range() {
       hint: use 128 or 132, or a different number of heads
     ");
     insta::assert_snapshot!(set("model.n_head=7"), @r"
-    `--set model.n_head=7`: `model.n_head` is 7, expected a divisor of `model.n_embd`, which is 128
-      hint: use 4 or 8, or a different number of channels
+    `--set model.n_head=7`: `model.n_embd` is 128, expected a multiple of `model.n_head`, which is 7
+      hint: use 126 or 133, or a different number of heads
     ");
     insta::assert_snapshot!(set("model.n_head=129"), @r"
-    `--set model.n_head=129`: `model.n_head` is 129, expected a divisor of `model.n_embd`, which is 128
-      hint: use 128, or a different number of channels
+    `--set model.n_head=129`: `model.n_embd` is 128, expected a multiple of `model.n_head`, which is 129
+      hint: use 129, or a different number of heads
     ");
     insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, or too far below 0, expected a finite number");
     insta::assert_snapshot!(with("nproc_per_node: 2", "nproc_per_node: .nan"), @"train.yaml:18: `launch.nproc_per_node` is `.nan`, expected a finite number");
@@ -326,15 +326,18 @@ fn values_out_of_range() {
     `--set train.lr_scaling=linear`: `train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for
       hint: add `base_batch: …` under `train:`
     ");
-    insta::assert_snapshot!(set("train.base_batch=8"), @"`--set train.base_batch=8`: `train.base_batch` has no effect without `train.lr_scaling: linear`");
+    insta::assert_snapshot!(set("train.base_batch=8"), @r"
+    `--set train.base_batch=8`: `train.base_batch` has no effect without `train.lr_scaling: linear`
+      hint: leave it out
+    ");
     insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
     insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: `train.optimizer.lr` is `.nan`, expected a finite number");
     insta::assert_snapshot!(set("train.optimizer.kind=sgd"), @r"
-    train.yaml:16: `train.optimizer.betas` has no effect with `train.optimizer.kind: sgd`
+    train.yaml:16: `train.optimizer.betas` has no effect without `train.optimizer.kind: adamw`, `lion` or `muon`
       hint: leave it out
     ");
     insta::assert_snapshot!(set("train.optimizer.momentum=0.9"), @r"
-    `--set train.optimizer.momentum=0.9`: `train.optimizer.momentum` has no effect with `train.optimizer.kind: adamw`
+    `--set train.optimizer.momentum=0.9`: `train.optimizer.momentum` has no effect without `train.optimizer.kind: sgd` or `muon`
       hint: leave it out
     ");
     insta::assert_snapshot!(set("train.optimizer.groups=[{params: wte.*, lr_scale: -1}]"), @"`--set train.optimizer.groups=[{params: wte.*, lr_scale: -1}]`: `train.optimizer.groups` is [{params: wte.*, lr_scale: -1}], expected a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`");
@@ -342,12 +345,15 @@ fn values_out_of_range() {
     `--set train.schedule.kind=wsd`: `train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay
       hint: add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual
     ");
-    insta::assert_snapshot!(set("train.schedule.decay_steps=5"), @"`--set train.schedule.decay_steps=5`: `train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`");
+    insta::assert_snapshot!(set("train.schedule.decay_steps=5"), @r"
+    `--set train.schedule.decay_steps=5`: `train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`
+      hint: leave it out
+    ");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
     let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);
     insta::assert_snapshot!(sync, @"
-    `--set parallel.sync=naive`: `parallel.sync` applies only to `parallel.strategy: ddp`
-      hint: leave it out, or train with `ddp`
+    `--set parallel.sync=naive`: `parallel.sync` has no effect without `parallel.strategy: ddp`
+      hint: leave it out
     ");
     insta::assert_snapshot!(set("parallel.strategy=zero4"), @"`--set parallel.strategy=zero4`: `parallel.strategy` is `zero4`, expected `ddp` or `zero1` or `zero2` or `zero3`");
     insta::assert_snapshot!(set("parallel.bucket_mb=-1"), @"`--set parallel.bucket_mb=-1`: `parallel.bucket_mb` is -1, expected a number above 0, at most 65536");
@@ -429,12 +435,12 @@ fn keys_that_the_strategy_does_not_read() {
     };
     let (full, kept) = ("parallel.accumulate=full", "parallel.reshard_after_forward=false");
     insta::assert_snapshot!(under("zero1", full).unwrap_err(), @r"
-    `--set parallel.accumulate=full`: `parallel.accumulate: full` is set, but only `parallel.strategy: zero2` and `zero3` hold less than whole gradients
-      hint: leave it out, or train with `zero2` or `zero3`
+    `--set parallel.accumulate=full`: `parallel.accumulate` has no effect without `parallel.strategy: zero2` or `zero3`
+      hint: leave it out
     ");
     insta::assert_snapshot!(under("zero2", kept).unwrap_err(), @r"
-    `--set parallel.reshard_after_forward=false`: `parallel.reshard_after_forward: false` is set, but only `parallel.strategy: zero3` releases parameters
-      hint: leave it out, or train with `zero3`
+    `--set parallel.reshard_after_forward=false`: `parallel.reshard_after_forward` has no effect without `parallel.strategy: zero3`
+      hint: leave it out
     ");
     for (strategy, key) in [("ddp", full), ("ddp", kept), ("zero1", kept)] {
         assert!(under(strategy, key).is_err(), "{strategy}, {key}");
@@ -486,8 +492,8 @@ fn a_shard_group_is_a_node_or_a_number() {
     insta::assert_snapshot!(load("nodes").unwrap_err(), @"`--set parallel.shard_group=nodes`: `parallel.shard_group` is `nodes`, expected `node` or a number of ranks, at least 1");
     insta::assert_snapshot!(load("0").unwrap_err(), @"`--set parallel.shard_group=0`: `parallel.shard_group` is the number `0`, expected `node` or a number of ranks, at least 1");
     insta::assert_snapshot!(set("parallel.shard_group=2"), @r"
-    `--set parallel.shard_group=2`: `parallel.shard_group` is set, but `parallel.strategy: ddp` shards nothing
-      hint: leave it out, or train with `zero1`, `zero2` or `zero3`
+    `--set parallel.shard_group=2`: `parallel.shard_group` has no effect without `parallel.strategy: zero1`, `zero2` or `zero3`
+      hint: leave it out
     ");
     // What a checkpoint keeps of it reads as it was written.
     for group in [ShardGroup::Node, ShardGroup::Ranks(3)] {
@@ -513,8 +519,8 @@ fn tensor_ranks_share_the_positions_of_a_micro_batch_evenly() {
     assert!(shared(&["train.micro_batch=4"]).is_ok());
     assert!(shared(&["train.micro_batch=2", "parallel.sequence=false"]).is_ok());
     insta::assert_snapshot!(set("parallel.sequence=true"), @r"
-    `--set parallel.sequence=true`: `parallel.sequence: true` is set, but `parallel.tensor` is 1: there are no other tensor ranks to share the rows with
-      hint: set `parallel.tensor`, or leave it out
+    `--set parallel.sequence=true`: `parallel.sequence` has no effect without `parallel.tensor` above 1
+      hint: leave it out
     ");
 }
 
