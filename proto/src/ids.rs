@@ -4,6 +4,12 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+/// Most nodes of a job: launchers and the daemon refuse more.
+pub const MAX_NODES: u32 = 16_384;
+
+/// Most workers of a node.
+pub const MAX_WORKERS: u32 = 4096;
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident($inner:ty)) => {
         $(#[$doc])*

@@ -12,7 +12,8 @@ use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::{ignore_file_size_signal, read_bounded};
-use ddp_worker::config::{self, Located, Resume};
+pub use ddp_worker::config::reference as key_reference;
+use ddp_worker::config::{self, Located, Resume, Source};
 pub use ddp_worker::config::{Backend, Precision, Strategy, TrainConfig};
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
@@ -32,7 +33,7 @@ use super::error::CliError;
 use super::interrupts::Interrupts;
 use super::{init_tracing, machine::limits};
 
-/// What a worker says without `RUST_LOG`: a communicator that is given up leaves its last operations in the rank's log.
+/// The log filter of a worker without `RUST_LOG`: an aborted communicator leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
 
 /// Exit code of a worker that failed in training, as of most programs.
@@ -41,7 +42,7 @@ const FAILED: u8 = 1;
 /// Exit code of a worker that panicked, as of any program in Rust.
 const PANICKED: u8 = 101;
 
-/// Longest wait for a folder that only this process looks at.
+/// Longest wait for a folder that no other rank shares.
 const FOLDER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Name that tools show instead of the number of a descriptor. At most 15 bytes.
@@ -85,7 +86,7 @@ impl Validated {
         self.located.source.entries()
     }
 
-    /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
+    /// The error that every worker would report if `nodes` nodes ran `workers` workers each.
     pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {
             world_size: WorldSize(nodes.saturating_mul(workers)),
@@ -97,8 +98,7 @@ impl Validated {
         if exit_code(&error) != exit::USAGE {
             return None;
         }
-        let place = self.located.source.place(&key_of(&error));
-        Some(CliError::Config(format!("{place}: {error}")))
+        Some(refused(&self.located.source, &error))
     }
 
     /// Refuses weights to begin with that the workers would refuse, unless the run called `run_id` goes on from a
@@ -133,7 +133,7 @@ impl Validated {
             .map_err(|error| self.no_out_dir(&error))
     }
 
-    /// What a job called `run_id` would do with the run in its folder, in words; none if that holds none, and an error
+    /// What a job called `run_id` would do with the run in its folder, in words, if it holds one, and an error
     /// if the job would be refused. Only reads.
     pub fn found_run(&self, run_id: &str) -> Result<Option<String>, CliError> {
         let looked = RunDir::look(&self.located.config.run, run_id);
@@ -152,7 +152,7 @@ impl Validated {
         Ok(Some(format!("{holds}: it would be {fate}")))
     }
 
-    /// Why a run cannot have its folder.
+    /// The error of a run that cannot use its folder, at the key to change.
     fn no_out_dir(&self, error: &RunFilesError) -> CliError {
         let key = match error {
             RunFilesError::NothingToResume { .. } => "run.resume",
@@ -167,7 +167,7 @@ impl Validated {
     }
 }
 
-/// A configuration that is only planned with: its data need not be there.
+/// A configuration for planning: its data files need not exist.
 #[derive(Debug)]
 pub struct Draft {
     located: Located,
@@ -181,12 +181,12 @@ impl Draft {
         Ok(Self { located })
     }
 
-    /// What it says of devices and types.
+    /// The configuration.
     pub fn config(&self) -> &TrainConfig {
         &self.located.config
     }
 
-    /// What it would cost on such machines.
+    /// Its cost on such machines.
     pub fn comparison(&self, machines: &Machines) -> Result<Comparison, CliError> {
         Comparison::of(&self.located.config, machines).map_err(|error| self.refused(&error))
     }
@@ -196,14 +196,13 @@ impl Draft {
         pipeline_plan(&self.located.config).map_err(|error| self.refused(&error))
     }
 
-    /// So many of the layouts of such machines, the best first; none if it gives one, or too little is known of the machines.
+    /// The `wanted` best layouts on such machines, the best first. `None` if the configuration gives a layout, or too little is known of the machines.
     pub fn layouts(&self, machines: &Machines, wanted: usize) -> Result<Option<LayoutSearch>, CliError> {
         LayoutSearch::of(&self.located.config, machines, wanted).map_err(|error| self.refused(&error))
     }
 
     fn refused(&self, error: &TrainError) -> CliError {
-        let place = self.located.source.place(&key_of(error));
-        CliError::Config(format!("{place}: {error}"))
+        refused(&self.located.source, error)
     }
 }
 
@@ -265,7 +264,7 @@ fn train(config: &TrainConfig) -> ExitCode {
     }
 }
 
-/// A worker that an agent looks after is asked to stop by it; one without listens to signals itself.
+/// An agent asks its worker to stop. A worker without an agent listens to signals itself.
 fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     if session.env().control.is_some() {
         return Ok(None);
@@ -278,15 +277,13 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     })
 }
 
-/// The key whose value is refused.
-fn key_of(error: &TrainError) -> String {
-    match error {
-        TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
-        TrainError::Mesh(error) => error.key.to_owned(),
-        TrainError::Model(error) => format!("model.{}", error.key),
-        TrainError::Pipeline(error) => error.key.to_owned(),
-        _ => "parallel".to_owned(),
-    }
+/// The error at the place of the key whose value it refuses.
+fn refused(source: &Source, error: &TrainError) -> CliError {
+    let key = match error {
+        TrainError::Config(problem) | TrainError::Mesh(problem) => &problem.key,
+        _ => "parallel",
+    };
+    CliError::Config(format!("{}: {error}", source.place(key)))
 }
 
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
@@ -305,11 +302,9 @@ fn exit_code(error: &TrainError) -> u8 {
             cause: Some(error), ..
         } if of_checkpoint(error) != FAILED => return exit::DISK,
         TrainError::Refused(_)
+        | TrainError::Config(_)
         | TrainError::Mesh(_)
-        | TrainError::Pipeline(_)
-        | TrainError::ParamGroup { .. }
         | TrainError::Device(DeviceError::TooOld { .. } | DeviceError::NoInstructionSet { .. })
-        | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Data(_) => false,
         TrainError::Pretrained(error) => {

@@ -9,15 +9,13 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ddp_launcher::{NodeRange, PrefixTemplate};
+use ddp_proto::ids::{MAX_NODES, MAX_WORKERS};
 use ddp_proto::ports::{BadPortRange, PortRange};
 
 use super::machine::numa::Binding;
 
 /// Port of a rendezvous endpoint that names none, as torchrun.
 pub const DEFAULT_PORT: u16 = 29_400;
-
-/// Most nodes or workers that one setting may ask for: catches a slipped digit, far above any machine.
-const MAX_COUNT: u32 = 65_536;
 
 /// Longest time-out that is accepted, in seconds (30 days).
 const MAX_TIMEOUT_S: f64 = 30.0 * 86_400.0;
@@ -28,16 +26,16 @@ pub fn one_or_more<N: FromStr>(text: &str) -> Result<N, String> {
     number.map_err(|_| "expected a whole number, 1 or more".to_owned())
 }
 
-/// How many workers a node runs.
+/// The number of workers of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcCount {
     /// A number.
     Fixed(u32),
     /// `cpu`: one worker a usable core.
     Cpu,
-    /// `gpu`: one worker a visible GPU; none is an error.
+    /// `gpu`: one worker per visible GPU; a node without GPUs is an error.
     Gpu,
-    /// `xpu`: one worker an Intel GPU that PyTorch shows; none is an error.
+    /// `xpu`: one worker per Intel GPU that PyTorch shows; a node without one is an error.
     Xpu,
     /// `auto`: as `gpu` where there is one, else as `cpu`.
     Auto,
@@ -182,9 +180,9 @@ pub fn prefix_template(text: &str) -> Result<PrefixTemplate, String> {
 /// `N` or `MIN:MAX`.
 pub fn node_range(text: &str) -> Result<NodeRange, String> {
     let expected =
-        || format!("expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= {MAX_COUNT}, for example `2` or `1:4`");
+        || format!("expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= {MAX_NODES}, for example `2` or `1:4`");
     let count = |part: &str| match part.parse::<u32>() {
-        Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(n),
+        Ok(n) if (1..=MAX_NODES).contains(&n) => Ok(n),
         _ => Err(expected()),
     };
     let (min, max) = match text.split_once(':') {
@@ -205,9 +203,9 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
         "gpu" => Ok(ProcCount::Gpu),
         "xpu" => Ok(ProcCount::Xpu),
         number => match number.parse() {
-            Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
+            Ok(n) if (1..=MAX_WORKERS).contains(&n) => Ok(ProcCount::Fixed(n)),
             _ => Err(format!(
-                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu`, `gpu` or `xpu`"
+                "expected a whole number from 1 to {MAX_WORKERS}, `auto`, `cpu`, `gpu` or `xpu`"
             )),
         },
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
+use ddp_proto::ids::{MAX_NODES, MAX_WORKERS};
 
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
@@ -139,8 +140,8 @@ impl Default for Config {
             linger: Duration::from_mins(1),
             drain: Duration::from_secs(5),
             max_jobs: 1024,
-            max_nodes: 16_384,
-            max_workers: 4096,
+            max_nodes: MAX_NODES,
+            max_workers: MAX_WORKERS,
             max_name_bytes: 512,
             max_description_bytes: 16 << 10,
             max_tail_bytes: 16 << 10,

@@ -71,43 +71,6 @@ fn an_unknown_key_of_the_launch_section() {
 }
 
 #[test]
-fn what_is_not_yaml() {
-    let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
-    insta::assert_snapshot!(refused(&job), @r"
-    [ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'
-    [ddp-run]   hint: check indentation, brackets and the space after each colon, here and on the line before
-    ");
-    expect_nothing_written(&job);
-}
-
-#[test]
-fn a_wrong_type() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: many"));
-    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 1 or more");
-    expect_nothing_written(&job);
-}
-
-#[test]
-fn a_missing_data_file() {
-    let job = TinyJob::with(|yaml| yaml.replace("text.txt", "absent.txt"));
-    insta::assert_snapshot!(refused(&job), @r"
-        [ddp-run] error: tiny.yaml:3: `data.train` is `absent.txt`, which cannot be read: No such file or directory (os error 2)
-        [ddp-run]   hint: relative paths in `data` are resolved from the YAML's directory
-        ");
-    expect_nothing_written(&job);
-}
-
-#[test]
-fn heads_that_do_not_divide_the_channels() {
-    let job = TinyJob::with(|yaml| yaml.replace("n_head: 2", "n_head: 3"));
-    insta::assert_snapshot!(refused(&job), @r"
-        [ddp-run] error: tiny.yaml:2: `model.n_embd` is 32, expected a multiple of `model.n_head`, which is 3
-        [ddp-run]   hint: use 30 or 33, or a different number of heads
-        ");
-    expect_nothing_written(&job);
-}
-
-#[test]
 fn an_override_of_a_key_that_does_not_exist() {
     let job = TinyJob::new();
     let finished = launch()

@@ -130,7 +130,7 @@ fn losses_are_those_of_the_processor() {
     let found = train(
         gpus(emulator, &job, 1),
         &job,
-        &["train.precision=bf16", "train.recompute=never"],
+        &["train.precision=bf16", "train.recompute=nothing"],
     );
     expect_close("bf16 with kept norms and GELUs", &found, 2e-3);
 }

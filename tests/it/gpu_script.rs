@@ -295,7 +295,7 @@ fn each_switch_is_trained_with_once_and_a_new_one_is_an_entry_of_a_list() {
         assert!(log.trim_end().ends_with(switches), "{run}: {log}");
         let steps = if run.contains('-') { "30" } else { "100" };
         assert!(log.contains(&format!("train.steps={steps} ")), "{run}: {log}");
-        let kept = log.contains(" train.recompute=never ");
+        let kept = log.contains(" train.recompute=nothing ");
         assert_eq!(kept, run.contains("kept"), "{run}: {log}");
     }
 }

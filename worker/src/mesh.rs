@@ -20,7 +20,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::words::counted;
 
 use crate::collective::{CollectiveError, Communicator, Executor, WireBytes};
-use crate::config::{Parallel, ShardGroup, Strategy};
+use crate::config::{Parallel, Problem, ShardGroup, Strategy};
 use crate::timeline::Timeline;
 
 /// A direction of the mesh.
@@ -54,16 +54,6 @@ impl Axis {
     }
 }
 
-/// The ranks do not make a mesh.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}\n  hint: {hint}")]
-pub struct MeshError {
-    /// The key whose value is wrong.
-    pub key: &'static str,
-    what: String,
-    hint: String,
-}
-
 /// Number of ranks along each axis: a pure function of configuration and job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeshShape {
@@ -73,43 +63,12 @@ pub struct MeshShape {
 
 impl MeshShape {
     /// The mesh of a job. Every rank computes the same.
-    pub fn new(parallel: &Parallel, env: &WorkerEnv) -> Result<Self, MeshError> {
+    pub fn new(parallel: &Parallel, env: &WorkerEnv) -> Result<Self, Problem> {
         let ranks = env.world_size.get() as usize;
         let (stages, tensor) = (parallel.pipeline.stages, parallel.tensor);
         let cell = stages * tensor;
         if cell == 0 || !ranks.is_multiple_of(cell) {
-            let (above, below) = (ranks.next_multiple_of(cell.max(1)), ranks / cell.max(1) * cell);
-            let nearest = [below, above].map(|n| n.to_string());
-            let nearest = if below == 0 {
-                nearest[1].clone()
-            } else {
-                nearest.join(" or ")
-            };
-            let (key, group, keys) = match (stages > 1, tensor > 1) {
-                (true, true) => (
-                    "parallel.pipeline.stages",
-                    format!("{cell}: {stages} pipeline ranks × {tensor} tensor ranks"),
-                    "`parallel.pipeline.stages` or `parallel.tensor`",
-                ),
-                (true, false) => (
-                    "parallel.pipeline.stages",
-                    format!("{cell} pipeline ranks"),
-                    "`parallel.pipeline.stages`",
-                ),
-                (false, _) => (
-                    "parallel.tensor",
-                    format!("{cell} tensor ranks"),
-                    "`parallel.tensor`",
-                ),
-            };
-            return Err(MeshError {
-                key,
-                what: format!(
-                    "{} cannot be divided into groups of {group}",
-                    counted(ranks as u64, "rank")
-                ),
-                hint: format!("start {nearest} ranks, or change {keys}"),
-            });
+            return Err(no_multiple(ranks, stages, tensor));
         }
         check_tensor_groups(parallel, env)?;
         let data = ranks / cell;
@@ -124,38 +83,14 @@ impl MeshShape {
                 Some(ShardGroup::Ranks(shard)) => shard.to_string(),
                 _ => "node".into(),
             };
-            return Err(MeshError {
-                key: "parallel.shard_group",
-                what: format!(
-                    "`parallel.shard_group` is {found}, but {data} data-parallel ranks cannot be divided into groups of {shard}"
-                ),
-                hint: SAME_SIZE.into(),
-            });
+            let what = format!(
+                "`parallel.shard_group` is {found}, but {data} data-parallel ranks cannot be divided into groups of {shard}"
+            );
+            return Err(Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE));
         }
         check_node_groups(parallel, env, [data, shard])?;
         Ok(Self {
             sizes: [stages, data / shard, shard, tensor],
-        })
-    }
-
-    /// With `parallel.sequence`, refuses micro-batches whose rows the ranks of a tensor group
-    /// cannot share evenly. `rows` are the samples of a micro-batch and the positions of a sample.
-    pub fn check_rows(&self, parallel: &Parallel, rows: [usize; 2]) -> Result<(), MeshError> {
-        let tensor = self.size(&[Axis::Tensor]);
-        let [samples, positions] = rows;
-        if !parallel.sequence || (samples * positions).is_multiple_of(tensor) {
-            return Ok(());
-        }
-        Err(MeshError {
-            key: "parallel.sequence",
-            what: format!(
-                "`parallel.sequence`: the {samples} × {positions} positions of a micro-batch cannot be divided evenly over {tensor} ranks"
-            ),
-            hint: format!(
-                "use `train.micro_batch: {}` or `model.block_size: {}`, or leave out `parallel.sequence`",
-                samples.next_multiple_of(tensor),
-                positions.next_multiple_of(tensor),
-            ),
         })
     }
 
@@ -210,59 +145,79 @@ impl MeshShape {
 const SAME_SIZE: &str =
     "all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`";
 
+/// The number of ranks is no multiple of the ranks that hold one model.
+fn no_multiple(ranks: usize, stages: usize, tensor: usize) -> Problem {
+    let cell = stages * tensor;
+    let above = ranks.next_multiple_of(cell.max(1));
+    let nearest = match ranks / cell.max(1) * cell {
+        0 => above.to_string(),
+        below => format!("{below} or {above}"),
+    };
+    let axes = [
+        ("parallel.pipeline.stages", "pipeline", stages),
+        ("parallel.tensor", "tensor", tensor),
+    ];
+    let used: Vec<_> = axes.into_iter().filter(|(.., size)| *size != 1).collect();
+    let join = |part: &dyn Fn(&(&str, &str, usize)) -> String, with: &str| {
+        used.iter().map(part).collect::<Vec<_>>().join(with)
+    };
+    let axes = join(&|(_, name, size)| format!("{size} {name} ranks"), " × ");
+    let group = if used.len() > 1 {
+        format!("{cell}: {axes}")
+    } else {
+        axes
+    };
+    let keys = join(&|(key, ..)| format!("`{key}`"), " or ");
+    let what = format!(
+        "{} cannot be divided into groups of {group}",
+        counted(ranks as u64, "rank")
+    );
+    let key = used.first().map_or("parallel", |(key, ..)| key);
+    Problem::new(key, what).with_hint(format!("start {nearest} ranks, or change {keys}"))
+}
+
 /// Ranks of each node, if all nodes have as many.
-fn local_ranks(env: &WorkerEnv) -> Result<usize, MeshError> {
+fn local_ranks(env: &WorkerEnv) -> Result<usize, Problem> {
     let (ranks, local) = (env.world_size.get(), env.local_world_size);
     if local * env.node_count == ranks {
         return Ok(local as usize);
     }
-    Err(MeshError {
-        key: "parallel.shard_group",
-        what: format!(
-            "`parallel.shard_group` is node, but the {ranks} ranks are not spread evenly over {} nodes: this one has {local}",
-            env.node_count
-        ),
-        hint: SAME_SIZE.into(),
-    })
+    let what = format!(
+        "`parallel.shard_group` is node, but the {ranks} ranks are not spread evenly over {} nodes: this one has {local}",
+        env.node_count
+    );
+    Err(Problem::new("parallel.shard_group", what).with_hint(SAME_SIZE))
 }
 
 /// Tensor groups lie within nodes, unless the configuration asks otherwise: they exchange activations in every layer.
-fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), MeshError> {
+fn check_tensor_groups(parallel: &Parallel, env: &WorkerEnv) -> Result<(), Problem> {
     let (tensor, local) = (parallel.tensor, env.local_world_size as usize);
     if env.node_count == 1 || parallel.tensor_across_nodes || local.is_multiple_of(tensor) {
         return Ok(());
     }
-    Err(MeshError {
-        key: "parallel.tensor",
-        what: format!(
-            "`parallel.tensor` is {tensor}, but a node has {}: a tensor group would span nodes",
-            counted(local as u64, "rank")
-        ),
-        hint: format!(
-            "use a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
-        ),
-    })
+    let what = format!(
+        "`parallel.tensor` is {tensor}, but a node has {}: a tensor group would span nodes",
+        counted(local as u64, "rank")
+    );
+    let hint = format!(
+        "use a divisor of {local}, or set `parallel.tensor_across_nodes: true`: every layer then waits for the network"
+    );
+    Err(Problem::new("parallel.tensor", what).with_hint(hint))
 }
 
 /// Refuses `shard_group: node` if a stage neither fills whole nodes nor divides one: shard groups
 /// would then span nodes.
-fn check_node_groups(
-    parallel: &Parallel,
-    env: &WorkerEnv,
-    [data, shard]: [usize; 2],
-) -> Result<(), MeshError> {
+fn check_node_groups(parallel: &Parallel, env: &WorkerEnv, [data, shard]: [usize; 2]) -> Result<(), Problem> {
     let (local, group) = (env.local_world_size as usize, shard * parallel.tensor);
     if shard == 1 || parallel.shard_group != Some(ShardGroup::Node) || local.is_multiple_of(group) {
         return Ok(());
     }
-    Err(MeshError {
-        key: "parallel.shard_group",
-        what: format!(
-            "`parallel.shard_group` is node, but a stage has {} and a node has {local}: a shard group of {group} would span nodes",
-            counted((data * parallel.tensor) as u64, "rank")
-        ),
-        hint: "change the number of nodes so that a stage fills whole nodes or a node holds whole stages, or leave out `parallel.shard_group`".into(),
-    })
+    let what = format!(
+        "`parallel.shard_group` is node, but a stage has {} and a node has {local}: a shard group of {group} would span nodes",
+        counted((data * parallel.tensor) as u64, "rank")
+    );
+    let hint = "change the number of nodes so that a stage fills whole nodes or a node holds whole stages, or leave out `parallel.shard_group`";
+    Err(Problem::new("parallel.shard_group", what).with_hint(hint))
 }
 
 /// This rank in the mesh, and the communicators of its groups.
@@ -339,7 +294,7 @@ impl Mesh {
         self.split(members, name, Executor::Thread)
     }
 
-    /// Communicators of two ranks along `axis`, given by their coordinates along it; none for pairs without this rank. Each
+    /// Communicators of two ranks along `axis`, given by their coordinates along it. A pair without this rank gives `None`. Each
     /// has an executor thread of its own. Every rank must make the same call, with no operation of the world in flight.
     pub fn pairs(
         &self,
@@ -382,7 +337,7 @@ impl Mesh {
         of_groups.fold(self.world.wire_bytes(), |sum, bytes| sum + bytes)
     }
 
-    /// The same by axis, in the order of [`Axis::ALL`]: what a group along several axes sent is counted as the slowest one's.
+    /// Bytes sent by axis, in the order of [`Axis::ALL`]. A group along several axes counts towards the slowest of them.
     pub fn wire_bytes_by_axis(&self) -> [WireBytes; Axis::ALL.len()] {
         let mut bytes = [WireBytes::default(); Axis::ALL.len()];
         let groups = self.groups();
@@ -464,30 +419,6 @@ mod tests {
             ..WorkerEnv::single()
         };
         MeshShape::new(&parallel, &env).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn rows_that_tensor_ranks_cannot_share_are_refused_with_sizes_that_they_can() {
-        let parallel = Parallel {
-            tensor: 2,
-            sequence: true,
-            ..Parallel::default()
-        };
-        let env = WorkerEnv {
-            world_size: WorldSize(2),
-            local_world_size: 2,
-            ..WorkerEnv::single()
-        };
-        let mesh = MeshShape::new(&parallel, &env).unwrap();
-        let error = |rows| {
-            mesh.check_rows(&parallel, rows)
-                .map_err(|error| error.to_string())
-        };
-        assert_eq!(error([1, 32]), Ok(()));
-        insta::assert_snapshot!(error([1, 33]).unwrap_err(), @r"
-        `parallel.sequence`: the 1 × 33 positions of a micro-batch cannot be divided evenly over 2 ranks
-          hint: use `train.micro_batch: 2` or `model.block_size: 34`, or leave out `parallel.sequence`
-        ");
     }
 
     #[test]

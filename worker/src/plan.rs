@@ -44,7 +44,7 @@ impl Work {
         Self {
             model: 3 * (2 * (matrices + vocabulary * width) + attention),
             repeated: match recompute {
-                Recompute::Never | Recompute::None => 0,
+                Recompute::Nothing | Recompute::Norms => 0,
                 // The first of the feed-forward layer's products.
                 Recompute::Selective => 2 * widen,
                 // All but the last one, whose output is not used again.
@@ -340,7 +340,7 @@ mod tests {
         // The blocks' matrices have 84,934,656 parameters. A token sees 512.5 positions on average.
         let (blocks, attention) = (84_934_656, 4 * 12 * 768 * 1025 / 2);
         assert_eq!(
-            of(Recompute::None).total(),
+            of(Recompute::Norms).total(),
             6 * (blocks + 50_304 * 768) + 3 * attention
         );
         // Forward once more, of the blocks alone, without the last of their products: a third of the matrices.
@@ -364,7 +364,7 @@ mod tests {
         let products = 6 * (12 * 128 * 128 + 256 * 128);
         let scores_and_sums = 6 * 128 * 4097;
         assert_eq!(
-            Work::of(&model, 256, Recompute::None).total(),
+            Work::of(&model, 256, Recompute::Norms).total(),
             products + scores_and_sums
         );
     }

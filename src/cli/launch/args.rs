@@ -522,7 +522,7 @@ mod tests {
     fn bad_values_name_the_flag_and_what_it_takes() {
         let error = parse_words(&["--nnodes", "4:2", "x"]).expect_err("must be refused");
         let first_line = error.lines().next().unwrap_or_default();
-        insta::assert_snapshot!(first_line, @"error: invalid value '4:2' for '--nnodes <N|MIN:MAX>': MIN is 4, but MAX is 2: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= 65536, for example `2` or `1:4`");
+        insta::assert_snapshot!(first_line, @"error: invalid value '4:2' for '--nnodes <N|MIN:MAX>': MIN is 4, but MAX is 2: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= 16384, for example `2` or `1:4`");
     }
 
     /// Lines of `ddp-run -h` or `--help`, in a terminal of 80 columns.

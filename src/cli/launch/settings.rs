@@ -420,7 +420,7 @@ mod tests {
     fn variables_are_named_in_errors() {
         let get = |name: &str| (name == "PET_NNODES").then(|| "0:1".to_owned());
         let error = Settings::from_env(get).expect_err("0 nodes");
-        insta::assert_snapshot!(error, @"environment variable `PET_NNODES` is `0:1`: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= 65536, for example `2` or `1:4`");
+        insta::assert_snapshot!(error, @"environment variable `PET_NNODES` is `0:1`: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= 16384, for example `2` or `1:4`");
         let get = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "4".to_owned());
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(settings.nproc_per_node, Some(ProcCount::Fixed(4)));

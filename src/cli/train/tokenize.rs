@@ -140,7 +140,7 @@ fn no_separator(tokenizer: &Tokenizer) -> String {
     )
 }
 
-/// As YAML takes it for a string.
+/// The text, quoted for YAML if it needs quotes.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "_-./+@%".contains(c);
     let starts_plain = word.starts_with(|c: char| c.is_alphanumeric() || c == '.' || c == '/' || c == '_');

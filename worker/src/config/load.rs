@@ -1,17 +1,20 @@
 //! From a file and its overrides to a checked configuration: the table of keys, rules over several keys, and what the
 //! files of the data must hold.
 
+use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::keys;
+use super::problem::{ConfigError, Problem};
 use super::schema::{
-    Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerConfig, OptimizerKind, OptimizerOffload,
-    Paths, Pipeline, Precision, ReduceDtype, Resume, Strategy, Sync, TrainConfig,
+    Accumulate, LearningRate, LrScaling, Model, ModelKind, OptimizerKind, OptimizerOffload, Parallel, Paths,
+    Pipeline, Precision, Resume, Run, Strategy, Train, TrainConfig, section,
 };
-use super::source::{ConfigError, Source};
+use super::source::Source;
 use crate::data::{DataError, HELD_OUT_PART, Tokens, Vocabulary};
+use crate::model::{check_rows, checked_vocab};
 
 /// Longest configuration file.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -22,7 +25,7 @@ pub struct Located {
     /// The configuration; its paths of `data` and `model.init_from` can be opened from the current
     /// directory.
     pub config: TrainConfig,
-    /// Where they came from.
+    /// The origin of each value.
     pub source: Source,
 }
 
@@ -43,8 +46,8 @@ pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, Config
 /// As [`load_located`], for callers that train nothing: the data files need not exist.
 pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let source = Source::parse(path, &read(path)?, overrides)?;
-    let values: Result<TrainConfig, _> = keys::section("", keys::read(&source)?);
-    let mut config = values.map_err(|error| source.error("", error.to_string(), None))?;
+    let values: Result<TrainConfig, _> = section("", keys::read(&source)?);
+    let mut config = values.map_err(|error| source.locate(Problem::new("", error.to_string())))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let data = &mut config.data;
     data.train = data.train.below(folder);
@@ -56,10 +59,12 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
 }
 
 fn read(path: &Path) -> Result<String, ConfigError> {
-    let error = |problem: String, hint: Option<&str>| ConfigError {
+    let error = |what: String, hint: Option<&str>| ConfigError {
         place: path.display().to_string(),
-        problem,
-        hint: hint.map(ToOwned::to_owned),
+        problem: Problem {
+            hint: hint.map(ToOwned::to_owned),
+            ..Problem::new("", what)
+        },
     };
     let failed = |e: std::io::Error| match e.kind() {
         std::io::ErrorKind::NotFound => error(
@@ -97,297 +102,189 @@ fn read(path: &Path) -> Result<String, ConfigError> {
 /// Most steps of a timeline: a person does not compare more side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// A rule that a configuration breaks: the key, the problem, the next step.
-type Broken = (&'static str, String, String);
+/// A key that has an effect only where other keys have certain values.
+struct Condition {
+    key: &'static str,
+    /// The other keys and values, as a message names them.
+    needs: &'static str,
+    holds: fn(&TrainConfig) -> bool,
+}
+
+const fn only_with(key: &'static str, needs: &'static str, holds: fn(&TrainConfig) -> bool) -> Condition {
+    Condition { key, needs, holds }
+}
+
+#[rustfmt::skip]
+const CONDITIONS: &[Condition] = &[
+    only_with("model.n_kv_head", "`model.kind: llama`", is_llama),
+    only_with("model.norm_eps", "`model.kind: llama`", is_llama),
+    only_with("model.rope_theta", "`model.kind: llama`", is_llama),
+    only_with("model.rope_scaling", "`model.kind: llama`", is_llama),
+    only_with("train.optimizer.betas", "`train.optimizer.kind: adamw`, `lion` or `muon`", |c| c.train.optimizer.kind != OptimizerKind::Sgd),
+    only_with("train.optimizer.eps", "`train.optimizer.kind: adamw` or `muon`", |c| matches!(c.train.optimizer.kind, OptimizerKind::Adamw | OptimizerKind::Muon)),
+    only_with("train.optimizer.momentum", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
+    only_with("train.optimizer.nesterov", "`train.optimizer.kind: sgd` or `muon`", has_momentum),
+    only_with("train.offload.dir", "`train.offload.optimizer: file`", |c| c.train.offload.optimizer == OptimizerOffload::File),
+    only_with("train.schedule.decay_steps", "`train.schedule.kind: wsd`", |c| c.train.schedule.kind == LearningRate::Wsd),
+    only_with("train.base_batch", "`train.lr_scaling: linear`", |c| c.train.lr_scaling == LrScaling::Linear),
+    only_with("parallel.sync", "`parallel.strategy: ddp`", |c| c.parallel.strategy == Strategy::Ddp),
+    only_with("parallel.reduce_dtype", "`train.precision: bf16`", |c| c.train.precision == Precision::Bf16),
+    only_with("parallel.shard_group", "`parallel.strategy: zero1`, `zero2` or `zero3`", |c| c.parallel.strategy != Strategy::Ddp),
+    only_with("parallel.accumulate", "`parallel.strategy: zero2` or `zero3`", holds_shards),
+    only_with("parallel.persist_below", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    only_with("parallel.reshard_after_forward", "`parallel.strategy: zero3`", |c| c.parallel.strategy == Strategy::Zero3),
+    only_with("parallel.sequence", "`parallel.tensor` above 1", |c| c.parallel.tensor > 1),
+];
+
+fn is_llama(config: &TrainConfig) -> bool {
+    config.model.kind == ModelKind::Llama
+}
+
+fn has_momentum(config: &TrainConfig) -> bool {
+    matches!(
+        config.train.optimizer.kind,
+        OptimizerKind::Sgd | OptimizerKind::Muon
+    )
+}
+
+fn holds_shards(config: &TrainConfig) -> bool {
+    matches!(config.parallel.strategy, Strategy::Zero2 | Strategy::Zero3)
+}
+
+/// A key whose condition does not hold. A value that equals the default contradicts no other.
+fn without_effect(config: &TrainConfig) -> Option<Problem> {
+    let defaults = TrainConfig {
+        run: Run::default(),
+        model: Model::default(),
+        data: config.data.clone(),
+        train: Train::default(),
+        parallel: Parallel::default(),
+        launch: BTreeMap::new(),
+    };
+    let [values, defaults] =
+        [config, &defaults].map(|config| serde_json::to_value(config).unwrap_or_default());
+    let is_broken = |condition: &&Condition| {
+        let pointer = format!("/{}", condition.key.replace('.', "/"));
+        values.pointer(&pointer) != defaults.pointer(&pointer) && !(condition.holds)(config)
+    };
+    let Condition { key, needs, .. } = CONDITIONS.iter().find(is_broken)?;
+    Some(Problem::new(*key, format!("`{key}` has no effect without {needs}")).with_hint("leave it out"))
+}
 
 /// Checks everything that needs neither the data nor another rank.
 fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let vocabulary = vocabulary(config, source)?;
-    let rules = rules(config, vocabulary.size);
-    let broken = rules.into_iter().find(|(is_broken, ..)| *is_broken);
-    let broken = broken.map(|(_, key, problem, hint)| (key, problem, hint.to_owned()));
-    let broken = broken.or_else(|| heads(&config.model, source));
-    match broken.or_else(|| accumulate(config, source)) {
-        Some((key, problem, hint)) => Err(source.error(key, problem, (!hint.is_empty()).then_some(hint))),
-        None => Ok(()),
-    }
+    let sizes = || {
+        let checked = checked_vocab(&config.model, vocabulary.size, config.parallel.tensor);
+        let mut problem = checked.err()?;
+        // The number of channels is to blame only if the other number is not an override.
+        if problem.key == "model.n_embd" && source.is_set("model.n_head") && !source.is_set("model.n_embd") {
+            problem.key = "model.n_head".into();
+        }
+        Some(problem)
+    };
+    let broken = run(config)
+        .or_else(|| without_effect(config))
+        .or_else(|| training(config))
+        .or_else(sizes)
+        .or_else(|| check_rows(config).err())
+        .or_else(|| accumulate(config, source));
+    broken.map_or(Ok(()), |problem| Err(source.locate(problem)))
 }
 
-/// Is it broken?, key, problem, hint or nothing.
-type Rule = (bool, &'static str, String, &'static str);
-
-/// Each rule. A value that equals the default contradicts no other.
-fn rules(config: &TrainConfig, tokens: usize) -> Vec<Rule> {
-    let (run, model, train) = (&config.run, &config.model, &config.train);
-    let (steps, lr) = (train.steps, train.optimizer.lr);
-    let vocab = model.vocab_size.unwrap_or(tokens);
-    let due = train.checkpoint_every;
-    let min_lr = train.schedule.min_lr;
-    let mut rules = vec![
-        (
-            run.overwrite && run.resume != Resume::Never,
-            "run.overwrite",
-            "`run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued".into(),
-            "set only one of the two",
-        ),
-        (
-            vocab < tokens,
-            "model.vocab_size",
-            format!("`model.vocab_size` is {vocab}, expected at least {tokens}, the number of tokens of `data.tokenizer`"),
-            "leave it out to use the tokenizer's",
-        ),
-        (
-            train.offload.dir.is_some() && train.offload.optimizer != OptimizerOffload::File,
-            "train.offload.dir",
-            "`train.offload.dir` is set, but nothing is offloaded to it".into(),
-            "set `train.offload.optimizer: file`, or leave it out",
-        ),
-        (
-            train.lr_scaling == LrScaling::Linear && train.base_batch.is_none(),
-            "train.lr_scaling",
-            "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for".into(),
-            "add `base_batch: …` under `train:`",
-        ),
-        (
-            train.lr_scaling == LrScaling::None && train.base_batch.is_some(),
-            "train.base_batch",
-            "`train.base_batch` has no effect without `train.lr_scaling: linear`".into(),
-            "",
-        ),
-        (
-            min_lr > lr,
-            "train.schedule.min_lr",
-            format!("`train.schedule.min_lr` is {min_lr}, expected at most `train.optimizer.lr`, which is {lr}"),
-            "",
-        ),
-    ];
-    if let Some(range) = run.timeline {
-        let expected = if range.last > steps {
-            format!("steps up to `train.steps`, which is {steps}")
-        } else {
-            format!("at most {MAX_TIMELINE_STEPS} steps")
-        };
-        rules.push((
-            range.last > steps || range.count() > MAX_TIMELINE_STEPS,
-            "run.timeline",
-            format!("`run.timeline` is {range}, expected {expected}"),
-            "",
-        ));
+fn run(config: &TrainConfig) -> Option<Problem> {
+    let (run, steps) = (&config.run, config.train.steps);
+    if run.overwrite && run.resume != Resume::Never {
+        let what = "`run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued";
+        return Some(Problem::new("run.overwrite", what).with_hint("set only one of the two"));
     }
-    if let Some(every) = train.checkpoint_keep.and_then(|keep| keep.every) {
-        rules.push((
-            due > 0 && !every.is_multiple_of(due),
-            "train.checkpoint_keep.every",
-            format!("`train.checkpoint_keep.every` is {every}, expected a multiple of `train.checkpoint_every`, which is {due}"),
-            "other steps have no checkpoint to keep",
-        ));
-    }
-    rules.extend(optimizer(config).into_iter().chain(strategy(config)));
-    rules.extend(model_kind(&config.model));
-    rules
+    let range = run.timeline?;
+    let expected = if range.last > steps {
+        format!("steps up to `train.steps`, which is {steps}")
+    } else if range.count() > MAX_TIMELINE_STEPS {
+        format!("at most {MAX_TIMELINE_STEPS} steps")
+    } else {
+        return None;
+    };
+    Some(Problem::new(
+        "run.timeline",
+        format!("`run.timeline` is {range}, expected {expected}"),
+    ))
 }
 
-/// Keys that only some optimizers or schedules read.
-fn optimizer(config: &TrainConfig) -> Vec<Rule> {
-    let (train, optimizer, schedule) = (&config.train, &config.train.optimizer, &config.train.schedule);
-    let steps = train.steps;
-    let kind = serde_json::to_value(optimizer.kind).unwrap_or_default();
-    let kind = kind.as_str().unwrap_or_default();
-    let of_some_kinds = [
-        ("train.optimizer.betas", optimizer.betas.is_some()),
-        (
-            "train.optimizer.eps",
-            optimizer.eps != OptimizerConfig::default().eps,
-        ),
-        ("train.optimizer.momentum", optimizer.momentum.is_some()),
-        ("train.optimizer.nesterov", optimizer.nesterov.is_some()),
-    ];
-    let mut rules = Vec::from(of_some_kinds.map(|(path, is_set)| {
-        let is_read = optimizer.own_keys().contains(&path);
-        let problem = format!("`{path}` has no effect with `train.optimizer.kind: {kind}`");
-        (is_set && !is_read, path, problem, "leave it out")
-    }));
-    let decays = schedule.kind == LearningRate::Wsd;
-    rules.extend([
-        (
-            optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerOffload::None,
-            "train.offload.optimizer",
-            "`train.optimizer.kind: muon` needs its state on the device, where matrices are multiplied"
-                .into(),
-            "leave out `train.offload.optimizer`, or use a different optimizer",
-        ),
-        (
-            decays && schedule.decay_steps.is_none(),
-            "train.schedule.kind",
-            "`train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay".into(),
-            "add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual",
-        ),
-        (
-            !decays && schedule.decay_steps.is_some(),
-            "train.schedule.decay_steps",
-            "`train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`".into(),
-            "",
-        ),
-        (
-            schedule.decay_steps.is_some_and(|decay| decay > steps),
-            "train.schedule.decay_steps",
-            format!(
-                "`train.schedule.decay_steps` is {}, expected at most `train.steps`, which is {steps}",
-                schedule.decay_steps.unwrap_or_default()
-            ),
-            "",
-        ),
-    ]);
-    rules
-}
-
-/// Keys that only some kinds of models read.
-fn model_kind(model: &Model) -> [Rule; 4] {
-    let default = |key: f64, default: f64| key.to_bits() != default.to_bits();
-    let of_llama = [
-        ("model.n_kv_head", model.n_kv_head.is_some()),
-        ("model.norm_eps", default(model.norm_eps, 1e-5)),
-        ("model.rope_theta", default(model.rope_theta, 10_000.0)),
-        ("model.rope_scaling", model.rope_scaling.is_some()),
-    ];
-    of_llama.map(|(path, is_set)| {
-        let problem = format!("`{path}` has no effect without `model.kind: llama`");
-        (
-            is_set && model.kind != ModelKind::Llama,
-            path,
-            problem,
-            "leave it out",
-        )
+/// Optimizer, learning rate and checkpoints.
+fn training(config: &TrainConfig) -> Option<Problem> {
+    let train = &config.train;
+    let (schedule, lr, steps, due) = (
+        &train.schedule,
+        train.optimizer.lr,
+        train.steps,
+        train.checkpoint_every,
+    );
+    if train.lr_scaling == LrScaling::Linear && train.base_batch.is_none() {
+        let what = "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for";
+        return Some(Problem::new("train.lr_scaling", what).with_hint("add `base_batch: …` under `train:`"));
+    }
+    if train.optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerOffload::None {
+        let what =
+            "`train.optimizer.kind: muon` needs its state on the device, where matrices are multiplied";
+        let hint = "leave out `train.offload.optimizer`, or use a different optimizer";
+        return Some(Problem::new("train.offload.optimizer", what).with_hint(hint));
+    }
+    if schedule.min_lr > lr {
+        let min_lr = schedule.min_lr;
+        let what = format!(
+            "`train.schedule.min_lr` is {min_lr}, expected at most `train.optimizer.lr`, which is {lr}"
+        );
+        return Some(Problem::new("train.schedule.min_lr", what));
+    }
+    match schedule.decay_steps {
+        None if schedule.kind == LearningRate::Wsd => {
+            let what =
+                "`train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay";
+            let hint = "add `decay_steps: …` under `schedule:`; a tenth of `train.steps` is usual";
+            return Some(Problem::new("train.schedule.kind", what).with_hint(hint));
+        }
+        Some(decay) if decay > steps => {
+            let what = format!(
+                "`train.schedule.decay_steps` is {decay}, expected at most `train.steps`, which is {steps}"
+            );
+            return Some(Problem::new("train.schedule.decay_steps", what));
+        }
+        _ => {}
+    }
+    let every = train.checkpoint_keep.and_then(|keep| keep.every)?;
+    (due > 0 && !every.is_multiple_of(due)).then(|| {
+        let what = format!("`train.checkpoint_keep.every` is {every}, expected a multiple of `train.checkpoint_every`, which is {due}");
+        let hint = "other steps have no checkpoint to keep";
+        Problem::new("train.checkpoint_keep.every", what).with_hint(hint)
     })
-}
-
-/// Keys that only some strategies or precisions read.
-fn strategy(config: &TrainConfig) -> [Rule; 8] {
-    let (parallel, tensor) = (&config.parallel, config.parallel.tensor);
-    let strategy = parallel.strategy;
-    let releases = strategy == Strategy::Zero3;
-    let holds_shards = matches!(strategy, Strategy::Zero2 | Strategy::Zero3);
-    let is_narrowed = parallel.reduce_dtype == ReduceDtype::Bf16;
-    let (samples, positions) = (config.train.micro_batch, config.model.block_size);
-    let fits = |samples: &usize| (samples * positions).is_multiple_of(tensor);
-    let above = (samples..samples + tensor).find(fits).unwrap_or(samples);
-    [
-        (
-            strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed,
-            "parallel.sync",
-            "`parallel.sync` applies only to `parallel.strategy: ddp`".into(),
-            "leave it out, or train with `ddp`",
-        ),
-        (
-            is_narrowed && config.train.precision != Precision::Bf16,
-            "parallel.reduce_dtype",
-            "`parallel.reduce_dtype: bf16` needs `train.precision: bf16`: gradients have the parameters' type or a wider one".into(),
-            "leave it out, or train in bf16",
-        ),
-        (
-            strategy == Strategy::Ddp && parallel.shard_group.is_some(),
-            "parallel.shard_group",
-            "`parallel.shard_group` is set, but `parallel.strategy: ddp` shards nothing".into(),
-            "leave it out, or train with `zero1`, `zero2` or `zero3`",
-        ),
-        (
-            !releases && parallel.persist_below > 0,
-            "parallel.persist_below",
-            "`parallel.persist_below` is set, but only `parallel.strategy: zero3` releases parameters".into(),
-            "leave it out, or train with `zero3`",
-        ),
-        (
-            !releases && !parallel.reshard_after_forward,
-            "parallel.reshard_after_forward",
-            "`parallel.reshard_after_forward: false` is set, but only `parallel.strategy: zero3` releases parameters".into(),
-            "leave it out, or train with `zero3`",
-        ),
-        (
-            !holds_shards && parallel.accumulate == Accumulate::Full,
-            "parallel.accumulate",
-            "`parallel.accumulate: full` is set, but only `parallel.strategy: zero2` and `zero3` hold less than whole gradients".into(),
-            "leave it out, or train with `zero2` or `zero3`",
-        ),
-        (
-            parallel.sequence && tensor == 1,
-            "parallel.sequence",
-            "`parallel.sequence: true` is set, but `parallel.tensor` is 1: there are no other tensor ranks to share the rows with".into(),
-            "set `parallel.tensor`, or leave it out",
-        ),
-        (
-            parallel.sequence && !fits(&samples),
-            "parallel.sequence",
-            format!(
-                "`parallel.sequence: true` shares the positions of a micro-batch, but {samples} × {positions} of them cannot be divided over {tensor} tensor ranks; `train.micro_batch: {above}` would work"
-            ),
-            "change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`",
-        ),
-    ]
 }
 
 /// A rank of a pipeline accumulates full gradients. Only an explicit `sharded` is refused, not the
 /// default.
-fn accumulate(config: &TrainConfig, source: &Source) -> Option<Broken> {
+fn accumulate(config: &TrainConfig, source: &Source) -> Option<Problem> {
     let (key, parallel) = ("parallel.accumulate", &config.parallel);
-    let holds_shards = matches!(parallel.strategy, Strategy::Zero2 | Strategy::Zero3);
-    let is_contradicted =
-        parallel.pipeline.stages > 1 && holds_shards && parallel.accumulate == Accumulate::Sharded;
-    let is_given = source.entries().iter().any(|(entry, _)| entry == key);
-    (is_contradicted && is_given).then(|| {
-        (
-            key,
-            "`parallel.accumulate: sharded` is not supported with `parallel.pipeline.stages` above 1: each rank accumulates full gradients of its stages and reduces them once per step".into(),
-            "leave it out, or set `parallel.accumulate: full`".into(),
-        )
+    let is_contradicted = parallel.pipeline.stages > 1
+        && holds_shards(config)
+        && parallel.accumulate == Accumulate::Sharded
+        && source.has(key);
+    is_contradicted.then(|| {
+        let what = "`parallel.accumulate: sharded` is not supported with `parallel.pipeline.stages` above 1: each rank accumulates full gradients of its stages and reduces them once per step";
+        Problem::new(key, what).with_hint("leave it out, or set `parallel.accumulate: full`")
     })
 }
 
-/// A schedule without `stages` would train without a pipeline. With `stages: 1` that is asked for; and a search for
+/// A schedule without `stages` would train without a pipeline. `stages: 1` requests that explicitly. A search for
 /// layouts, which reads no data, finds the stages itself.
 fn check_schedule(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let (key, stages) = ("parallel.pipeline.schedule", "parallel.pipeline.stages");
-    let has_default = config.parallel.pipeline.schedule == Pipeline::default().schedule;
-    if has_default || source.entries().iter().any(|(entry, _)| entry == stages) {
+    if config.parallel.pipeline.schedule == Pipeline::default().schedule || source.has(stages) {
         return Ok(());
     }
-    let problem = format!("`{key}` is set, but `{stages}` is not: there is no pipeline");
+    let what = format!("`{key}` is set, but `{stages}` is not: there is no pipeline");
     let hint = format!("set `{stages}`, or leave `schedule` out");
-    Err(source.error(key, problem, Some(hint)))
-}
-
-/// The number of heads must divide the number of channels. The error names the key of the two that
-/// an override has set.
-fn heads(model: &Model, source: &Source) -> Option<Broken> {
-    let (channels, heads) = (model.n_embd, model.n_head);
-    if model.kind == ModelKind::Mlp || channels.is_multiple_of(heads) {
-        return None;
-    }
-    let nearest = |below: Option<usize>, above: Option<usize>| {
-        let found: Vec<String> = below.into_iter().chain(above).map(|n| n.to_string()).collect();
-        found.join(" or ")
-    };
-    if source.is_set("model.n_head") && !source.is_set("model.n_embd") {
-        let divides = |n: &usize| channels.is_multiple_of(*n);
-        let nearest = nearest(
-            (1..heads).rev().find(divides),
-            (heads + 1..=channels).find(divides),
-        );
-        return Some((
-            "model.n_head",
-            format!("`model.n_head` is {heads}, expected a divisor of `model.n_embd`, which is {channels}"),
-            format!("use {nearest}, or a different number of channels"),
-        ));
-    }
-    let below = channels / heads * heads;
-    let nearest = nearest(
-        (below > 0).then_some(below),
-        Some(channels.next_multiple_of(heads)),
-    );
-    Some((
-        "model.n_embd",
-        format!("`model.n_embd` is {channels}, expected a multiple of `model.n_head`, which is {heads}"),
-        format!("use {nearest}, or a different number of heads"),
-    ))
+    Err(source.locate(Problem::new(key, what).with_hint(hint)))
 }
 
 /// Checks the files of the data.
@@ -409,12 +306,12 @@ fn check_data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> 
     let needed = config.model.block_size as u64 + 1;
     for (part, found) in [("`data.train`", training), (held_out, validation)] {
         if found < needed {
-            let problem = format!(
+            let what = format!(
                 "`model.block_size` is {}, but {part} has only {found} tokens, and a sample needs {needed}",
                 needed - 1
             );
             let hint = "use a smaller `model.block_size` or a longer text";
-            return Err(source.error("model.block_size", problem, Some(hint.into())));
+            return Err(source.locate(Problem::new("model.block_size", what).with_hint(hint)));
         }
     }
     Ok(())
@@ -436,6 +333,9 @@ fn data_error(source: &Source, key: &str, error: &DataError) -> ConfigError {
             Some("relative paths in `data` are resolved from the YAML's directory".into()),
         ),
     };
-    let words = format!("`{key}` is `{}`, which {problem}", path.display());
-    source.error(key, words, hint)
+    let what = format!("`{key}` is `{}`, which {problem}", path.display());
+    source.locate(Problem {
+        hint,
+        ..Problem::new(key, what)
+    })
 }

@@ -5,25 +5,33 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `schema.rs` | the sections as types: [`TrainConfig`] |
-//! | `keys.rs` | the table of all keys, with the default and the range of each, and the pass that checks a file against it |
-//! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from; [`ConfigError`] |
+//! | `schema.rs` | the sections as types ([`TrainConfig`]), each field with its default, values and description |
+//! | `table.rs` | the macros that make types and a table of keys of the lines of `schema.rs` |
+//! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from |
+//! | `problem.rs` | what is wrong with a value, and where it stands |
+//! | `keys.rs` | the pass that checks a file against the table |
 //! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
+//! | `reference.rs` | [`reference`]: the table of keys as Markdown |
 
 mod keys;
 mod load;
+mod problem;
+mod reference;
 mod schema;
 mod source;
+mod table;
 #[cfg(test)]
 mod tests;
 
-pub use keys::section;
+pub(crate) use keys::out_of_range;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
+pub use problem::{ConfigError, Problem};
+pub use reference::reference;
 pub(crate) use schema::star_matches;
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
     OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
     Pipeline, PipelineSchedule, Precision, Recompute, ReduceDtype, Rescale, Resume, RopeScaling, Run,
-    Schedule, ShardGroup, StepRange, Strategy, Sync, Tokenizer, Train, TrainConfig,
+    Schedule, ShardGroup, StepRange, Strategy, Sync, Tokenizer, Train, TrainConfig, section,
 };
-pub use source::{ConfigError, Source};
+pub use source::Source;

@@ -1,16 +1,26 @@
-//! The sections of `train.yaml` as types. [`super::keys`] has the default and the range of each key.
+//! `train.yaml` as types. A line of a section is a field, its row in the table of keys, and its line in
+//! `docs/reference.md`: adding a key touches this file only, and the code that reads it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value as Json, json};
+
+use super::source::Value;
+use super::table::{
+    Allowed, BELOW_ONE, DEGREE, Key, KeyValue, MIB, NOT_NEGATIVE, SECONDS, STEPS, allowed, is_path,
+    is_read_as, only, row, sections, words,
+};
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Where the run's files go.
+    /// The directory of the run, and how it begins.
     pub run: Run,
     /// The network.
     pub model: Model,
@@ -22,75 +32,536 @@ pub struct TrainConfig {
     pub parallel: Parallel,
     /// Defaults of the command-line flags, by name; read by the launcher.
     #[serde(default)]
-    pub launch: std::collections::BTreeMap<String, serde_json::Value>,
+    pub launch: BTreeMap<String, Json>,
 }
 
-/// `run:`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Run {
-    /// Name of the run; part of the default `out_dir`.
-    pub name: String,
-    /// Folder for metrics, checkpoints and logs; default `runs/<name>/<run id>`.
-    pub out_dir: Option<PathBuf>,
-    /// Seed of initial values, data order and everything random.
-    pub seed: u64,
-    /// What to do when `out_dir` holds a run.
-    pub resume: Resume,
-    /// Delete the run that `out_dir` holds.
-    pub overwrite: bool,
-    /// Steps of which a timeline is written.
-    pub timeline: Option<StepRange>,
-    /// Write event files for TensorBoard.
-    pub tensorboard: bool,
+sections! {
+    /// `run:`
+    Run at "run." {
+        /// Name of the run.
+        name: String = "train";
+        /// Directory for metrics, checkpoints and logs; by default `runs/<name>/<run id>`.
+        out_dir: Option<PathBuf>;
+        /// Seed of initial weights, data order and everything random.
+        seed: u64 = 1337;
+        /// What to do when `out_dir` holds a run.
+        resume: Resume = "never";
+        /// Delete the run that `out_dir` holds.
+        overwrite: bool = false;
+        /// Steps to record in a timeline, at most 100.
+        timeline: Option<StepRange>;
+        /// Write scalars for TensorBoard to `tensorboard/` in the run's directory.
+        tensorboard: bool = false;
+    }
+
+    /// `model:`
+    Model at "model." {
+        /// Architecture.
+        kind: ModelKind;
+        /// Transformer layers (blocks).
+        n_layer: usize, DEGREE;
+        /// Attention heads; must divide `n_embd`.
+        n_head: usize = 1, DEGREE;
+        /// `llama`: key and value heads, by default `n_head`; must divide `n_head` (Ainslie et al. 2023).
+        n_kv_head: Option<usize>, DEGREE;
+        /// Channels (hidden size).
+        n_embd: usize, Allowed::Whole(1..=1 << 17);
+        /// Width of the feed-forward layers; the default depends on `kind`.
+        n_inner: Option<usize>, Allowed::Whole(1..=1 << 20);
+        /// Positions per sample (sequence length).
+        block_size: usize, Allowed::Whole(1..=1 << 20);
+        /// Size of the vocabulary, at least the tokenizer's, which is the default.
+        vocab_size: Option<usize>, Allowed::Whole(1..=1 << 22);
+        /// `llama`: epsilon of RMS norm.
+        norm_eps: f64 = 1e-5;
+        /// `llama`: base of the rotary angles.
+        rope_theta: f64 = 10000.0;
+        /// `llama`: scaled rotary angles, for longer sequences than those of the original training.
+        rope_scaling { Option<RopeScaling> };
+        /// The head uses the matrix of the token embedding; by default with `gpt2` only.
+        tied: Option<bool>;
+        /// Initial weights, as published; random by default. A relative path counts from the YAML's directory.
+        init_from: Option<PathBuf>, Allowed::Form("the path of a directory or of a `.safetensors` file", is_path);
+        /// Dropout probability in training, of the embedding, of attention's probabilities and of each layer's output.
+        dropout: f32 = 0.0, BELOW_ONE;
+    }
+
+    /// `model.rope_scaling`: slower rotation of the channels that turn slowly, as in Llama 3.1 (Grattafiori et al. 2024).
+    RopeScaling at "model.rope_scaling." {
+        /// Divisor of the slow angles.
+        factor: f64;
+        /// Angles with fewer rotations than this within `original_positions` are divided by `factor`.
+        low_freq_factor: f64;
+        /// Angles with more rotations than this are unchanged.
+        high_freq_factor: f64;
+        /// Sequence length of the original training.
+        original_positions: usize;
+    }
+
+    /// `data:`
+    Data at "data." {
+        /// Training data: a text, or token files. A relative path counts from the YAML's directory.
+        train: Paths;
+        /// Validation data; by default the last tenth of `train`, held out.
+        val: Option<Paths>;
+        /// How text becomes tokens.
+        tokenizer: Tokenizer = "bytes";
+        /// Order of the samples.
+        order: Order = "shuffled";
+        /// What happens to the samples at the end of an epoch that do not fill a global batch.
+        last_batch: LastBatch = "wrap";
+    }
+
+    /// `train:`
+    Train at "train." {
+        /// Optimizer steps.
+        steps: u64 = 1000, STEPS;
+        /// Samples per forward pass and data-parallel copy.
+        micro_batch: usize = 8;
+        /// Micro-batches per step.
+        grad_accumulation: usize = 1;
+        /// Arithmetic and storage.
+        precision: Precision = "f32";
+        /// What to do when loss or gradient of a step is not finite.
+        on_nonfinite: OnNonFinite = "stop";
+        /// With `on_nonfinite: skip`: most skipped steps in a row.
+        max_skips: u64 = 10, STEPS;
+        /// What backward computes again instead of keeping it.
+        recompute: Recompute = "norms";
+        /// Largest global norm of the gradient.
+        grad_clip: Option<f32> = 1.0, Allowed::Number("a number above 0, or empty not to clip", |x| x > 0.0);
+        /// The optimizer.
+        optimizer { OptimizerConfig };
+        /// Where the optimizer's state is kept.
+        offload { Offload };
+        /// The learning rate over the steps.
+        schedule { Schedule };
+        /// What happens to the global batch when the number of ranks changes.
+        rescale: Rescale = "keep_global_batch";
+        /// How the learning rate follows the size of the global batch.
+        lr_scaling: LrScaling = "none";
+        /// With `lr_scaling: linear`: global batch, in samples, for which `optimizer.lr` was tuned.
+        base_batch: Option<u64>, STEPS;
+        /// Steps between validations; 0: only at the end.
+        eval_every: u64 = 0;
+        /// Steps between checkpoints; 0: only at the end.
+        checkpoint_every: u64 = 0;
+        /// Write checkpoints while training continues, from a copy in host memory.
+        checkpoint_async: bool = true;
+        /// Seconds without progress after which a save fails.
+        checkpoint_timeout_s: f64 = 300.0, SECONDS;
+        /// Which checkpoints stay; all of them by default.
+        checkpoint_keep { Option<CheckpointKeep> };
+        /// Steps between comparisons of all parameters across ranks; 0: never.
+        verify_every: u64 = 0;
+        /// Steps between step lines on the console; by default one line per second at first, fewer later.
+        log_every: Option<u64>, STEPS;
+        /// Compute threads per rank; by default `OMP_NUM_THREADS`, which `ddp-run` sets, else 1.
+        threads: Option<usize>, DEGREE;
+    }
+
+    /// `train.optimizer`
+    OptimizerConfig at "train.optimizer." {
+        /// The algorithm.
+        kind: OptimizerKind = "adamw";
+        /// Peak learning rate.
+        lr: f32 = 3e-4, NOT_NEGATIVE;
+        /// Decay of the two moments: by default 0.9 and 0.95, with `lion` 0.9 and 0.99.
+        betas: Option<[f32; 2]>;
+        /// Added to the denominator.
+        eps: f32 = 1e-8;
+        /// Weight decay; norms and biases have none, unless a group has its own.
+        weight_decay: f32 = 0.1, NOT_NEGATIVE;
+        /// Decay of the momentum: by default 0.9, with `muon` 0.95.
+        momentum: Option<f32>, BELOW_ONE;
+        /// Nesterov momentum; by default with `muon` only.
+        nesterov: Option<bool>;
+        /// Parameter groups with numbers of their own. The first group whose pattern matches counts.
+        groups: Vec<OptimizerGroup> = [];
+    }
+
+    /// `train.offload`
+    Offload at "train.offload." {
+        /// Where the optimizer's state is kept.
+        optimizer: OptimizerOffload = "none";
+        /// With `optimizer: file`: directory on the file system to use; by default the run's.
+        dir: Option<PathBuf>;
+    }
+
+    /// `train.schedule`
+    Schedule at "train.schedule." {
+        /// Learning rate after the warm-up.
+        kind: LearningRate = "cosine";
+        /// Steps of the linear warm-up from 0 to the peak.
+        warmup_steps: u64 = 0;
+        /// With `kind: wsd`: steps of the decay at the end.
+        decay_steps: Option<u64>, STEPS;
+        /// Learning rate at the last step, with `inverse_sqrt` the least one; at most `optimizer.lr`.
+        min_lr: f32 = 0.0, NOT_NEGATIVE;
+    }
+
+    /// `train.checkpoint_keep`
+    CheckpointKeep at "train.checkpoint_keep." {
+        /// Keep this many of the newest checkpoints.
+        last: usize;
+        /// Also keep checkpoints whose step is a multiple of this.
+        every: Option<u64>, STEPS;
+    }
+
+    /// `parallel:`
+    Parallel at "parallel." {
+        /// What is sharded over the data-parallel ranks.
+        strategy: Strategy = "ddp";
+        /// What `zero2` and `zero3` hold of the gradients between the micro-batches of a step.
+        accumulate: Accumulate = "sharded";
+        /// `zero3`: release the parameters of a block after its forward, and gather them again for its backward.
+        reshard_after_forward: bool = true;
+        /// `zero3`: groups of fewer elements stay gathered from step to step.
+        persist_below: usize = 0, u64::ALLOWED;
+        /// Type of the gradients while they are averaged.
+        reduce_dtype: ReduceDtype = "f32";
+        /// Data-parallel ranks per copy of the state; by default all.
+        shard_group: Option<ShardGroup>;
+        /// Tensor-parallel ranks: each holds a part of every matrix.
+        tensor: usize = 1, DEGREE;
+        /// Sequence parallelism: norms and the residual stream hold a part of the rows on each tensor rank.
+        sequence: bool = false;
+        /// Let a tensor group span nodes.
+        tensor_across_nodes: bool = false;
+        /// Stages of a pipeline.
+        pipeline { Pipeline };
+        /// How gradients are averaged.
+        sync: Sync = "bucketed";
+        /// Communicate while backward runs.
+        overlap: bool = true;
+        /// Size of a gradient bucket, MiB.
+        bucket_mb: f64 = 25.0, MIB;
+        /// Size of the first bucket, MiB: smaller, so that communication starts early.
+        first_bucket_mb: f64 = 1.0, MIB;
+        /// Device and transport.
+        backend: Backend = "auto";
+        /// Seconds that a collective waits for other ranks.
+        timeout_s: f64 = 300.0, SECONDS;
+    }
+
+    /// `parallel.pipeline`
+    Pipeline at "parallel.pipeline." {
+        /// Ranks of a pipeline.
+        stages: usize = 1, DEGREE;
+        /// The order in which they compute.
+        schedule: PipelineSchedule = "1f1b";
+        /// Chunks (virtual stages) per rank; by default as few as the schedule works with.
+        chunks: Option<usize>, DEGREE;
+        /// Layers of each chunk, in the order of the model; by default divided by cost.
+        layers: Option<Vec<usize>>;
+    }
 }
 
-/// `run.resume`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Resume {
-    /// A folder that holds a run is refused. (Restarts within a job always resume.)
-    Never,
-    /// Resume if there is a checkpoint, else start.
-    Auto,
-    /// Resume, or fail.
-    Require,
+/// The row of all keys of the section `launch`.
+static LAUNCH: [Option<Key>; 1] = [Some(Key {
+    path: "launch.<flag>",
+    about: " Default of a `ddp-run` flag, such as `nproc_per_node` or `max_restarts`.",
+    default: None,
+    is_nullable: true,
+    allowed: Allowed::Form("finite numbers", is_finite),
+})];
+
+/// All rows, in the order of the sections.
+pub(super) fn keys() -> impl Iterator<Item = &'static Key> {
+    TABLES.iter().copied().chain([&LAUNCH[..]]).flatten().flatten()
 }
 
-/// `model:`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Model {
-    /// Architecture.
-    pub kind: ModelKind,
-    /// Number of blocks.
-    pub n_layer: usize,
-    /// Attention heads; not for `mlp`.
-    pub n_head: usize,
-    /// Heads of keys and values, each of which several query heads read (Ainslie et al. 2023); none: [`Model::n_head`].
-    pub n_kv_head: Option<usize>,
-    /// Channels.
-    pub n_embd: usize,
-    /// Width of the feed-forward layers; none: that of the kind.
-    pub n_inner: Option<usize>,
-    /// Positions in a sample.
-    pub block_size: usize,
-    /// Size of the vocabulary; default: the tokenizer's.
-    pub vocab_size: Option<usize>,
-    /// Added to the variance, or to the mean square, that a norm divides by.
-    pub norm_eps: f64,
-    /// Base of the angles of rotary positions.
-    pub rope_theta: f64,
-    /// Longer positions than the angles were trained for; none: as they are.
-    pub rope_scaling: Option<RopeScaling>,
-    /// The head's matrix is the token embedding; none: as the kind has it.
-    pub tied: Option<bool>,
-    /// Weights to begin with, as [`crate::pretrained`] reads them; none: random ones, from the seed. A relative path counts
-    /// from the YAML's folder.
-    pub init_from: Option<PathBuf>,
-    /// Share of the embedding, of attention's probabilities and of what each layer adds to the residual stream that is
-    /// dropped in training.
-    pub dropout: f32,
+/// A section, from values in which some keys may be left out: in a checkpoint of an older build, those that were added
+/// since. `path` is that of the section, empty for the whole configuration.
+pub fn section<T: DeserializeOwned>(path: &str, mut values: Json) -> serde_json::Result<T> {
+    for key in keys() {
+        let (Some(default), Some(below)) = (key.default, key.path.strip_prefix(path)) else {
+            continue;
+        };
+        let (sections, name) = below.rsplit_once('.').unwrap_or(("", below));
+        let mut sections = sections.split('.').filter(|section| !section.is_empty());
+        let section = sections.try_fold(&mut values, |above, section| {
+            let above = above.as_object_mut()?.entry(section);
+            Some(above.or_insert_with(|| json!({})))
+        });
+        if let Some(Json::Object(section)) = section
+            && !section.contains_key(name)
+        {
+            section.insert(name.to_owned(), serde_json::from_str(default)?);
+        }
+    }
+    serde_json::from_value(values)
+}
+
+impl Copy for RopeScaling {}
+impl Copy for CheckpointKeep {}
+
+macro_rules! with_defaults {
+    ($($name:ident at $path:literal),+) => { $(
+        impl Default for $name {
+            fn default() -> Self {
+                section($path, json!({})).expect("the table has a default for each key of the section")
+            }
+        }
+    )+ };
+}
+
+with_defaults! {
+    Run at "run", Train at "train", OptimizerConfig at "train.optimizer", Schedule at "train.schedule",
+    Parallel at "parallel", Pipeline at "parallel.pipeline"
+}
+
+/// One layer of GPT-2 with one channel, for code that sets the sizes it needs.
+impl Default for Model {
+    fn default() -> Self {
+        let smallest = json!({ "kind": "gpt2", "n_layer": 1, "n_embd": 1, "block_size": 1 });
+        section("model", smallest).expect("the table has a default for each other key")
+    }
+}
+
+words! {
+    /// `run.resume`
+    Resume {
+        /// Refuse a directory that holds a run. (Restarts within a job always resume.)
+        Never = "never",
+        /// Resume if there is a checkpoint, else start.
+        Auto = "auto",
+        /// Resume, or fail.
+        Require = "require",
+    }
+
+    /// `model.kind`
+    ModelKind {
+        /// GPT-2 (Radford et al. 2019).
+        Gpt2 = "gpt2",
+        /// Llama: RMS norms, rotary positions, SwiGLU, grouped queries, no biases (Touvron et al. 2023).
+        Llama = "llama",
+        /// GPT-2 without attention: every position sees itself only.
+        Mlp = "mlp",
+    }
+
+    /// `data.order`
+    Order {
+        /// A new permutation each epoch, from (seed, epoch).
+        Shuffled = "shuffled",
+        /// The order of the file.
+        Sequential = "sequential",
+    }
+
+    /// `data.last_batch`
+    LastBatch {
+        /// The next epoch begins within the batch.
+        Wrap = "wrap",
+        /// They are a smaller batch of their own, in which every sample has the same weight.
+        Short = "short",
+    }
+
+    /// `train.precision`
+    Precision {
+        /// Everything in f32.
+        F32 = "f32",
+        /// Parameters and activations in bf16, with f32 masters and moments.
+        Bf16 = "bf16",
+        /// As f32, but matrix products round their operands to 10 bits of mantissa: GPUs only.
+        Tf32 = "tf32",
+    }
+
+    /// `train.on_nonfinite`
+    OnNonFinite {
+        /// End the run, and name the rank that saw it first.
+        Stop = "stop",
+        /// Leave parameters and moments as they are, and continue with the next step.
+        Skip = "skip",
+    }
+
+    /// `train.recompute`: see [`crate::model::recomputing`] for the memory of each.
+    Recompute {
+        /// Backward keeps all that it reads.
+        Nothing = "nothing",
+        /// Normalisations and GELUs: no matrix products.
+        Norms = "norms",
+        /// Also the widened half of each feed-forward layer: much memory, little arithmetic.
+        Selective = "selective",
+        /// Each block, from its input.
+        Full = "full",
+    }
+
+    /// `train.lr_scaling`
+    LrScaling {
+        /// The learning rate stays as it is.
+        None = "none",
+        /// The learning rate grows in proportion to the global batch (Goyal et al. 2017).
+        Linear = "linear",
+    }
+
+    /// `train.offload.optimizer`
+    OptimizerOffload {
+        /// In memory, beside the parameters.
+        None = "none",
+        /// In a mapped file without a name.
+        File = "file",
+        /// In memory of the host, also where a GPU trains.
+        Host = "host",
+    }
+
+    /// `train.rescale`
+    Rescale {
+        /// It stays: the accumulation changes. A number of ranks for which no accumulation fits is refused.
+        KeepGlobalBatch = "keep_global_batch",
+        /// It changes with the number of ranks: micro-batch and accumulation stay.
+        KeepMicroBatch = "keep_micro_batch",
+    }
+
+    /// `train.optimizer.kind`
+    OptimizerKind {
+        /// Loshchilov & Hutter 2019.
+        Adamw = "adamw",
+        /// Chen et al. 2023.
+        Lion = "lion",
+        /// As `torch.optim.SGD`: with momentum, and weight decay as a part of the gradient.
+        Sgd = "sgd",
+        /// Jordan et al. 2024, for the matrices of the blocks; AdamW for all other parameters.
+        Muon = "muon",
+    }
+
+    /// `train.schedule.kind`
+    LearningRate {
+        /// Half a cosine from the peak to `min_lr`.
+        Cosine = "cosine",
+        /// A line from the peak to `min_lr`.
+        Linear = "linear",
+        /// The peak throughout.
+        Constant = "constant",
+        /// Warm-up, stable, decay: the peak, then a line to `min_lr`.
+        Wsd = "wsd",
+        /// The peak divided by the root of the number of steps.
+        InverseSqrt = "inverse_sqrt",
+    }
+
+    /// `parallel.pipeline.schedule`
+    PipelineSchedule {
+        /// All forwards, then all backwards (Huang et al. 2019).
+        GPipe = "gpipe",
+        /// One forward, one backward (Narayanan et al. 2019; PipeDream-flush).
+        OneFOneB = "1f1b",
+        /// 1F1B with several chunks a rank (Narayanan et al. 2021).
+        Interleaved = "interleaved",
+        /// Weight gradients fill the bubble (Qi et al. 2023).
+        ZbH1 = "zb-h1",
+        /// `zb-h1` with two chunks a rank in a V (Qi et al. 2024).
+        Zbv = "zbv",
+        /// Any pass that is ready, for few micro-batches.
+        Greedy = "greedy",
+    }
+
+    /// `parallel.strategy`
+    Strategy {
+        /// Nothing: gradients are averaged.
+        Ddp = "ddp",
+        /// The optimizer's state.
+        Zero1 = "zero1",
+        /// The optimizer's state and the gradients.
+        Zero2 = "zero2",
+        /// The optimizer's state, the gradients and the parameters, which are gathered block by block.
+        Zero3 = "zero3",
+    }
+
+    /// `parallel.accumulate`
+    Accumulate {
+        /// This rank's shard: least memory, gradients are reduced in every micro-batch.
+        Sharded = "sharded",
+        /// All of them: gradients are reduced once a step.
+        Full = "full",
+    }
+
+    /// `parallel.reduce_dtype`
+    ReduceDtype {
+        /// Exact to f32.
+        F32 = "f32",
+        /// Half the traffic, with `precision: bf16` only; gradients and their sums (with NCCL at each hop) are rounded.
+        Bf16 = "bf16",
+    }
+
+    /// `parallel.sync`
+    Sync {
+        /// In buckets, each as soon as its gradients are ready.
+        Bucketed = "bucketed",
+        /// Each gradient as soon as it is ready.
+        PerParameter = "per-parameter",
+        /// One all-reduce of everything after backward.
+        Naive = "naive",
+    }
+
+    /// `parallel.backend`
+    Backend {
+        /// `nccl` where the driver shows a GPU, else `cpu`.
+        Auto = "auto",
+        /// CPU, shared memory and TCP.
+        Cpu = "cpu",
+        /// One GPU a rank, and NCCL between them.
+        Nccl = "nccl",
+    }
+}
+
+impl KeyValue for Tokenizer {
+    const ALLOWED: Allowed = Allowed::Form(
+        "`bytes`, `gpt2` or the path of a `tokenizer.json`",
+        is_read_as::<Self>,
+    );
+}
+
+impl KeyValue for StepRange {
+    const ALLOWED: Allowed = Allowed::Form("steps as `10-12`, or one step, from 1 on", is_read_as::<Self>);
+}
+
+impl KeyValue for ShardGroup {
+    const ALLOWED: Allowed = Allowed::Form("`node` or a number of ranks, at least 1", |value| {
+        !matches!(value, Value::Unsigned(0)) && is_read_as::<Self>(value)
+    });
+}
+
+impl KeyValue for [f32; 2] {
+    const ALLOWED: Allowed = Allowed::Form("two numbers from 0 to below 1", |value| {
+        let betas = serde_json::from_value::<Self>(value.json());
+        betas.is_ok_and(|betas| betas.iter().all(|beta| (0.0..1.0).contains(beta)))
+    });
+}
+
+impl KeyValue for Vec<usize> {
+    const ALLOWED: Allowed = Allowed::Form("a list of numbers, each at least 1", |value| {
+        let layers = serde_json::from_value::<Vec<u32>>(value.json());
+        layers.is_ok_and(|layers| !layers.is_empty() && !layers.contains(&0))
+    });
+}
+
+impl KeyValue for Paths {
+    const ALLOWED: Allowed = Allowed::Form("a path (a string), or a list of them", |value| match value {
+        Value::List(nodes) => !nodes.is_empty() && nodes.iter().all(|node| is_path(&node.value)),
+        one => is_path(one),
+    });
+}
+
+impl KeyValue for Vec<OptimizerGroup> {
+    const ALLOWED: Allowed = Allowed::Form(
+        "a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`",
+        |value| {
+            let is_rate = |x: &f32| *x >= 0.0 && x.is_finite();
+            let is_good = |group: &OptimizerGroup| {
+                is_rate(&group.lr_scale) && group.weight_decay.as_ref().is_none_or(is_rate)
+            };
+            let groups = serde_json::from_value::<Self>(value.json());
+            groups.is_ok_and(|groups| groups.len() <= OptimizerGroup::MOST && groups.iter().all(is_good))
+        },
+    );
+}
+
+fn is_finite(value: &Value) -> bool {
+    match value {
+        Value::Float(x) => x.is_finite(),
+        Value::List(nodes) => nodes.iter().all(|node| is_finite(&node.value)),
+        Value::Map(entries) => entries.iter().all(|entry| is_finite(&entry.node.value)),
+        _ => true,
+    }
 }
 
 impl Model {
@@ -119,20 +590,6 @@ impl Model {
     }
 }
 
-/// `model.rope_scaling`: slower rotation of the channels that turn slowly, as in Llama 3.1 (Grattafiori et al. 2024).
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RopeScaling {
-    /// By how much slower.
-    pub factor: f64,
-    /// Channels that turn less often than this within the original positions are slowed by all of it.
-    pub low_freq_factor: f64,
-    /// Channels that turn more often than this are left alone.
-    pub high_freq_factor: f64,
-    /// Positions that the model was trained for before.
-    pub original_positions: usize,
-}
-
 impl RopeScaling {
     /// True if all numbers are above 0, and the lower factor below the higher one.
     pub fn is_valid(&self) -> bool {
@@ -141,131 +598,6 @@ impl RopeScaling {
             && self.low_freq_factor < self.high_freq_factor
             && self.original_positions > 0
     }
-}
-
-/// `model.kind`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ModelKind {
-    /// GPT-2.
-    Gpt2,
-    /// Llama: RMS norms, rotary positions, SwiGLU, grouped queries, no biases.
-    Llama,
-    /// The same without attention: every position sees itself only.
-    Mlp,
-}
-
-impl ModelKind {
-    /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] = &["gpt2", "llama", "mlp"];
-}
-
-/// `data:`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Data {
-    /// Training data: a text, or token files; a relative path counts from the YAML's folder.
-    pub train: Paths,
-    /// Validation data; default: the last tenth of `train`, held out.
-    pub val: Option<Paths>,
-    /// How text becomes tokens.
-    pub tokenizer: Tokenizer,
-    /// Order of the samples.
-    pub order: Order,
-    /// What becomes of the samples at the end of an epoch that do not fill a global batch.
-    pub last_batch: LastBatch,
-}
-
-/// `data.order`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// A new permutation each epoch, from (seed, epoch).
-    Shuffled,
-    /// As they stand in the file.
-    Sequential,
-}
-
-/// `data.last_batch`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LastBatch {
-    /// The next epoch begins within the batch.
-    Wrap,
-    /// They are a smaller batch of their own, in which every sample weighs the same.
-    Short,
-}
-
-/// `train:`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Train {
-    /// Optimizer steps of the run.
-    pub steps: u64,
-    /// Samples of one forward pass on one rank.
-    pub micro_batch: usize,
-    /// Micro-batches of one step on one rank.
-    pub grad_accumulation: usize,
-    /// Arithmetic and storage.
-    pub precision: Precision,
-    /// What to do about a step whose loss or gradient is not finite.
-    pub on_nonfinite: OnNonFinite,
-    /// With `skip`: most steps in a row that may be skipped.
-    pub max_skips: u64,
-    /// What backward computes again instead of keeping it.
-    pub recompute: Recompute,
-    /// Largest global norm of the gradient; none: not clipped.
-    pub grad_clip: Option<f32>,
-    /// The optimizer.
-    pub optimizer: OptimizerConfig,
-    /// Where the optimizer's state is kept.
-    pub offload: Offload,
-    /// The learning rate over the steps.
-    pub schedule: Schedule,
-    /// What becomes of the global batch on another number of ranks.
-    pub rescale: Rescale,
-    /// What the size of the global batch does to the learning rate.
-    pub lr_scaling: LrScaling,
-    /// With `linear`: samples of the global batch that `optimizer.lr` is meant for.
-    pub base_batch: Option<u64>,
-    /// Steps between validations; 0: only at the end.
-    pub eval_every: u64,
-    /// Steps between checkpoints; 0: only at the end.
-    pub checkpoint_every: u64,
-    /// Write checkpoints while training goes on, from a copy in host memory.
-    pub checkpoint_async: bool,
-    /// A disk that takes nothing of a checkpoint for so long is given up.
-    pub checkpoint_timeout_s: f64,
-    /// Which checkpoints stay; none: all of them.
-    pub checkpoint_keep: Option<CheckpointKeep>,
-    /// Steps between comparisons of all parameters across ranks; 0: never.
-    pub verify_every: u64,
-    /// Steps between step lines on the console; none: as many as make one a second at first, fewer later.
-    pub log_every: Option<u64>,
-    /// Compute threads of a rank; none: `OMP_NUM_THREADS`, else 1.
-    pub threads: Option<usize>,
-}
-
-/// `train.optimizer`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct OptimizerConfig {
-    /// Which one.
-    pub kind: OptimizerKind,
-    /// Peak learning rate.
-    pub lr: f32,
-    /// Decays of the moments; none: [`OptimizerConfig::betas`].
-    pub betas: Option<[f32; 2]>,
-    /// Added to the denominator.
-    pub eps: f32,
-    /// λ; norms and biases have none, unless a group has its own.
-    pub weight_decay: f32,
-    /// Decay of the momentum; none: [`OptimizerConfig::momentum`].
-    pub momentum: Option<f32>,
-    /// Nesterov's momentum; none: [`OptimizerConfig::nesterov`].
-    pub nesterov: Option<bool>,
-    /// Parameters with numbers of their own. The first group whose pattern matches counts.
-    pub groups: Vec<OptimizerGroup>,
 }
 
 impl OptimizerConfig {
@@ -289,40 +621,6 @@ impl OptimizerConfig {
     pub fn nesterov(&self) -> bool {
         self.nesterov.unwrap_or(self.kind == OptimizerKind::Muon)
     }
-
-    /// Keys of `train.optimizer` that its kind reads, beside those that every kind reads.
-    pub(super) const fn own_keys(&self) -> &'static [&'static str] {
-        match self.kind {
-            OptimizerKind::Adamw => &["train.optimizer.betas", "train.optimizer.eps"],
-            OptimizerKind::Lion => &["train.optimizer.betas"],
-            OptimizerKind::Sgd => &["train.optimizer.momentum", "train.optimizer.nesterov"],
-            OptimizerKind::Muon => &[
-                "train.optimizer.betas",
-                "train.optimizer.eps",
-                "train.optimizer.momentum",
-                "train.optimizer.nesterov",
-            ],
-        }
-    }
-}
-
-/// `train.optimizer.kind`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerKind {
-    /// Loshchilov & Hutter 2019.
-    Adamw,
-    /// Chen et al. 2023.
-    Lion,
-    /// As `torch.optim.SGD`: with momentum, and weight decay as a part of the gradient.
-    Sgd,
-    /// Jordan et al. 2024, of the matrices of the blocks; AdamW of all other parameters.
-    Muon,
-}
-
-impl OptimizerKind {
-    /// The words of the key.
-    pub(super) const WORDS: &'static [&'static str] = &["adamw", "lion", "sgd", "muon"];
 }
 
 /// One of `train.optimizer.groups`
@@ -334,7 +632,7 @@ pub struct OptimizerGroup {
     /// Factor of the learning rate.
     #[serde(default = "one")]
     pub lr_scale: f32,
-    /// λ of all of them; none: as without the group.
+    /// Weight decay of all of them; by default the optimizer's.
     #[serde(default)]
     pub weight_decay: Option<f32>,
 }
@@ -377,276 +675,14 @@ pub(crate) fn star_matches(pattern: &[u8], name: &[u8]) -> bool {
     rest.ends_with(last)
 }
 
-/// `train.schedule`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Schedule {
-    /// Shape after the warm-up.
-    pub kind: LearningRate,
-    /// Steps from 0 to the peak, linearly.
-    pub warmup_steps: u64,
-    /// Of `wsd`: steps of the decay, the last ones of the run.
-    pub decay_steps: Option<u64>,
-    /// Learning rate at the last step; of `inverse_sqrt` the least one.
-    pub min_lr: f32,
-}
-
-/// `train.schedule.kind`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LearningRate {
-    /// Half a cosine from the peak to `min_lr`.
-    Cosine,
-    /// A line from the peak to `min_lr`.
-    Linear,
-    /// The peak for ever.
-    Constant,
-    /// Warm-up, stable, decay: the peak, then a line to `min_lr`.
-    Wsd,
-    /// With the root of the number of steps, from the peak.
-    InverseSqrt,
-}
-
-/// `train.checkpoint_keep`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CheckpointKeep {
-    /// So many of the newest.
-    pub last: usize,
-    /// And those whose step is a multiple of it.
-    pub every: Option<u64>,
-}
-
-/// `train.precision`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    /// Everything in f32.
-    F32,
-    /// Parameters and activations in bf16, with f32 masters and moments.
-    Bf16,
-    /// As f32, but matrix products round what they multiply to 10 bits of mantissa: GPUs only.
-    Tf32,
-}
-
-/// `train.on_nonfinite`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OnNonFinite {
-    /// End the run, and name who saw it first.
-    Stop,
-    /// Leave parameters and moments as they are, and go on with the next step.
-    Skip,
-}
-
-/// `train.recompute`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Recompute {
-    /// Nothing that takes a pass of its own.
-    Never,
-    /// No products: what is computed element by element.
-    None,
-    /// What takes much memory and little arithmetic.
-    Selective,
-    /// Every block, from its input.
-    Full,
-}
-
-/// `train.lr_scaling`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LrScaling {
-    /// Nothing.
-    None,
-    /// Goyal et al. 2017: it grows in proportion.
-    Linear,
-}
-
-/// `train.offload`
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Offload {
-    /// State of the optimizer.
-    pub optimizer: OptimizerOffload,
-    /// Folder of the file system that takes it; default: the run's.
-    pub dir: Option<PathBuf>,
-}
-
-/// `train.offload.optimizer`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerOffload {
-    /// In memory, beside the parameters.
-    None,
-    /// In a mapped file without a name.
-    File,
-    /// In memory of the host, also where a GPU trains.
-    Host,
-}
-
-/// `train.rescale`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Rescale {
-    /// It stays what it was: the accumulation changes. Where no accumulation does that, the run is refused.
-    KeepGlobalBatch,
-    /// It changes with the number of ranks: micro-batch and accumulation stay.
-    KeepMicroBatch,
-}
-
-/// `parallel:`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "keys of a file, independent of each other"
-)]
-pub struct Parallel {
-    /// What every rank holds.
-    pub strategy: Strategy,
-    /// What `zero2` and `zero3` hold of the gradients between the micro-batches of a step.
-    pub accumulate: Accumulate,
-    /// `zero3`: release the parameters of a block after its forward, and gather them again for its backward.
-    pub reshard_after_forward: bool,
-    /// `zero3`: groups of fewer elements stay gathered from step to step.
-    pub persist_below: usize,
-    /// Type of the gradients while they are averaged.
-    pub reduce_dtype: ReduceDtype,
-    /// Data-parallel ranks that hold one copy of the state; none: all of them.
-    pub shard_group: Option<ShardGroup>,
-    /// Ranks of a tensor group: each holds a part of every matrix.
-    pub tensor: usize,
-    /// Norms and the residual stream hold a part of the rows on each rank of a tensor group.
-    pub sequence: bool,
-    /// A tensor group may span nodes.
-    pub tensor_across_nodes: bool,
-    /// Stages of a pipeline.
-    pub pipeline: Pipeline,
-    /// How gradients are synchronised.
-    pub sync: Sync,
-    /// Communicate while backward runs.
-    pub overlap: bool,
-    /// Size of a gradient bucket, MiB.
-    pub bucket_mb: f64,
-    /// Size of the first bucket, MiB: smaller, so that communication starts early.
-    pub first_bucket_mb: f64,
-    /// Device and transport.
-    pub backend: Backend,
-    /// Seconds that a collective waits for the other ranks.
-    pub timeout_s: f64,
-}
-
-/// `parallel.pipeline`
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Pipeline {
-    /// Ranks of a pipeline.
-    pub stages: usize,
-    /// In which order they compute.
-    pub schedule: PipelineSchedule,
-    /// Parts of the model on each rank; none: as few as the schedule works with.
-    pub chunks: Option<usize>,
-    /// Layers of each part, in the order of the model; none: divided by cost.
-    pub layers: Option<Vec<usize>>,
-}
-
-/// `parallel.pipeline.schedule`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PipelineSchedule {
-    /// All forwards, then all backwards (Huang et al. 2019).
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// One forward, one backward (Narayanan et al. 2019; PipeDream-flush).
-    #[serde(rename = "1f1b")]
-    OneFOneB,
-    /// 1F1B with several chunks a rank (Narayanan et al. 2021).
-    #[serde(rename = "interleaved")]
-    Interleaved,
-    /// Weight gradients fill the bubble (Qi et al. 2023).
-    #[serde(rename = "zb-h1")]
-    ZbH1,
-    /// The same with two chunks a rank in a V (Qi et al. 2024).
-    #[serde(rename = "zbv")]
-    Zbv,
-    /// What fits next, for few micro-batches.
-    #[serde(rename = "greedy")]
-    Greedy,
-}
-
-impl PipelineSchedule {
-    /// The words of the key.
-    pub(crate) const WORDS: &'static [&'static str] =
-        &["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "greedy"];
-}
-
-/// `parallel.strategy`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Strategy {
-    /// Everything on every rank; gradients are averaged.
-    Ddp,
-    /// The optimizer's state is sharded.
-    Zero1,
-    /// And the gradients.
-    Zero2,
-    /// And the parameters, gathered block by block.
-    Zero3,
-}
-
-/// `parallel.accumulate`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Accumulate {
-    /// This rank's shard: least memory, gradients are reduced in every micro-batch.
-    Sharded,
-    /// All of them: gradients are reduced once a step.
-    Full,
-}
-
-/// `parallel.reduce_dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ReduceDtype {
-    /// Exact to f32.
-    F32,
-    /// Half the traffic, and half the memory of gradients that no micro-batch is added to; each rank's gradients are rounded,
-    /// and their sum, by NCCL at each hop. With `train.precision: bf16` only.
-    Bf16,
-}
-
-/// `parallel.sync`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Sync {
-    /// Buckets, each as soon as its gradients are ready.
-    Bucketed,
-    /// Each gradient as soon as it is ready.
-    PerParameter,
-    /// One all-reduce of everything after backward.
-    Naive,
-}
-
-/// `parallel.backend`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Backend {
-    /// `nccl` where the driver shows a GPU, else `cpu`.
-    Auto,
-    /// CPU, shared memory and TCP.
-    Cpu,
-    /// One GPU a rank, and NCCL between them.
-    Nccl,
-}
-
 /// `data.train` and `data.val`: one file, or several that follow each other. A `*` in the last part of a path stands for
 /// any characters: see [`crate::data::matching()`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Paths {
-    /// As a string.
+    /// A string.
     One(PathBuf),
-    /// As a list.
+    /// A list.
     Several(Vec<PathBuf>),
 }
 
@@ -684,7 +720,7 @@ pub enum Tokenizer {
     Bytes,
     /// The byte-pair encoding of GPT-2 (Radford et al. 2019); vocabulary 50,257. The data are token files.
     Gpt2,
-    /// That of a `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
+    /// A `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
     File(PathBuf),
 }
 
@@ -746,12 +782,12 @@ pub struct StepRange {
 }
 
 impl StepRange {
-    /// As a range.
+    /// The steps as a range.
     pub fn steps(self) -> RangeInclusive<u64> {
         self.first..=self.last
     }
 
-    /// How many.
+    /// The number of steps.
     pub fn count(self) -> u64 {
         self.last - self.first + 1
     }
@@ -796,7 +832,7 @@ impl From<StepRange> for String {
 pub enum ShardGroup {
     /// The ranks of a node.
     Node,
-    /// So many neighbours.
+    /// This many neighbouring ranks.
     #[serde(untagged)]
     Ranks(usize),
 }

@@ -1,5 +1,5 @@
 //! A configuration's source, the YAML and its overrides (`--set key=value`), as a tree in which each value knows where
-//! it came from; and errors at that place.
+//! it came from.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,17 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-/// A configuration that cannot be used: one thing, its place, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{place}: {problem}{}", hint.as_ref().map_or_else(String::new, |hint| format!("\n  hint: {hint}")))]
-pub struct ConfigError {
-    /// `train.yaml:12`, or the `--set` that gave the value.
-    pub place: String,
-    /// What was found and what is expected, with the key in backticks.
-    pub problem: String,
-    /// The next step, where there is an obvious one.
-    pub hint: Option<String>,
-}
+use super::problem::{ConfigError, Problem};
 
 /// A file and its overrides.
 #[derive(Clone, Debug)]
@@ -30,10 +20,13 @@ pub struct Source {
 impl Source {
     /// Reads the text of the file at `path`, and applies the overrides in order.
     pub(super) fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
-        let not_valid = |(line, words, hint): (u64, String, Option<String>)| ConfigError {
-            place: place_in(path, line),
-            problem: format!("not valid YAML: {words}"),
-            hint,
+        let not_valid = |error: SyntaxError| ConfigError {
+            place: place_in(path, error.line),
+            problem: Problem {
+                key: String::new(),
+                what: format!("not valid YAML: {}", error.what),
+                hint: error.hint.map(ToOwned::to_owned),
+            },
         };
         // The parser takes a tab in front of the first key for a part of a value, and one after a line with a value for a
         // part of that line.
@@ -42,7 +35,7 @@ impl Source {
             return Err(not_valid(tab_error(line)));
         }
         let root = Node::parse(text).map_err(|error| match tab {
-            Some((line, _)) if line <= error.0 + 1 => not_valid(tab_error(line)),
+            Some((line, _)) if line <= error.line + 1 => not_valid(tab_error(line)),
             _ => not_valid(error),
         })?;
         let mut source = Self {
@@ -52,7 +45,7 @@ impl Source {
         };
         for (index, text) in overrides.iter().enumerate() {
             let applied = source.root.apply(index, text);
-            applied.map_err(|problem| source.error_at(Origin::Set(index), problem, None))?;
+            applied.map_err(|what| source.error_at(Origin::Set(index), Problem::new("", what)))?;
         }
         Ok(source)
     }
@@ -61,17 +54,22 @@ impl Source {
         &self.root
     }
 
-    /// An error about the value of a dotted key.
-    pub(super) fn error(&self, key: &str, problem: String, hint: Option<String>) -> ConfigError {
-        self.error_at(self.root.origin_of(key), problem, hint)
+    /// The problem, with the place that the value of its key came from. For a key that is not set, this is the section
+    /// around it.
+    pub fn locate(&self, problem: Problem) -> ConfigError {
+        self.error_at(self.root.origin_of(&problem.key), problem)
     }
 
-    pub(super) fn error_at(&self, origin: Origin, problem: String, hint: Option<String>) -> ConfigError {
+    pub(super) fn error_at(&self, origin: Origin, problem: Problem) -> ConfigError {
         ConfigError {
             place: self.place_of(origin),
             problem,
-            hint,
         }
+    }
+
+    /// True if the file or an override has the key.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.root.find(key).1
     }
 
     /// True if the key's value comes from an override.
@@ -90,7 +88,7 @@ impl Source {
         self.root.entries()
     }
 
-    /// Of a key that is unknown, whose value may be a secret.
+    /// The place of an unknown key, without its value, which may be a secret.
     pub(super) fn place_without_value(&self, origin: Origin) -> String {
         match origin {
             Origin::Set(index) => {
@@ -136,9 +134,20 @@ fn tab_of_indentation(text: &str) -> Option<(u64, bool)> {
         .map(|(number, _)| (number, false))
 }
 
-fn tab_error(line: u64) -> (u64, String, Option<String>) {
-    let hint = "use spaces: YAML allows no tabs there";
-    (line, "a tab in the indentation".into(), Some(hint.into()))
+/// Text that is no YAML.
+struct SyntaxError {
+    /// From 1, or 0 where it is not known.
+    line: u64,
+    what: String,
+    hint: Option<&'static str>,
+}
+
+fn tab_error(line: u64) -> SyntaxError {
+    SyntaxError {
+        line,
+        what: "a tab in the indentation".into(),
+        hint: Some("use spaces: YAML allows no tabs there"),
+    }
 }
 
 /// Where a value came from.
@@ -201,8 +210,8 @@ impl Value {
 }
 
 impl Node {
-    /// Reads one YAML document. The error is a line, 0 where it is not known, words, and a hint if it is one of syntax.
-    fn parse(text: &str) -> Result<Self, (u64, String, Option<String>)> {
+    /// Reads one YAML document.
+    fn parse(text: &str) -> Result<Self, SyntaxError> {
         let options = serde_saphyr::options! {
             with_snippet: false,
             strict_booleans: true,
@@ -219,8 +228,8 @@ impl Node {
             }
             Err(error) => {
                 let line = error.location().map_or(0, |l| l.line());
-                let (words, hint) = message_of(&error);
-                Err((line, words, hint))
+                let (what, hint) = message_of(&error);
+                Err(SyntaxError { line, what, hint })
             }
         }
     }
@@ -244,7 +253,7 @@ impl Node {
         }
         let origin = Origin::Set(index);
         let mut node =
-            Self::parse(value).map_err(|(_, words, _)| format!("the value is not valid YAML: {words}"))?;
+            Self::parse(value).map_err(|error| format!("the value is not valid YAML: {}", error.what))?;
         node.set_origin(origin);
         *self.entry(path, origin)? = node;
         Ok(())
@@ -282,16 +291,20 @@ impl Node {
         Ok(node)
     }
 
-    /// Origin of the longest part of `path` that exists.
-    fn origin_of(&self, path: &str) -> Origin {
+    /// The node of the longest part of `path` that exists, and whether that is all of it.
+    fn find(&self, path: &str) -> (&Self, bool) {
         let mut node = self;
         for key in path.split('.') {
             match node.get(key) {
                 Some(next) => node = next,
-                None => break,
+                None => return (node, false),
             }
         }
-        node.origin
+        (node, true)
+    }
+
+    fn origin_of(&self, path: &str) -> Origin {
+        self.find(path).0.origin
     }
 
     /// Gives the whole tree another origin.
@@ -343,7 +356,7 @@ impl Node {
     }
 }
 
-/// As YAML in one line, but for quotes.
+/// The value as YAML in one line, without quotes.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -364,7 +377,7 @@ impl fmt::Display for Value {
 
 /// The parser's words, without the place, which is reported in our own form, and without advice to programmers; and where
 /// to look: a parser notices a wrong indentation only on the line after it.
-fn message_of(error: &serde_saphyr::Error) -> (String, Option<String>) {
+fn message_of(error: &serde_saphyr::Error) -> (String, Option<&'static str>) {
     if let Some(words) = own_words(error) {
         return (words, None);
     }
@@ -380,10 +393,10 @@ fn message_of(error: &serde_saphyr::Error) -> (String, Option<String>) {
         .filter_map(|cut| first.find(cut))
         .min();
     let hint = "check indentation, brackets and the space after each colon, here and on the line before";
-    (first[..end.unwrap_or(first.len())].to_owned(), Some(hint.into()))
+    (first[..end.unwrap_or(first.len())].to_owned(), Some(hint))
 }
 
-/// Where the parser's own words are those of its authors.
+/// Our words where the parser's are meant for programmers.
 fn own_words(error: &serde_saphyr::Error) -> Option<String> {
     use serde_saphyr::Error;
     let words = match error {

@@ -156,7 +156,7 @@ impl Tokens {
         Ok(format!("{} tokens{files}, hash {hash}", self.len()))
     }
 
-    /// Copies the tokens from `start` into `out`, over the borders of files: so many there must be. Each is below the size
+    /// Copies the tokens from `start` into `out`, across files. The files must have enough of them. Each is below the size
     /// of the vocabulary.
     pub fn read(&self, start: usize, mut out: &mut [i32]) -> Result<(), DataError> {
         let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
@@ -209,7 +209,7 @@ pub struct Dataset {
     pub train: Tokens,
     /// What it never sees.
     pub val: Tokens,
-    /// Whose tokens they are.
+    /// The vocabulary of the tokens.
     pub vocabulary: Arc<Vocabulary>,
 }
 
@@ -347,31 +347,6 @@ mod tests {
             message.contains("has 4 tokens of validation, but a sample needs 5\n"),
             "{message}"
         );
-    }
-
-    #[test]
-    fn a_star_stands_for_any_characters() {
-        let table = [
-            ("a", "a", true),
-            ("a", "ab", false),
-            ("*", "", true),
-            ("a*", "a", true),
-            ("a*c", "abc", true),
-            ("a*c", "ac", true),
-            ("a*a", "a", false),
-            ("*a*b*", "xaxbx", true),
-            ("*a*b*", "ba", false),
-            ("train_*.bin", "train_000001.bin", true),
-            ("train_*.bin", "val_000001.bin", false),
-            ("**", "x", true),
-        ];
-        for (pattern, name, expected) in table {
-            assert_eq!(
-                star_matches(pattern.as_bytes(), name.as_bytes()),
-                expected,
-                "{pattern} {name}"
-            );
-        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::{DataError, Tokens};
 
 const CHUNK_TOKENS: usize = 64 << 10;
-/// Of a larger vocabulary pairs are not counted: the table would have billions of rows, and hardly any text fills it.
+/// The largest vocabulary whose pairs are counted. The table of a larger one would have billions of rows, most of them empty.
 const MAX_PAIRED: usize = 256;
 /// Each token counts as seen so much oftener than it was, so that one that was never seen is guessed too. (A whole count
 /// would take a third of the probability from a short text of GPT-2's tokens.)
@@ -13,16 +13,16 @@ const UNSEEN: f64 = 0.1;
 /// the statistics of the training tokens.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Entropies {
-    /// Of the guess that looks at nothing: how often each token is.
+    /// Loss of a guess by how often each token occurs.
     pub unigram: f64,
-    /// Of the guess that looks at the token before. Below it, a model uses more context than that. None for vocabularies
+    /// Loss of a guess by the token before. A model with a lower loss uses more context. `None` for vocabularies
     /// of more than bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bigram: Option<f64>,
 }
 
 impl Entropies {
-    /// Of `val` after `train`, tokens of a vocabulary of `size`. Zero if there are fewer than two to validate on.
+    /// The losses on `val` with counts from `train`, both with a vocabulary of `size` tokens. Zero if `val` has fewer than two tokens.
     pub fn of(train: &Tokens, val: &Tokens, size: usize) -> Result<Self, DataError> {
         let [train, val] = [Counts::of(train, size)?, Counts::of(val, size)?];
         let all = train.total() as f64 + UNSEEN * size as f64;

@@ -133,7 +133,7 @@ impl BatchShape {
 pub struct StepSamples {
     /// The first one.
     pub first: u64,
-    /// How many, at least one.
+    /// The number of blocks, at least one.
     pub count: u64,
 }
 

@@ -20,7 +20,7 @@ use memmap2::{MmapOptions, MmapRaw};
 pub(super) struct MappedFile {
     path: PathBuf,
     file: File,
-    /// None for an empty file, which cannot be mapped.
+    /// `None` for an empty file, which cannot be mapped.
     map: Option<MmapRaw>,
 }
 
@@ -40,7 +40,7 @@ impl MappedFile {
         })
     }
 
-    /// Where it was opened.
+    /// The path that was opened.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -50,7 +50,7 @@ impl MappedFile {
         self.map.as_ref().map_or(0, MmapRaw::len)
     }
 
-    /// Copies the bytes from `start` into `out`: so many there must be.
+    /// Copies the bytes from `start` into `out`. The file must have enough of them.
     ///
     /// A file that shrank since it was opened is an error: pages beyond its end do not exist any more, and
     /// touching one would end the process with SIGBUS. Only a truncation between this check and the copy,

@@ -74,7 +74,7 @@ impl TokenFile {
         })
     }
 
-    /// Where it was opened.
+    /// The path that was opened.
     pub(super) fn path(&self) -> &Path {
         self.file.path()
     }
@@ -159,7 +159,7 @@ fn command(path: &Path, tokenizer: &str, name: &str) -> String {
     )
 }
 
-/// As a shell takes it for one word.
+/// The word, quoted for a shell if it needs quotes.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {
@@ -185,7 +185,7 @@ impl Width {
         if size <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
 
-    /// How many.
+    /// The number of bytes.
     pub const fn bytes(self) -> usize {
         self as usize
     }
@@ -217,7 +217,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// Of a text.
+    /// The layout of a text: every byte is a token.
     fn of_text(file: &MappedFile) -> Self {
         Self {
             start: 0,
@@ -230,7 +230,7 @@ impl Layout {
         }
     }
 
-    /// Of a token file; none if it is not one of a known kind.
+    /// The layout of a token file, if it is of a known kind.
     fn recognise(file: &MappedFile) -> Result<Option<Self>, DataError> {
         match llm_c_layout(file)? {
             Some(layout) => Ok(Some(layout)),
@@ -311,7 +311,7 @@ const KIND: &str = "format";
 /// What the metadata call the kind, version included.
 const OURS: &str = "ddp-tokens/1";
 
-/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if `facts` do not fit.
+/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long, or `None` if `facts` do not fit.
 pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
     // Sorted, so that the same tokens are the same file.
     let mut metadata = BTreeMap::from([(KIND.to_owned(), OURS.to_owned())]);

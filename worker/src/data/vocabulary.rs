@@ -27,12 +27,12 @@ pub struct Vocabulary {
     pub name: String,
     /// One more than the largest token.
     pub size: usize,
-    /// Of what the tokens stand for; none for bytes.
+    /// Hash of the tokenizer; `None` for bytes.
     pub hash: Option<String>,
 }
 
 impl Vocabulary {
-    /// Of a configuration's tokenizer. A file is read, though not understood: that is left to the tokenizer.
+    /// The vocabulary of a configuration's tokenizer. A file is read and hashed here; the tokenizer parses it.
     pub fn of(tokenizer: &Tokenizer) -> Result<Self, DataError> {
         Ok(match tokenizer {
             Tokenizer::Bytes => Self {
@@ -66,7 +66,7 @@ impl Vocabulary {
         })
     }
 
-    /// Where every byte is a token.
+    /// True if every byte is a token.
     pub fn is_bytes(&self) -> bool {
         self.hash.is_none()
     }

@@ -12,12 +12,12 @@ pub struct Evaluated {
     pub loss: f64,
     /// Positions with a loss.
     pub tokens: u64,
-    /// Of the text that was read, if its files tell.
+    /// Bytes of text per token, if the files record it.
     pub bytes_per_token: Option<f64>,
 }
 
 impl Evaluated {
-    /// By which models of different tokenizers are compared.
+    /// Loss per byte: comparable between models with different tokenizers.
     pub fn bits_per_byte(&self) -> Option<f64> {
         Some(self.loss / std::f64::consts::LN_2 / self.bytes_per_token?)
     }

@@ -15,7 +15,7 @@ use crate::model::{Activation, KvCache, Passes};
 use crate::ops::Cast;
 use crate::tokenize::{Decoder, Encoder};
 
-/// A text under way. All of its memory is allocated at the start and by the first tokens; none by those that follow.
+/// Generation of one text. All memory is allocated at the start and by the first tokens.
 pub struct Generator<'a> {
     loaded: &'a LoadedModel,
     /// By block.
@@ -29,7 +29,7 @@ pub struct Generator<'a> {
     positions: usize,
 }
 
-/// How a text is to go on.
+/// How to generate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CompletionOptions {
     /// Most tokens to make.
@@ -42,23 +42,23 @@ pub struct CompletionOptions {
     pub end_of_text: Option<u32>,
 }
 
-/// What was made.
+/// The result of a generation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Completion {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Tokens that were made.
     pub tokens: usize,
-    /// Until the first one was chosen.
+    /// Time until the first token was chosen.
     pub first_token: Duration,
-    /// Until the last one was chosen.
+    /// Time until the last token was chosen.
     pub last_token: Duration,
     /// The model ended it, by the token for that.
     pub is_ended: bool,
 }
 
 impl Completion {
-    /// Tokens a second behind the first one; none if there are not two.
+    /// Tokens per second after the first one, if there are at least two.
     pub fn tokens_per_s(&self) -> Option<f64> {
         let seconds = self.last_token.saturating_sub(self.first_token).as_secs_f64();
         (self.tokens > 1 && seconds > 0.0).then(|| (self.tokens - 1) as f64 / seconds)

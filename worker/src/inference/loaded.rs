@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use crate::checkpoint::{CheckpointError, Reader, TensorKind};
-use crate::config::{self, Precision};
+use crate::config::{self, Precision, Problem};
 use crate::data::DataError;
 use crate::device::cuda::{CudaDevice, CudaOptions, KernelCache, count_devices};
 use crate::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
-use crate::model::{self, ActivationPool, Context, Model, ModelError, ParamId, Params};
+use crate::model::{self, ActivationPool, Context, Model, ParamId, Params};
 use crate::ops::Cast;
 use crate::tokenize::TokenizeError;
 
-/// Why a model cannot be used.
+/// A checkpoint cannot be used for inference.
 #[derive(Debug, thiserror::Error)]
 pub enum InferenceError {
     /// The checkpoint cannot be read.
@@ -19,7 +19,7 @@ pub enum InferenceError {
     Checkpoint(#[from] CheckpointError),
     /// Its configuration describes no model.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(#[from] Problem),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -43,7 +43,7 @@ impl InferenceError {
     }
 }
 
-/// Opens the first GPU, or the CPU with so many threads. `is_gpu` selects one of them; without it,
+/// Opens the first GPU, or the CPU with this many threads. `is_gpu` selects one of them; without it,
 /// a GPU is used if the driver reports one.
 pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Device>, InferenceError> {
     let is_gpu = is_gpu.unwrap_or_else(|| count_devices().is_ok_and(|gpus| gpus > 0));
@@ -58,7 +58,7 @@ pub fn open_device(is_gpu: Option<bool>, threads: usize) -> Result<Arc<dyn Devic
 
 /// A model with its parameters.
 pub struct LoadedModel {
-    /// Of the checkpoint, with the size of the vocabulary.
+    /// The checkpoint's `model` section, with the size of the vocabulary.
     pub config: config::Model,
     pub(super) model: Model,
     pub(super) device: Arc<dyn Device>,
@@ -133,7 +133,7 @@ impl LoadedModel {
         }
     }
 
-    /// Where it computes, as in `cpu (2 threads, avx512)`.
+    /// The device, as in `cpu (2 threads, avx512)`.
     pub fn device_name(&self) -> String {
         self.device.name()
     }

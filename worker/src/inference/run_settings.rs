@@ -19,7 +19,7 @@ const NO_TOKENIZER: &str =
 const NO_DATA: &str = "\n  hint: pass the text or the token files with `--data`; relative paths in a checkpoint are relative to the directory in which the run was started";
 
 impl<'a> RunSettings<'a> {
-    /// Of this checkpoint.
+    /// The settings that a checkpoint records.
     pub fn of(reader: &'a Reader) -> Self {
         Self(&reader.manifest().state)
     }
@@ -29,7 +29,7 @@ impl<'a> RunSettings<'a> {
         self.0.step
     }
 
-    /// In which it was trained.
+    /// The precision of training.
     pub fn precision(self) -> Precision {
         let precision = self
             .value("/train/precision")
@@ -96,7 +96,7 @@ impl<'a> RunSettings<'a> {
         Ok(dataset.val)
     }
 
-    /// The validation data are the part of the training data that the run held out.
+    /// True if the run validated on a held-out part of its training data.
     pub fn holds_out(self) -> bool {
         self.value("/data/val").is_none()
     }

@@ -9,11 +9,11 @@ use crate::ops::philox;
 pub struct Sampling {
     /// Logits are divided by it; 0 takes the most probable token.
     pub temperature: f32,
-    /// Only so many of the most probable tokens are considered; none: all.
+    /// Consider only this many of the most probable tokens; by default all.
     pub top_k: Option<usize>,
-    /// Only the most probable tokens are considered whose probabilities add up to this (Holtzman et al. 2020); none: all.
+    /// Consider only the most probable tokens whose probabilities add up to this (Holtzman et al. 2020); by default all.
     pub top_p: Option<f32>,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 

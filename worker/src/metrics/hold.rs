@@ -1,8 +1,8 @@
-//! Who has the folder of a run: one process at a time, for as long as it lives.
+//! The lock of a run's folder: one process at a time holds it, for as long as it lives.
 //!
 //! `.run-token` names the run that took the folder last, and a lock on that file shows that the run lives: the system drops it with
 //! the process, however that ends. The file is replaced as a whole, by one that is locked before it has its name; so
-//! whoever gets the lock of a file looks whether that one still has the name.
+//! a process that gets the lock of a file checks that this file still has the name.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -23,7 +23,7 @@ const MAX_BYTES: u64 = 64 << 10;
 /// A file system reports no event when a lock is free.
 const POLL: Duration = Duration::from_millis(50);
 
-/// A process that has the folder of a run, in its own words.
+/// The process that holds the folder of a run, as it describes itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Holder {
     /// Name of its machine.
@@ -48,7 +48,7 @@ impl Holder {
     }
 }
 
-/// Of this machine; empty if it has none.
+/// Name of this machine; empty if it has none.
 pub(crate) fn host_name() -> String {
     let name = nix::unistd::gethostname().unwrap_or_default();
     name.to_string_lossy().into_owned()
@@ -65,18 +65,18 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The folder is this process's until this is dropped.
+/// This process holds the folder until this is dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
     path: PathBuf,
-    /// Whose lock is ours; none on a file system without locks.
+    /// The locked file; `None` on a file system without locks.
     file: Option<File>,
-    /// Nobody has announced a run in it.
+    /// No run was announced in it.
     is_empty: bool,
 }
 
 impl Hold {
-    /// Takes the folder, which exists. One that another process has is waited for until the deadline.
+    /// Takes the folder, which exists. If another process holds it, waits for it until the deadline.
     ///
     /// A process that announced the run `succeeds` is a former life of the same one. The launcher has killed it, and what
     /// a killed process still waits for, a disk that hangs, may keep it, and its lock, for ever.
@@ -114,7 +114,7 @@ impl Hold {
         )))
     }
 
-    /// None if another process has it now.
+    /// `None` if another process holds it now.
     fn try_take(path: &Path) -> Result<Option<Self>, RunFilesError> {
         let failed = |doing| move |e: io::Error| RunFilesError::io(doing, path, &e);
         let mut options = OpenOptions::new();
@@ -152,8 +152,8 @@ impl Hold {
         read(&self.path).map(|(found, _)| found == token)
     }
 
-    /// Says who has the folder, and for which run; for none if it is only prepared for one. From here on the later
-    /// lives of that run go on with what they find.
+    /// Writes which process holds the folder, and for which run; `None` if it is only prepared for one. From here on,
+    /// later lives of that run continue with what they find.
     pub(super) fn announce(&mut self, token: Option<&str>, holder: &Holder) -> Result<(), RunFilesError> {
         // Text and numbers only: cannot fail.
         let words = serde_json::to_string(holder).expect("a holder serialises");
@@ -171,7 +171,7 @@ impl Hold {
     /// Gives the folder back, as it was found if no run was announced.
     pub(super) fn release(self) {
         if self.is_empty {
-            // A file of nobody is in nobody's way.
+            // A file that names no run blocks no job.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -204,7 +204,7 @@ fn has_name(file: &File, path: &Path) -> io::Result<bool> {
     }
 }
 
-/// The run that was announced last, and by whom, as far as it can be read. A file that is gone, or no text, is of nobody.
+/// The run that was announced last and its holder, as far as they can be read. A missing file gives an empty name.
 fn read(path: &Path) -> Result<(String, Option<Holder>), RunFilesError> {
     let mut bytes = Vec::new();
     let found = File::open(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));

@@ -59,7 +59,7 @@ impl MetricsLog {
         })
     }
 
-    /// Of all lines, those before it was opened included.
+    /// The validation losses of all lines, including those from before it was opened.
     pub const fn validations(&self) -> Validations {
         self.validations
     }
@@ -110,7 +110,7 @@ impl MetricsLog {
     }
 }
 
-/// What decides whether a line is kept, and what is remembered of it.
+/// The fields of a line that decide whether it is kept, and that are remembered.
 #[derive(Deserialize)]
 struct Kept {
     step: u64,
@@ -148,11 +148,11 @@ pub struct MetricsLine {
     pub tokens_per_s: f64,
     /// Wall time of the step.
     pub step_ms: f64,
-    /// Part of it: reading samples.
+    /// Part of the step: reading samples.
     pub data_ms: f64,
-    /// Part of it: forward, without waiting for communication.
+    /// Part of the step: forward, without waiting for communication.
     pub forward_ms: f64,
-    /// Part of it: backward, without waiting for communication.
+    /// Part of the step: backward, without waiting for communication.
     pub backward_ms: f64,
     /// Averaging of gradients and gathering of parameters, waits for other ranks included, hidden behind arithmetic or
     /// not.
@@ -160,12 +160,12 @@ pub struct MetricsLine {
     /// Part of the step: waits for it, of the host or of the stream that computes, wherever they are: what nothing else
     /// hid.
     pub comm_exposed_ms: f64,
-    /// Part of the step: telling the other ranks losses and norms, as far as backward did not hide it; a rank also
+    /// Part of the step: exchanging losses and norms with other ranks, as far as backward did not hide it; a rank also
     /// waits for slower ones here.
     pub share_ms: f64,
-    /// Part of it: clipping and the optimizer.
+    /// Part of the step: clipping and the optimizer.
     pub optimizer_ms: f64,
-    /// Before it: time for which checkpoints held training up since the step before.
+    /// Before the step: time for which checkpoints blocked training since the step before.
     pub checkpoint_ms: f64,
     /// Bytes that this rank moved between itself and others in this step, counted at the transport: see
     /// [`WireBytes`].
@@ -193,7 +193,7 @@ pub struct Memory {
     pub grads: u64,
     /// Moments and master weights.
     pub optimizer: u64,
-    /// The same in memory of the host beside a GPU, with the page-locked memory through which updates go; 0 elsewhere.
+    /// Moments and master weights in memory of the host beside a GPU, with the page-locked memory through which updates go; 0 elsewhere.
     pub optimizer_host: u64,
     /// Activations and their gradients: the pool that they share, which keeps the size of its peak.
     pub activations: u64,
@@ -243,7 +243,7 @@ pub struct Summary {
     pub best_val_step: Option<u64>,
     /// What models that only count reach on the validation data.
     pub entropies: Entropies,
-    /// Bytes of text to a token of the validation data; none if their files do not record it.
+    /// Bytes of text per token of the validation data, if their files record it.
     #[serde(default)]
     pub bytes_per_token: Option<f64>,
     /// Wall time of this life of the run, start to end.
@@ -261,13 +261,13 @@ pub struct Summary {
     /// Checkpoints of this life that could not be saved.
     #[serde(default)]
     pub failed_saves: u64,
-    /// Bytes that are taken of rank 0's GPU at the end, by whatever process and library; none without a GPU.
+    /// Bytes of rank 0's GPU that are in use at the end, by all processes; `None` without a GPU.
     #[serde(default)]
     pub device_taken: Option<u64>,
 }
 
 impl Summary {
-    /// What an earlier life of the run has written to `path`; none if there is nothing, or nothing that can be read.
+    /// The summary that an earlier life of the run wrote to `path`, if it can be read.
     pub fn read(path: &Path) -> Option<Self> {
         let mut bytes = Vec::new();
         open_to_read(path).ok()?.read_to_end(&mut bytes).ok()?;
@@ -295,7 +295,7 @@ pub struct TimelineFiles {
 }
 
 impl TimelineFiles {
-    /// Those of the run that has this folder. Touches nothing.
+    /// The timeline files of the run in this folder. Touches nothing.
     pub fn of_run(out_dir: &Path) -> Self {
         Self {
             folder: out_dir.join(FOLDER),
@@ -307,7 +307,7 @@ impl TimelineFiles {
         write(&self.of_rank(rank), json)
     }
 
-    /// Where [`TimelineFiles::write_rank`] writes.
+    /// The path that [`TimelineFiles::write_rank`] writes to.
     pub fn of_rank(&self, rank: usize) -> PathBuf {
         self.folder.join(RANKS).join(format!("rank_{rank:05}.json"))
     }

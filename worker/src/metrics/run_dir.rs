@@ -43,7 +43,7 @@ pub enum Start {
     },
 }
 
-/// What a job that begins makes of the run in its folder.
+/// What a job that begins does with the run in its folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FoundRun {
     /// There is none.
@@ -54,16 +54,16 @@ pub enum FoundRun {
     Deleted,
 }
 
-/// Who asks for the folder, and what for.
+/// A request for the folder, by one rank of a run.
 #[derive(Clone, Copy)]
 pub struct Request<'a> {
     /// The `run` section.
     pub run: &'a Run,
     /// Run id of the job, for the default folder.
     pub run_id: &'a str,
-    /// Name of this run of the job, by which its later lives know the folder of the first; none: nothing is claimed.
+    /// Name of this run of the job, by which its later lives recognise the folder of the first. Without one, nothing is claimed.
     pub token: Option<&'a str>,
-    /// No other run has this token: whoever has the folder under it is a former life of this one, and dead.
+    /// No other run has this token: a process that holds the folder under it is a former life of this run, and dead.
     pub is_unique: bool,
     /// True for a life of the job after its first: resumes, whatever `run` says, if an earlier life of the same run
     /// had taken the folder.

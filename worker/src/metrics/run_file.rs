@@ -77,7 +77,7 @@ pub(super) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), RunFilesErro
     replace_prepared(path, bytes, |_| Ok(())).map(drop)
 }
 
-/// The same, after `prepare` has had the new file, which nobody else can see yet. Returns it.
+/// Replaces the file as [`replace_file`] does, after `prepare` was called with the new file, which no other process can see yet. Returns it.
 pub(super) fn replace_prepared(
     path: &Path,
     bytes: &[u8],

@@ -10,9 +10,10 @@ use std::sync::Arc;
 
 use super::decoder::{ActivationKind, Decoder, HEAD, NormKind, PositionKind};
 use super::layers::{Dense, DropoutLayer, Norm, NormedDense};
+use super::rules::checked_vocab;
 use super::transformer::{Attention, Embedding, FeedForward, Head, TransformerBlock};
 use super::{AxisRole, Block, Cut, GroupId, Init, Model, ModelPart, ParamGroup, ParamId, ParamSpec};
-use crate::config::{self, Recompute};
+use crate::config::{self, Problem, Recompute};
 use crate::device::DType;
 use crate::mesh::Axis;
 use crate::ops::{LAYERNORM_EPSILON, WeightLayout};
@@ -29,14 +30,13 @@ pub fn block_count(config: &config::Model) -> usize {
 ///
 /// `mlp` is `gpt2` without attention and position embedding, with an untied head: every position sees itself only,
 /// so its loss cannot fall below the bigram entropy of the text.
-pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> {
+pub fn build(config: &config::Model, vocab: usize) -> Result<Model, Problem> {
     build_part(config, vocab, &ModelPart::WHOLE)
 }
 
 /// What a rank holds of the network that [`build`] makes. Keys and global shapes of its parameters are those of the whole.
-pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Result<Model, ModelError> {
-    let vocab = checked_vocab(config, vocab)?;
-    check_cuts(config, vocab, part.tensor.1)?;
+pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Result<Model, Problem> {
+    let vocab = checked_vocab(config, vocab, part.tensor.1)?;
     let decoder = Decoder::of(config);
     let (names, channels) = (decoder.names, decoder.channels);
     let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
@@ -79,114 +79,8 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     Ok(parts.into_model(format!("{} {} × {channels}", names.kind, decoder.layers)))
 }
 
-/// An error unless `parts` ranks can share the heads, the width of the feed-forward layers and the vocabulary.
-fn check_cuts(config: &config::Model, vocab: usize, parts: usize) -> Result<(), ModelError> {
-    let heads = (config.kind != config::ModelKind::Mlp)
-        .then_some([("n_head", config.n_head), ("n_kv_head", config.kv_heads())]);
-    let widths = [("n_inner", config.inner()), ("vocab_size", vocab)];
-    for (key, value) in heads.into_iter().flatten().chain(widths) {
-        if value.is_multiple_of(parts) {
-            continue;
-        }
-        let (below, above) = (value / parts * parts, value.next_multiple_of(parts));
-        let hint = if below == 0 || key == "vocab_size" {
-            format!("set `model.{key}: {above}`, or a different `parallel.tensor`")
-        } else {
-            format!("set `model.{key}` to {below} or {above}, or a different `parallel.tensor`")
-        };
-        return Err(ModelError {
-            key,
-            what: format!("`model.{key}` ({value}) cannot be divided over {parts} tensor ranks"),
-            hint,
-        });
-    }
-    Ok(())
-}
-
-/// Rows of the token embedding, if all sizes fit each other.
-fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, ModelError> {
-    let vocab = config.vocab_size.unwrap_or(tokenizer);
-    let bounds = [
-        ("n_layer", config.n_layer, 1 << 12),
-        ("n_head", config.n_head, 1 << 12),
-        ("n_kv_head", config.kv_heads(), 1 << 12),
-        ("n_embd", config.n_embd, 1 << 17),
-        ("block_size", config.block_size, 1 << 20),
-        ("vocab_size", vocab, 1 << 22),
-        ("n_inner", config.inner(), 1 << 20),
-    ];
-    for (key, value, max) in bounds {
-        let (what, hint) = match value {
-            0 => (format!("`model.{key}` is 0"), "it must be at least 1"),
-            value if value > max => {
-                let what = format!("`model.{key}` is {value}, more than {max}");
-                (what, "check for an extra digit")
-            }
-            _ => continue,
-        };
-        let hint = hint.to_owned();
-        return Err(ModelError { key, what, hint });
-    }
-    let (n_embd, n_head) = (config.n_embd, config.n_head);
-    if config.kind != config::ModelKind::Mlp && !n_embd.is_multiple_of(n_head) {
-        let divisible = n_embd.next_multiple_of(n_head);
-        return Err(ModelError {
-            key: "n_embd",
-            what: format!("`model.n_embd` ({n_embd}) is not divisible by `model.n_head` ({n_head})"),
-            hint: format!("use `n_embd: {divisible}`, or a different number of heads"),
-        });
-    }
-    let kv_heads = config.kv_heads();
-    if kv_heads == 0 || !n_head.is_multiple_of(kv_heads) {
-        return Err(ModelError {
-            key: "n_kv_head",
-            what: format!("`model.n_head` ({n_head}) is not divisible by `model.n_kv_head` ({kv_heads})"),
-            hint: "each key and value head must serve the same number of query heads".to_owned(),
-        });
-    }
-    let head_size = n_embd / n_head;
-    if config.kind == config::ModelKind::Llama && !head_size.is_multiple_of(2) {
-        return Err(ModelError {
-            key: "n_head",
-            what: format!("a head has {head_size} channels, but rotary positions need an even number"),
-            hint: "use a different `model.n_head`, so that `model.n_embd` / `model.n_head` is even"
-                .to_owned(),
-        });
-    }
-    check_rotary(config)?;
-    if vocab < tokenizer {
-        return Err(ModelError {
-            key: "vocab_size",
-            what: format!(
-                "`model.vocab_size` ({vocab}) is smaller than the tokenizer's vocabulary ({tokenizer})"
-            ),
-            hint: "leave out `vocab_size` to use the tokenizer's".to_owned(),
-        });
-    }
-    Ok(vocab)
-}
-
-/// Refuses angles that are none. A head's size is right already.
-fn check_rotary(config: &config::Model) -> Result<(), ModelError> {
-    let PositionKind::Rotary { theta, scaling } = Decoder::of(config).position_kind else {
-        return Ok(());
-    };
-    let (key, what) = match scaling {
-        _ if !theta.is_normal() || theta <= 0.0 => ("rope_theta", format!("`model.rope_theta` is {theta}")),
-        Some(scaling) if !scaling.is_valid() => {
-            ("rope_scaling", format!("`model.rope_scaling` is {scaling:?}"))
-        }
-        _ => return Ok(()),
-    };
-    Err(ModelError {
-        key,
-        what,
-        hint: "all numbers must be above 0, and `low_freq_factor` below `high_freq_factor`".to_owned(),
-    })
-}
-
-/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; none
-/// are named where it is one.
+/// Along which dimension a parameter is cut over a tensor group. It consists of stretches that are cut one by one; an
+/// empty list stands for a single stretch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Along<'a> {
     /// Not at all.
@@ -219,7 +113,7 @@ struct Parts<'a> {
     ends_apart: bool,
     /// Parameters of the whole model.
     all: Vec<ParamSpec>,
-    /// Of those, what this rank holds.
+    /// Parameters that this rank holds.
     params: Vec<ParamSpec>,
     groups: Vec<ParamGroup>,
     /// Blocks that this rank holds, by chunk.
@@ -232,7 +126,7 @@ struct Parts<'a> {
     is_held: bool,
 }
 
-/// Of a parameter that this rank does not hold: the block that has it is dropped.
+/// Stands for a parameter that this rank does not hold. The block that uses it is dropped.
 const ABSENT: ParamId = ParamId(usize::MAX);
 
 impl<'a> Parts<'a> {
@@ -343,7 +237,7 @@ impl<'a> Parts<'a> {
         id
     }
 
-    /// This rank's part of a parameter; none where all of it is on every rank.
+    /// This rank's part of a parameter; `None` if every rank holds all of it.
     fn cut(&self, shape: &[usize], along: Along<'_>) -> Option<Cut> {
         let (dim, stretches) = match along {
             _ if self.part.tensor.1 == 1 => return None,
@@ -385,7 +279,7 @@ impl<'a> Parts<'a> {
         self.share(id)
     }
 
-    /// Of a parameter that first and last block use: where these are on different ranks, each has a part of its gradient.
+    /// Marks a parameter of the first and the last block. If these are on different ranks, each has a part of its gradient.
     fn share(&mut self, id: ParamId) -> ParamId {
         if self.ends_apart {
             self.params[id.0].roles[Axis::Pipeline as usize] = AxisRole::PartialGradients;
@@ -519,27 +413,17 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// A model section that describes no network.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}\n  hint: {hint}")]
-pub struct ModelError {
-    /// The key within the `model` section that is to blame, to find its line.
-    pub key: &'static str,
-    what: String,
-    hint: String,
-}
-
 /// The same model, which keeps less for backward, or more: memory of activations for arithmetic (Chen et al. 2016;
 /// Korthikanti et al. 2022).
 ///
 /// A transformer block of C channels keeps 10·C numbers a position for its backward, and one a head. What is computed
-/// element by element (normalisations, the output of the GELU) is kept with `never` only. That of SwiGLU never is: it comes
+/// element by element (normalisations, the output of the GELU) is kept with `nothing` only. That of SwiGLU never is: it comes
 /// with its gradient, in memory that is there anyway.
 ///
 /// | `train.recompute` | kept, numbers a position | computed again |
 /// |---|---|---|
-/// | `never` | 16·C + heads | nothing |
-/// | `none` | 10·C + heads | normalisations and GELU: no products |
+/// | `nothing` | 16·C + heads | nothing |
+/// | `norms` | 10·C + heads | normalisations and GELU: no products |
 /// | `selective` | 6·C + heads | the widened half of the feed-forward layer: a third of the block's products |
 /// | `full` | C, the block's input | all of the block but its last product, whose output is not read |
 ///
@@ -552,10 +436,10 @@ pub struct ModelError {
 #[must_use]
 pub fn recomputing(mut model: Model, what: Recompute) -> Model {
     match what {
-        Recompute::None => {}
-        Recompute::Never | Recompute::Selective => {
+        Recompute::Norms => {}
+        Recompute::Nothing | Recompute::Selective => {
             for block in &mut model.blocks {
-                let other = if what == Recompute::Never {
+                let other = if what == Recompute::Nothing {
                     block.keeping()
                 } else {
                     block.selective()
@@ -660,27 +544,21 @@ mod tests {
             n_head: 12,
             ..gpt2.clone()
         });
-        assert_eq!(heads.key, "n_embd");
+        assert_eq!(heads.key, "model.n_embd");
         insta::assert_snapshot!(heads, @r"
-        `model.n_embd` (100) is not divisible by `model.n_head` (12)
-          hint: use `n_embd: 108`, or a different number of heads
+        `model.n_embd` is 100, expected a multiple of `model.n_head`, which is 12
+          hint: use 96 or 108, or a different number of heads
         ");
         let zero = error(config::Model {
             n_layer: 0,
             ..gpt2.clone()
         });
-        insta::assert_snapshot!(zero, @r"
-        `model.n_layer` is 0
-          hint: it must be at least 1
-        ");
+        insta::assert_snapshot!(zero, @"`model.n_layer` is 0, expected at least 1");
         let large = error(config::Model {
             n_embd: usize::MAX,
             ..gpt2.clone()
         });
-        insta::assert_snapshot!(large, @r"
-        `model.n_embd` is 18446744073709551615, more than 131072
-          hint: check for an extra digit
-        ");
+        insta::assert_snapshot!(large, @"`model.n_embd` is 18446744073709551615, expected at most 131072");
         let rotary = error(config::Model {
             rope_scaling: Some(config::RopeScaling {
                 factor: 8.0,
@@ -690,14 +568,6 @@ mod tests {
             }),
             ..config(ModelKind::Llama)
         });
-        assert_eq!(rotary.key, "rope_scaling");
-        let vocab = error(config::Model {
-            vocab_size: Some(100),
-            ..gpt2
-        });
-        insta::assert_snapshot!(vocab, @r"
-        `model.vocab_size` (100) is smaller than the tokenizer's vocabulary (256)
-          hint: leave out `vocab_size` to use the tokenizer's
-        ");
+        assert_eq!(rotary.key, "model.rope_scaling");
     }
 }

@@ -11,6 +11,7 @@
 //! | [`TensorOps`], [`Exchange`] | what blocks ask of the ranks that hold a model together |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`Published`] | how a kind of model is published: names of tensors, words of `config.json` |
+//! | [`checked_vocab`], [`check_rows`] | the rules that the sizes of a model must satisfy |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`Passes`], [`ChunkState`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
@@ -25,6 +26,7 @@ mod param;
 mod passes;
 mod published;
 mod region;
+mod rules;
 mod tensor;
 mod transformer;
 
@@ -32,11 +34,12 @@ pub use activation::{Activation, ActivationPool};
 pub use block::{
     Block, Context, GradSink, GradSlot, KvCache, Model, ModelPart, Params, SampleKey, Saved, WeightGradient,
 };
-pub use build::{ModelError, block_count, build, build_part, recomputing};
+pub use build::{block_count, build, build_part, recomputing};
 pub use decoder::{ActivationKind, AttentionKind, Decoder, HEAD, Names, NormKind, PositionKind};
 pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{ChunkState, Hooks, NoHooks, Pass, Passes};
 pub use published::{FixedSetting, FusedTensors, Published, PublishedTensor, SizeSetting};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};
+pub use rules::{check_rows, checked_vocab};
 pub use tensor::{Exchange, ExchangeKind, TensorOps, own_rows};

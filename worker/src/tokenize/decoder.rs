@@ -12,7 +12,7 @@ const MOST_HELD_BACK: usize = 32;
 /// The text of tokens that come one by one. Bytes that are no UTF-8 are shown as U+FFFD.
 pub struct Decoder<'a> {
     library: &'a TokenizerLibrary,
-    /// Of a character that is not whole yet.
+    /// Bytes of a character that is not complete yet.
     bytes: Vec<u8>,
     /// For a file's tokenizer, whose text of a token may depend on the tokens before.
     tokens: Vec<u32>,
@@ -64,7 +64,7 @@ impl<'a> Decoder<'a> {
         Ok(text)
     }
 
-    /// Of the tokens that were not given.
+    /// Text of the tokens that were held back.
     fn new_text(&self, tokenizer: &Tokenizer) -> Result<String, TokenizeError> {
         let text = decode(tokenizer, &self.tokens)?;
         match text.strip_prefix(&self.prefix) {

@@ -19,9 +19,9 @@ const GPT2_NAME: &str = "r50k_base";
 /// From text to tokens; the same in all threads.
 pub struct Encoder {
     pub(super) library: TokenizerLibrary,
-    /// Of the tokens that it makes.
+    /// The vocabulary of its tokens.
     pub vocabulary: Vocabulary,
-    /// Comes before each document; none if the vocabulary has none.
+    /// The token before each document, if the vocabulary has one.
     pub end_of_text: Option<u32>,
 }
 

@@ -19,7 +19,7 @@ use crate::data::{TokenFacts, Width};
 /// Bytes that are written at once.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// What is to be done.
+/// What to tokenize, and how.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// Makes the tokens.
@@ -34,14 +34,14 @@ pub struct Request<'a> {
     pub output: &'a Path,
     /// Replace a file that is there.
     pub overwrite: bool,
-    /// Threads that encode, of which at most 128 are started; none: one a core.
+    /// Threads that encode, at most 128; by default one per core.
     pub threads: Option<NonZeroUsize>,
 }
 
 const NO_TOKENS_OF_BYTES: &str = "`--tokenizer bytes` needs no token file: texts are trained on as they are\n  \
     hint: name the text in `data.train`, with `data.tokenizer: bytes`";
 
-/// How far it is.
+/// Progress of a tokenization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes of the inputs that are done.
@@ -52,7 +52,7 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// What it came to.
+/// The result of a tokenization.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Documents of the inputs.
@@ -65,10 +65,10 @@ pub struct Report {
     pub has_separator: bool,
 }
 
-/// What has become of a piece.
+/// A piece after tokenization.
 #[derive(Default)]
 struct Encoded {
-    /// As the file stores them.
+    /// Tokens as the file stores them.
     tokens: Vec<u8>,
     documents: u64,
     text_bytes: u64,
@@ -227,7 +227,7 @@ pub(super) struct Output {
     path: PathBuf,
     temporary: PathBuf,
     file: BufWriter<File>,
-    /// Of the tokens.
+    /// Bytes of the tokens so far.
     bytes: usize,
     /// It is in its final place.
     is_published: bool,
@@ -272,7 +272,7 @@ impl Output {
             Err(TryLockError::WouldBlock) => return Err(refused(path, BUSY)),
             Err(TryLockError::Error(e)) => return Err(failed(e)),
         }
-        // Whoever had it locked may have renamed it in between.
+        // The process that had it locked may have renamed it in between.
         let is_there = fs::metadata(&temporary).is_ok_and(|there| {
             file.metadata()
                 .is_ok_and(|ours| (ours.dev(), ours.ino()) == (there.dev(), there.ino()))

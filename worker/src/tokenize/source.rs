@@ -40,7 +40,7 @@ pub(super) enum InputKind {
 pub(super) struct Piece {
     pub(super) kind: InputKind,
     pub(super) bytes: Vec<u8>,
-    /// Where it comes from.
+    /// The file of the piece.
     pub(super) path: PathBuf,
     /// The line of the file in which it begins, from 1.
     pub(super) line: u64,
@@ -90,7 +90,7 @@ impl<'a> InputReader<'a> {
         })
     }
 
-    /// The next pieces; none at the end of the last input.
+    /// The next pieces; empty at the end of the last input.
     pub(super) fn next_batch(&mut self) -> Result<Vec<Piece>, TokenizeError> {
         let (mut batch, mut bytes) = (Vec::new(), 0);
         while bytes < BATCH_BYTES {
@@ -178,7 +178,7 @@ impl Input {
         Ok(())
     }
 
-    /// Where the next piece ends; none if more must be read first.
+    /// The end of the next piece, or `None` if more must be read first.
     fn cut(&self, may_cut: bool) -> Option<usize> {
         match self.kind {
             _ if self.has_ended => Some(self.rest.len()),
@@ -208,7 +208,7 @@ impl Input {
     }
 }
 
-/// How many lines end in `bytes`.
+/// The number of line ends in `bytes`.
 pub(super) fn line_ends(bytes: &[u8]) -> u64 {
     bytes.split(|byte| *byte == b'\n').count() as u64 - 1
 }

@@ -4,12 +4,10 @@ use ddp_proto::words::numbered;
 
 use crate::checkpoint::CheckpointError;
 use crate::collective::{CollectiveError, WorkError};
+use crate::config::Problem;
 use crate::data::DataError;
 use crate::device::DeviceError;
-use crate::mesh::MeshError;
 use crate::metrics::RunFilesError;
-use crate::model::ModelError;
-use crate::parallel::pipeline::PlanError;
 use crate::parallel::{AgreementError, Difference, JoinError, LayoutError, ReduceError};
 use crate::pretrained::PretrainedError;
 use crate::session::StoreError;
@@ -68,30 +66,13 @@ pub enum TrainError {
     },
     /// The ranks cannot be cut into groups as asked.
     #[error(transparent)]
-    Mesh(#[from] MeshError),
-    /// The `parallel.pipeline` section describes no pipeline.
+    Mesh(Problem),
+    /// A value of the configuration does not fit the others.
     #[error(transparent)]
-    Pipeline(#[from] PlanError),
-    /// A parameter group would be empty.
-    #[error(
-        "`train.optimizer.groups[{index}].params` is `{pattern}`, which matches none of the {params} parameters\n  hint: `*` matches any characters; a parameter name looks like `{example}`"
-    )]
-    ParamGroup {
-        /// Which group.
-        index: usize,
-        /// What it matches.
-        pattern: String,
-        /// Parameters of the model.
-        params: usize,
-        /// The name of one.
-        example: String,
-    },
+    Config(#[from] Problem),
     /// The other ranks could not be joined.
     #[error(transparent)]
     Join(#[from] JoinError),
-    /// The `model` section describes no model.
-    #[error(transparent)]
-    Model(#[from] ModelError),
     /// The gradients cannot be laid out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -180,8 +161,7 @@ impl TrainError {
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Refused(_)
-            | Self::Pipeline(_)
-            | Self::Model(_)
+            | Self::Config(_)
             | Self::Layout(_)
             | Self::Data(_)
             | Self::Agreement(AgreementError::Differs(_))

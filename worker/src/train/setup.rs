@@ -191,7 +191,7 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
+/// The memory for the optimizer's state. On a device that uses host memory, `host` changes nothing.
 fn state_home(
     world: &World,
     parameters: &Parameters,
@@ -291,7 +291,7 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
     Loader::new(dataset.train.clone(), sampler, shape, block_size).ending(config.data.last_batch)
 }
 
-/// It is a life of the job after its first.
+/// True if the job was restarted before.
 pub(super) fn is_restarted(env: &WorkerEnv) -> bool {
     env.restart_count > 0 || env.generation.get() > 1
 }

@@ -208,8 +208,8 @@ fn endless_warmup(train: &Train) -> Option<String> {
 
 fn recomputation(what: Recompute) -> Option<String> {
     let words = match what {
-        Recompute::Never => "never: norms and GELUs are kept",
-        Recompute::None => return None,
+        Recompute::Nothing => "nothing: norms and GELUs are kept",
+        Recompute::Norms => return None,
         Recompute::Selective => "selective: the wide half of each feed-forward layer",
         Recompute::Full => "full: each block, from its input",
     };

@@ -18,7 +18,9 @@ use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use super::world::World;
-use crate::config::{self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Strategy, TrainConfig};
+use crate::config::{
+    self, Accumulate, OptimizerConfig, OptimizerKind, Parallel, Problem, Strategy, TrainConfig,
+};
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model, ModelPart};
@@ -113,12 +115,9 @@ impl ShardingStrategy {
 
 /// The mesh of a job, if the optimizer can work on it.
 pub(super) fn mesh(config: &TrainConfig, env: &WorkerEnv) -> Result<MeshShape, TrainError> {
-    let mesh = MeshShape::new(&config.parallel, env)?;
+    let mesh = MeshShape::new(&config.parallel, env).map_err(TrainError::Mesh)?;
     check_whole_matrices(&config.train.optimizer, &mesh)?;
-    mesh.check_rows(
-        &config.parallel,
-        [config.train.micro_batch, config.model.block_size],
-    )?;
+    model::check_rows(config).map_err(TrainError::Mesh)?;
     Ok(mesh)
 }
 
@@ -195,12 +194,18 @@ fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainErro
     let Some(index) = ParamGroups::unmatched(config, &model.all_params) else {
         return Ok(());
     };
-    Err(TrainError::ParamGroup {
-        index,
-        pattern: config.groups[index].params.clone(),
-        params: model.all_params.len(),
-        example: model.all_params[model.all_params.len() / 2].key.clone(),
-    })
+    let (key, params) = (
+        format!("train.optimizer.groups[{index}].params"),
+        &model.all_params,
+    );
+    let pattern = &config.groups[index].params;
+    let what = format!(
+        "`{key}` is `{pattern}`, which matches none of the {} parameters",
+        params.len()
+    );
+    let example = &params[params.len() / 2].key;
+    let hint = format!("`*` matches any characters; a parameter name looks like `{example}`");
+    Err(Problem::new(key, what).with_hint(hint).into())
 }
 
 /// A part of the model that the configuration describes.

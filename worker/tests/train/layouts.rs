@@ -155,8 +155,8 @@ const PRECISIONS: [(Precision, bool); 4] = [
 ];
 /// And whether weights are tied.
 const RECOMPUTE: [(Recompute, bool); 6] = [
-    (Recompute::None, false),
-    (Recompute::None, true),
+    (Recompute::Norms, false),
+    (Recompute::Norms, true),
     (Recompute::Selective, false),
     (Recompute::Selective, true),
     (Recompute::Full, false),

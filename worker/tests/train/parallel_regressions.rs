@@ -278,14 +278,14 @@ fn zero_bubble_with_recomputation_keeps_no_more_than_its_micro_batches_in_flight
         for rank in 0..2 {
             let what = format!("{schedule:?}, rank {rank}");
             let bytes = |recompute| activations(layout, recompute, 8, rank);
-            let (none, full) = (bytes(Recompute::None), bytes(Recompute::Full));
+            let (none, full) = (bytes(Recompute::Norms), bytes(Recompute::Full));
             // Between its halves of backward a micro-batch keeps what was computed again.
             assert!(
                 full < none,
                 "{what}: {full} bytes, and {none} without recomputation"
             );
             // What is kept is that of the micro-batches in the air, however many a step has.
-            for recompute in [Recompute::None, Recompute::Full] {
+            for recompute in [Recompute::Norms, Recompute::Full] {
                 let (eight, more) = (bytes(recompute), activations(layout, recompute, 32, rank));
                 let most = eight + eight / 20;
                 assert!(
@@ -383,8 +383,8 @@ fn positions_that_tensor_ranks_do_not_divide_are_run_or_refused_in_words() {
     let words = outcomes.iter().map(|o| o.as_ref().unwrap_err().to_string());
     let own: Vec<String> = words.filter(|words| words.contains("1 × 15")).collect();
     insta::assert_snapshot!(own[0], @r"
-    `parallel.sequence`: the 1 × 15 positions of a micro-batch cannot be divided evenly over 2 ranks
-      hint: use `train.micro_batch: 2` or `model.block_size: 16`, or leave out `parallel.sequence`
+    `parallel.sequence: true` shares the positions of a micro-batch, but 1 × 15 of them cannot be divided over 2 tensor ranks; `train.micro_batch: 2` would work
+      hint: change `train.micro_batch` or `model.block_size`, or leave out `parallel.sequence`
     ");
 }
 
@@ -538,7 +538,7 @@ fn the_padding_of_the_vocabulary_does_not_depend_on_the_layout() {
         .remove(0);
     insta::assert_snapshot!(refused.unwrap_err(), @r"
     `model.vocab_size` (258) cannot be divided over 4 tensor ranks
-      hint: set `model.vocab_size: 260`, or a different `parallel.tensor`
+      hint: set `model.vocab_size` to 260, or a different `parallel.tensor`
     ");
 }
 

@@ -117,7 +117,7 @@ fn thirty_layers_on_four_stages_are_thirty_layers() {
 #[test]
 fn recomputation_bf16_and_dropout_equal_one_rank() {
     let variants: [(&str, Change); 5] = [
-        ("never", |c| c.train.recompute = Recompute::Never),
+        ("nothing", |c| c.train.recompute = Recompute::Nothing),
         ("selective", |c| c.train.recompute = Recompute::Selective),
         ("full", |c| c.train.recompute = Recompute::Full),
         ("bf16", |c| c.train.precision = Precision::Bf16),

@@ -191,7 +191,7 @@ fn masks_are_those_of_the_samples_on_any_layout() {
 #[test]
 fn recomputation_and_sharding_repeat_masks_bit_by_bit() {
     let one = with_dropout(2, |_| ());
-    for recompute in [Recompute::Never, Recompute::Selective, Recompute::Full] {
+    for recompute in [Recompute::Nothing, Recompute::Selective, Recompute::Full] {
         let other = with_dropout(2, |c| c.train.recompute = recompute);
         assert_same(&one, &other, &format!("{recompute:?}"));
     }

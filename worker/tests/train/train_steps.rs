@@ -43,9 +43,9 @@ fn recomputation_changes_no_bit_under_any_strategy() {
         job.train(2)
     };
     for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
-        let reference = run(Strategy::Ddp, Recompute::None, kind);
+        let reference = run(Strategy::Ddp, Recompute::Norms, kind);
         for strategy in STRATEGIES {
-            for recompute in [Recompute::Never, Recompute::Selective, Recompute::Full] {
+            for recompute in [Recompute::Nothing, Recompute::Selective, Recompute::Full] {
                 let what = format!("{kind:?} {strategy:?} {recompute:?}");
                 assert_same(&reference, &run(strategy, recompute, kind), &what);
             }
@@ -63,7 +63,7 @@ fn recomputation_gathers_a_group_no_more_often() {
         });
         job.train(2).metrics[1].wire_bytes
     };
-    let usual = sent(Recompute::None);
+    let usual = sent(Recompute::Norms);
     assert!(usual.params > 0);
     assert_eq!(usual, sent(Recompute::Selective));
     assert_eq!(usual, sent(Recompute::Full));
@@ -94,8 +94,8 @@ fn recomputation_keeps_what_the_formula_says() {
     // 2 samples of 16 positions, 64 channels, 2 heads, f32.
     let (positions, channels, heads) = (2 * 16, 64, 2);
     for (recompute, numbers) in [
-        (Recompute::Never, 16 * channels + heads),
-        (Recompute::None, 10 * channels + heads),
+        (Recompute::Nothing, 16 * channels + heads),
+        (Recompute::Norms, 10 * channels + heads),
         (Recompute::Selective, 6 * channels + heads),
         (Recompute::Full, channels),
     ] {

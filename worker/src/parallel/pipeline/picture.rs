@@ -126,11 +126,11 @@ impl SchedulePicture<'_> {
 
 /// The same as text where actions last few ticks: a row a rank and a column a tick; `.` where a rank does not compute.
 pub fn grid(simulation: &Simulation) -> String {
-    let computes = |interval: &Interval| interval.cell.actions().all(|action| action.kind.is_compute());
+    let computes = |interval: &Interval| interval.action.kind.is_compute();
     let all = simulation.ranks.iter().flat_map(|rank| &rank.intervals);
     let lengths = all
-        .filter(|cell| computes(cell))
-        .map(|cell| cell.cell.to_string().len());
+        .filter(|interval| computes(interval))
+        .map(|interval| interval.action.to_string().len());
     let width = lengths.max().unwrap_or(0) + 1;
     let mut text = String::new();
     for (rank, timeline) in simulation.ranks.iter().enumerate() {
@@ -139,7 +139,7 @@ pub fn grid(simulation: &Simulation) -> String {
             let (start, end) = (interval.start as usize, interval.end as usize);
             columns[start..end].fill("-".repeat(width - 1));
             if let Some(first) = columns[start..end].first_mut() {
-                *first = interval.cell.to_string();
+                *first = interval.action.to_string();
             }
         }
         let _ = write!(text, "rank {rank:<3}");
@@ -182,7 +182,7 @@ mod tests {
     use crate::parallel::pipeline::{Links, PipelinePlan, StageCosts, simulate};
 
     fn simulated(schedule: &str, ranks: usize, micro_batches: usize) -> (Placement, Simulation) {
-        let plan = PipelinePlan::named(schedule, (ranks, None), micro_batches).unwrap();
+        let plan = PipelinePlan::named(schedule, ranks, None, micro_batches).unwrap();
         let costs = vec![StageCosts::UNIT; plan.placement().stages()];
         let simulation = simulate(plan.schedule(), &costs, Links::IDEAL).unwrap();
         (plan.placement().clone(), simulation)

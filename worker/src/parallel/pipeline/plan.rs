@@ -26,23 +26,14 @@ const SCHEDULE: &str = "parallel.pipeline.schedule";
 const CHUNKS: &str = "parallel.pipeline.chunks";
 const LAYERS: &str = "parallel.pipeline.layers";
 
-/// The `parallel.pipeline` section describes no pipeline of this model.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}\n  hint: {hint}")]
-pub struct PlanError {
-    /// The key whose value is wrong.
-    pub key: &'static str,
-    what: String,
-    hint: String,
-}
+pub use crate::config::Problem as PlanError;
 
 /// Most forward passes of a schedule. Schedules are made, checked and simulated before anything
 /// starts.
 const MAX_FORWARDS: usize = 1 << 16;
 
 fn refused(key: &'static str, what: String, hint: impl Into<String>) -> PlanError {
-    let hint = hint.into();
-    PlanError { key, what, hint }
+    PlanError::new(key, what).with_hint(hint)
 }
 
 /// What all ranks of a pipeline do and hold. Without a pipeline there is one rank, which runs one

@@ -277,11 +277,7 @@ impl<'a> Run<'a> {
     }
 
     fn ticks(&self, action: Action) -> u64 {
-        if action.kind.is_send() || action.kind.is_receive() {
-            self.links.occupied
-        } else {
-            self.costs[action.stage].ticks(action.kind)
-        }
+        self.costs[action.stage].ticks(action.kind)
     }
 
     /// When all that F, B, I or W needs is there.

@@ -152,7 +152,6 @@ mod tests {
 
     use super::*;
     use crate::config::{self, PipelineSchedule, Strategy};
-    use crate::mesh::MeshError;
     use crate::parallel::pipeline::LayerCosts;
 
     /// A run of 12 samples a step: 3 ranks × 2 micro-batches × 2 samples.
@@ -199,7 +198,7 @@ mod tests {
         (config.train.grad_accumulation, words)
     }
 
-    fn mesh_of(parallel: &Parallel, ranks: u64) -> Result<MeshShape, MeshError> {
+    fn mesh_of(parallel: &Parallel, ranks: u64) -> Result<MeshShape, crate::config::Problem> {
         let env = WorkerEnv {
             world_size: WorldSize(ranks as u32),
             local_world_size: ranks as u32,

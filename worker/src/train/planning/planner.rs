@@ -120,7 +120,7 @@ fn choice(candidates: &[Candidate]) -> Option<Strategy> {
 /// The first combination of offloading and recomputation with which `zero3` fits. Recomputation costs less time.
 fn adjustment(config: &TrainConfig, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
     for offload in [config.train.offload.optimizer, OptimizerOffload::Host] {
-        for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+        for recompute in [Recompute::Norms, Recompute::Selective, Recompute::Full] {
             let mut changed = under(config, Strategy::Zero3);
             changed.train.offload.optimizer = offload;
             changed.train.recompute = recompute;

@@ -145,13 +145,13 @@ impl UnscheduledMesh {
 fn possible<T>(result: Result<T, TrainError>) -> Result<Option<T>, TrainError> {
     match result {
         Ok(found) => Ok(Some(found)),
-        Err(
-            TrainError::Model(_)
-            | TrainError::Refused(_)
-            | TrainError::Mesh(_)
-            | TrainError::Layout(_)
-            | TrainError::Pipeline(_),
-        ) => Ok(None),
+        // No layout has a parameter group's parameters.
+        Err(TrainError::Config(problem)) if problem.key.starts_with("train.optimizer.groups") => {
+            Err(TrainError::Config(problem))
+        }
+        Err(TrainError::Config(_) | TrainError::Refused(_) | TrainError::Mesh(_) | TrainError::Layout(_)) => {
+            Ok(None)
+        }
         Err(error) => Err(error),
     }
 }
