@@ -102,9 +102,9 @@ impl Library {
         type WritesTwo = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
         type Returns = unsafe extern "C" fn() -> usize;
         let (mut first, mut second) = (0, 0);
+        let name = self.kind.version_function();
         // SAFETY: the signatures are those of the libraries' public headers; the functions have no conditions but
         // room for one integer at each address.
-        let name = self.kind.version_function();
         let outcome = unsafe {
             match self.kind {
                 LibraryKind::Cuda | LibraryKind::Nccl => self.function::<Writes>(name)?(&raw mut first),

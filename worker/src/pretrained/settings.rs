@@ -123,26 +123,29 @@ impl Settings {
         // Where it is left out, transformers takes the number of positions.
         let positions = self.get("max_position_embeddings")?;
         let original_positions = rotary.original_max_position_embeddings.or(positions);
-        let factors = [rotary.factor, rotary.low_freq_factor, rotary.high_freq_factor];
         there.rope_scaling = match rotary.rope_type.or(rotary.r#type).as_deref() {
             None | Some("default") => None,
-            Some("llama3") => match (factors, original_positions) {
-                ([Some(factor), Some(low_freq_factor), Some(high_freq_factor)], Some(original_positions)) => {
+            Some("llama3") => {
+                let given = [rotary.factor, rotary.low_freq_factor, rotary.high_freq_factor];
+                if let (
+                    [Some(factor), Some(low_freq_factor), Some(high_freq_factor)],
+                    Some(original_positions),
+                ) = (given, original_positions)
+                {
                     Some(RopeScaling {
                         factor,
                         low_freq_factor,
                         high_freq_factor,
                         original_positions,
                     })
-                }
-                _ => {
+                } else {
                     let keys = Published::SCALING_KEYS.join("`, `");
                     misfit.is_foreign(format!(
                         "`rope_type` is `llama3` in the file, which needs `{keys}`"
                     ));
                     None
                 }
-            },
+            }
             Some(other) => {
                 misfit.is_foreign(format!(
                     "`rope_type` is `{other}` in the file, but only `default` and `llama3` are supported"
