@@ -14,7 +14,7 @@
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
 //!
-//! Threads: the caller's runtime runs the agent; `spawner` starts workers, `pump` reads their output, `console`
+//! Threads: the caller's runtime runs the agent; `spawner` starts workers, `reader` reads their output, `console`
 //! writes, `tcp-store` serves. Only the agent decides, and it never waits for the others.
 #![deny(unsafe_code)]
 

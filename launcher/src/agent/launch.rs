@@ -7,16 +7,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::exit;
+use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use nix::unistd::{getpgrp, tcgetpgrp};
 
 use super::blocking_thread::BlockingThread;
 use super::driver::Driver;
 use super::machine::ExitReason;
 use super::signals::{Call, Signals};
 use crate::cgroup::{self, WorkerCgroup};
-use crate::output::console::{Console, OWN_PREFIX};
+use crate::output::console::Console;
 use crate::output::logs::LogError;
-use crate::output::sinks::Sinks;
-use crate::output::terminal::TerminalSettings;
+use crate::output::streams::{OWN_PREFIX, Output};
 use crate::plan::{LaunchPlan, SignalPlan};
 use crate::supervise::guardian::Guardian;
 use crate::supervise::proc_table;
@@ -183,7 +184,7 @@ impl<'a> Launch<'a> {
         Ok(Self {
             processes: BlockingThread::start("processes")?,
             files: BlockingThread::start("files")?,
-            console: Console::start(Sinks::standard(), plan.progress_bar)?,
+            console: Console::start(Output::standard(), plan.progress_bar)?,
             group: guardian.group().and_then(group_of_workers),
             plan: Arc::new(plan),
             guardian,
@@ -236,6 +237,27 @@ fn remove_group(dir: &Path) -> Option<String> {
          hint: the next launch in the same parent group removes it once it is empty",
         dir.display()
     ))
+}
+
+/// Settings of the terminal at standard input, which a worker may be given.
+struct TerminalSettings(Termios);
+
+impl TerminalSettings {
+    /// The present ones; none if standard input is no terminal.
+    fn read() -> Option<Self> {
+        tcgetattr(io::stdin()).ok().map(Self)
+    }
+
+    /// Puts them back: a worker that was killed while it edited a line leaves a terminal that does not echo. In the
+    /// background the terminal belongs to another process.
+    fn restore(&self) {
+        let stdin = io::stdin();
+        let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != self.0);
+        if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
+            // The terminal has gone, if this fails.
+            let _ = tcsetattr(&stdin, SetArg::TCSANOW, &self.0);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ddp_proto::ids::{GlobalRank, LocalRank};
 
-use crate::output::console::Stream;
+use crate::output::streams::Stream;
 
 /// Some of a worker's two output streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

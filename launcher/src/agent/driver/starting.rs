@@ -13,7 +13,7 @@ use super::super::launch::Launch;
 use super::super::workers::{PrepareError, Site, WorkerGroup};
 use super::inbox::Mail;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
-use crate::output::pump::Pump;
+use crate::output::reader::OutputReader;
 use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
@@ -21,7 +21,7 @@ const PROTOCOL: u32 = 1;
 
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
-    pump: Pump,
+    reader: OutputReader,
     spawner: Spawner,
     /// Address of the control socket.
     control: String,
@@ -43,7 +43,7 @@ impl Starter {
         control: &str,
     ) -> io::Result<Self> {
         Ok(Self {
-            pump: Pump::start(launch.console.clone())?,
+            reader: OutputReader::start(launch.console.clone())?,
             spawner: Spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
@@ -103,11 +103,11 @@ impl Starter {
             agent_store,
             group,
         });
-        let (files, pump) = (launch.files.clone(), self.pump.clone());
+        let (files, reader) = (launch.files.clone(), self.reader.clone());
         async move {
             let prepared = match site {
                 Ok(site) => files
-                    .give(move || WorkerGroup::prepare(generation, &assignment, &site, &pump))
+                    .give(move || WorkerGroup::prepare(generation, &assignment, &site, &reader))
                     .await
                     .unwrap_or(Err(PrepareError::Panicked)),
                 Err(error) => Err(error),

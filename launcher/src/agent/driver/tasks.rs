@@ -11,7 +11,7 @@ use super::inbox::Mail;
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
 use crate::output::logs::{WorkerFiles, free_attempt};
-use crate::output::pump::TailReader;
+use crate::output::reader::TailReader;
 use crate::supervise::proc_table;
 use crate::supervise::sweep::KillTargets;
 

@@ -32,10 +32,10 @@ use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
-use crate::output::console::Stream;
 use crate::output::logs::WorkerFiles;
-use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
+use crate::output::reader::{Duplicate, OutputReader, TailReader, WorkerStream, tail};
 use crate::output::repeated_errors::RepeatedErrors;
+use crate::output::streams::Stream;
 use crate::plan::SignalScope;
 use crate::report::local_end::LocalEnd;
 use crate::spawn::spawner::WorkerSpec;
@@ -162,7 +162,7 @@ impl WorkerGroup {
         generation: Generation,
         assignment: &Assignment,
         site: &Site,
-        pump: &Pump,
+        reader: &OutputReader,
     ) -> Result<Prepared, PrepareError> {
         let plan = &*site.plan;
         let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
@@ -180,13 +180,13 @@ impl WorkerGroup {
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
-                let (writer, reader) = tail();
-                let tap = Tap {
+                let (tail, tail_reader) = tail();
+                let worker_stream = WorkerStream {
                     rank,
                     stream,
                     pipe,
                     log,
-                    tail: writer,
+                    tail,
                     prefix: shown.then(|| prefix.clone()),
                     errors: repeated
                         .as_ref()
@@ -194,11 +194,11 @@ impl WorkerGroup {
                         .map(|repeated| repeated.of_rank(rank)),
                     duplicate: duplicate.clone(),
                 };
-                if !pump.add(tap) {
+                if !reader.add(worker_stream) {
                     let silent = "the thread that reads them does not respond";
                     return Err(PrepareError::Pipe(io::Error::other(silent)));
                 }
-                Ok((pipe_end, reader))
+                Ok((pipe_end, tail_reader))
             };
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])

@@ -11,10 +11,10 @@ use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
-use crate::output::console::Stream;
 use crate::output::logs::{LogError, claim_attempt, open_filtered};
 use crate::output::plan::LineSource;
-use crate::output::pump::Duplicate;
+use crate::output::reader::Duplicate;
+use crate::output::streams::Stream;
 use crate::plan::{CoreSet, LaunchPlan};
 use crate::spawn::environment::{self, Common, threads_per_worker};
 use crate::spawn::master_port::hint_for;
