@@ -1,23 +1,19 @@
 //! A launch from outside: what it is given, what comes out of it.
 
-use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::exit;
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, tcgetpgrp};
 
-use super::blocking_thread::BlockingThread;
+use super::context::{LaunchContext, LaunchError};
 use super::driver::Driver;
 use super::machine::ExitReason;
 use super::signals::{Call, Signals};
-use crate::cgroup::{self, WorkerCgroup};
-use crate::output::console::Console;
-use crate::output::logs::LogError;
-use crate::output::streams::{OWN_PREFIX, Output};
+use crate::cgroup;
+use crate::output::streams::OWN_PREFIX;
 use crate::plan::{LaunchPlan, SignalPlan};
 use crate::supervise::guardian::Guardian;
 use crate::supervise::proc_table;
@@ -37,39 +33,6 @@ pub struct Outcome {
     pub exit_reason: ExitReason,
     /// The failure report; it has been shown on standard error already.
     pub report: Option<String>,
-}
-
-/// The launcher cannot do its own work. A worker's failure is none of these.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    /// The program cannot be started.
-    #[error(transparent)]
-    Program(#[from] crate::spawn::program::SpawnError),
-    /// The log directory, or the event log, cannot be used.
-    #[error(transparent)]
-    Log(#[from] LogError),
-    /// The system gives it no thread.
-    #[error(
-        "cannot start a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
-    )]
-    Thread(#[source] io::Error),
-    /// It may open no more files.
-    #[error("cannot set up the launcher: {0}\n  hint: check `ulimit -n`")]
-    Files(#[source] io::Error),
-    /// The system refused something essential.
-    #[error("cannot set up the launcher: {0}")]
-    System(#[source] io::Error),
-}
-
-impl From<io::Error> for LaunchError {
-    fn from(error: io::Error) -> Self {
-        // Of all that is set up, only a thread is refused for now.
-        match error.raw_os_error() {
-            Some(libc::EAGAIN) => Self::Thread(error),
-            Some(libc::EMFILE) => Self::Files(error),
-            _ => Self::System(error),
-        }
-    }
 }
 
 impl From<LaunchError> for ExitReason {
@@ -92,12 +55,12 @@ impl From<LaunchError> for ExitReason {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let launch = match Launch::of(plan, &guardian) {
+    let launch = match LaunchContext::new(plan, &guardian) {
         Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
-    let Launch {
+    let LaunchContext {
         plan,
         console,
         processes,
@@ -161,39 +124,6 @@ async fn is_closed<T>(
     }
 }
 
-/// What a launch has from its beginning to its very end.
-#[derive(Clone)]
-pub(super) struct Launch<'a> {
-    pub(super) plan: Arc<LaunchPlan>,
-    pub(super) guardian: &'a Guardian,
-    /// Of this node.
-    pub(super) hostname: String,
-    /// Environment of the launcher itself.
-    pub(super) inherited: Arc<[(OsString, OsString)]>,
-    pub(super) console: Console,
-    /// For processes, and for what is written about them.
-    pub(super) processes: BlockingThread,
-    /// For files of workers and for the error files: the loop waits for no file system once the launch has begun.
-    pub(super) files: BlockingThread,
-    pub(super) group: Option<Arc<WorkerCgroup>>,
-}
-
-impl<'a> Launch<'a> {
-    fn of(plan: LaunchPlan, guardian: &'a Guardian) -> io::Result<Self> {
-        let hostname = nix::unistd::gethostname().map_err(io::Error::from)?;
-        Ok(Self {
-            processes: BlockingThread::start("processes")?,
-            files: BlockingThread::start("files")?,
-            console: Console::start(Output::standard(), plan.progress_bar)?,
-            group: guardian.group().and_then(group_of_workers),
-            plan: Arc::new(plan),
-            guardian,
-            hostname: hostname.to_string_lossy().into_owned(),
-            inherited: std::env::vars_os().collect(),
-        })
-    }
-}
-
 /// The end of a launch that has not even a console.
 fn refuse(error: LaunchError, guardian: Guardian) -> Outcome {
     let report = format!("error: {error}");
@@ -214,14 +144,6 @@ fn dismiss(guardian: Guardian) {
     if let Err(error) = guardian.shutdown() {
         tracing::debug!("guardian: {error}");
     }
-}
-
-/// The workers' control group; none where the system does not allow one.
-fn group_of_workers(dir: &Path) -> Option<Arc<WorkerCgroup>> {
-    let made = WorkerCgroup::create_among_leftovers(dir);
-    made.inspect_err(|error| tracing::debug!("cannot create control group `{}`: {error}", dir.display()))
-        .ok()
-        .map(Arc::new)
 }
 
 /// Removes the workers' control group; if it has to stay, says so, and who is in it.

@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::{Failure, WorkerExit};
 use serde::Serialize;
 
 use crate::agent::ExitReason;
-use crate::report::text::{Facts, seconds};
+use crate::report::facts::{ReportFacts, seconds};
 use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
@@ -121,7 +121,7 @@ impl<'a> Worker<'a> {
 }
 
 /// Adds what else failed in the last generation, on other nodes, in order; after the workers of this node.
-pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
+pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
     let of_last = |failure: &&Failure| failure.generation == facts.generation.0;
     let last = || facts.failures.failures.iter().filter(of_last);
     let first = last().find(|failure| is_first(facts.exit_reason, failure));
@@ -171,7 +171,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
 
 /// Adds the first failure of the job, if that was in an earlier generation than the one that ended it: often the cause
 /// of what failed in later ones.
-pub(crate) fn earlier(text: &mut String, facts: &Facts<'_>) {
+pub(crate) fn earlier(text: &mut String, facts: &ReportFacts<'_>) {
     let is_cause = |failure: &&Failure| {
         let is_effect = |exit: &WorkerExit| exit.consequence || exit.stopped_with.is_some();
         failure.generation < facts.generation.0 && !failure.exit.as_ref().is_some_and(is_effect)
@@ -213,7 +213,7 @@ fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
 }
 
 /// Not stopped, and not among the workers that the report already named.
-fn is_elsewhere(facts: &Facts<'_>, failure: &Failure) -> bool {
+fn is_elsewhere(facts: &ReportFacts<'_>, failure: &Failure) -> bool {
     failure.exit.as_ref().is_none_or(|exit| {
         let is_told = facts.local_ends.iter().any(|end| end.rank.0 == exit.rank);
         exit.stopped_with.is_none() && !is_told

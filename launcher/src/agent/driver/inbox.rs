@@ -9,7 +9,6 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_unti
 use super::super::daemon::LinkEvent;
 use super::super::signals::{Call, Signals};
 use super::super::workers::{PrepareError, Prepared, Threads};
-use super::tasks::LeftInFiles;
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
 
@@ -25,16 +24,16 @@ pub(super) struct Inbox {
     control: mpsc::Receiver<ControlEvent>,
     link: mpsc::Receiver<LinkEvent>,
     /// Of the work that is done beside the loop.
-    results: mpsc::Receiver<Mail>,
-    results_sender: mpsc::Sender<Mail>,
+    results: mpsc::Receiver<LoopEvent>,
+    results_sender: mpsc::Sender<LoopEvent>,
     heartbeat: Interval,
     /// When to look for hung workers; none: never.
     watch: Option<Interval>,
     alarm: Option<Instant>,
 }
 
-/// What came out of the inbox.
-pub(super) enum Mail {
+/// One event of the loop.
+pub(super) enum LoopEvent {
     Signal(Call),
     Spawn(SpawnEvent),
     Control(ControlEvent),
@@ -54,6 +53,15 @@ pub(super) enum Mail {
     Answered(Threads),
     /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
     Swept(Vec<String>, LeftInFiles),
+}
+
+/// What the workers left in files; empty where the file system does not answer.
+#[derive(Debug, Default)]
+pub(super) struct LeftInFiles {
+    /// Messages of the error files.
+    pub(super) messages: Vec<(LocalRank, String)>,
+    /// The first attempt without log files, where there is a log directory.
+    pub(super) free_attempt: Option<u32>,
 }
 
 impl Inbox {
@@ -82,7 +90,7 @@ impl Inbox {
     }
 
     /// The next of whatever comes. Cancel safe.
-    pub(super) async fn next(&mut self) -> Mail {
+    pub(super) async fn next(&mut self) -> LoopEvent {
         let alarm = self.alarm;
         let ring = async {
             match alarm {
@@ -99,29 +107,29 @@ impl Inbox {
         // Cancel safe: every branch keeps what it has not returned. Not biased: a worker that floods the control
         // socket must not starve the rest.
         tokio::select! {
-            call = self.signals.next() => Mail::Signal(call),
-            Some(event) = self.control.recv() => Mail::Control(event),
-            Some(event) = self.spawns.recv() => Mail::Spawn(event),
+            call = self.signals.next() => LoopEvent::Signal(call),
+            Some(event) = self.control.recv() => LoopEvent::Control(event),
+            Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
-            Some(event) = self.link.recv() => Mail::Link(event),
+            Some(event) = self.link.recv() => LoopEvent::Link(event),
             () = ring => {
                 self.alarm = None;
-                Mail::Alarm
+                LoopEvent::Alarm
             }
-            _ = self.heartbeat.tick() => Mail::Heartbeat,
-            _ = watch => Mail::Watch,
+            _ = self.heartbeat.tick() => LoopEvent::Heartbeat,
+            _ = watch => LoopEvent::Watch,
         }
     }
 
-    /// What workers have said on the control socket and was passed on, but still lies there.
-    pub(super) fn said(&mut self) -> Vec<ControlEvent> {
+    /// Control events that already wait in the queue.
+    pub(super) fn waiting_control_events(&mut self) -> Vec<ControlEvent> {
         std::iter::from_fn(|| self.control.try_recv().ok())
             .take(QUEUE)
             .collect()
     }
 
-    /// Does what takes time beside the loop; its result comes back as mail.
-    pub(super) fn expect(&self, work: impl Future<Output = Mail> + Send + 'static) {
+    /// Does what takes time beside the loop; its result comes back as an event.
+    pub(super) fn expect(&self, work: impl Future<Output = LoopEvent> + Send + 'static) {
         let results = self.results_sender.clone();
         tokio::spawn(async move {
             let result = work.await;
@@ -130,7 +138,7 @@ impl Inbox {
         });
     }
 
-    /// Gives [`Mail::Alarm`] after this time, instead of any set before.
+    /// Gives [`LoopEvent::Alarm`] after this time, instead of any set before.
     pub(super) fn arm(&mut self, after: Duration) {
         self.alarm = Some(Instant::now() + after);
     }

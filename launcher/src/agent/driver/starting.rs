@@ -9,9 +9,9 @@ use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
-use super::super::launch::Launch;
-use super::super::workers::{PrepareError, Site, WorkerGroup};
-use super::inbox::Mail;
+use super::super::context::LaunchContext;
+use super::super::workers::{PrepareError, SpawnContext, WorkerGroup};
+use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::output::reader::OutputReader;
 use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
@@ -38,7 +38,7 @@ pub(super) struct Starter {
 impl Starter {
     /// Starts its threads; workers learn the address of the control socket.
     pub(super) fn start(
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         events: mpsc::Sender<SpawnEvent>,
         control: &str,
     ) -> io::Result<Self> {
@@ -54,7 +54,7 @@ impl Starter {
     }
 
     /// How this node joins the next generation, with its port for `MASTER_PORT`.
-    pub(super) fn join(&self, launch: &Launch<'_>, port: Option<u16>, free_attempt: u32) -> Join {
+    pub(super) fn join(&self, launch: &LaunchContext<'_>, port: Option<u16>, free_attempt: u32) -> Join {
         let plan = &launch.plan;
         Join {
             protocol: PROTOCOL,
@@ -83,17 +83,17 @@ impl Starter {
     /// Makes all that the workers of a generation need, where `agent_store` says whether one of them hosts PyTorch's store.
     pub(super) fn prepare(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         generation: Generation,
         assignment: Assignment,
         agent_store: Result<bool, PrepareError>,
-    ) -> impl Future<Output = Mail> + Send + use<> {
+    ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
         let entry = launch.group.as_deref().and_then(WorkerCgroup::entry);
         let (entry, group) = entry.map(|(entry, group)| (entry, group.to_owned())).unzip();
         self.entry = entry;
-        let site = agent_store.map(|agent_store| Site {
+        let context = agent_store.map(|agent_store| SpawnContext {
             plan: launch.plan.clone(),
             inherited: launch.inherited.clone(),
             hostname: launch.hostname.clone(),
@@ -105,14 +105,14 @@ impl Starter {
         });
         let (files, reader) = (launch.files.clone(), self.reader.clone());
         async move {
-            let prepared = match site {
-                Ok(site) => files
-                    .give(move || WorkerGroup::prepare(generation, &assignment, &site, &reader))
+            let prepared = match context {
+                Ok(context) => files
+                    .give(move || WorkerGroup::prepare(generation, &assignment, &context, &reader))
                     .await
                     .unwrap_or(Err(PrepareError::Panicked)),
                 Err(error) => Err(error),
             };
-            Mail::Prepared(generation, Box::new(prepared))
+            LoopEvent::Prepared(generation, Box::new(prepared))
         }
     }
 
@@ -124,12 +124,12 @@ impl Starter {
     /// Has the workers started.
     pub(super) fn request(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         generation: Generation,
         workers: Vec<WorkerSpec>,
         cancelled: Arc<AtomicBool>,
     ) -> Result<(), PrepareError> {
-        let Launch { plan, .. } = launch;
+        let LaunchContext { plan, .. } = launch;
         let batch = Batch {
             generation,
             command: plan.command.clone(),

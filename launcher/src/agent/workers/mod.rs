@@ -2,7 +2,7 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `site` | what they are started from: an assignment, and where this node is |
+//! | `spawn_context` | what they are started from: an assignment, and where this node is |
 //! | `exits` | the ends that they came to, as the protocol tells them |
 //! | `hang_watch` | finds those that hang, and ends them |
 //! | `pace` | steps, step times and losses, for people |
@@ -10,10 +10,10 @@
 mod exits;
 mod hang_watch;
 mod pace;
-mod site;
+mod spawn_context;
 
 pub(super) use hang_watch::{HangWatch, Threads};
-pub(super) use site::{PrepareError, Site};
+pub(super) use spawn_context::{PrepareError, SpawnContext};
 
 use pace::Pace;
 
@@ -37,7 +37,7 @@ use crate::output::reader::{Duplicate, OutputReader, TailReader, WorkerStream, t
 use crate::output::repeated_errors::RepeatedErrors;
 use crate::output::streams::Stream;
 use crate::plan::SignalScope;
-use crate::report::local_end::LocalEnd;
+use crate::report::facts::LocalEnd;
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
@@ -161,22 +161,22 @@ impl WorkerGroup {
     pub(super) fn prepare(
         generation: Generation,
         assignment: &Assignment,
-        site: &Site,
+        context: &SpawnContext,
         reader: &OutputReader,
     ) -> Result<Prepared, PrepareError> {
-        let plan = &*site.plan;
-        let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
-        worker_group.port_changes = !site.agent_store && plan.master_port.is_none();
-        let attempt = site.attempt(generation, assignment);
-        let duplicates = site.duplicates(attempt)?;
+        let plan = &*context.plan;
+        let mut worker_group = Self::empty(context.group.as_deref(), plan.signals.scope);
+        worker_group.port_changes = !context.agent_store && plan.master_port.is_none();
+        let attempt = context.attempt(generation, assignment);
+        let duplicates = context.duplicates(attempt)?;
         let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
-        for mut contract in site.contracts(generation, assignment) {
+        for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let files = WorkerFiles::create(plan.log_dir.as_deref(), &site.scratch_dir, attempt, rank)?;
+            let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
-            let prefix = site.prefix(&contract);
+            let prefix = context.prefix(&contract);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
@@ -209,10 +209,10 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: site.environment_of(&contract),
+                env: context.environment_of(&contract),
                 output,
                 has_stdin: rank == GlobalRank(0),
-                cores: site.cores_of(local_rank),
+                cores: context.cores_of(local_rank),
             });
             contracts.push(contract);
             worker_group
@@ -309,7 +309,7 @@ impl WorkerGroup {
     }
 
     /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
-    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+    pub(super) fn disconnected(&mut self, local_rank: LocalRank) {
         if let Some(worker) = self.get_mut(local_rank) {
             worker.is_watched = false;
         }

@@ -59,7 +59,7 @@ impl PrepareError {
 }
 
 /// What is needed to prepare workers, beyond the assignment.
-pub(in crate::agent) struct Site {
+pub(in crate::agent) struct SpawnContext {
     pub(in crate::agent) plan: Arc<LaunchPlan>,
     /// Environment of the launcher.
     pub(in crate::agent) inherited: Arc<[(OsString, OsString)]>,
@@ -76,7 +76,7 @@ pub(in crate::agent) struct Site {
     pub(in crate::agent) group: Option<PathBuf>,
 }
 
-impl Site {
+impl SpawnContext {
     /// The place of each of this node's workers, in an assignment that the machine has accepted.
     pub(super) fn contracts(&self, generation: Generation, assignment: &Assignment) -> Vec<WorkerEnv> {
         let node = assignment.own.clone().unwrap_or_default();

@@ -9,23 +9,8 @@ use ddp_proto::ids::GlobalRank;
 use ddp_proto::words::numbered;
 
 use crate::agent::ExitReason;
-use crate::report::text::{Facts, indented, seconds};
+use crate::report::facts::{LocalEnd, ReportFacts, indented, seconds};
 use crate::supervise::ending::{Ending, signal_name};
-
-/// How one worker of this node ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct LocalEnd {
-    pub(crate) rank: GlobalRank,
-    pub(crate) ending: Ending,
-    /// The last signal that we sent it while it lived.
-    pub(crate) sent: Option<i32>,
-    /// Time from the first failure (or the beginning of the stop) to its end; none if it ended before.
-    pub(crate) after: Option<Duration>,
-    /// Its own words.
-    pub(crate) message: Option<String>,
-    /// It failed only because another rank did, it says.
-    pub(crate) consequence: bool,
-}
 
 /// What the ends of a line have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,7 +40,7 @@ struct Alike<'a> {
 }
 
 /// Adds the workers of this node that are neither the first failure nor well, in the order of each line's first rank.
-pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
+pub(crate) fn others(text: &mut String, facts: &ReportFacts<'_>, first: Option<GlobalRank>) {
     // Where the job is over and no worker is to blame, a node was lost: the report has said so.
     let is_node_gone = matches!(
         facts.exit_reason,

@@ -4,14 +4,14 @@ use std::io;
 
 use ddp_proto::rendezvous::Assignment;
 
-use super::super::launch::Launch;
+use super::super::context::LaunchContext;
 use super::super::workers::PrepareError;
 use crate::spawn::master_port::{MasterPort, hint_for};
 use crate::tcp_store::TcpStoreServer;
 
 /// What this node has to offer for it; new in each generation.
 #[derive(Default)]
-pub(super) struct MeetingPoint {
+pub(super) struct MasterEndpoint {
     reserved: Option<MasterPort>,
     /// Why there is none.
     refusal: Option<io::Error>,
@@ -19,9 +19,9 @@ pub(super) struct MeetingPoint {
     store: Option<TcpStoreServer>,
 }
 
-impl MeetingPoint {
+impl MasterEndpoint {
     /// Reserves a port for what may become rank 0; none, which is said, if there is none.
-    pub(super) fn renew(&mut self, launch: &Launch<'_>) -> Option<u16> {
+    pub(super) fn renew(&mut self, launch: &LaunchContext<'_>) -> Option<u16> {
         // What is left of the last generation does not meet the next one.
         if let Some(last) = self.store.take() {
             last.close();
@@ -66,7 +66,7 @@ impl MeetingPoint {
     /// would look for what they share elsewhere.
     pub(super) fn host(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         assignment: &Assignment,
     ) -> Result<bool, PrepareError> {
         let agent_store = launch.plan.command.agent_store;
