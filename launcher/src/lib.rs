@@ -33,7 +33,7 @@ pub use agent::{ExitReason, LaunchError, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
-pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
+pub use plan::{BoundPlan, CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::program::SpawnError;
 pub use supervise::ending::{Ending, signal_name};

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,19 +12,36 @@ use ddp_proto::ports::PortRange;
 
 use crate::output::plan::OutputPlan;
 
-/// Everything the agent of one node needs to know before it joins.
+/// A plan, and what binding it to this machine gave: everything that the agent of one node needs.
+#[derive(Clone, Debug)]
+pub struct BoundPlan {
+    /// What was decided before anything was bound.
+    pub plan: LaunchPlan,
+    /// `host:port` of the daemon or `unix:@NAME`, embedded or not. The launcher never hosts it itself.
+    pub endpoint: String,
+    /// What this node and the daemon prove to each other.
+    pub access: Access,
+    /// Random name of this launcher, which only the daemon gets.
+    pub incarnation: String,
+    /// Soft limit of the workers' open files, if it differs from the launcher's, which may have raised its own.
+    pub open_files: Option<u64>,
+}
+
+impl Deref for BoundPlan {
+    type Target = LaunchPlan;
+
+    fn deref(&self) -> &LaunchPlan {
+        &self.plan
+    }
+}
+
+/// What the settings of one node come to. Nothing is bound yet, and no field waits for a later value.
 #[derive(Clone, Debug)]
 pub struct LaunchPlan {
     /// `--rdzv-id`: name of the job at the daemon.
     pub job_id: String,
     /// Name of the run, which its directory has: that of the job, or one of its configuration without `--rdzv-id`.
     pub run_id: String,
-    /// `host:port` of the daemon or `unix:@NAME`, embedded or not. The launcher never hosts it itself.
-    pub endpoint: String,
-    /// What this node and the daemon prove to each other.
-    pub access: Access,
-    /// Random name of this launcher, which only the daemon is told.
-    pub incarnation: String,
     /// How many nodes the job may have.
     pub nodes: NodeRange,
     /// `--node-rank`; none: the daemon decides.
@@ -134,8 +152,6 @@ pub struct WorkerCommand {
     pub arg0: Option<OsString>,
     /// `argv[1..]`.
     pub args: Vec<OsString>,
-    /// Soft limit of its open files; none: the launcher's, which may have raised its own.
-    pub open_files: Option<u64>,
     /// Variables on top of the inherited ones; the environment contract wins over them.
     pub env: BTreeMap<String, String>,
     /// How people call it: `train.yaml`, `train.py`, `true`.

@@ -86,11 +86,10 @@ impl Validated {
     }
 
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
-    pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
+    pub fn refusal(&self, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {
-            world_size: WorldSize(nodes.saturating_mul(workers)),
+            world_size: WorldSize(workers),
             local_world_size: workers,
-            node_count: nodes,
             ..WorkerEnv::single()
         };
         let error = Estimate::of(&self.located.config, &env).err()?;

@@ -10,7 +10,7 @@ use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
 use crate::output::logs::LogError;
 use crate::output::streams::Output;
-use crate::plan::LaunchPlan;
+use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
 
 /// The launcher cannot do its own work. A worker's failure is none of these.
@@ -49,7 +49,7 @@ impl From<io::Error> for LaunchError {
 /// What a launch has from its beginning to its very end.
 #[derive(Clone)]
 pub(super) struct LaunchContext<'a> {
-    pub(super) plan: Arc<LaunchPlan>,
+    pub(super) plan: Arc<BoundPlan>,
     pub(super) guardian: &'a Guardian,
     /// Of this node.
     pub(super) hostname: String,
@@ -64,7 +64,7 @@ pub(super) struct LaunchContext<'a> {
 }
 
 impl<'a> LaunchContext<'a> {
-    pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian) -> io::Result<Self> {
+    pub(super) fn new(plan: BoundPlan, guardian: &'a Guardian) -> io::Result<Self> {
         let hostname = nix::unistd::gethostname().map_err(io::Error::from)?;
         Ok(Self {
             processes: BlockingThread::start("processes")?,

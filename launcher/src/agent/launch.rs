@@ -14,7 +14,7 @@ use super::machine::ExitReason;
 use super::signals::{Call, Signals};
 use crate::cgroup;
 use crate::output::streams::OWN_PREFIX;
-use crate::plan::{LaunchPlan, SignalPlan};
+use crate::plan::{BoundPlan, SignalPlan};
 use crate::supervise::guardian::Guardian;
 use crate::supervise::proc_table;
 
@@ -54,7 +54,7 @@ impl From<LaunchError> for ExitReason {
 /// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
-pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
+pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     let launch = match LaunchContext::new(plan, &guardian) {
         Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),

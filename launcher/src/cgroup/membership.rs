@@ -186,9 +186,8 @@ pub(super) mod tests {
 
     #[test]
     fn version_1_is_found_by_its_controller() {
-        let levels = |groups, controller| -> Vec<PathBuf> {
-            membership(groups).levels_of(controller).collect()
-        };
+        let levels =
+            |groups, controller| -> Vec<PathBuf> { membership(groups).levels_of(controller).collect() };
         let membership = "5:cpu,cpuacct:/docker/7/a/b\n4:memory:/x\n0::/\n";
         let cpu = ["a/b", "a", ""]
             .map(|below| in_folder(Path::new("/sys/fs/cgroup/cpu,cpuacct"), Path::new(below)));

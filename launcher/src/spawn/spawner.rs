@@ -50,6 +50,8 @@ pub(crate) struct Batch {
     pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
+    /// Soft limit of the workers' open files; none: the launcher's.
+    pub(crate) open_files: Option<u64>,
     /// Signals that the workers ignore.
     pub(crate) ignored: Vec<i32>,
     /// The way into the workers' control group, where there is one.
@@ -176,7 +178,7 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
         patience: START_PATIENCE,
         ignored: &batch.ignored,
     };
-    let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), command.open_files);
+    let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), batch.open_files);
     let prepare = || enter_session(launcher, registrar, entry, cores, open_files);
     let started = process::start(&start, prepare);
     if let Err(StartError::Ended { child, .. }) = &started {
@@ -237,7 +239,6 @@ mod tests {
                 program: "/nonexistent".into(),
                 arg0: None,
                 args: Vec::new(),
-                open_files: None,
                 env: BTreeMap::new(),
                 display_name: "x".into(),
                 agent_store: false,
@@ -250,6 +251,7 @@ mod tests {
                 has_stdin: false,
                 cores: None,
             }],
+            open_files: None,
             ignored: Vec::new(),
             entry: None,
             cancelled: Arc::default(),

@@ -4,10 +4,7 @@ use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of, signal_name,
-};
-use ddp_proto::client::Access;
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, environment_of, signal_name};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
@@ -36,8 +33,6 @@ const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
 /// How long the daemon may be unreachable while workers run.
 const OUTAGE_TIMEOUT: Duration = Duration::from_mins(10);
-/// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
-const MOST_COUNTS_TRIED: usize = 64;
 /// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
 const NO_AGENT_STORE: &str = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE";
 /// From SIGTERM to SIGKILL, as torchrun.
@@ -46,7 +41,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A launch that is fully decided, but for the port of a daemon of its own.
 #[derive(Debug)]
 pub struct Launch {
-    /// For the agent. Its `endpoint` is set when [`super::host::resolve_host`] has found it.
+    /// For the agent.
     pub plan: LaunchPlan,
     /// For [`super::host::resolve_host`].
     pub host: HostFacts,
@@ -58,8 +53,6 @@ pub struct Launch {
     pub checked: Option<String>,
     /// For a dry run: what would become of a run in the folder of a native target, in words.
     pub found_run: Option<String>,
-    /// What the workers would refuse if all nodes had as many of them as this one, in words.
-    pub refusals: Vec<String>,
 }
 
 type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
@@ -101,7 +94,7 @@ pub fn resolve(
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
-    let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    check_ranks(validated.as_ref(), alone, workers)?;
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
@@ -116,9 +109,6 @@ pub fn resolve(
         resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
         job_id: job.id,
         run_id: job.run_id,
-        endpoint: String::new(),
-        access: Access::default(),
-        incarnation: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
@@ -143,10 +133,7 @@ pub fn resolve(
         signals,
         cores,
         event_log: event_log(&settings),
-        command: WorkerCommand {
-            agent_store: agent_store(&target, &settings, &get_env),
-            ..target.command(exe, python)
-        },
+        command: target.command(exe, python, agent_store(&target, &settings, &get_env)),
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
@@ -155,7 +142,6 @@ pub fn resolve(
         plan,
         given,
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
-        refusals,
     })
 }
 
@@ -208,26 +194,12 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
     }
 }
 
-/// Numbers of ranks with which the workers cannot train. One node knows all of them; several may have other numbers of
-/// workers, which only shows when they have met.
-fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Result<Vec<String>, CliError> {
-    let Some(config) = config else {
-        return Ok(Vec::new());
-    };
-    if nodes.max == 1 {
-        return config.refusal(1, workers).map_or(Ok(Vec::new()), Err);
-    }
-    let counts = (nodes.min..=nodes.max).take(MOST_COUNTS_TRIED);
-    let refused = |count: u32| {
-        let error = config.refusal(count, workers)?.to_string();
-        let reason = error.lines().next().unwrap_or_default().to_owned();
-        let each = counted(workers, "worker");
-        Some(match count {
-            1 => format!("1 node of {each}: {reason}"),
-            several => format!("{several} nodes of {each} each: {reason}"),
-        })
-    };
-    Ok(counts.filter_map(refused).collect())
+/// Refuses a number of ranks with which the workers of one node cannot train. Several nodes may have other numbers of
+/// workers, so their workers decide.
+fn check_ranks(config: Option<&Validated>, alone: bool, workers: u32) -> Result<(), CliError> {
+    let config = config.filter(|_| alone);
+    let refusal = config.and_then(|config| config.refusal(workers));
+    refusal.map_or(Ok(()), Err)
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {

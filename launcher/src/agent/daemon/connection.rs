@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::super::machine::{Event, LEAVE_WAIT, Machine};
 use super::link::{Link, LinkEvent};
 use crate::output::console::Console;
-use crate::plan::LaunchPlan;
+use crate::plan::{BoundPlan, LaunchPlan};
 
 /// Which of both the daemon was, a program of its own or a thread of a node, the other nodes do not know.
 const HOST_MAY_BE_GONE: &str =
@@ -25,7 +25,7 @@ const HOST_MAY_BE_GONE: &str =
 /// How the agent and the daemon stand.
 pub(in crate::agent) struct DaemonConnection {
     link: Link,
-    plan: Arc<LaunchPlan>,
+    plan: Arc<BoundPlan>,
     console: Console,
     /// None until a daemon has answered.
     client: Option<Client>,
@@ -57,7 +57,7 @@ struct Outage {
 impl DaemonConnection {
     /// Begins to connect.
     pub(in crate::agent) fn start(
-        plan: Arc<LaunchPlan>,
+        plan: Arc<BoundPlan>,
         console: Console,
     ) -> (Self, mpsc::Receiver<LinkEvent>) {
         let identity = AgentIdentity {

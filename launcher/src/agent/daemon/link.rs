@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::memory::Memory;
-use crate::plan::LaunchPlan;
+use crate::plan::BoundPlan;
 
 /// Messages of the daemon that may wait for the agent.
 const QUEUE: usize = 256;
@@ -67,7 +67,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Starts to connect to the daemon of the plan.
-    pub(super) fn start(plan: Arc<LaunchPlan>, identity: AgentIdentity) -> (Self, mpsc::Receiver<LinkEvent>) {
+    pub(super) fn start(plan: Arc<BoundPlan>, identity: AgentIdentity) -> (Self, mpsc::Receiver<LinkEvent>) {
         let (commands, queue) = mpsc::unbounded_channel();
         let (events, receiver) = mpsc::channel(QUEUE);
         let heartbeat = LatestHeartbeat::default();
@@ -128,7 +128,7 @@ impl Link {
 
 /// The task's side.
 struct Side {
-    plan: Arc<LaunchPlan>,
+    plan: Arc<BoundPlan>,
     identity: AgentIdentity,
     queue: mpsc::UnboundedReceiver<Command>,
     heartbeat: LatestHeartbeat,

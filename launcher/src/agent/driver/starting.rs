@@ -133,6 +133,7 @@ impl Starter {
         let batch = Batch {
             generation,
             command: plan.command.clone(),
+            open_files: plan.open_files,
             workers,
             // Native workers are asked to stop, and save first, also where every process of the job gets the signal.
             ignored: if plan.command.native {

@@ -15,7 +15,7 @@ use crate::output::logs::{LogError, claim_attempt, open_filtered};
 use crate::output::plan::LineSource;
 use crate::output::reader::Duplicate;
 use crate::output::streams::Stream;
-use crate::plan::{CoreSet, LaunchPlan};
+use crate::plan::{BoundPlan, CoreSet};
 use crate::spawn::environment::{self, Common, threads_per_worker};
 use crate::spawn::master_port::hint_for;
 
@@ -60,7 +60,7 @@ impl PrepareError {
 
 /// What is needed to prepare workers, beyond the assignment.
 pub(in crate::agent) struct SpawnContext {
-    pub(in crate::agent) plan: Arc<LaunchPlan>,
+    pub(in crate::agent) plan: Arc<BoundPlan>,
     /// Environment of the launcher.
     pub(in crate::agent) inherited: Arc<[(OsString, OsString)]>,
     /// Of this node.
