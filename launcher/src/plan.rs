@@ -44,13 +44,13 @@ pub struct LaunchPlan {
     pub run_id: String,
     /// How many nodes the job may have.
     pub nodes: NodeRange,
-    /// `--node-rank`; none: the daemon decides.
+    /// `--node-rank`; without it the daemon decides.
     pub node_rank: Option<NodeRank>,
     /// Workers on this node.
     pub workers: u32,
     /// `--max-restarts`: how often the whole job may go to the next generation because a rank died.
     pub max_restarts: u32,
-    /// `--local-addr`: address under which peers reach this node; none: the one the daemon sees.
+    /// `--local-addr`: address at which peers reach this node; without it the one that the daemon sees.
     pub local_addr: Option<String>,
     /// Hash of what the nodes of one job must agree on.
     pub job_signature: String,
@@ -58,7 +58,7 @@ pub struct LaunchPlan {
     pub job_description: String,
     /// How long to wait for the other nodes.
     pub join_timeout: Duration,
-    /// How long more nodes are waited for; none: as long as the daemon thinks right.
+    /// How long to wait for more nodes than the minimum; without it the daemon decides.
     pub last_call: Option<Duration>,
     /// How long the daemon may stay unreachable before the agent gives up, while it has no workers that run.
     pub connect_timeout: Duration,
@@ -66,23 +66,22 @@ pub struct LaunchPlan {
     pub outage_timeout: Duration,
     /// `--shutdown-timeout`: from SIGTERM to SIGKILL when workers are stopped.
     pub shutdown_timeout: Duration,
-    /// `--hang-timeout`: a worker that sent heartbeats and sends none for this long has failed; none: never.
+    /// `--hang-timeout`: a worker that has sent heartbeats fails after this silence. `None` disables the check.
     pub hang_timeout: Option<Duration>,
-    /// `--log-dir`: below it `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`; none: no log files.
+    /// `--log-dir`, with `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}` below it. `None` writes no log files.
     pub log_dir: Option<PathBuf>,
-    /// What is to be added to the command to go on with a native job that was stopped, in words; none for other
-    /// programs.
-    pub resume_words: Option<String>,
+    /// What to add to the command to resume a stopped native job. Other programs have none.
+    pub resume_hint: Option<String>,
     /// What happens to the workers' output.
     pub output: OutputPlan,
     /// `--role`: what ranks of this node are called, and counted by.
     pub role: String,
-    /// `--master-addr`: MASTER_ADDR of the workers; none: the address under which the others reach node 0.
+    /// `--master-addr`: MASTER_ADDR of the workers; without it the address at which the others reach node 0.
     pub master_addr: Option<String>,
-    /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; none: a free one, anew in each
-    /// generation.
+    /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; without it each generation
+    /// takes a free one.
     pub master_port: Option<u16>,
-    /// `--worker-ports`: where native workers listen, and MASTER_PORT of other programs is, unless it is given; none:
+    /// `--worker-ports`: where native workers listen, and MASTER_PORT of other programs is, unless that is given; without it
     /// any free ports.
     pub worker_ports: Option<PortRange>,
     /// `--virtual-local-rank`: every worker is local rank 0, and sees its own GPU only.
@@ -110,7 +109,7 @@ pub struct SignalPlan {
     pub stop: Vec<i32>,
     /// `--forward-signals`: each worker gets it, and goes on.
     pub forward: Vec<i32>,
-    /// `--signal-scope`: who is sent the signal that stops a worker.
+    /// `--signal-scope`: the processes that get the signal that stops a worker.
     pub scope: SignalScope,
 }
 
@@ -137,9 +136,9 @@ impl Default for SignalPlan {
 /// `--nnodes N` or `--nnodes MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRange {
-    /// Nodes that are needed to start.
+    /// Fewest nodes of a job.
     pub min: u32,
-    /// Nodes that are taken.
+    /// Most nodes of a job.
     pub max: u32,
 }
 

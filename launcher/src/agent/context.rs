@@ -13,10 +13,10 @@ use crate::output::streams::Output;
 use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
 
-/// The launcher cannot do its own work. A worker's failure is none of these.
+/// The launcher itself failed, not a worker.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// The program cannot be started.
+    /// The workers' program cannot be started.
     #[error(transparent)]
     Program(#[from] crate::spawn::program::SpawnError),
     /// The log directory, or the event log, cannot be used.

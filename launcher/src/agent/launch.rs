@@ -11,7 +11,7 @@ use nix::unistd::{getpgrp, tcgetpgrp};
 use super::context::{LaunchContext, LaunchError};
 use super::driver::Driver;
 use super::machine::ExitReason;
-use super::signals::{Call, Signals};
+use super::signals::{SignalAction, Signals};
 use crate::cgroup;
 use crate::output::streams::OWN_PREFIX;
 use crate::plan::{BoundPlan, SignalPlan};
@@ -112,7 +112,7 @@ async fn is_closed<T>(
         let Ok(mut signals) = Signals::listen(signals) else {
             return std::future::pending().await;
         };
-        while !matches!(signals.next().await, Call::Stop(_)) {}
+        while !matches!(signals.next().await, SignalAction::Stop(_)) {}
     };
     // Cancel safe: whichever comes first, the launch ends.
     tokio::select! {
@@ -146,7 +146,7 @@ fn dismiss(guardian: Guardian) {
     }
 }
 
-/// Removes the workers' control group; if it has to stay, says so, and who is in it.
+/// Removes the workers' control group. If that fails, gives a message that names its members.
 fn remove_group(dir: &Path) -> Option<String> {
     let cause = cgroup::remove(dir).err()?;
     let members = cgroup::members(dir).into_iter().map(proc_table::describe);

@@ -23,7 +23,7 @@ const MAX_CACHED: usize = 4096;
 const MAX_GATHERED: usize = 4;
 /// Longest single wait at the daemon for the entries of a gather.
 const GATHER_BOUND: Duration = Duration::from_mins(1);
-/// For so long an answer of what is there now serves all workers: it is for reports of who is missing.
+/// How long one answer about the present entries serves all workers: they report missing ranks with it.
 const SNAPSHOT_AGE: Duration = Duration::from_secs(2);
 
 /// Why a call was not done.

@@ -85,7 +85,7 @@ impl Console {
         Ok(console)
     }
 
-    /// True if the stream leads to a regular file, which nobody watches for prompts.
+    /// True if the stream leads to a regular file, so that prompts need not be shown early.
     pub(crate) fn is_file(&self, stream: Stream) -> bool {
         self.is_file[stream as usize]
     }

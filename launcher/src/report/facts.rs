@@ -9,7 +9,6 @@ use ddp_proto::rendezvous::{Failures, WorkerExit};
 use crate::agent::ExitReason;
 use crate::supervise::ending::Ending;
 
-/// What a report is made of.
 pub(crate) struct ReportFacts<'a> {
     pub(crate) exit_reason: &'a ExitReason,
     /// Name of the program as people call it.
@@ -18,13 +17,13 @@ pub(crate) struct ReportFacts<'a> {
     pub(crate) executable: &'a Path,
     /// This node.
     pub(crate) hostname: &'a str,
-    /// What the workers wrote was not seen.
+    /// The launcher did not see the output of the workers.
     pub(crate) output_unseen: bool,
-    /// The first failure that this node saw itself, for an exit reason that does not tell.
+    /// The first failure that this node saw itself, for an exit reason without one.
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
     pub(crate) local_ends: &'a [LocalEnd],
-    /// All failures of the job, as far as the daemon told them.
+    /// All failures of the job, as far as the daemon listed them.
     pub(crate) failures: &'a Failures,
     /// The last generation that this node was in.
     pub(crate) generation: Generation,
@@ -37,13 +36,13 @@ pub(crate) struct ReportFacts<'a> {
 pub(crate) struct LocalEnd {
     pub(crate) rank: GlobalRank,
     pub(crate) ending: Ending,
-    /// The last signal that we sent it while it lived.
+    /// The last signal that the launcher sent it while it lived.
     pub(crate) sent: Option<i32>,
     /// Time from the first failure (or the beginning of the stop) to its end; none if it ended before.
     pub(crate) after: Option<Duration>,
-    /// Its own words.
+    /// Its own message.
     pub(crate) message: Option<String>,
-    /// It failed only because another rank did, it says.
+    /// It reports that another rank caused its failure.
     pub(crate) consequence: bool,
 }
 

@@ -11,7 +11,7 @@ use crate::report::facts::{ReportFacts, seconds};
 use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
-const MAX_TOLD: usize = 4;
+const MAX_REPORTED: usize = 4;
 
 /// One of `failures` in `error.json`.
 #[derive(Debug, Serialize)]
@@ -129,7 +129,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
     let others: Vec<&Failure> = last()
         .filter(|failure| !is_first(facts.exit_reason, failure) && is_elsewhere(facts, failure))
         .collect();
-    for failure in others.iter().take(MAX_TOLD) {
+    for failure in others.iter().take(MAX_REPORTED) {
         let after = when(failure.happened_ns - zero.unwrap_or_default());
         let host = &failure.hostname;
         let _ = match &failure.exit {
@@ -157,7 +157,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
             ),
         };
     }
-    let untold = others.len().saturating_sub(MAX_TOLD);
+    let untold = others.len().saturating_sub(MAX_REPORTED);
     if untold > 0 {
         // What the list has no room for may be of other generations, or of this node: how many are not is unknown.
         let least = if facts.failures.more_failures > 0 {

@@ -37,11 +37,11 @@ const STACK_BYTES: usize = 256 << 10;
 pub(crate) struct WorkerSpec {
     pub(crate) local_rank: LocalRank,
     pub(crate) env: Vec<(OsString, OsString)>,
-    /// Its standard output and standard error; none: those of the launcher.
+    /// Its standard output and standard error; without them it has those of the launcher.
     pub(crate) output: Option<[OwnedFd; 2]>,
     /// Reads the launcher's standard input; the others read nothing.
     pub(crate) has_stdin: bool,
-    /// Cores that it is bound to; none: those of the launcher.
+    /// Cores that it is bound to; without them it has those of the launcher.
     pub(crate) cores: Option<CpuSet>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct Batch {
     pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
-    /// Soft limit of the workers' open files; none: the launcher's.
+    /// Soft limit of the workers' open files, if it differs from the launcher's.
     pub(crate) open_files: Option<u64>,
     /// Signals that the workers ignore.
     pub(crate) ignored: Vec<i32>,

@@ -221,7 +221,7 @@ impl Launch {
             outage_timeout: Duration::from_millis(self.outage_timeout_ms),
             shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
             log_dir: self.log_dir,
-            resume_words: None,
+            resume_hint: None,
             command: WorkerCommand {
                 program: self.program,
                 arg0: None,

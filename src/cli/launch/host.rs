@@ -92,7 +92,7 @@ impl Protection {
 /// What is known of this node before anything is resolved or bound.
 #[derive(Clone, Debug)]
 pub struct HostFacts {
-    /// `--rdzv-endpoint`; none: one node alone.
+    /// `--rdzv-endpoint`; a job of one node needs none.
     pub endpoint: Option<Endpoint>,
     /// `--rdzv-conf is_host=…`.
     pub is_host: Option<bool>,

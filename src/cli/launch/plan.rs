@@ -106,7 +106,7 @@ pub fn resolve(
         hand_over_terminal(&mut output, &mut signals);
     }
     let plan = LaunchPlan {
-        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
+        resume_hint: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
         job_id: job.id,
         run_id: job.run_id,
         nodes,

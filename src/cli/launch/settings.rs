@@ -182,7 +182,7 @@ settings! {
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
 
-    /// Who gets a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
+    /// Processes that get a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
     ///
     /// With `rank`, the children of a worker, such as PyTorch's data loaders, live until it has exited.
     #[arg(value_name = "group|rank", help_heading = LIFE, hide_short_help = true)]

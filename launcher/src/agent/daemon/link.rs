@@ -27,7 +27,7 @@ const OVERSLEPT: Duration = Duration::from_secs(1);
 /// What the link tells the agent, in the order in which it happened.
 #[derive(Debug)]
 pub(in crate::agent) enum LinkEvent {
-    /// No daemon has answered so far; the agent tries for so long in all. Why the last attempt failed, if one has.
+    /// No daemon has answered so far: how long the agent tries in all, and why the last attempt failed.
     Unanswered(Duration, Option<String>),
     /// The daemon answers; also a client for the key-value calls.
     Connected(Client),
@@ -99,7 +99,7 @@ impl Link {
         (link, receiver)
     }
 
-    /// Queues a report, or a `Join`. Never waits, and drops none: while the stream is broken, they are kept.
+    /// Queues a report, or a `Join`. Never waits, and keeps reports while the stream is broken.
     pub(super) fn report(&self, generation: Generation, body: Body) {
         // The task has ended only after a last event, which the agent may not have read yet.
         let _ = self.commands.send(Command::Report(generation, body));

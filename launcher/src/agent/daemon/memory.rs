@@ -128,7 +128,7 @@ impl Memory {
 struct HeldPlace {
     /// With this node alone: what all nodes tell together makes the whole, however many they are.
     assignment: Assignment,
-    /// The rest, as it is told.
+    /// The rest, in order.
     rest: Place,
     since: Instant,
 }

@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
 
 use super::super::daemon::LinkEvent;
-use super::super::signals::{Call, Signals};
+use super::super::signals::{SignalAction, Signals};
 use super::super::workers::{PrepareError, Prepared, Threads};
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
@@ -17,24 +17,24 @@ const QUEUE: usize = 1024;
 /// Interval of heartbeats until the daemon sends its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// The ends of all channels that lead to the agent.
+/// All event sources of the agent.
 pub(super) struct Inbox {
     signals: Signals,
     spawns: mpsc::Receiver<SpawnEvent>,
     control: mpsc::Receiver<ControlEvent>,
     link: mpsc::Receiver<LinkEvent>,
-    /// Of the work that is done beside the loop.
+    /// Results of tasks beside the loop.
     results: mpsc::Receiver<LoopEvent>,
     results_sender: mpsc::Sender<LoopEvent>,
     heartbeat: Interval,
-    /// When to look for hung workers; none: never.
+    /// When to look for hung workers, if `--hang-timeout` is set.
     watch: Option<Interval>,
     alarm: Option<Instant>,
 }
 
 /// One event of the loop.
 pub(super) enum LoopEvent {
-    Signal(Call),
+    Signal(SignalAction),
     Spawn(SpawnEvent),
     Control(ControlEvent),
     Link(LinkEvent),
@@ -43,15 +43,15 @@ pub(super) enum LoopEvent {
     /// Look for hung workers.
     Watch,
     Alarm,
-    /// The files and pipes of a generation's workers are there, or cannot be made.
+    /// The files and pipes of a generation's workers, or the error of making them.
     Prepared(Generation, Box<Result<Prepared, PrepareError>>),
-    /// A worker has said all it will ever say on the control socket.
+    /// No more control messages of a worker will come.
     ControlDrained(Generation, LocalRank),
-    /// The last words of a failed worker are there, as far as they will be; with those of its error file.
+    /// The last output of a failed worker was read, with the message of its error file.
     Described(Generation, LocalRank, Option<String>),
-    /// The workers have had the time to say what they do; what the kernel knows of their threads.
+    /// The time for the workers to report their state is over; the kernel's list of their threads.
     Answered(Threads),
-    /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
+    /// The sweep is over: processes that cannot be killed, and what the workers left in files.
     Swept(Vec<String>, LeftInFiles),
 }
 
@@ -107,7 +107,7 @@ impl Inbox {
         // Cancel safe: every branch keeps what it has not returned. Not biased: a worker that floods the control
         // socket must not starve the rest.
         tokio::select! {
-            call = self.signals.next() => LoopEvent::Signal(call),
+            action = self.signals.next() => LoopEvent::Signal(action),
             Some(event) = self.control.recv() => LoopEvent::Control(event),
             Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
@@ -147,7 +147,7 @@ impl Inbox {
         self.alarm = None;
     }
 
-    /// Heartbeats are due so often from now on.
+    /// Changes the interval of heartbeats.
     pub(super) fn beat_every(&mut self, interval: Duration) {
         if !interval.is_zero() && interval != self.heartbeat.period() {
             self.heartbeat = every(interval);

@@ -28,7 +28,7 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use super::context::{LaunchContext, LaunchError};
 use super::daemon::{DaemonConnection, LinkEvent};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
-use super::signals::{Call, Signals};
+use super::signals::{SignalAction, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
 use crate::control::{ControlEvent, ControlNews, ControlServer, Store, WorkerContext};
 use crate::report::event_log::LogEvent;
@@ -121,12 +121,12 @@ impl<'a> Driver<'a> {
 
     fn handle(&mut self, event: LoopEvent) {
         match event {
-            LoopEvent::Signal(Call::Stop(signal)) => self.events.push_back(Event::Signal(signal)),
-            LoopEvent::Signal(Call::Forward(signal)) if self.machine.is_spawning() => {
+            LoopEvent::Signal(SignalAction::Stop(signal)) => self.events.push_back(Event::Signal(signal)),
+            LoopEvent::Signal(SignalAction::Forward(signal)) if self.machine.is_spawning() => {
                 self.starter.defer(signal)
             }
-            LoopEvent::Signal(Call::Forward(signal)) => self.worker_group.pass_on(signal),
-            LoopEvent::Signal(Call::Child) => self.reap(),
+            LoopEvent::Signal(SignalAction::Forward(signal)) => self.worker_group.pass_on(signal),
+            LoopEvent::Signal(SignalAction::Child) => self.reap(),
             LoopEvent::Spawn(event) => self.on_spawn(event),
             LoopEvent::Control(event) => self.on_control(event),
             LoopEvent::Link(event) => self.on_link(event),
@@ -162,7 +162,7 @@ impl<'a> Driver<'a> {
             LoopEvent::Swept(stuck, left) => {
                 self.read_control();
                 for (local_rank, message) in left.messages {
-                    self.worker_group.found_in_file(local_rank, message);
+                    self.worker_group.note_error_file(local_rank, message);
                 }
                 if let Some(attempt) = left.free_attempt {
                     self.records.set_free_attempt(attempt);
@@ -284,7 +284,7 @@ impl<'a> Driver<'a> {
             self.send_heartbeat();
         }
         if self.machine.is_running() {
-            for line in self.worker_group.tell_waits() {
+            for line in self.worker_group.wait_messages() {
                 self.launch.console.say(&line);
             }
         }
@@ -320,7 +320,7 @@ impl<'a> Driver<'a> {
     fn on_described(&mut self, local_rank: LocalRank, in_file: Option<String>) {
         self.read_control();
         if let Some(words) = in_file {
-            self.worker_group.found_in_file(local_rank, words);
+            self.worker_group.note_error_file(local_rank, words);
         }
         let Some(mut exit) = self.worker_group.describe(local_rank) else {
             return;
@@ -474,7 +474,7 @@ impl<'a> Driver<'a> {
         let (guardian, group) = (self.launch.guardian.pid(), self.launch.group.clone());
         let kill = move || tasks::kill_leftovers(guardian, group.as_deref());
         let kill = self.launch.processes.give(kill);
-        let failed = self.worker_group.files_of_silent_failures();
+        let failed = self.worker_group.files_of_failures_without_message();
         let log_dir = self.launch.plan.log_dir.clone();
         let read = self
             .launch
@@ -491,7 +491,7 @@ fn rules_of(launch: &LaunchContext<'_>) -> Rules {
     Rules {
         hostname: launch.hostname.clone(),
         native: plan.command.native,
-        resume_words: plan.resume_words.clone(),
+        resume_hint: plan.resume_hint.clone(),
         // The daemon has to be reached first, and an error of that tells more.
         join_timeout: plan.connect_timeout + plan.join_timeout,
         shutdown_timeout: plan.shutdown_timeout,

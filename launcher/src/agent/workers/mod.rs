@@ -42,12 +42,12 @@ use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
-use crate::supervise::waits::ToldWaits;
+use crate::supervise::waits::ReportedWaits;
 
-/// Longest path that the daemon is told.
+/// Longest path that a heartbeat carries.
 const MAX_LOG_DIR_BYTES: usize = 1024;
-/// Longest message of a worker on its own failure; the rest is cut off.
-const MAX_WORDS_CHARS: usize = 4000;
+/// Longest message of a worker about its failure; the rest is cut off.
+const MAX_MESSAGE_CHARS: usize = 4000;
 
 /// One worker.
 #[derive(Debug)]
@@ -62,27 +62,27 @@ struct Worker {
     is_watched: bool,
     /// A control connection of it was refused.
     was_refused: bool,
-    /// What a number of ranks has to divide for it to go on, in its own words.
+    /// The numbers that a new number of ranks must divide, as the worker reports them.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
     called_slow: Option<u64>,
-    /// What it does, in its own words, if it was asked.
+    /// Its answer to the last question about its state.
     state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
     waits: Vec<PeerWait>,
-    /// Where in a step it is, by its last heartbeat; empty if it does not say.
+    /// Where in a step it is, by its last heartbeat; may be empty.
     activity: String,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
     found_waiting: Option<u64>,
     /// It hung, and was sent SIGABRT.
     aborted: bool,
-    /// Its own words on its failure.
-    said: Option<String>,
-    /// It says that it failed only because another rank did.
+    /// Its own message about its failure.
+    message: Option<String>,
+    /// It reports that another rank caused its failure.
     consequence: bool,
-    /// The rank to which its data connection broke, as it says.
+    /// The rank to which its data connection broke, as it reports.
     lost_rank: Option<u32>,
-    /// What it wrote into its error file, once that has been read.
+    /// The message in its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
     stdout: TailReader,
@@ -110,7 +110,7 @@ pub(super) struct WorkerGroup {
     group: Option<PathBuf>,
     /// Since the generation began.
     oom: OomCounter,
-    told_waits: ToldWaits,
+    reported_waits: ReportedWaits,
     signal_scope: SignalScope,
     /// Rank 0 has a port to bind, and the next generation has a different one.
     port_changes: bool,
@@ -150,7 +150,7 @@ impl WorkerGroup {
             trouble: None,
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
-            told_waits: ToldWaits::default(),
+            reported_waits: ReportedWaits::default(),
             signal_scope,
             port_changes: false,
             cancelled: Arc::default(),
@@ -249,7 +249,7 @@ impl WorkerGroup {
             .is_some_and(|worker| worker.rank == GlobalRank(0))
     }
 
-    /// Notes what a worker says.
+    /// Notes a message of a worker. True if the daemon must get it at once.
     pub(super) fn note(&mut self, local_rank: LocalRank, message: ToAgent) -> bool {
         let Some(worker) = self.get_mut(local_rank) else {
             return false;
@@ -297,7 +297,7 @@ impl WorkerGroup {
                     None => message,
                 };
                 worker.consequence = consequence;
-                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
+                worker.message = Some(words.chars().take(MAX_MESSAGE_CHARS).collect());
             }
             // Answered by the connection.
             ToAgent::Hello { .. }
@@ -357,7 +357,7 @@ impl WorkerGroup {
                 Some(LostRank { rank, witness })
             }),
             ranks: self.progress(),
-            log_dir: self.told_log_dir(),
+            log_dir: self.reported_log_dir(),
         }
     }
 
@@ -367,13 +367,13 @@ impl WorkerGroup {
         let told = self.workers.iter().filter_map(|worker| {
             let beat = worker.beat?;
             let silence = now.saturating_duration_since(beat.fresh);
-            Some(worker.pace.told(worker.rank.0, beat.step, silence))
+            Some(worker.pace.report(worker.rank.0, beat.step, silence))
         });
-        told.take(pace::MAX_TOLD).collect()
+        told.take(pace::MAX_REPORTED).collect()
     }
 
     /// Where the logs of this generation lie, for people; empty without any.
-    fn told_log_dir(&self) -> String {
+    fn reported_log_dir(&self) -> String {
         let dir = self.attempt_dir().unwrap_or_default();
         let mut dir = dir.to_string_lossy().into_owned();
         dir.truncate(dir.floor_char_boundary(MAX_LOG_DIR_BYTES));
@@ -464,12 +464,12 @@ impl WorkerGroup {
     }
 
     /// Lines for the console about the workers' waits for other ranks, after a heartbeat.
-    pub(super) fn tell_waits(&mut self) -> Vec<String> {
+    pub(super) fn wait_messages(&mut self) -> Vec<String> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         let waits: Vec<_> = live
             .map(|worker| (worker.rank.0, worker.waits.as_slice()))
             .collect();
-        self.told_waits.tell(&waits, Instant::now())
+        self.reported_waits.update(&waits, Instant::now())
     }
 
     /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
@@ -556,11 +556,11 @@ impl WorkerGroup {
     }
 
     /// The files of workers that failed on their own and have not said why.
-    pub(super) fn files_of_silent_failures(&self) -> Vec<(LocalRank, WorkerFiles)> {
+    pub(super) fn files_of_failures_without_message(&self) -> Vec<(LocalRank, WorkerFiles)> {
         let workers = (0..).map(LocalRank).zip(&self.workers);
         let is_silent = |worker: &Worker| {
             let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
-            failed && worker.words().is_none()
+            failed && worker.failure_message().is_none()
         };
         workers
             .filter(|(_, worker)| is_silent(worker))
@@ -569,7 +569,7 @@ impl WorkerGroup {
     }
 
     /// Keeps what a worker wrote into its error file before it ended.
-    pub(super) fn found_in_file(&mut self, local_rank: LocalRank, words: String) {
+    pub(super) fn note_error_file(&mut self, local_rank: LocalRank, words: String) {
         if let Some(worker) = self.get_mut(local_rank) {
             worker.in_file = Some(words);
         }
@@ -591,7 +591,7 @@ impl WorkerGroup {
                 ending: end.ending,
                 sent: worker.sent,
                 after: end.at.checked_duration_since(zero),
-                message: worker.said.clone(),
+                message: worker.message.clone(),
                 consequence: worker.consequence,
             })
         };
@@ -616,7 +616,7 @@ impl Worker {
             activity: String::new(),
             found_waiting: None,
             aborted: false,
-            said: None,
+            message: None,
             consequence: false,
             lost_rank: None,
             in_file: None,
@@ -639,8 +639,8 @@ impl Worker {
         Some(beat.place(&self.activity))
     }
 
-    /// What the worker itself said of its failure: on the control socket, or in its error file.
-    fn words(&self) -> Option<String> {
-        self.said.clone().or_else(|| self.in_file.clone())
+    /// The worker's message about its failure: from the control socket, or from its error file.
+    fn failure_message(&self) -> Option<String> {
+        self.message.clone().or_else(|| self.in_file.clone())
     }
 }
