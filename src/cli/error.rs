@@ -80,17 +80,6 @@ pub enum CliError {
         /// What was looked at.
         why: String,
     },
-    /// `--nproc-per-node xpu` where PyTorch shows none.
-    #[error(
-        "`--nproc-per-node xpu`: PyTorch shows no XPU: asked under `{}`, {why}\n  hint: give a number, or a different interpreter with PYTHON_EXEC",
-        .python.display()
-    )]
-    NoXpu {
-        /// The interpreter that was asked.
-        python: PathBuf,
-        /// What came of it.
-        why: String,
-    },
     /// The port of the endpoint is taken by something that is not a daemon.
     #[error(
         "port {port} of rendezvous endpoint `{endpoint}` is in use by a program that is not a ddp-run rendezvous: {found}\n  hint: choose a different port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that uses it (`ss -ltnp 'sport = :{port}'`); if it is a rendezvous, give both the same token; or both `--insecure`, in a network that you trust entirely"
@@ -237,7 +226,6 @@ impl CliError {
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
-            | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
             | Self::Tls(_)
             | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,

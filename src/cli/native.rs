@@ -70,11 +70,6 @@ impl Validated {
         RunDir::resume_words(&self.located.config.run, run_id)
     }
 
-    /// `train.threads`, if it is set.
-    pub fn threads(&self) -> Option<usize> {
-        self.located.config.train.threads
-    }
-
     /// `parallel.backend`
     pub fn backend(&self) -> Backend {
         self.located.config.parallel.backend
@@ -85,7 +80,7 @@ impl Validated {
         self.located.source.entries()
     }
 
-    /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
+    /// Why the workers would refuse to start, if this node alone ran this number of them.
     pub fn refusal(&self, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {
             world_size: WorldSize(workers),

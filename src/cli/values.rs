@@ -37,8 +37,6 @@ pub enum ProcCount {
     Cpu,
     /// `gpu`: one worker a visible GPU; none is an error.
     Gpu,
-    /// `xpu`: one worker an Intel GPU that PyTorch shows; none is an error.
-    Xpu,
     /// `auto`: as `gpu` where there is one, else as `cpu`.
     Auto,
 }
@@ -197,17 +195,16 @@ pub fn node_range(text: &str) -> Result<NodeRange, String> {
     Ok(NodeRange { min, max })
 }
 
-/// A number of workers, `auto`, `cpu`, `gpu` or `xpu`.
+/// A number of workers, `auto`, `cpu` or `gpu`.
 pub fn proc_count(text: &str) -> Result<ProcCount, String> {
     match text {
         "auto" => Ok(ProcCount::Auto),
         "cpu" => Ok(ProcCount::Cpu),
         "gpu" => Ok(ProcCount::Gpu),
-        "xpu" => Ok(ProcCount::Xpu),
         number => match number.parse() {
             Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
             _ => Err(format!(
-                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu`, `gpu` or `xpu`"
+                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu` or `gpu`"
             )),
         },
     }

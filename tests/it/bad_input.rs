@@ -30,12 +30,12 @@ fn unknown_flags() {
 #[test]
 fn values_out_of_range() {
     insta::assert_snapshot!(message(launch().flag("--nproc_per_node", "0").target("true"), 2), @r"
-        [ddp-run] error: invalid value '0' for '--nproc-per-node <N|auto|cpu|gpu>': expected a whole number from 1 to 65536, `auto`, `cpu`, `gpu` or `xpu`
+        [ddp-run] error: invalid value '0' for '--nproc-per-node <N|auto|cpu|gpu>': expected a whole number from 1 to 65536, `auto`, `cpu` or `gpu`
 
         For more information, try '--help'.
         ");
     insta::assert_snapshot!(message(launch().flag("--nproc-per-node", "-1").target("true"), 2), @r"
-        [ddp-run] error: invalid value '-1' for '--nproc-per-node <N|auto|cpu|gpu>': expected a whole number from 1 to 65536, `auto`, `cpu`, `gpu` or `xpu`
+        [ddp-run] error: invalid value '-1' for '--nproc-per-node <N|auto|cpu|gpu>': expected a whole number from 1 to 65536, `auto`, `cpu` or `gpu`
 
         For more information, try '--help'.
         ");

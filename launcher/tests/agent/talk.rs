@@ -599,22 +599,6 @@ fn work_that_is_done_is_a_success_though_the_daemon_is_gone_at_the_end() {
     assert_eq!(end.code, 69, "{}", end.stderr);
 }
 
-#[test]
-fn native_workers_save_when_the_daemon_is_gone_for_good() {
-    let daemon = Daemon::start(Policy::default());
-    let launch = launch(&daemon)
-        .role_in("listening", "role_stops_at_boundary")
-        .native()
-        .outage_timeout(Duration::from_millis(500));
-    let mut launcher = launch.start();
-    launcher.stdout.expect("ready");
-    drop(daemon);
-    let end = launcher.wait();
-    assert_eq!(end.code, 69, "{}", end.stderr);
-    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
-    assert!(end.stderr.contains("resume with "), "{}", end.stderr);
-}
-
 /// Gives a sign of life, then none; rank 0 does not even listen to SIGABRT.
 #[test]
 fn role_hangs() {

@@ -13,7 +13,7 @@ use crate::cli::answer::print_own;
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
 use crate::cli::train;
-use crate::cli::values::{self, Endpoint, ProcCount};
+use crate::cli::values::{self, Endpoint};
 
 /// Where the value of a setting comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -236,13 +236,6 @@ pub fn check_target(
     }
     if target.kind != TargetKind::Native {
         return Ok(());
-    }
-    if settings.nproc_per_node == Some(ProcCount::Xpu) {
-        return Err(CliError::Conflict {
-            problem: "`--nproc-per-node xpu` needs a program: the native worker has no XPU backend"
-                .to_owned(),
-            hint: "use CPU cores (`cpu`) or NVIDIA GPUs (`gpu`)".to_owned(),
-        });
     }
     if settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {

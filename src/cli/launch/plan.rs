@@ -93,7 +93,7 @@ pub fn resolve(
     let alone = nodes.max == 1;
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
-    let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
+    let (workers, cores) = places(&settings, validated.as_ref())?;
     check_ranks(validated.as_ref(), alone, workers)?;
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
@@ -216,16 +216,10 @@ fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> 
     }
 }
 
-/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one, `python` what
-/// runs scripts.
-fn places(
-    settings: &Settings,
-    config: Option<&Validated>,
-    python: &Path,
-) -> Result<(u32, Vec<CoreSet>), CliError> {
+/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one.
+fn places(settings: &Settings, config: Option<&Validated>) -> Result<(u32, Vec<CoreSet>), CliError> {
     let hardware = Hardware::default();
-    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)), python)?;
-    let threads = config.and_then(Validated::threads);
+    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     let [usable, machine] = [usable_cores(), machine_cores()];
     // GPUs are looked for only where it matters.
     let computes_here = workers > usable
@@ -234,7 +228,7 @@ fn places(
             Backend::Nccl => false,
             Backend::Auto => hardware.gpus().is_err(),
         });
-    if let Some(words) = crowding((threads, computes_here), workers, usable, machine) {
+    if let Some(words) = crowding(computes_here, workers, usable, machine) {
         for line in words.lines() {
             eprintln!("[ddp-run] {line}");
         }
@@ -242,23 +236,10 @@ fn places(
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
-/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine`
-/// has more or they compute on them; in words.
-fn crowding(
-    (threads, computes_here): (Option<usize>, bool),
-    workers: u32,
-    cores: u32,
-    machine: u32,
-) -> Option<String> {
+/// A message where workers share the `cores` that this process may use: native workers that compute on them, or any
+/// workers where the `machine` has more cores.
+fn crowding(computes_here: bool, workers: u32, cores: u32, machine: u32) -> Option<String> {
     let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
-    let threads = threads.unwrap_or(1);
-    let all = threads.saturating_mul(workers as usize);
-    if threads > 1 && all > cores as usize {
-        return Some(format!(
-            "`train.threads: {threads}` gives {all} threads ({who}) for {place}, so they compete for CPU time\n  \
-             hint: omit `train.threads` to give each worker its share of the cores"
-        ));
-    }
     if computes_here && workers > cores && cores >= machine {
         return Some(format!(
             "{who} compete for {place}: more workers than cores make a step slower\n  \
@@ -408,23 +389,15 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_or_workers_than_cores_are_told() {
-        assert_eq!(crowding((Some(2), true), 4, 8, 8), None);
-        assert_eq!(
-            crowding((Some(1), false), 16, 8, 8),
-            None,
-            "as many workers as were asked for"
-        );
-        insta::assert_snapshot!(crowding((Some(1), true), 16, 8, 8).unwrap(), @r"
+    fn more_workers_than_cores_are_reported() {
+        assert_eq!(crowding(true, 4, 8, 8), None);
+        assert_eq!(crowding(false, 16, 8, 8), None, "programs may compute elsewhere");
+        insta::assert_snapshot!(crowding(true, 16, 8, 8).unwrap(), @r"
         16 workers compete for 8 cores: more workers than cores make a step slower
           hint: `--nproc-per-node cpu` starts one per core
         ");
-        insta::assert_snapshot!(crowding((Some(8), true), 2, 4, 4).unwrap(), @r"
-        `train.threads: 8` gives 16 threads (2 workers) for 4 cores, so they compete for CPU time
-          hint: omit `train.threads` to give each worker its share of the cores
-        ");
-        assert_eq!(crowding((None, true), 1, 1, 64), None);
-        insta::assert_snapshot!(crowding((None, true), 2, 1, 64).unwrap(), @r"
+        assert_eq!(crowding(true, 1, 1, 64), None);
+        insta::assert_snapshot!(crowding(true, 2, 1, 64).unwrap(), @r"
         2 workers compete for 1 core: the affinity mask and control group allow no more of the machine's 64
           hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available
         ");

@@ -92,8 +92,7 @@ settings! {
 
     /// Workers on this node [default: 1]
     ///
-    /// A number, or one worker per `gpu`, per `cpu` core or per `xpu` (counted by PyTorch); `auto` is `gpu` if the
-    /// node has GPUs, else `cpu`.
+    /// A number, or one worker per `gpu` or per `cpu` core; `auto` is `gpu` if the node has GPUs, else `cpu`.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
     nproc_per_node: ProcCount = values::proc_count => "LOCAL_WORLD_SIZE",
 
