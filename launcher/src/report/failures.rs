@@ -22,7 +22,7 @@ pub(crate) struct Record<'a> {
     /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
-    worker: Option<Worker<'a>>,
+    worker: Option<WorkerRecord<'a>>,
     /// When the report reached the daemon, by its monotonic clock: time after the first report of the list. None if the
     /// daemon did not list it.
     arrived_ns: Option<u64>,
@@ -39,8 +39,9 @@ enum Kind {
     Stopped,
 }
 
+/// How one worker ended, in `error.json`.
 #[derive(Debug, Serialize)]
-struct Worker<'a> {
+pub(crate) struct WorkerRecord<'a> {
     rank: u32,
     local_rank: u32,
     pid: u32,
@@ -66,7 +67,7 @@ impl<'a> Record<'a> {
             node: &failure.hostname,
             kind: Kind::of(failure.exit.as_ref()),
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
-            worker: failure.exit.as_ref().map(Worker::new),
+            worker: failure.exit.as_ref().map(WorkerRecord::new),
             arrived_ns: Some(failure.arrived_ns),
             happened_ns: Some(failure.happened_ns),
         }
@@ -79,7 +80,7 @@ impl<'a> Record<'a> {
             node,
             kind: Kind::of(Some(exit)),
             node_gone: None,
-            worker: Some(Worker::new(exit)),
+            worker: Some(WorkerRecord::new(exit)),
             arrived_ns: None,
             happened_ns: None,
         }
@@ -101,8 +102,8 @@ impl Kind {
     }
 }
 
-impl<'a> Worker<'a> {
-    fn new(exit: &'a WorkerExit) -> Self {
+impl<'a> WorkerRecord<'a> {
+    pub(crate) fn new(exit: &'a WorkerExit) -> Self {
         Self {
             rank: exit.rank,
             local_rank: exit.local_rank,

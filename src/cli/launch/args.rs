@@ -84,22 +84,6 @@ const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
     ("--num-workers", "--nproc-per-node"),
 ];
 
-/// Flags of ours that scripts often have too.
-const FLAGS_OF_SCRIPTS: [&str; 12] = [
-    "--dry-run",
-    "--help",
-    "--log-dir",
-    "--master-addr",
-    "--master-port",
-    "--module",
-    "--node-rank",
-    "--output",
-    "--role",
-    "--set",
-    "--tee",
-    "--version",
-];
-
 /// What stage two works on.
 #[derive(Debug)]
 pub struct ParsedArgs {
@@ -113,8 +97,6 @@ pub struct ParsedArgs {
     pub target: OsString,
     /// What belongs to the target.
     pub target_args: Vec<OsString>,
-    /// A flag of ours, as it was typed, among what belongs to the target; none if `--` shows that it is meant.
-    pub misplaced: Option<String>,
 }
 
 /// The shell of `ddp-run --completions SHELL`, which needs no target.
@@ -145,8 +127,6 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
         // As torchrun: the target may be told apart from its arguments.
         if parsed.target_args.first().is_some_and(|word| word == "--") {
             parsed.target_args.remove(0);
-        } else {
-            parsed.misplaced = misplaced_flag(&parsed.target_args);
         }
         return Ok(parsed);
     }
@@ -191,20 +171,7 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
         overrides: args.overrides,
         target: words.next().unwrap_or_default(),
         target_args: words.collect(),
-        misplaced: None,
     })
-}
-
-/// The first argument of a target that is spelled like a flag of ours. After `--` none is.
-fn misplaced_flag(arguments: &[OsString]) -> Option<String> {
-    let known = flags_that_begin_with("--");
-    let words = arguments.iter().take_while(|word| *word != "--");
-    let mut typed = words.filter_map(|word| word.to_str()?.split('=').next());
-    let misplaced = typed.find(|typed| {
-        let flag = typed.replace('_', "-");
-        known.contains(&flag) && !FLAGS_OF_SCRIPTS.contains(&&*flag)
-    });
-    misplaced.map(str::to_owned)
 }
 
 /// Suggests what a flag of another launcher is called here, or which flags begin with one that is too short.
@@ -321,28 +288,6 @@ mod tests {
         assert_eq!(args.target, "train.py");
         assert_eq!(args.target_args, ["--set", "x", "--nnodes", "--", "-h"]);
         assert_eq!(args.overrides, ["a.b=1"]);
-    }
-
-    #[test]
-    fn flags_of_ours_among_those_of_a_script_are_noticed() {
-        let misplaced = |words: &[&str]| parse_words(words).expect("valid").misplaced;
-        let of = |words: &[&str]| misplaced(words).unwrap_or_default();
-        assert_eq!(of(&["train.py", "--nproc-per-node", "2"]), "--nproc-per-node");
-        assert_eq!(of(&["train.py", "x", "--max_restarts=2"]), "--max_restarts");
-        assert_eq!(of(&["-m", "pkg", "--lr", "1", "--nnodes"]), "--nnodes");
-        for words in [
-            &["train.py", "--", "--nnodes", "2"][..],
-            &["train.py", "x", "--", "--nnodes"],
-            &["--", "train.py", "--nnodes", "2"],
-            &["train.py", "--help", "-m", "--log-dir", "x", "--nnod", "nnodes"],
-            &["train.yaml", "--nnodes", "2"],
-        ] {
-            assert_eq!(misplaced(words), None, "{words:?}");
-        }
-        let known = flags_that_begin_with("--");
-        for flag in FLAGS_OF_SCRIPTS {
-            assert!(known.iter().any(|name| name == flag), "{flag} is no flag of ours");
-        }
     }
 
     #[test]

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::NodeRange;
 
 use super::args::ParsedArgs;
+use super::scheduler;
 use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind, in_path};
-use super::{host, scheduler};
-use crate::cli::answer::print_own;
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
 use crate::cli::train;
@@ -71,22 +70,6 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
     }
 }
 
-/// A flag after a script is the script's, as with torchrun, but not after a configuration. Programs may be launchers of
-/// their own.
-pub fn warn_of_misplaced(kind: TargetKind, args: &ParsedArgs) {
-    let what = match kind {
-        TargetKind::Python => "script",
-        TargetKind::Module => "module",
-        TargetKind::Native | TargetKind::Program => return,
-    };
-    if let Some(flag) = &args.misplaced {
-        let target = args.target.display();
-        print_own(&format!(
-            "`{flag}` after `{target}` is an argument of the {what}; flags of ddp-run go before it"
-        ));
-    }
-}
-
 /// All layers in one, and which layer each setting comes from. `config` is the target's, if it has one.
 pub fn layers(
     typed: Settings,
@@ -131,7 +114,6 @@ pub fn layers(
     settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut given);
     warn_of_ignored(&settings);
-    warn_of_foreign_address(&settings);
     Ok((settings, given))
 }
 
@@ -202,19 +184,6 @@ fn warn_of_ignored(settings: &Settings) {
     }
     for (_, flag) in ignored.iter().filter(|(given, _)| *given) {
         eprintln!("[ddp-run] ignored `{flag}`: it has no effect here");
-    }
-}
-
-/// An address that this machine does not have is right behind address translation only; a mistake shows late, in the
-/// workers of other nodes.
-fn warn_of_foreign_address(settings: &Settings) {
-    let Some(address) = &settings.local_addr else {
-        return;
-    };
-    if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
-        eprintln!(
-            "[ddp-run] `--local-addr {address}` is not an address of this machine; sending it to the other nodes anyway"
-        );
     }
 }
 

@@ -12,9 +12,7 @@ use ddp_proto::words::counted;
 use super::agreement::AgreedSettings;
 use super::args::ParsedArgs;
 use super::host::{HostFacts, Protection};
-use super::layers::{
-    Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes, warn_of_misplaced,
-};
+use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
 use super::streams::Signals;
@@ -62,7 +60,6 @@ fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
     let kind = kind(&args, &variables)?;
-    warn_of_misplaced(kind, &args);
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
