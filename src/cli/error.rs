@@ -172,7 +172,7 @@ pub enum CliError {
     /// The daemon at the endpoint cannot prove that it is this user's.
     #[error("{0}")]
     Untrusted(String),
-    /// There is no place for log files that were asked for without a place.
+    /// The default directory for log files cannot be made.
     #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
         /// The temporary directory.
@@ -199,7 +199,7 @@ pub enum CliError {
         hard: u64,
         /// The lowest that is enough.
         needed: u64,
-        /// How many workers, in words.
+        /// Number of workers, as text.
         workers: String,
     },
     /// The state of the daemon cannot be used.

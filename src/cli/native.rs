@@ -65,7 +65,7 @@ impl Validated {
         run.resume != Resume::Never && run.out_dir.is_none()
     }
 
-    /// What to add to the command to go on with the run called `run_id`, in words.
+    /// What to add to the command to resume the run called `run_id`.
     pub fn resume_words(&self, run_id: &str) -> String {
         RunDir::resume_words(&self.located.config.run, run_id)
     }

@@ -138,7 +138,7 @@ fn below(upper: &Settings, layer: Settings) -> Settings {
     }
 }
 
-/// What in these settings makes no sense for one node with a rendezvous of its own, in words; none if all does.
+/// The setting that contradicts one node with a rendezvous of its own, as part of a message.
 fn asks_for_others(settings: &Settings) -> Option<&'static str> {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
     let meeting = settings.rdzv_endpoint.as_ref();

@@ -49,7 +49,7 @@ pub struct Launch {
     pub environment: Vec<Variable>,
     /// The configuration of a native target: it and its data files are as the workers need them.
     pub checked: Option<String>,
-    /// For a dry run: what would become of a run in the folder of a native target, in words.
+    /// For a dry run: a message about the run in the folder of a native target.
     pub found_run: Option<String>,
 }
 
@@ -349,8 +349,8 @@ fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Resul
     Ok(Some(config.out_dir(job_id)))
 }
 
-/// What would become of a run in the folder, in words. One node is refused as its launch would be; of several, the
-/// workers find out.
+/// A message about the run in the folder. A launch of one node would fail with this error; of several nodes, the workers
+/// find out.
 fn found_run(config: Option<&Validated>, run_id: &str, alone: bool) -> Result<Option<String>, CliError> {
     let Some(config) = config else { return Ok(None) };
     match config.found_run(run_id) {

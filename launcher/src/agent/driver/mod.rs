@@ -135,7 +135,7 @@ impl<'a> Driver<'a> {
                 self.daemon.beat_in_time(self.machine.generation(), heartbeat);
             }
             LoopEvent::Watch => self.look_for_hung_workers(),
-            // Who cannot be reached decides nothing; how long that may last has a bound of its own.
+            // An unreachable daemon decides nothing; the outage has a time-out of its own.
             LoopEvent::Alarm if self.daemon.is_broken() && self.machine.is_undecided() => {
                 self.inbox.arm(VERDICT_WAIT);
             }

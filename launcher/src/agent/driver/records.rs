@@ -1,4 +1,4 @@
-//! What is kept of a launch, and told at its end: the event log, the failures, the report, the error files.
+//! The records of a launch: the event log, the failures, the report, the error files.
 
 use std::io;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ pub(super) struct Records {
     free_attempt: u32,
     /// The first failure that this node saw itself in the current generation.
     local_failure: Option<WorkerExit>,
-    /// All failures of the job, as the daemon told them last.
+    /// All failures of the job, as the daemon listed them last.
     failures: Failures,
 }
 
@@ -83,7 +83,7 @@ impl Records {
         self.local_failure = Some(exit.clone());
     }
 
-    /// Keeps what a message of the daemon tells.
+    /// Records a message of the daemon.
     pub(super) fn note_message(&mut self, message: &DaemonMessage) {
         let generation = message.generation;
         let failures = match &message.body {
@@ -110,7 +110,7 @@ impl Records {
         }
     }
 
-    /// Tells programs how the launch ended, those who start us and those who read our files; gives the report for people.
+    /// Writes the end of the launch for programs: the event log and the error files. Gives the report for people.
     pub(super) async fn close(&mut self, ended: &Ended<'_>) -> Option<String> {
         let report = self.report(ended);
         self.put(LogEvent::Finished {

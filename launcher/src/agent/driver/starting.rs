@@ -25,13 +25,13 @@ pub(super) struct Starter {
     spawner: Spawner,
     /// Address of the control socket.
     control: String,
-    /// What the workers of the current generation need is being made.
+    /// Files and pipes of the current generation are being made.
     preparing: bool,
     /// The way into the control group that they are to be born in, if there is one.
     entry: Option<CgroupEntry>,
     /// Signals for the workers that came while these were being started.
     deferred: BTreeSet<i32>,
-    /// Of the last assignment.
+    /// Run token of the last assignment.
     run_token: String,
 }
 
@@ -116,12 +116,12 @@ impl Starter {
         }
     }
 
-    /// Whether what was prepared is still wanted; true once, and false after it was cancelled.
+    /// True, once, if the preparation was not cancelled.
     pub(super) fn is_wanted(&mut self) -> bool {
         std::mem::take(&mut self.preparing)
     }
 
-    /// Has the workers started.
+    /// Asks the spawner to start the workers.
     pub(super) fn request(
         &mut self,
         launch: &LaunchContext<'_>,
@@ -156,7 +156,7 @@ impl Starter {
         self.deferred.insert(signal);
     }
 
-    /// All are started: what was kept for them.
+    /// The signals kept for the workers, which are all started now.
     pub(super) fn deferred(&mut self) -> BTreeSet<i32> {
         std::mem::take(&mut self.deferred)
     }
