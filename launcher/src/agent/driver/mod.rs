@@ -123,7 +123,7 @@ impl<'a> Driver<'a> {
         match event {
             LoopEvent::Signal(SignalAction::Stop(signal)) => self.events.push_back(Event::Signal(signal)),
             LoopEvent::Signal(SignalAction::Forward(signal)) if self.machine.is_spawning() => {
-                self.starter.defer(signal)
+                self.starter.defer(signal);
             }
             LoopEvent::Signal(SignalAction::Forward(signal)) => self.worker_group.pass_on(signal),
             LoopEvent::Signal(SignalAction::Child) => self.reap(),
