@@ -161,7 +161,7 @@ pub fn command() -> clap::Command {
 
 fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
     let line = command.try_get_matches_from(argv);
-    let line = line.map_err(|error| with_our_flag(error))?;
+    let line = line.map_err(with_our_flag)?;
     let mut args = Args::from_arg_matches(&line)?;
     args.settings.keep_words(&line);
     let mut words = args.command.into_iter();
