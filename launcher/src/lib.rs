@@ -14,7 +14,7 @@
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
 //!
-//! Threads: the caller's runtime runs the agent; `spawner` starts workers, `pump` reads their output, `console`
+//! Threads: the caller's runtime runs the agent; `spawner` starts workers, `reader` reads their output, `console`
 //! writes, `tcp-store` serves. Only the agent decides, and it never waits for the others.
 #![deny(unsafe_code)]
 
@@ -33,7 +33,9 @@ pub use agent::{ExitReason, LaunchError, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
-pub use plan::{AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand};
+pub use plan::{
+    AgreedValue, BoundPlan, CoreSet, LaunchPlan, NodeRange, SignalPlan, SignalScope, WorkerCommand,
+};
 pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::program::SpawnError;
 pub use supervise::ending::{Ending, signal_name};

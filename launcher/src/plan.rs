@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,34 +21,51 @@ pub struct AgreedValue {
     pub shown: String,
 }
 
-/// Everything the agent of one node needs to know before it joins.
+/// A plan, and what binding it to this machine gave: everything that the agent of one node needs.
+#[derive(Clone, Debug)]
+pub struct BoundPlan {
+    /// What was decided before anything was bound.
+    pub plan: LaunchPlan,
+    /// `host:port` of the daemon or `unix:@NAME`, embedded or not. The launcher never hosts it itself.
+    pub endpoint: String,
+    /// What this node and the daemon prove to each other.
+    pub access: Access,
+    /// Random name of this launcher, which only the daemon gets.
+    pub incarnation: String,
+    /// Soft limit of the workers' open files, if it differs from the launcher's, which may have raised its own.
+    pub open_files: Option<u64>,
+}
+
+impl Deref for BoundPlan {
+    type Target = LaunchPlan;
+
+    fn deref(&self) -> &LaunchPlan {
+        &self.plan
+    }
+}
+
+/// What the settings of one node come to. Nothing is bound yet, and no field waits for a later value.
 #[derive(Clone, Debug)]
 pub struct LaunchPlan {
     /// `--rdzv-id`: name of the job at the daemon.
     pub job_id: String,
     /// Name of the run, which its directory has: that of the job, or one of its configuration without `--rdzv-id`.
     pub run_id: String,
-    /// `host:port` of the daemon or `unix:@NAME`, embedded or not. The launcher never hosts it itself.
-    pub endpoint: String,
-    /// What this node and the daemon prove to each other.
-    pub access: Access,
-    /// Random name of this launcher, which only the daemon is told.
-    pub incarnation: String,
     /// How many nodes the job may have.
     pub nodes: NodeRange,
-    /// `--node-rank`; none: the daemon decides.
+    /// `--node-rank`; without it the daemon decides.
     pub node_rank: Option<NodeRank>,
     /// Workers on this node.
     pub workers: u32,
     /// `--max-restarts`: how often the whole job may go to the next generation because a rank died.
     pub max_restarts: u32,
-    /// `--local-addr`: address under which peers reach this node; none: the one the daemon sees.
+    /// `--local-addr`: address at which peers reach this node; without it the one that the daemon sees.
     pub local_addr: Option<String>,
     /// By key: what all nodes of the job must have alike.
     pub agreed: BTreeMap<String, AgreedValue>,
     /// How long to wait for the other nodes.
     pub join_timeout: Duration,
-    /// How long more nodes are waited for; none: as long as the daemon thinks right.
+    /// How long to wait for more nodes than the minimum; without it the daemon decides.
     pub last_call: Option<Duration>,
     /// How long the daemon may stay unreachable before the agent gives up, while it has no workers that run.
     pub connect_timeout: Duration,
@@ -55,23 +73,22 @@ pub struct LaunchPlan {
     pub outage_timeout: Duration,
     /// `--shutdown-timeout`: from SIGTERM to SIGKILL when workers are stopped.
     pub shutdown_timeout: Duration,
-    /// `--hang-timeout`: a worker that sent heartbeats and sends none for this long has failed; none: never.
+    /// `--hang-timeout`: a worker that has sent heartbeats fails after this silence. `None` disables the check.
     pub hang_timeout: Option<Duration>,
-    /// `--log-dir`: below it `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`; none: no log files.
+    /// `--log-dir`, with `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}` below it. `None` writes no log files.
     pub log_dir: Option<PathBuf>,
-    /// What is to be added to the command to go on with a native job that was stopped, in words; none for other
-    /// programs.
-    pub resume_words: Option<String>,
+    /// What to add to the command to resume a stopped native job. Other programs have none.
+    pub resume_hint: Option<String>,
     /// What happens to the workers' output.
     pub output: OutputPlan,
     /// `--role`: what ranks of this node are called, and counted by.
     pub role: String,
-    /// `--master-addr`: MASTER_ADDR of the workers; none: the address under which the others reach node 0.
+    /// `--master-addr`: MASTER_ADDR of the workers; without it the address at which the others reach node 0.
     pub master_addr: Option<String>,
-    /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; none: a free one, anew in each
-    /// generation.
+    /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; without it each generation
+    /// takes a free one.
     pub master_port: Option<u16>,
-    /// `--worker-ports`: where native workers listen, and MASTER_PORT of other programs is, unless it is given; none:
+    /// `--worker-ports`: where native workers listen, and MASTER_PORT of other programs is, unless that is given; without it
     /// any free ports.
     pub worker_ports: Option<PortRange>,
     /// `--virtual-local-rank`: every worker is local rank 0, and sees its own GPU only.
@@ -99,7 +116,7 @@ pub struct SignalPlan {
     pub stop: Vec<i32>,
     /// `--forward-signals`: each worker gets it, and goes on.
     pub forward: Vec<i32>,
-    /// `--signal-scope`: who is sent the signal that stops a worker.
+    /// `--signal-scope`: the processes that get the signal that stops a worker.
     pub scope: SignalScope,
 }
 
@@ -126,9 +143,9 @@ impl Default for SignalPlan {
 /// `--nnodes N` or `--nnodes MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRange {
-    /// Nodes that are needed to start.
+    /// Fewest nodes of a job.
     pub min: u32,
-    /// Nodes that are taken.
+    /// Most nodes of a job.
     pub max: u32,
 }
 
@@ -141,8 +158,6 @@ pub struct WorkerCommand {
     pub arg0: Option<OsString>,
     /// `argv[1..]`.
     pub args: Vec<OsString>,
-    /// Soft limit of its open files; none: the launcher's, which may have raised its own.
-    pub open_files: Option<u64>,
     /// Variables on top of the inherited ones; the environment contract wins over them.
     pub env: BTreeMap<String, String>,
     /// How people call it: `train.yaml`, `train.py`, `true`.

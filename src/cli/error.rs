@@ -62,7 +62,7 @@ pub enum CliError {
         /// Why.
         source: std::io::Error,
         /// What to write instead.
-        hint: String,
+        hint: &'static str,
     },
     /// Options that exclude or need each other.
     #[error("{problem}\n  hint: {hint}")]
@@ -78,17 +78,6 @@ pub enum CliError {
     )]
     NoGpu {
         /// What was looked at.
-        why: String,
-    },
-    /// `--nproc-per-node xpu` where PyTorch shows none.
-    #[error(
-        "`--nproc-per-node xpu`: PyTorch shows no XPU: asked under `{}`, {why}\n  hint: give a number, or a different interpreter with PYTHON_EXEC",
-        .python.display()
-    )]
-    NoXpu {
-        /// The interpreter that was asked.
-        python: PathBuf,
-        /// What came of it.
         why: String,
     },
     /// The port of the endpoint is taken by something that is not a daemon.
@@ -183,7 +172,7 @@ pub enum CliError {
     /// The daemon at the endpoint cannot prove that it is this user's.
     #[error("{0}")]
     Untrusted(String),
-    /// There is no place for log files that were asked for without a place.
+    /// The default directory for log files cannot be made.
     #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
         /// The temporary directory.
@@ -210,7 +199,7 @@ pub enum CliError {
         hard: u64,
         /// The lowest that is enough.
         needed: u64,
-        /// How many workers, in words.
+        /// Number of workers, as text.
         workers: String,
     },
     /// The state of the daemon cannot be used.
@@ -237,7 +226,6 @@ impl CliError {
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
-            | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
             | Self::Tls(_)
             | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,

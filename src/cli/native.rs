@@ -66,14 +66,9 @@ impl Validated {
         run.resume != Resume::Never && run.out_dir.is_none()
     }
 
-    /// What to add to the command to go on with the run called `run_id`, in words.
+    /// What to add to the command to resume the run called `run_id`.
     pub fn resume_words(&self, run_id: &str) -> String {
         RunDir::resume_words(&self.located.config.run, run_id)
-    }
-
-    /// `train.threads`, if it is set.
-    pub fn threads(&self) -> Option<usize> {
-        self.located.config.train.threads
     }
 
     /// `parallel.backend`
@@ -86,12 +81,11 @@ impl Validated {
         self.located.source.entries()
     }
 
-    /// The error that every worker would report if `nodes` nodes ran `workers` workers each.
-    pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
+    /// Why the workers would refuse to start, if this node alone ran this number of them.
+    pub fn refusal(&self, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {
-            world_size: WorldSize(nodes.saturating_mul(workers)),
+            world_size: WorldSize(workers),
             local_world_size: workers,
-            node_count: nodes,
             ..WorkerEnv::single()
         };
         let error = Estimate::of(&self.located.config, &env).err()?;

@@ -35,8 +35,6 @@ pub enum ProcCount {
     Cpu,
     /// `gpu`: one worker per visible GPU; a node without GPUs is an error.
     Gpu,
-    /// `xpu`: one worker per Intel GPU that PyTorch shows; a node without one is an error.
-    Xpu,
     /// `auto`: as `gpu` where there is one, else as `cpu`.
     Auto,
 }
@@ -195,17 +193,16 @@ pub fn node_range(text: &str) -> Result<NodeRange, String> {
     Ok(NodeRange { min, max })
 }
 
-/// A number of workers, `auto`, `cpu`, `gpu` or `xpu`.
+/// A number of workers, `auto`, `cpu` or `gpu`.
 pub fn proc_count(text: &str) -> Result<ProcCount, String> {
     match text {
         "auto" => Ok(ProcCount::Auto),
         "cpu" => Ok(ProcCount::Cpu),
         "gpu" => Ok(ProcCount::Gpu),
-        "xpu" => Ok(ProcCount::Xpu),
         number => match number.parse() {
             Ok(n) if (1..=MAX_WORKERS).contains(&n) => Ok(ProcCount::Fixed(n)),
             _ => Err(format!(
-                "expected a whole number from 1 to {MAX_WORKERS}, `auto`, `cpu`, `gpu` or `xpu`"
+                "expected a whole number from 1 to {MAX_WORKERS}, `auto`, `cpu` or `gpu`"
             )),
         },
     }

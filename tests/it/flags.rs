@@ -592,17 +592,6 @@ fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
             .expect_stderr(words)
             .expect_stderr("--set parallel.shard_group=2`: ");
     }
-    // Nodes may have other numbers of workers, so only what follows if they have not can be said.
-    let finished = launch()
-        .words(&["--dry-run", "--nnodes", "1:3", "--rdzv-endpoint", "localhost"])
-        .run();
-    let shown = finished.expect_exit(0).stdout();
-    let refused: Vec<_> = shown
-        .iter()
-        .filter_map(|line| line.strip_prefix("the workers would refuse "))
-        .map(|line| line.split(": ").next().unwrap_or_default())
-        .collect();
-    assert_eq!(refused, ["1 node of 3 workers", "3 nodes of 3 workers each"]);
 }
 
 #[test]
@@ -665,10 +654,7 @@ fn what_torchrun_says_of_output_and_shutdown_holds() {
         .run();
     finished
         .expect_exit(0)
-        .expect_stdout(&format!("{host}:0$${{group_rank}} a,b"))
-        .expect_stderr(
-            "`--log-line-prefix-template` prints `${group_rank}` as text: its variables are `${rank}`,",
-        );
+        .expect_stdout(&format!("{host}:0$${{group_rank}} a,b"));
     let filtered = fs::read_to_string(dir.path().join("attempt_0/filtered_stdout.log")).expect("written");
     assert_eq!(filtered, "a,b\n");
 

@@ -32,9 +32,7 @@ fn an_unmodified_script_sees_the_contract() {
         .target(repository(SCRIPT))
         .target_args(&["--lr", "3e-4", "--nnodes"])
         .run();
-    launched
-        .expect_exit(0)
-        .expect_stderr("show_contract.py` is an argument of the script; flags of ddp-run go before it");
+    launched.expect_exit(0);
     let seen = contracts(&launched);
     let ranks: BTreeSet<_> = seen
         .iter()
@@ -225,27 +223,4 @@ fn a_folder_with_a_main_module_is_a_script() {
         .run()
         .expect_exit(0)
         .expect_stdout(&format!("[0] -u {} --lr 1", package.display()));
-}
-
-#[test]
-fn pytorch_is_asked_for_the_number_of_xpus() {
-    let dir = temp_dir();
-    std::fs::write(dir.path().join("t.py"), "").expect("writable");
-    let with = |xpus: &str| {
-        let script = format!(r#"[ "$1" = -c ] && {{ {xpus}; exit; }}; echo "$LOCAL_RANK of $WORLD_SIZE""#);
-        let python = interpreter(dir.path().join("bin/python3"), &script);
-        launch()
-            .env("PYTHON_EXEC", python.to_str().expect("unicode"))
-            .flag("--nproc-per-node", "xpu")
-            .target(dir.path().join("t.py"))
-            .run()
-    };
-    with("echo 3").expect_exit(0).expect_stdout("[2] 2 of 3");
-    let python = dir.path().join("bin/python3").display().to_string();
-    for none in ["echo 0", "exit 1"] {
-        with(none)
-            .expect_exit(2)
-            .expect_stderr("`--nproc-per-node xpu`: PyTorch shows no XPU")
-            .expect_stderr(&python);
-    }
 }

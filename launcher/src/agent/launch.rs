@@ -1,23 +1,20 @@
 //! A launch from outside: what it is given, what comes out of it.
 
-use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::exit;
+use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use nix::unistd::{getpgrp, tcgetpgrp};
 
-use super::blocking_thread::BlockingThread;
+use super::context::{LaunchContext, LaunchError};
 use super::driver::Driver;
 use super::machine::ExitReason;
-use super::signals::{Call, Signals};
-use crate::cgroup::{self, WorkerCgroup};
-use crate::output::console::{Console, OWN_PREFIX};
-use crate::output::logs::LogError;
-use crate::output::sinks::Sinks;
-use crate::output::terminal::TerminalSettings;
-use crate::plan::{LaunchPlan, SignalPlan};
+use super::signals::{SignalAction, Signals};
+use crate::cgroup;
+use crate::output::streams::OWN_PREFIX;
+use crate::plan::{BoundPlan, SignalPlan};
 use crate::supervise::guardian::Guardian;
 use crate::supervise::proc_table;
 
@@ -36,39 +33,6 @@ pub struct Outcome {
     pub exit_reason: ExitReason,
     /// The failure report; it has been shown on standard error already.
     pub report: Option<String>,
-}
-
-/// The launcher cannot do its own work. A worker's failure is none of these.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    /// The program cannot be started.
-    #[error(transparent)]
-    Program(#[from] crate::spawn::program::SpawnError),
-    /// The log directory, or the event log, cannot be used.
-    #[error(transparent)]
-    Log(#[from] LogError),
-    /// The system gives it no thread.
-    #[error(
-        "cannot start a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
-    )]
-    Thread(#[source] io::Error),
-    /// It may open no more files.
-    #[error("cannot set up the launcher: {0}\n  hint: check `ulimit -n`")]
-    Files(#[source] io::Error),
-    /// The system refused something essential.
-    #[error("cannot set up the launcher: {0}")]
-    System(#[source] io::Error),
-}
-
-impl From<io::Error> for LaunchError {
-    fn from(error: io::Error) -> Self {
-        // Of all that is set up, only a thread is refused for now.
-        match error.raw_os_error() {
-            Some(libc::EAGAIN) => Self::Thread(error),
-            Some(libc::EMFILE) => Self::Files(error),
-            _ => Self::System(error),
-        }
-    }
 }
 
 impl From<LaunchError> for ExitReason {
@@ -90,13 +54,13 @@ impl From<LaunchError> for ExitReason {
 /// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
-pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let launch = match Launch::of(plan, &guardian) {
+pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
+    let launch = match LaunchContext::new(plan, &guardian) {
         Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
-    let Launch {
+    let LaunchContext {
         plan,
         console,
         processes,
@@ -148,7 +112,7 @@ async fn is_closed<T>(
         let Ok(mut signals) = Signals::listen(signals) else {
             return std::future::pending().await;
         };
-        while !matches!(signals.next().await, Call::Stop(_)) {}
+        while !matches!(signals.next().await, SignalAction::Stop(_)) {}
     };
     // Cancel safe: whichever comes first, the launch ends.
     tokio::select! {
@@ -157,39 +121,6 @@ async fn is_closed<T>(
         () = interrupted => false,
         // The panic hook has reported a panic already.
         closed = tokio::time::timeout(bound, closing) => closed.is_ok(),
-    }
-}
-
-/// What a launch has from its beginning to its very end.
-#[derive(Clone)]
-pub(super) struct Launch<'a> {
-    pub(super) plan: Arc<LaunchPlan>,
-    pub(super) guardian: &'a Guardian,
-    /// Of this node.
-    pub(super) hostname: String,
-    /// Environment of the launcher itself.
-    pub(super) inherited: Arc<[(OsString, OsString)]>,
-    pub(super) console: Console,
-    /// For processes, and for what is written about them.
-    pub(super) processes: BlockingThread,
-    /// For files of workers and for the error files: the loop waits for no file system once the launch has begun.
-    pub(super) files: BlockingThread,
-    pub(super) group: Option<Arc<WorkerCgroup>>,
-}
-
-impl<'a> Launch<'a> {
-    fn of(plan: LaunchPlan, guardian: &'a Guardian) -> io::Result<Self> {
-        let hostname = nix::unistd::gethostname().map_err(io::Error::from)?;
-        Ok(Self {
-            processes: BlockingThread::start("processes")?,
-            files: BlockingThread::start("files")?,
-            console: Console::start(Sinks::standard(), plan.progress_bar)?,
-            group: guardian.group().and_then(group_of_workers),
-            plan: Arc::new(plan),
-            guardian,
-            hostname: hostname.to_string_lossy().into_owned(),
-            inherited: std::env::vars_os().collect(),
-        })
     }
 }
 
@@ -215,15 +146,7 @@ fn dismiss(guardian: Guardian) {
     }
 }
 
-/// The workers' control group; none where the system does not allow one.
-fn group_of_workers(dir: &Path) -> Option<Arc<WorkerCgroup>> {
-    let made = WorkerCgroup::create_among_leftovers(dir);
-    made.inspect_err(|error| tracing::debug!("cannot create control group `{}`: {error}", dir.display()))
-        .ok()
-        .map(Arc::new)
-}
-
-/// Removes the workers' control group; if it has to stay, says so, and who is in it.
+/// Removes the workers' control group. If that fails, gives a message that names its members.
 fn remove_group(dir: &Path) -> Option<String> {
     let cause = cgroup::remove(dir).err()?;
     let members = cgroup::members(dir).into_iter().map(proc_table::describe);
@@ -236,6 +159,27 @@ fn remove_group(dir: &Path) -> Option<String> {
          hint: the next launch in the same parent group removes it once it is empty",
         dir.display()
     ))
+}
+
+/// Settings of the terminal at standard input, which a worker may be given.
+struct TerminalSettings(Termios);
+
+impl TerminalSettings {
+    /// The present ones; none if standard input is no terminal.
+    fn read() -> Option<Self> {
+        tcgetattr(io::stdin()).ok().map(Self)
+    }
+
+    /// Puts them back: a worker that was killed while it edited a line leaves a terminal that does not echo. In the
+    /// background the terminal belongs to another process.
+    fn restore(&self) {
+        let stdin = io::stdin();
+        let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != self.0);
+        if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
+            // The terminal has gone, if this fails.
+            let _ = tcsetattr(&stdin, SetArg::TCSANOW, &self.0);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
-//! The agent: joins the job, runs the workers of this node, stops them, and tells why.
+//! The agent: joins the job, runs the workers of this node, stops them, and reports why.
 //!
 //! | module | what it does |
 //! |---|---|
 //! | `launch` | a launch from outside: its beginning and its outcome |
+//! | `context` | the parts of a launch that all others use |
 //! | `machine` | decides: `(state, event) -> (state, effects)`, without I/O |
 //! | `driver` | one loop that turns all that happens into events, and carries out the effects |
 //! | `daemon` | the connection to the daemon, and what is said again when it was lost |
@@ -11,6 +12,7 @@
 //! | `blocking_thread` | the thread for what blocks |
 
 mod blocking_thread;
+mod context;
 mod daemon;
 mod driver;
 mod launch;
@@ -18,7 +20,8 @@ mod machine;
 mod signals;
 mod workers;
 
+pub use context::LaunchError;
 pub use daemon::Memory;
-pub use launch::{LaunchError, Outcome, run};
+pub use launch::{Outcome, run};
 pub use machine::{Effect, Event, ExitReason, LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 pub use signals::is_ignored;

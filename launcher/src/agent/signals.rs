@@ -14,17 +14,17 @@ use crate::plan::SignalPlan;
 /// its process group. People take longer.
 const SAME_REQUEST: Duration = Duration::from_millis(100);
 
-/// Listens from its creation on: a signal that comes between two calls is kept.
+/// Listens from its creation on: a signal that comes between two actions is kept.
 pub(super) struct Signals {
     /// In order of precedence.
-    streams: Vec<(Stream, Call)>,
+    streams: Vec<(Stream, SignalAction)>,
     /// The last request to stop, and when it came.
     stopped: Option<(i32, Instant)>,
 }
 
-/// What a signal says.
+/// What to do about a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Call {
+pub(super) enum SignalAction {
     /// Stop, because of this signal.
     Stop(i32),
     /// Pass this signal on to the workers.
@@ -38,16 +38,19 @@ impl Signals {
     pub(super) fn listen(plan: &SignalPlan) -> io::Result<Self> {
         let hangup = Signal::SIGHUP as i32;
         let hangup_ignored = is_ignored(Signal::SIGHUP);
-        let stops = plan.stop.iter().map(|number| (*number, Call::Stop(*number)));
+        let stops = plan
+            .stop
+            .iter()
+            .map(|number| (*number, SignalAction::Stop(*number)));
         let forwards = plan
             .forward
             .iter()
-            .map(|number| (*number, Call::Forward(*number)));
-        let calls = stops
+            .map(|number| (*number, SignalAction::Forward(*number)));
+        let actions = stops
             .chain(forwards)
-            .chain([(Signal::SIGCHLD as i32, Call::Child)]);
-        let calls = calls.filter(|(number, _)| *number != hangup || !hangup_ignored);
-        let streams = calls.map(|(number, call)| Ok((signal(SignalKind::from_raw(number))?, call)));
+            .chain([(Signal::SIGCHLD as i32, SignalAction::Child)]);
+        let actions = actions.filter(|(number, _)| *number != hangup || !hangup_ignored);
+        let streams = actions.map(|(number, action)| Ok((signal(SignalKind::from_raw(number))?, action)));
         Ok(Self {
             streams: streams.collect::<io::Result<_>>()?,
             stopped: None,
@@ -55,12 +58,12 @@ impl Signals {
     }
 
     /// The next signal. Cancel safe: a signal that was not returned is kept.
-    pub(super) async fn next(&mut self) -> Call {
+    pub(super) async fn next(&mut self) -> SignalAction {
         poll_fn(|context| {
-            for (stream, call) in &mut self.streams {
+            for (stream, action) in &mut self.streams {
                 while stream.poll_recv(context).is_ready() {
-                    if !is_repeated(&mut self.stopped, *call, Instant::now()) {
-                        return Poll::Ready(*call);
+                    if !is_repeated(&mut self.stopped, *action, Instant::now()) {
+                        return Poll::Ready(*action);
                     }
                 }
             }
@@ -70,9 +73,9 @@ impl Signals {
     }
 }
 
-/// True for the last request, delivered twice. It does not begin the time anew: who insists is heard.
-fn is_repeated(stopped: &mut Option<(i32, Instant)>, call: Call, now: Instant) -> bool {
-    let Call::Stop(signal) = call else {
+/// True if the last request was delivered twice. A repetition does not restart the time.
+fn is_repeated(stopped: &mut Option<(i32, Instant)>, action: SignalAction, now: Instant) -> bool {
+    let SignalAction::Stop(signal) = action else {
         return false;
     };
     let is_repeated =
@@ -101,13 +104,19 @@ mod tests {
     #[test]
     fn a_stop_that_is_delivered_twice_counts_once() {
         let (mut stopped, start) = (None, Instant::now());
-        let mut repeated = |call, ms| is_repeated(&mut stopped, call, start + Duration::from_millis(ms));
-        assert!(!repeated(Call::Stop(15), 0));
-        assert!(repeated(Call::Stop(15), 0) && repeated(Call::Stop(15), 99));
-        assert!(!repeated(Call::Stop(15), 100), "who insists is heard");
-        assert!(!repeated(Call::Stop(2), 101), "another signal is another request");
-        assert!(!repeated(Call::Child, 102) && !repeated(Call::Child, 102));
-        assert!(!repeated(Call::Forward(10), 102) && !repeated(Call::Forward(10), 102));
+        let mut repeated = |action, ms| is_repeated(&mut stopped, action, start + Duration::from_millis(ms));
+        assert!(!repeated(SignalAction::Stop(15), 0));
+        assert!(repeated(SignalAction::Stop(15), 0) && repeated(SignalAction::Stop(15), 99));
+        assert!(
+            !repeated(SignalAction::Stop(15), 100),
+            "a later repetition counts"
+        );
+        assert!(
+            !repeated(SignalAction::Stop(2), 101),
+            "another signal is another request"
+        );
+        assert!(!repeated(SignalAction::Child, 102) && !repeated(SignalAction::Child, 102));
+        assert!(!repeated(SignalAction::Forward(10), 102) && !repeated(SignalAction::Forward(10), 102));
     }
 
     #[test]
@@ -128,9 +137,9 @@ mod tests {
         nix::sys::signal::raise(Signal::SIGUSR2).unwrap();
         loop {
             match signals.next().await {
-                Call::Child => {}
-                call => {
-                    assert_eq!(call, Call::Forward(Signal::SIGUSR2 as i32));
+                SignalAction::Child => {}
+                action => {
+                    assert_eq!(action, SignalAction::Forward(Signal::SIGUSR2 as i32));
                     break;
                 }
             }

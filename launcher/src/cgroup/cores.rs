@@ -6,7 +6,7 @@ use std::path::Path;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
-use super::Standing;
+use super::membership::CgroupMembership;
 
 /// Cores that this process may use: those of its affinity mask, within the quota of its control groups rounded up, at
 /// least one.
@@ -18,7 +18,7 @@ pub fn usable_cores() -> usize {
 /// The tightest quota of processor time in cores, of this process's control group and of all above it; none without
 /// one.
 pub fn cpu_quota() -> Option<f64> {
-    tightest_quota(&Standing::of_this_process())
+    tightest_quota(&CgroupMembership::of_this_process())
 }
 
 fn count(set: &CpuSet) -> usize {
@@ -28,9 +28,9 @@ fn count(set: &CpuSet) -> usize {
         .max(1)
 }
 
-fn tightest_quota(standing: &Standing) -> Option<f64> {
-    let v2 = standing.unified_levels().filter_map(|level| quota_v2(&level));
-    let v1 = standing.levels_of("cpu").filter_map(|level| quota_v1(&level));
+fn tightest_quota(membership: &CgroupMembership) -> Option<f64> {
+    let v2 = membership.unified_levels().filter_map(|level| quota_v2(&level));
+    let v1 = membership.levels_of("cpu").filter_map(|level| quota_v1(&level));
     v2.chain(v1).reduce(f64::min)
 }
 
@@ -72,16 +72,16 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        let standing = machine(root.path(), "3:cpu:/docker\n0::/job/step\n");
-        assert_eq!(tightest_quota(&standing), None);
+        let membership = machine(root.path(), "3:cpu:/docker\n0::/job/step\n");
+        assert_eq!(tightest_quota(&membership), None);
         write("v2/job/step/cpu.max", "max 100000\n");
         write("v2/job/cpu.max", "300000 100000\n");
-        assert_eq!(tightest_quota(&standing), Some(3.0));
+        assert_eq!(tightest_quota(&membership), Some(3.0));
         write("cpu/docker/cpu.cfs_quota_us", "-1\n");
         write("cpu/docker/cpu.cfs_period_us", "100000\n");
-        assert_eq!(tightest_quota(&standing), Some(3.0), "-1 is no quota");
+        assert_eq!(tightest_quota(&membership), Some(3.0), "-1 is no quota");
         write("cpu/docker/cpu.cfs_quota_us", "150000\n");
-        assert_eq!(tightest_quota(&standing), Some(1.5));
+        assert_eq!(tightest_quota(&membership), Some(1.5));
     }
 
     #[test]

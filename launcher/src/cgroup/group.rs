@@ -1,20 +1,27 @@
 //! A control group (version 2) that holds all workers of one launcher, where the system allows to make one.
 //!
-//! Whatever a worker starts is born in its group, and cannot leave it without rights that it usually lacks: not by a
-//! session of its own, not by clearing its environment. One write to `cgroup.kill` then ends all of them at once.
+//! A new process moves itself into the group before its program runs. Whatever it starts is born there, and cannot leave
+//! without rights that it usually lacks: not by a session of its own, not by clearing its environment. One write to `cgroup.kill` then ends all of them at once.
 //! The group lies below the launcher's own. Where none can be made, the guardian and the sweep work as they do
 //! without: sessions, markers, descendants.
 
+#![expect(
+    unsafe_code,
+    reason = "a fork that tries the group, and a descriptor used between fork and exec"
+)]
+
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::unistd::{AccessFlags, access};
+use nix::sys::wait::WaitStatus;
+use nix::unistd::{AccessFlags, ForkResult, access, fork};
 
-use super::{CgroupEntry, Standing, leftovers};
+use super::membership::CgroupMembership;
+use crate::spawn::process::wait_for;
 
 /// Members of a group, one process id a line; `0` is the writer itself.
 const MEMBERS: &str = "cgroup.procs";
@@ -50,7 +57,9 @@ pub enum NoGroup {
 /// # Errors
 /// When a group of their own for the workers is impossible, and why.
 pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
-    let own = Standing::of_this_process().unified().ok_or(NoGroup::NotMounted)?;
+    let own = CgroupMembership::of_this_process()
+        .unified()
+        .ok_or(NoGroup::NotMounted)?;
     // To be born in a group below needs the right to write to the members of the nearest group above both places: this
     // one.
     for path in [own.clone(), own.join(MEMBERS)] {
@@ -61,15 +70,41 @@ pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
     Ok(own)
 }
 
+/// The file of a group's members, valid as long as the group: a write to it moves a process into the group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CgroupEntry(RawFd);
+
+impl CgroupEntry {
+    /// Moves the calling process into the group. Async-signal-safe; true if that worked.
+    pub(crate) fn enter(self) -> bool {
+        // SAFETY: the buffer is valid for its length. A bad descriptor gives an error.
+        unsafe { libc::write(self.0, b"0".as_ptr().cast(), 1) == 1 }
+    }
+
+    /// Tries with a child whether processes get in: the kernel has many rules about that.
+    fn check(self) -> io::Result<()> {
+        // SAFETY: the child makes two async-signal-safe calls and never returns.
+        match unsafe { fork() }? {
+            ForkResult::Child => {
+                let code = i32::from(!self.enter());
+                // SAFETY: plain system call.
+                unsafe { libc::_exit(code) }
+            }
+            ForkResult::Parent { child } => match wait_for(child)? {
+                WaitStatus::Exited(_, 0) => Ok(()),
+                _ => Err(io::ErrorKind::PermissionDenied.into()),
+            },
+        }
+    }
+}
+
 /// The group of one launcher's workers.
 #[derive(Debug)]
 pub(crate) struct WorkerCgroup {
     dir: PathBuf,
     /// Its lock says that the launcher lives.
-    folder: File,
+    _folder: File,
     members: File,
-    /// The way into it, until a process in it was killed.
-    entry: Mutex<Option<CgroupEntry>>,
 }
 
 impl WorkerCgroup {
@@ -86,7 +121,7 @@ impl WorkerCgroup {
     /// does the same may take a group that is not held yet for one of these and remove it, so it is tried again.
     pub(crate) fn create_among_leftovers(dir: &Path) -> io::Result<Self> {
         if let Some(own) = dir.parent() {
-            leftovers::remove_leftovers(own);
+            remove_leftovers(own);
         }
         let mut made = Self::create(dir);
         for _ in 1..MAKE_ATTEMPTS {
@@ -99,40 +134,27 @@ impl WorkerCgroup {
     }
 
     fn open(dir: &Path) -> io::Result<Self> {
-        let folder = leftovers::hold_own(dir)?;
+        let folder = hold_own(dir)?;
         // Absent before Linux 5.14.
         fs::metadata(dir.join(KILL))?;
         let members = File::options().write(true).open(dir.join(MEMBERS))?;
-        let entry = CgroupEntry::find(folder.as_raw_fd(), members.as_raw_fd())?;
-        Ok(Self {
+        let group = Self {
             dir: dir.to_owned(),
-            folder,
+            _folder: folder,
             members,
-            entry: Mutex::new(Some(entry)),
-        })
+        };
+        group.entry().check()?;
+        Ok(group)
     }
 
-    /// The way into the group, valid as long as the group; none if there is no way any more.
-    fn find_entry(&self) -> Option<CgroupEntry> {
-        let mut entry = self.entry.lock().unwrap_or_else(PoisonError::into_inner);
-        if entry.is_none() {
-            *entry = CgroupEntry::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
-        }
-        *entry
-    }
-
-    /// The way into the group, and its folder; none if there is no way any more: then no new process is in it, and none
-    /// must be looked for there.
-    pub(crate) fn entry(&self) -> Option<(CgroupEntry, &Path)> {
-        Some((self.find_entry()?, self.dir()))
+    /// The way into the group, valid as long as the group.
+    pub(crate) fn entry(&self) -> CgroupEntry {
+        CgroupEntry(self.members.as_raw_fd())
     }
 
     /// Kills all members, and those of the groups below.
     pub(crate) fn kill(&self) {
         kill_members(&self.dir);
-        // Linux 6.18 compares how often the group was killed with how often the launcher's own was, and kills whom it
-        // takes for a child of the dead: whether processes can be born in a group has to be tried anew.
-        *self.entry.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     pub(crate) fn dir(&self) -> &Path {
@@ -161,7 +183,7 @@ fn add_members(group: &Path, depth: u32, pids: &mut Vec<i32>) {
 }
 
 /// True if there is a process in the group or in one below it.
-pub(super) fn is_populated(group: &Path) -> bool {
+fn is_populated(group: &Path) -> bool {
     let events = fs::read_to_string(group.join(EVENTS)).unwrap_or_default();
     events.lines().any(|line| line == "populated 1")
 }
@@ -191,7 +213,7 @@ pub(crate) fn remove(group: &Path) -> io::Result<()> {
 }
 
 /// Removes a group and those below it, if no process is in them.
-pub(super) fn remove_tree(group: &Path) -> io::Result<()> {
+fn remove_tree(group: &Path) -> io::Result<()> {
     remove_levels(group, MAX_DEPTH)
 }
 
@@ -210,14 +232,70 @@ fn groups_below(group: &Path) -> impl Iterator<Item = PathBuf> {
         .map(|entry| entry.path())
 }
 
+/// Begins the names of the groups that launchers make.
+const PREFIX: &str = "ddp-";
+
+/// Longest wait for another launcher that looks whether a group is a leftover.
+const LOOK_BOUND: Duration = Duration::from_millis(200);
+/// Between two looks whether it is through: a lock has no event with a deadline.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Opens the folder of a group, and holds its lock until the file is closed. A launcher that removes a group holds its
+/// lock.
+///
+/// # Errors
+/// When there is no such folder, or another process holds it.
+fn hold(group: &Path) -> io::Result<File> {
+    lock(File::open(group)?, group)
+}
+
+fn lock(folder: File, group: &Path) -> io::Result<File> {
+    folder.try_lock()?;
+    // The one that was opened may have been removed before it was locked, and another have come to its place.
+    let (held, there) = (folder.metadata()?, fs::metadata(group)?);
+    if (held.dev(), held.ino()) != (there.dev(), there.ino()) {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    Ok(folder)
+}
+
+/// As [`hold`], for the group of this launcher, which others may just be looking at.
+fn hold_own(group: &Path) -> io::Result<File> {
+    let deadline = Instant::now() + LOOK_BOUND;
+    loop {
+        match hold(group) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Removes the empty groups of dead launchers below `own`; returns their number. A group stays behind when a process in
+/// it could not be killed, or when launcher and guardian were both killed. Groups that hold a process stay.
+///
+/// Each launcher holds a lock on the folder of its group while it lives. A process id would not do: the system reuses
+/// it, and it differs between containers. A lock ends with its holder.
+fn remove_leftovers(own: &Path) -> usize {
+    let groups = fs::read_dir(own).into_iter().flatten().flatten();
+    groups
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .filter(|entry| {
+            let group = entry.path();
+            let lock = hold(&group);
+            // A process that comes in now, or a group that is made below, makes the removal fail.
+            lock.is_ok() && !is_populated(&group) && remove_tree(&group).is_ok()
+        })
+        .count()
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
 
-    use nix::sys::wait::WaitStatus;
-
     use super::*;
-    use crate::cgroup::wait_for;
     use crate::spawn::process::{self, Image, Start, Streams};
 
     #[test]
@@ -265,7 +343,6 @@ mod tests {
         let start = Start {
             image,
             streams,
-            entry: Some(entry),
             patience: Duration::from_mins(1),
             ignored: &[],
         };
@@ -284,37 +361,11 @@ mod tests {
         let dir = own.join(format!("ddp-test-{}-again", std::process::id()));
         let group = WorkerCgroup::create(&dir).unwrap();
         for _ in 0..3 {
-            let ways = [
-                group.find_entry().unwrap(),
-                CgroupEntry::Move(group.members.as_raw_fd()),
-            ];
-            for entry in ways {
-                assert!(
-                    matches!(start_in(&group, entry), WaitStatus::Exited(_, 0)),
-                    "{entry:?}"
-                );
-            }
+            let end = start_in(&group, group.entry());
+            assert!(matches!(end, WaitStatus::Exited(_, 0)), "{end:?}");
             group.kill();
         }
         remove(&dir).unwrap();
-    }
-
-    #[test]
-    fn a_group_without_a_way_in_is_none() {
-        let root = tempfile::tempdir().unwrap();
-        let members = root.path().join(MEMBERS);
-        fs::write(&members, "").unwrap();
-        let open = |options: &fs::OpenOptions| WorkerCgroup {
-            dir: root.path().to_owned(),
-            folder: File::open(root.path()).unwrap(),
-            members: options.open(&members).unwrap(),
-            entry: Mutex::new(None),
-        };
-        // No folder to be born in, and the list of members cannot be written.
-        assert!(open(File::options().read(true)).entry().is_none());
-        let group = open(File::options().write(true));
-        let entry = group.entry().expect("a way in");
-        assert!(matches!(entry, (CgroupEntry::Move(_), dir) if dir == root.path()));
     }
 
     #[test]
@@ -340,5 +391,71 @@ mod tests {
         );
         remove(&dir).unwrap();
         assert!(!dir.exists());
+    }
+
+    #[test]
+    fn only_what_nobody_holds_is_removed() {
+        let own = tempfile::tempdir().unwrap();
+        for name in ["ddp-1-dead", "ddp-1-dead/inner", "ddp-1-alive", "other"] {
+            fs::create_dir(own.path().join(name)).unwrap();
+        }
+        let alive = own.path().join("ddp-1-alive");
+        let lock = hold(&alive).unwrap();
+        assert_eq!(remove_leftovers(own.path()), 1);
+        assert!(!own.path().join("ddp-1-dead").exists());
+        assert!(own.path().join("other").exists());
+        assert!(alive.exists(), "its launcher lives");
+        drop(lock);
+        // A process that another test has just forked holds the lock too, until its program runs.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while remove_leftovers(own.path()) == 0 {
+            assert!(Instant::now() < deadline, "the lock is free");
+            std::thread::yield_now();
+        }
+        assert!(!alive.exists());
+    }
+
+    #[test]
+    fn a_group_that_came_to_the_place_of_another_is_not_held_by_the_others_lock() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        fs::create_dir(&group).unwrap();
+        let before = File::open(&group).unwrap();
+        fs::remove_dir(&group).unwrap();
+        // Keeps the number of the old one from being used again.
+        fs::create_dir(own.path().join("between")).unwrap();
+        assert!(
+            lock(before.try_clone().unwrap(), &group).is_err(),
+            "nothing is there"
+        );
+        fs::create_dir(&group).unwrap();
+        assert!(lock(before, &group).is_err(), "another one is there");
+        assert!(hold_own(&group).is_ok());
+    }
+
+    #[test]
+    fn a_launcher_waits_for_those_who_only_look() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        fs::create_dir(&group).unwrap();
+        let looking = hold(&group).unwrap();
+        std::thread::scope(|scope| {
+            let held = scope.spawn(|| hold_own(&group).is_ok());
+            drop(looking);
+            assert!(held.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn a_group_with_a_process_stays_with_all_below_it() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-stuck");
+        fs::create_dir_all(group.join("ddp-2-inner")).unwrap();
+        fs::write(group.join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+        assert_eq!(remove_leftovers(own.path()), 0);
+        assert!(
+            group.join("ddp-2-inner").exists(),
+            "its launcher lives, in the group above"
+        );
     }
 }

@@ -20,9 +20,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use super::hub::{ControlEvent, ControlNews, Hub, Member, WORKER_QUEUE, WorkerContext, encode};
 use super::peer;
-use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
-use super::store::{self, Store};
+use super::store::{KvError, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
@@ -38,7 +38,7 @@ const MAX_PAGE_BYTES: usize = MAX_LINE_BYTES - 4096;
 /// Why a connection is ended by the agent. Only a worker's hello that does not fit is worth a line on the console:
 /// a worker that cannot live without its connection says so itself.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum ConnectionError {
     #[error("process {pid} runs as user {uid}, not as the launcher's user")]
     OtherUser { pid: i32, uid: u32 },
     #[error("process {pid} is not a worker of this generation, or not local rank {local_rank}")]
@@ -59,66 +59,58 @@ enum Refusal {
     Io(#[from] io::Error),
 }
 
-impl Refusal {
+impl ConnectionError {
     /// What does not fit in the hello of a process that belongs to a worker, and that worker; none for a stranger.
-    fn misfit(&self, hub: &Hub) -> Option<ControlEvent> {
-        let place = hub.place.borrow();
-        let place = place.as_ref()?;
+    fn bad_hello(&self, hub: &Hub) -> Option<ControlEvent> {
+        let context = hub.context.borrow();
+        let context = context.as_ref()?;
         let (pid, key, theirs, ours) = match self {
             Self::OtherPid { pid, claimed } => (*pid, "pid", claimed.to_string(), None),
             Self::Stranger { pid, local_rank } => (*pid, "local_rank", local_rank.to_string(), None),
             Self::Stale { pid, theirs, ours } => (*pid, "generation", theirs.to_string(), Some(ours)),
             _ => return None,
         };
-        let local_rank = peer::owner(pid, &place.pids)?;
+        let local_rank = peer::owner(pid, &context.pids)?;
         let ours = match (self, ours) {
             (Self::OtherPid { .. }, _) => pid.to_string(),
             (_, Some(generation)) => generation.to_string(),
             _ => local_rank.to_string(),
         };
         Some(ControlEvent {
-            generation: place.generation,
+            generation: context.generation,
             local_rank,
-            news: News::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
+            news: ControlNews::Refused(format!("`{key}` of its hello is {theirs}, expected {ours}")),
         })
     }
 }
 
 /// Serves a connection until either side ends it.
 pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
-    let connection = match Connection::greet(id, stream, &hub).await {
+    let connection = match WorkerConnection::greet(id, stream, &hub).await {
         Ok(connection) => connection,
         Err(refusal) => {
             tracing::debug!("control connection {id} refused: {refusal}");
-            if let Some(misfit) = refusal.misfit(&hub) {
+            if let Some(bad_hello) = refusal.bad_hello(&hub) {
                 // The agent may be gone.
-                let _ = hub.events.send(misfit).await;
+                let _ = hub.events.send(bad_hello).await;
             }
             return hub.leave(id);
         }
     };
-    let hung_up = connection.event(News::HungUp);
+    let disconnected = connection.event(ControlNews::Disconnected);
     let result = connection.run().await;
     hub.leave(id);
     if let Err(refusal) = result {
         tracing::debug!("control connection {id} ended: {refusal}");
     }
     sleep(REOPEN_BOUND).await;
-    if !hub.has_connection_of(hung_up.local_rank) {
+    if !hub.has_connection_of(disconnected.local_rank) {
         // The agent may be gone.
-        let _ = hub.events.send(hung_up).await;
+        let _ = hub.events.send(disconnected).await;
     }
 }
 
-/// A message as a line.
-pub(super) fn encode(message: &ToWorker) -> Arc<[u8]> {
-    // Maps with string keys and plain fields: serde_json cannot fail on them.
-    let mut line = serde_json::to_vec(message).unwrap_or_default();
-    line.push(b'\n');
-    line.into()
-}
-
-struct Connection<'a> {
+struct WorkerConnection<'a> {
     hub: &'a Hub,
     local_rank: LocalRank,
     generation: Generation,
@@ -129,18 +121,18 @@ struct Connection<'a> {
     calls: JoinSet<()>,
 }
 
-impl<'a> Connection<'a> {
-    async fn greet(id: u64, stream: UnixStream, hub: &'a Hub) -> Result<Self, Refusal> {
+impl<'a> WorkerConnection<'a> {
+    async fn greet(id: u64, stream: UnixStream, hub: &'a Hub) -> Result<Self, ConnectionError> {
         let credentials = stream.peer_cred()?;
         let (uid, pid) = (credentials.uid(), credentials.pid().unwrap_or(0));
         if uid != nix::unistd::geteuid().as_raw() {
-            return Err(Refusal::OtherUser { pid, uid });
+            return Err(ConnectionError::OtherUser { pid, uid });
         }
         let (reader, mut writer) = stream.into_split();
         let mut lines = Lines::new(reader);
         let hello = timeout(GREETING_BOUND, lines.next())
             .await
-            .map_err(|_| Refusal::NoHello { pid })??;
+            .map_err(|_| ConnectionError::NoHello { pid })??;
         let Some(Line::Message(ToAgent::Hello {
             protocol: 1..,
             local_rank,
@@ -149,16 +141,16 @@ impl<'a> Connection<'a> {
             listens,
         })) = hello
         else {
-            return Err(Refusal::NoHello { pid });
+            return Err(ConnectionError::NoHello { pid });
         };
         let local_rank = LocalRank(local_rank);
         if u32::try_from(pid) != Ok(claimed) {
-            return Err(Refusal::OtherPid { pid, claimed });
+            return Err(ConnectionError::OtherPid { pid, claimed });
         }
-        let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
-            Ok(place) => place,
+        let (store, assignment) = match await_context(hub, pid, local_rank, generation).await {
+            Ok(context) => context,
             Err(refusal) => {
-                if let Refusal::Stale { ours, .. } = &refusal {
+                if let ConnectionError::Stale { ours, .. } = &refusal {
                     let cause = format!("generation {ours} has started");
                     let line = encode(&ToWorker::GenerationOver { generation, cause });
                     let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
@@ -196,7 +188,7 @@ impl<'a> Connection<'a> {
         })
     }
 
-    async fn run(mut self) -> Result<(), Refusal> {
+    async fn run(mut self) -> Result<(), ConnectionError> {
         loop {
             // Cancel safe: `Lines::next` keeps what it has read of a line; `join_next` loses nothing.
             tokio::select! {
@@ -220,14 +212,21 @@ impl<'a> Connection<'a> {
             ToAgent::Hello { .. } => {}
             ToAgent::Heartbeat { .. } => {
                 // The next one brings newer numbers.
-                let _ = self.hub.events.try_send(self.event(News::Said(message)));
+                let _ = self
+                    .hub
+                    .events
+                    .try_send(self.event(ControlNews::Message(message)));
             }
             ToAgent::Sizes(_)
             | ToAgent::State { .. }
             | ToAgent::PeerLost { .. }
             | ToAgent::Failure { .. } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self.hub.events.send(self.event(News::Said(message))).await;
+                let _ = self
+                    .hub
+                    .events
+                    .send(self.event(ControlNews::Message(message)))
+                    .await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();
@@ -260,7 +259,7 @@ impl<'a> Connection<'a> {
         }
     }
 
-    fn event(&self, news: News) -> ControlEvent {
+    fn event(&self, news: ControlNews) -> ControlEvent {
         ControlEvent {
             generation: self.generation,
             local_rank: self.local_rank,
@@ -272,7 +271,7 @@ impl<'a> Connection<'a> {
     fn answer(
         &mut self,
         call: u64,
-        result: impl Future<Output = Result<Option<Arc<str>>, store::Refusal>> + Send + 'static,
+        result: impl Future<Output = Result<Option<Arc<str>>, KvError>> + Send + 'static,
     ) {
         self.answer_with(call, async move {
             let value = result.await?.map(|value| value.to_string());
@@ -289,7 +288,7 @@ impl<'a> Connection<'a> {
     fn answer_with(
         &mut self,
         call: u64,
-        result: impl Future<Output = Result<ToWorker, store::Refusal>> + Send + 'static,
+        result: impl Future<Output = Result<ToWorker, KvError>> + Send + 'static,
     ) {
         let Some(queue) = self.queue.upgrade() else {
             return;
@@ -297,23 +296,23 @@ impl<'a> Connection<'a> {
         // A worker that waits for an answer before it calls again must not be refused because of the one it has got.
         while self.calls.try_join_next().is_some() {}
         if self.calls.len() >= MAX_CALLS {
-            let refused = store::Refusal {
+            let refused = KvError {
                 why: KvRefusal::Other,
                 words: format!("{MAX_CALLS} calls are already in progress, the maximum"),
             };
             let _ = queue.try_send(reply(call, Err(refused)));
             return;
         }
-        let mut place = self.hub.place.clone();
+        let mut context = self.hub.context.clone();
         let generation = self.generation;
         self.calls.spawn(async move {
-            let superseded = place.wait_for(|place| ended(place.as_ref(), generation).is_some());
+            let superseded = context.wait_for(|context| ended(context.as_ref(), generation).is_some());
             // Cancel safe: an abandoned call is only asked again, and writes are idempotent.
             let result = tokio::select! {
                 result = result => result,
-                place = superseded => {
-                    let cause = place.ok().and_then(|place| ended(place.as_ref(), generation));
-                    Err(store::Refusal {
+                context = superseded => {
+                    let cause = context.ok().and_then(|context| ended(context.as_ref(), generation));
+                    Err(KvError {
                         why: KvRefusal::Superseded,
                         words: format!("generation superseded: {}", cause.unwrap_or_default()),
                     })
@@ -325,7 +324,7 @@ impl<'a> Connection<'a> {
     }
 }
 
-fn reply(call: u64, result: Result<ToWorker, store::Refusal>) -> Arc<[u8]> {
+fn reply(call: u64, result: Result<ToWorker, KvError>) -> Arc<[u8]> {
     let answer = result.unwrap_or_else(|refused| ToWorker::KvReply {
         call,
         value: None,
@@ -359,61 +358,63 @@ fn page(entries: &[KvEntry], after: &str) -> (BTreeMap<String, String>, bool) {
 }
 
 /// Why `generation` is over, if it is.
-fn ended(place: Option<&Place>, generation: Generation) -> Option<String> {
-    match place {
-        Some(place) if place.generation == generation => place.over.clone(),
-        Some(place) => Some(format!("generation {} has started", place.generation)),
+fn ended(context: Option<&WorkerContext>, generation: Generation) -> Option<String> {
+    match context {
+        Some(context) if context.generation == generation => context.over.clone(),
+        Some(context) => Some(format!("generation {} has started", context.generation)),
         None => None,
     }
 }
 
 /// Why the workers of `generation` were asked to stop, if they were.
 fn asked_to_stop(hub: &Hub, generation: Generation) -> Option<String> {
-    let place = hub.place.borrow();
-    let current = place.as_ref().filter(|place| place.generation == generation)?;
+    let context = hub.context.borrow();
+    let current = context
+        .as_ref()
+        .filter(|context| context.generation == generation)?;
     current.asked_to_stop.clone()
 }
 
 fn over(hub: &Hub, generation: Generation) -> Option<String> {
-    ended(hub.place.borrow().as_ref(), generation)
+    ended(hub.context.borrow().as_ref(), generation)
 }
 
 /// Waits until the speaker is known to be the worker it claims to be: a fast worker may connect before the agent
 /// knows that it was spawned.
-async fn await_place(
+async fn await_context(
     hub: &Hub,
     pid: i32,
     local_rank: LocalRank,
     theirs: Generation,
-) -> Result<(Arc<Store>, Arc<[u8]>), Refusal> {
-    let known = |place: &Place| peer::owner(pid, &place.pids) == Some(local_rank);
-    let mut watch = hub.place.clone();
-    let settled = watch.wait_for(|place| {
-        place
+) -> Result<(Arc<Store>, Arc<[u8]>), ConnectionError> {
+    let known = |context: &WorkerContext| peer::owner(pid, &context.pids) == Some(local_rank);
+    let mut watch = hub.context.clone();
+    let settled = watch.wait_for(|context| {
+        context
             .as_ref()
-            .is_none_or(|place| place.generation != theirs || place.spawned || known(place))
+            .is_none_or(|context| context.generation != theirs || context.spawned || known(context))
     });
-    let stranger = || Refusal::Stranger { pid, local_rank };
-    let place = timeout(GREETING_BOUND, settled).await.map_err(|_| stranger())?;
-    let place = place.map_err(|_| stranger())?;
-    let place = place.as_ref().ok_or_else(stranger)?;
-    if place.generation != theirs {
-        let ours = place.generation;
-        return Err(Refusal::Stale { pid, theirs, ours });
+    let stranger = || ConnectionError::Stranger { pid, local_rank };
+    let context = timeout(GREETING_BOUND, settled).await.map_err(|_| stranger())?;
+    let context = context.map_err(|_| stranger())?;
+    let context = context.as_ref().ok_or_else(stranger)?;
+    if context.generation != theirs {
+        let ours = context.generation;
+        return Err(ConnectionError::Stale { pid, theirs, ours });
     }
-    let contract = place
+    let contract = context
         .contracts
         .get(local_rank.0 as usize)
-        .filter(|_| known(place))
+        .filter(|_| known(context))
         .ok_or_else(stranger)?;
     let assignment = encode(&ToWorker::Assignment {
         protocol: PROTOCOL,
         generation: theirs,
         env: contract.clone(),
-        node_addr: place.node_addr.clone(),
-        data_key: place.data_key.clone(),
+        node_addr: context.node_addr.clone(),
+        data_key: context.data_key.clone(),
     });
-    Ok((place.store.clone(), assignment))
+    Ok((context.store.clone(), assignment))
 }
 
 /// Reads what a worker might say; how many messages and lines of newer builds there were. For `tests/fuzz`.
@@ -466,7 +467,7 @@ impl<R: AsyncRead + Unpin> Lines<R> {
     }
 
     /// The next line; none at the end. Cancel safe.
-    async fn next(&mut self) -> Result<Option<Line>, Refusal> {
+    async fn next(&mut self) -> Result<Option<Line>, ConnectionError> {
         let room = (MAX_LINE_BYTES - self.line.len()) as u64;
         let read = (&mut self.reader)
             .take(room)
@@ -476,13 +477,13 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             return Ok(None);
         }
         if !self.line.ends_with(b"\n") {
-            return Err(Refusal::BadLine);
+            return Err(ConnectionError::BadLine);
         }
         let line = std::mem::take(&mut self.line);
         match serde_json::from_slice(&line) {
             Ok(message) => Ok(Some(Line::Message(message))),
             Err(_) if serde_json::from_slice::<serde_json::Value>(&line).is_ok() => Ok(Some(Line::Unknown)),
-            Err(_) => Err(Refusal::BadLine),
+            Err(_) => Err(ConnectionError::BadLine),
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `server` | listens, keeps the list of connections, sends to all of them |
+//! | `server` | listens, sends messages to all workers |
+//! | `hub` | the state that server and connections share |
 //! | `connection` | one connection: greeting, messages, key-value calls |
 //! | `peer` | which worker a process belongs to |
 //! | `store` | key-value calls, forwarded to the daemon and cached |
@@ -10,10 +11,12 @@
 //! A worker that stops reading loses its connection; it never holds up the agent.
 
 mod connection;
+mod hub;
 mod peer;
 mod server;
 mod store;
 
 pub use connection::read_foreign_lines;
-pub(crate) use server::{ControlEvent, ControlServer, News, Place};
+pub(crate) use hub::{ControlEvent, ControlNews, WorkerContext};
+pub(crate) use server::ControlServer;
 pub(crate) use store::Store;

@@ -23,12 +23,12 @@ const MAX_CACHED: usize = 4096;
 const MAX_GATHERED: usize = 4;
 /// Longest single wait at the daemon for the entries of a gather.
 const GATHER_BOUND: Duration = Duration::from_mins(1);
-/// For so long an answer of what is there now serves all workers: it is for reports of who is missing.
+/// How long one answer about the present entries serves all workers: they report missing ranks with it.
 const SNAPSHOT_AGE: Duration = Duration::from_secs(2);
 
 /// Why a call was not done.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct KvError {
     /// For the worker's program.
     pub(crate) why: KvRefusal,
     /// For people.
@@ -60,7 +60,7 @@ type Entries = Arc<[KvEntry]>;
 /// What a node asks the daemon of one prefix. It goes on when the caller gives up: nothing is transferred twice.
 #[derive(Default)]
 struct Asking {
-    task: JoinSet<Result<Entries, Refusal>>,
+    task: JoinSet<Result<Entries, KvError>>,
     /// The last answer of what was there, and when it came.
     snapshot: Option<(Instant, Entries)>,
 }
@@ -94,8 +94,8 @@ impl Store {
     }
 
     /// Stores an entry; `value` is base64. Tried for [`PUT_BOUND`] while the daemon is away.
-    pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), Refusal> {
-        let invalid = |words| Refusal {
+    pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), KvError> {
+        let invalid = |words| KvError {
             why: KvRefusal::Other,
             words,
         };
@@ -127,7 +127,7 @@ impl Store {
         }
     }
 
-    async fn write(&self, key: &str, value: &[u8]) -> Result<(), Refusal> {
+    async fn write(&self, key: &str, value: &[u8]) -> Result<(), KvError> {
         let deadline = Instant::now() + PUT_BOUND;
         let write = async {
             loop {
@@ -151,7 +151,7 @@ impl Store {
     }
 
     /// Reads an entry as base64, waiting up to `bound` until a rank writes it; looks at least once.
-    pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, Refusal> {
+    pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, KvError> {
         let deadline = Instant::now() + bound;
         let cell = self.cell(key);
         // A reader that waited in vain for its turn looks itself: "not written" holds at the deadline, not when another
@@ -170,7 +170,7 @@ impl Store {
 
     /// Gathers all entries whose keys begin with `prefix`, waiting up to `bound` until there are `count` of them; with 0,
     /// those that are there now or were a moment ago. The workers of this node share one answer.
-    pub(crate) async fn gather(&self, prefix: &str, count: u32, bound: Duration) -> Result<Entries, Refusal> {
+    pub(crate) async fn gather(&self, prefix: &str, count: u32, bound: Duration) -> Result<Entries, KvError> {
         let deadline = Instant::now() + bound;
         // What is there is not waited for, but transferred.
         let deadline = if count == 0 {
@@ -249,7 +249,7 @@ impl Store {
         cell
     }
 
-    async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, Refusal> {
+    async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, KvError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.client.kv_get(&self.scope, key, left).await {
@@ -257,7 +257,7 @@ impl Store {
                 // The daemon has a longest wait of its own.
                 Ok(None) if Instant::now() < deadline => {}
                 Ok(None) => {
-                    return Err(Refusal {
+                    return Err(KvError {
                         why: KvRefusal::NotWritten,
                         words: format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64()),
                     });
@@ -275,7 +275,7 @@ async fn fetch_all(
     prefix: &str,
     count: u32,
     is_away: &AtomicBool,
-) -> Result<Entries, Refusal> {
+) -> Result<Entries, KvError> {
     loop {
         let answer = client.kv_gather(scope, prefix, count, GATHER_BOUND).await;
         is_away.store(answer.is_err(), Ordering::Relaxed);
@@ -287,17 +287,17 @@ async fn fetch_all(
     }
 }
 
-fn too_few(prefix: &str, waited: Duration) -> Refusal {
+fn too_few(prefix: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    Refusal {
+    KvError {
         why: KvRefusal::NotWritten,
         words: format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s"),
     }
 }
 
-fn no_answer(key: &str, waited: Duration) -> Refusal {
+fn no_answer(key: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    Refusal {
+    KvError {
         why: KvRefusal::Unavailable,
         words: format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s"),
     }
@@ -305,7 +305,7 @@ fn no_answer(key: &str, waited: Duration) -> Refusal {
 
 /// The client opens a broken connection again, and a daemon that was restarted learns of the generation from
 /// the agent. Every other error is an answer.
-async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Refusal> {
+async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), KvError> {
     let why = match &error {
         ClientError::Superseded { .. } => KvRefusal::Superseded,
         ClientError::Call { why, .. } => match why {
@@ -318,7 +318,7 @@ async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Re
     };
     if why != KvRefusal::Unavailable || Instant::now() + RETRY_PAUSE >= deadline {
         let words = error.to_string();
-        return Err(Refusal { why, words });
+        return Err(KvError { why, words });
     }
     tokio::time::sleep(RETRY_PAUSE).await;
     Ok(())

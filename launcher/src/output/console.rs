@@ -1,10 +1,9 @@
-//! The launcher's standard output and error, written by a thread of their own.
+//! The console: standard output and error of the launcher, and the thread that writes to them.
 //!
-//! The reader of our output may stop reading. So only the writer thread ever writes: the others put lines
-//! into a bounded queue. While the reader is merely slow, the threads that read the workers' pipes wait for
-//! room, as the workers themselves would; once it has not read for [`STALL`], lines are dropped and counted until
-//! it reads again. The agent never waits for the console; what it says has room of its own, for the report of a failure
-//! comes when the workers' last words have just filled the queue.
+//! The reader of this output may stop reading. So only the thread `console` writes; other threads put chunks into a
+//! bounded queue. [`Console::put`] holds the whole policy for slow readers: while the reader is merely slow, the thread
+//! that reads the workers' pipes waits for room, as the workers themselves would; a reader that took nothing for
+//! [`STALL`] costs lines, which are counted. The agent never waits for the console: its messages have room of their own.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,90 +12,55 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 use ddp_proto::printable;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::output::progress::Bar;
-use crate::output::sinks::{SinkKind, Sinks};
+use crate::output::streams::{Chunk, OWN_PREFIX, Output, Source, Stream};
 
 /// Bytes of workers that may wait to be written.
 const QUEUE_BYTES: usize = 4 << 20;
-/// Bytes of the launcher's own that may wait besides.
-const OWN_BYTES: usize = 1 << 20;
-/// What one piece costs beyond its bytes, so that short ones are bounded too.
-const PIECE_COST: usize = 128;
+/// Bytes that may wait when the launcher adds its own messages.
+const QUEUE_BYTES_WITH_OWN: usize = QUEUE_BYTES + (2 << 20);
+/// Bytes that each chunk counts beyond its text, so that the number of short ones is bounded too.
+const CHUNK_COST: usize = 128;
 /// A console that takes nothing for this long is blocked.
 const STALL: Duration = Duration::from_millis(500);
-/// How long even a slow reader is waited for at the end.
+/// Longest wait for a slow reader at the end.
 const CLOSE_BOUND: Duration = Duration::from_secs(30);
 /// Most bytes written in one go.
 const WRITE_BYTES: usize = 64 << 10;
-/// Prefix of the launcher's own messages.
-pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
-/// The launcher itself, whose lines always have their ends.
+/// Most redraws of the progress bar in a second.
+const REDRAW_HZ: u8 = 10;
+/// The launcher itself, which only prints whole lines.
 const OWN: Source = Source {
     stream: Stream::Stderr,
     id: u64::MAX,
 };
 
-/// One of the two standard streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stream {
-    /// Descriptor 1.
-    Stdout,
-    /// Descriptor 2.
-    Stderr,
-}
-
-/// A stream of a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Source {
-    /// Where it is shown.
-    pub(crate) stream: Stream,
-    /// The rank, for one.
-    pub(crate) id: u64,
-}
-
-/// What one source has written: any number of whole lines, then perhaps a line without its end. In front of an update
-/// of a line there is `\r`.
-#[derive(Clone, Debug)]
-pub(crate) struct Piece {
-    pub(crate) source: Source,
-    /// Precedes its lines and updates.
-    pub(crate) prefix: Arc<str>,
-    pub(crate) bytes: Vec<u8>,
-    /// It goes on with a line that the console has the beginning of.
-    pub(crate) continues: bool,
-}
-
 /// Handle to the writer thread; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Console {
     shared: Arc<Shared>,
-    kinds: [SinkKind; 2],
+    is_file: [bool; 2],
 }
 
 struct Shared {
     state: Mutex<State>,
-    /// Something to write, or the end.
+    /// The queue has something to write, or is closing.
     filled: Condvar,
-    /// Room in the queue, or all is written.
+    /// The writer took something.
     drained: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    pieces: VecDeque<Piece>,
-    /// Of workers.
+    queue: VecDeque<Chunk>,
     queued_bytes: usize,
-    /// Of the launcher itself.
-    own_bytes: usize,
-    /// The newest numbers for the bar; older ones are of no interest.
+    /// The newest numbers for the progress bar.
     progress: Option<(u64, Progress)>,
     dropped_lines: u64,
     /// Grows whenever the console took something.
     written: u64,
-    /// Whose line on standard output and standard error has no end yet.
-    open: [Option<Source>; 2],
-    /// Nothing was taken for [`STALL`] while a thread waited for room.
+    /// The console took nothing for [`STALL`] while a thread waited for room.
     blocked: bool,
     closing: bool,
     closed: bool,
@@ -104,7 +68,7 @@ struct State {
 
 impl Console {
     /// Starts the writer thread.
-    pub(crate) fn start(sinks: Sinks, progress_bar: bool) -> io::Result<Self> {
+    pub(crate) fn start(output: Output, progress_bar: bool) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             filled: Condvar::new(),
@@ -112,53 +76,39 @@ impl Console {
         });
         let console = Self {
             shared: shared.clone(),
-            kinds: sinks.kinds(),
+            is_file: output.is_file(),
         };
+        let bar = progress_bar.then(new_bar);
         std::thread::Builder::new()
             .name("console".into())
             .stack_size(256 << 10)
-            .spawn(move || Writer::new(sinks, progress_bar).run(&shared))?;
+            .spawn(move || Writer { output, bar }.run(&shared))?;
         Ok(console)
     }
 
-    /// What a stream leads to.
-    pub(crate) fn kind(&self, stream: Stream) -> SinkKind {
-        self.kinds[stream as usize]
+    /// True if the stream leads to a regular file, so that prompts need not be shown early.
+    pub(crate) fn is_file(&self, stream: Stream) -> bool {
+        self.is_file[stream as usize]
     }
 
-    /// True if the last line is this one's, and can go on.
-    pub(crate) fn is_open(&self, source: Source) -> bool {
-        self.lock().open[source.stream as usize] == Some(source)
+    /// Queues output of a worker. Waits for a slow console, but not for a blocked one.
+    pub(crate) fn put(&self, chunk: Chunk) {
+        let has_no_room = |state: &State| state.queued_bytes >= QUEUE_BYTES && !state.blocked;
+        let mut state = self.wait_while(self.lock(), STALL, None, has_no_room);
+        let is_blocked = has_no_room(&state);
+        state.blocked |= is_blocked;
+        self.enqueue(state, chunk, QUEUE_BYTES);
     }
 
-    /// Writes lines of a worker. Waits for room, but not for a blocked console.
-    pub(crate) fn put(&self, piece: Piece) {
-        let mut state = self.lock();
-        let (mut deadline, mut seen) = (Instant::now() + STALL, state.written);
-        while state.queued_bytes >= QUEUE_BYTES && !state.blocked && !state.closed {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                state.blocked = true;
-                break;
-            }
-            state = self.wait(state, left);
-            if state.written != seen {
-                seen = state.written;
-                deadline = Instant::now() + STALL;
-            }
-        }
-        self.enqueue(state, piece);
-    }
-
-    /// Writes a message of the launcher itself, each of its lines prefixed. Peers' text in it controls no terminal. Never
-    /// waits.
+    /// Queues a message of the launcher itself, each of its lines prefixed. Control characters of peers' text are escaped.
+    /// Never waits.
     pub(crate) fn say(&self, text: &str) {
         let text = printable::text(text);
         let lines: String = text.lines().flat_map(|line| [line, "\n"]).collect();
-        self.enqueue(self.lock(), own(lines));
+        self.enqueue(self.lock(), own(lines), QUEUE_BYTES_WITH_OWN);
     }
 
-    /// Shows the numbers of a step on the bar, if one is drawn. Never waits.
+    /// Shows the numbers of a step on the progress bar, if there is one. Never waits.
     pub(crate) fn progress(&self, step: u64, progress: Progress) {
         self.lock().progress = Some((step, progress));
         self.shared.filled.notify_one();
@@ -176,53 +126,49 @@ impl Console {
         state.closing = true;
         self.shared.filled.notify_one();
         let last = Instant::now() + CLOSE_BOUND;
-        let (mut deadline, mut seen) = (Instant::now() + patience, state.written);
-        while !state.closed {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                state.closed = true;
-                return;
-            }
-            state = self.wait(state, left);
-            if state.written != seen {
-                seen = state.written;
-                deadline = last.min(Instant::now() + patience);
-            }
-        }
+        self.wait_while(state, patience, Some(last), |_| true).closed = true;
     }
 
-    fn enqueue(&self, mut state: MutexGuard<'_, State>, piece: Piece) {
-        let (waiting, bound) = state.waiting_beside(&piece);
-        let is_full = *waiting >= bound;
-        if is_full || state.closed {
-            let lines = piece.bytes.split_inclusive(|byte| *byte == b'\n');
+    /// Waits while the condition holds, the console is not closed, it took something within `patience`, and `last` has
+    /// not come.
+    fn wait_while<'a>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+        patience: Duration,
+        last: Option<Instant>,
+        condition: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        let bounded = |deadline: Instant| last.map_or(deadline, |last| last.min(deadline));
+        let (mut deadline, mut seen) = (bounded(Instant::now() + patience), state.written);
+        while condition(&state) && !state.closed {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.shared.drained.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if state.written != seen {
+                seen = state.written;
+                deadline = bounded(Instant::now() + patience);
+            }
+        }
+        state
+    }
+
+    fn enqueue(&self, mut state: MutexGuard<'_, State>, chunk: Chunk, bound: usize) {
+        if state.queued_bytes >= bound || state.closed {
+            let lines = chunk.bytes.split_inclusive(|byte| *byte == b'\n');
             state.dropped_lines += lines.count() as u64;
             return;
         }
-        *state.waiting_beside(&piece).0 += piece.bytes.len() + PIECE_COST;
-        state.pieces.push_back(piece);
+        state.queued_bytes += chunk.bytes.len() + CHUNK_COST;
+        state.queue.push_back(chunk);
         drop(state);
         self.shared.filled.notify_one();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.shared.lock()
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, bound: Duration) -> MutexGuard<'a, State> {
-        let waited = self.shared.drained.wait_timeout(state, bound);
-        waited.unwrap_or_else(PoisonError::into_inner).0
-    }
-}
-
-impl State {
-    /// What waits of the piece's kind, in bytes, and how much of it may.
-    fn waiting_beside(&mut self, piece: &Piece) -> (&mut usize, usize) {
-        if piece.source == OWN {
-            (&mut self.own_bytes, OWN_BYTES)
-        } else {
-            (&mut self.queued_bytes, QUEUE_BYTES)
-        }
     }
 }
 
@@ -231,11 +177,41 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Waits for something to write.
+    fn next_batch(&self) -> Batch {
+        let mut state = self.lock();
+        while state.queue.is_empty() && state.progress.is_none() && !state.closing {
+            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let mut batch = Batch {
+            chunks: Vec::new(),
+            progress: state.progress.take(),
+            is_last: false,
+        };
+        let mut bytes = 0;
+        while bytes < WRITE_BYTES
+            && let Some(chunk) = state.queue.pop_front()
+        {
+            bytes += chunk.bytes.len();
+            state.queued_bytes -= chunk.bytes.len() + CHUNK_COST;
+            batch.chunks.push(chunk);
+        }
+        if state.queue.is_empty() {
+            if state.dropped_lines > 0 {
+                let dropped = std::mem::take(&mut state.dropped_lines);
+                let notice = format!("{dropped} lines not shown: the console was blocked\n");
+                batch.chunks.push(own(notice));
+            }
+            batch.is_last = state.closing;
+        }
+        batch
+    }
 }
 
 /// Lines of the launcher itself.
-fn own(lines: String) -> Piece {
-    Piece {
+fn own(lines: String) -> Chunk {
+    Chunk {
         source: OWN,
         prefix: OWN_PREFIX.into(),
         bytes: lines.into_bytes(),
@@ -244,94 +220,72 @@ fn own(lines: String) -> Piece {
 }
 
 /// What the writer does next.
-struct Work {
-    pieces: Vec<Piece>,
+struct Batch {
+    chunks: Vec<Chunk>,
     progress: Option<(u64, Progress)>,
-    last: bool,
+    is_last: bool,
 }
 
 struct Writer {
-    sinks: Sinks,
-    bar: Option<Bar>,
+    output: Output,
+    /// One line at the bottom of the terminal, fed by the heartbeats of rank 0. It has a length once it has numbers.
+    bar: Option<ProgressBar>,
 }
 
 impl Writer {
-    fn new(sinks: Sinks, progress_bar: bool) -> Self {
-        Self {
-            sinks,
-            bar: progress_bar.then(Bar::new),
-        }
-    }
-
     fn run(mut self, shared: &Shared) {
         loop {
-            let work = next_work(shared);
-            if let (Some(bar), Some((step, progress))) = (&mut self.bar, &work.progress) {
-                bar.show(*step, progress);
+            let batch = shared.next_batch();
+            if let (Some(bar), Some((step, progress))) = (&self.bar, &batch.progress) {
+                bar.set_length(progress.steps);
+                bar.set_message(progress.to_string());
+                bar.set_position(*step);
             }
-            if work.last
-                && let Some(bar) = self.bar.take()
-            {
-                bar.finish();
+            if let Some(bar) = self.bar.take_if(|_| batch.is_last) {
+                // The last numbers stay on the terminal.
+                match bar.length() {
+                    Some(_) => bar.abandon(),
+                    None => bar.finish_and_clear(),
+                }
             }
-            if !work.pieces.is_empty() {
-                self.write(&work.pieces);
+            if !batch.chunks.is_empty() {
+                self.write(&batch.chunks);
             }
-            if work.last {
-                self.sinks.end_lines();
+            if batch.is_last {
+                self.output.end_lines();
             }
             let mut state = shared.lock();
-            state.open = self.sinks.open();
             state.written += 1;
             state.blocked = false;
-            state.closed |= work.last;
+            state.closed |= batch.is_last;
             shared.drained.notify_all();
-            if work.last {
+            if batch.is_last {
                 return;
             }
         }
     }
 
-    fn write(&mut self, pieces: &[Piece]) {
-        let sinks = &mut self.sinks;
-        match &self.bar {
-            // It is drawn below whole lines.
-            Some(bar) => bar.above(|| {
-                sinks.write(pieces);
-                sinks.end_lines();
-            }),
-            None => sinks.write(pieces),
+    fn write(&mut self, chunks: &[Chunk]) {
+        let Some(bar) = &self.bar else {
+            return self.output.write(chunks);
+        };
+        let output = &mut self.output;
+        let mut write_lines = || {
+            output.write(chunks);
+            // The bar is drawn below whole lines.
+            output.end_lines();
+        };
+        match bar.length() {
+            Some(_) => bar.suspend(write_lines),
+            None => write_lines(),
         }
     }
 }
 
-fn next_work(shared: &Shared) -> Work {
-    let mut state = shared.lock();
-    while state.pieces.is_empty() && state.progress.is_none() && !state.closing {
-        state = shared.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
-    }
-    let mut work = Work {
-        pieces: Vec::new(),
-        progress: state.progress.take(),
-        last: false,
-    };
-    let mut bytes = 0;
-    while bytes < WRITE_BYTES
-        && let Some(piece) = state.pieces.pop_front()
-    {
-        bytes += piece.bytes.len();
-        *state.waiting_beside(&piece).0 -= piece.bytes.len() + PIECE_COST;
-        work.pieces.push(piece);
-    }
-    if state.pieces.is_empty() {
-        if state.dropped_lines > 0 {
-            let dropped = std::mem::take(&mut state.dropped_lines);
-            let notice = format!("{dropped} lines not shown: the console was blocked\n");
-            work.pieces.push(own(notice));
-        }
-        work.last = state.closing;
-    }
-    work
+fn new_bar() -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(REDRAW_HZ));
+    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}");
+    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 #[cfg(test)]
@@ -371,12 +325,12 @@ mod tests {
         let (ticket, tickets) = mpsc::channel();
         let mut writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(io::sink())];
         writers[stream as usize] = Box::new(Gate { written, tickets });
-        let sinks = Sinks::new(writers, [SinkKind::Pipe; 2], false);
-        (Console::start(sinks, false).unwrap(), ticket, output)
+        let streams = Output::new(writers, [false; 2], false);
+        (Console::start(streams, false).unwrap(), ticket, output)
     }
 
-    fn lines(stream: Stream, bytes: Vec<u8>) -> Piece {
-        Piece {
+    fn lines(stream: Stream, bytes: Vec<u8>) -> Chunk {
+        Chunk {
             source: Source { stream, id: 0 },
             prefix: "".into(),
             bytes,

@@ -1,4 +1,4 @@
-//! Cuts a stream of bytes into lines, and lines where they are written over.
+//! Cuts a stream of bytes into lines, and lines into the updates of a progress bar.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,38 +7,70 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub(crate) const MAX_LINE_BYTES: usize = 1 << 20;
 /// The same while all streams together keep more than [`MAX_PENDING_BYTES`].
 const MAX_LINE_BYTES_WHEN_FULL: usize = 64 << 10;
-/// Of all lines that have no end yet.
+/// Bytes of all unfinished lines.
 const MAX_PENDING_BYTES: usize = 64 << 20;
 /// Ends the first part of a line that is cut; its other parts follow as lines of their own.
 const CUT_MARK: &[u8] = b" [line too long: continued below]";
 
-/// A line, or the part of one between two `\r`.
+/// What ends a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Line<'a> {
-    /// Without what ends it.
-    pub(crate) text: &'a [u8],
-    /// It is written over what the line showed before: `\r` came in front of it.
-    pub(crate) returns: bool,
-    /// By `\n`, the end of the stream, or a length that is too much; else by `\r`, and the line goes on from its
-    /// beginning.
-    pub(crate) ended: bool,
+pub(crate) enum End {
+    /// `\n`, the end of the stream, or the length limit.
+    Line,
+    /// `\r`: the next segment overwrites this one.
+    Update,
+    /// Nothing yet.
+    Unfinished,
 }
 
-/// Cuts at `\n` and `\r`; keeps what has no end yet. A `\r` belongs to what follows: programs write it first, or last.
+impl End {
+    /// The byte that ends the segment, if any.
+    pub(crate) fn bytes(self) -> &'static [u8] {
+        match self {
+            Self::Line => b"\n",
+            Self::Update => b"\r",
+            Self::Unfinished => b"",
+        }
+    }
+}
+
+/// A line, an update within one, or the beginning of either.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment<'a> {
+    /// Without what ends it.
+    pub(crate) text: &'a [u8],
+    /// Bytes at the beginning of `text` that were passed on before, as unfinished.
+    pub(crate) shown: usize,
+    /// An update of the same line precedes it.
+    pub(crate) overwrites: bool,
+    pub(crate) end: End,
+}
+
+impl Segment<'_> {
+    /// Something of its line was passed on before.
+    pub(crate) fn continues(&self) -> bool {
+        self.overwrites || self.shown > 0
+    }
+}
+
+/// Cuts at `\n` and `\r`; keeps the text that has no end yet. A `\r` with nothing before it is left out.
 #[derive(Debug, Default)]
-pub(crate) struct LineSplitter {
+pub(crate) struct LineBuffer {
     pending: Vec<u8>,
-    returns: bool,
-    /// A part of the present line was passed on already, because of its length.
+    /// Bytes of `pending` that were passed on as unfinished.
+    shown: usize,
+    /// The last segment was an update.
+    overwrites: bool,
+    /// The length limit already cut the present line.
     is_cut: bool,
-    /// What all streams keep, this one included.
+    /// Bytes that all streams keep, this one included.
     total: Arc<AtomicUsize>,
-    /// This one's part in it.
+    /// The share of this stream in `total`.
     counted: usize,
 }
 
-impl LineSplitter {
-    /// For one of the streams that keep `total` together.
+impl LineBuffer {
+    /// One of the streams that count their bytes in `total`.
     pub(crate) fn new(total: Arc<AtomicUsize>) -> Self {
         Self {
             total,
@@ -46,8 +78,8 @@ impl LineSplitter {
         }
     }
 
-    /// Passes each line that `bytes` completes to `emit`. That of a `\n` right behind a `\r` is empty, and returns.
-    pub(crate) fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(Line<'_>)) {
+    /// Passes each segment that `bytes` completes to `emit`.
+    pub(crate) fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(&Segment<'_>)) {
         let others = self.total.load(Ordering::Relaxed).saturating_sub(self.counted);
         let longest = if others + self.pending.len() < MAX_PENDING_BYTES {
             MAX_LINE_BYTES
@@ -66,42 +98,52 @@ impl LineSplitter {
             }
             let (text, rest) = bytes.split_at(end.unwrap_or(room));
             bytes = &rest[usize::from(end.is_some())..];
-            let ended = end.is_none() || rest[0] == b'\n';
-            let returns = std::mem::replace(&mut self.returns, !ended);
-            let mark = if end.is_none() && !self.is_cut {
-                CUT_MARK
-            } else {
-                b""
-            };
-            self.is_cut = end.is_none() || self.is_cut && !ended;
-            if self.pending.is_empty() && mark.is_empty() {
-                emit(Line { text, returns, ended });
-            } else {
-                self.pending.extend_from_slice(text);
-                self.pending.extend_from_slice(mark);
-                let text = &self.pending;
-                emit(Line { text, returns, ended });
-                self.pending.clear();
-                self.pending.shrink_to(MAX_LINE_BYTES_WHEN_FULL);
+            self.pending.extend_from_slice(text);
+            if end.is_none() && !std::mem::replace(&mut self.is_cut, true) {
+                self.pending.extend_from_slice(CUT_MARK);
+            }
+            let is_update = end.is_some() && rest[0] == b'\r';
+            self.is_cut &= end.is_none() || is_update;
+            if !is_update {
+                self.emit(End::Line, &mut emit);
+            } else if !self.pending.is_empty() {
+                self.emit(End::Update, &mut emit);
             }
         }
         self.count(self.pending.len());
     }
 
-    /// What has no end yet, and whether it is written over something.
-    pub(crate) fn unfinished(&self) -> (&[u8], bool) {
-        (&self.pending, self.returns)
+    fn emit(&mut self, end: End, emit: &mut impl FnMut(&Segment<'_>)) {
+        emit(&Segment {
+            text: &self.pending,
+            shown: std::mem::take(&mut self.shown),
+            overwrites: std::mem::replace(&mut self.overwrites, end == End::Update),
+            end,
+        });
+        self.pending.clear();
+        self.pending.shrink_to(MAX_LINE_BYTES_WHEN_FULL);
     }
 
-    /// Passes what is left at the end of the stream.
-    pub(crate) fn finish(mut self, emit: impl FnOnce(Line<'_>)) {
+    /// Length of the unfinished text, if some of it was not passed on yet.
+    pub(crate) fn unseen(&self) -> Option<usize> {
+        (self.pending.len() > self.shown).then_some(self.pending.len())
+    }
+
+    /// The unfinished text, which then counts as passed on.
+    pub(crate) fn show(&mut self) -> Segment<'_> {
+        Segment {
+            text: &self.pending,
+            shown: std::mem::replace(&mut self.shown, self.pending.len()),
+            overwrites: self.overwrites,
+            end: End::Unfinished,
+        }
+    }
+
+    /// Passes on what is left at the end of the stream.
+    pub(crate) fn finish(mut self, mut emit: impl FnMut(&Segment<'_>)) {
         self.count(0);
-        if !self.pending.is_empty() || self.returns {
-            emit(Line {
-                text: &self.pending,
-                returns: self.returns,
-                ended: true,
-            });
+        if !self.pending.is_empty() || self.overwrites {
+            self.emit(End::Line, &mut emit);
         }
     }
 
@@ -116,20 +158,15 @@ impl LineSplitter {
 mod tests {
     use super::*;
 
-    /// Each segment as it would be written: `\r` in front of one that returns, `\n` where the line ends.
+    /// Each segment with its end.
     fn split(chunks: &[&[u8]]) -> Vec<Vec<u8>> {
-        let mut splitter = LineSplitter::default();
+        let mut buffer = LineBuffer::default();
         let mut seen = Vec::new();
-        let mut emit = |line: Line<'_>| {
-            let mut bytes = Vec::from(if line.returns { &b"\r"[..] } else { b"" });
-            bytes.extend_from_slice(line.text);
-            bytes.extend_from_slice(if line.ended { b"\n" } else { b"" });
-            seen.push(bytes);
-        };
+        let mut emit = |segment: &Segment<'_>| seen.push([segment.text, segment.end.bytes()].concat());
         for chunk in chunks {
-            splitter.push(chunk, &mut emit);
+            buffer.push(chunk, &mut emit);
         }
-        splitter.finish(&mut emit);
+        buffer.finish(&mut emit);
         seen
     }
 
@@ -137,24 +174,10 @@ mod tests {
     fn lines_are_whole_whatever_the_chunks() {
         let text = b"one\ntwo\r\nthree\r 50%\r100%\n\n\r5%\r6%\nlast";
         let whole = split(&[text]);
-        let expected: [&[u8]; 11] = [
-            b"one\n",
-            b"two",
-            b"\r\n",
-            b"three",
-            b"\r 50%",
-            b"\r100%\n",
-            b"\n",
-            b"",
-            b"\r5%",
-            b"\r6%\n",
-            b"last\n",
+        let expected: [&[u8]; 10] = [
+            b"one\n", b"two\r", b"\n", b"three\r", b" 50%\r", b"100%\n", b"\n", b"5%\r", b"6%\n", b"last\n",
         ];
         assert_eq!(whole, expected);
-        assert_eq!(
-            whole.concat(),
-            b"one\ntwo\r\nthree\r 50%\r100%\n\n\r5%\r6%\nlast\n"
-        );
         let bytes: Vec<&[u8]> = text.chunks(1).collect();
         assert_eq!(split(&bytes), whole);
     }
@@ -183,26 +206,31 @@ mod tests {
     #[test]
     fn what_all_streams_keep_is_bounded() {
         let total = Arc::<AtomicUsize>::default();
-        let mut splitter = LineSplitter::new(total.clone());
+        let mut buffer = LineBuffer::new(total.clone());
         let half = vec![b'x'; MAX_LINE_BYTES / 2];
-        splitter.push(&half, |_| panic!("there is room"));
+        buffer.push(&half, |_| panic!("there is room"));
         assert_eq!(total.load(Ordering::Relaxed), half.len());
         total.fetch_add(MAX_PENDING_BYTES, Ordering::Relaxed);
-        splitter.push(b"y", |line| {
+        buffer.push(b"y", |line| {
             assert_eq!(line.text.len(), half.len() + CUT_MARK.len());
         });
-        assert_eq!(splitter.unfinished().0, b"y");
-        splitter.finish(|_| ());
+        assert_eq!(buffer.show().text, b"y");
+        buffer.finish(|_| ());
         assert_eq!(total.load(Ordering::Relaxed), MAX_PENDING_BYTES);
     }
 
     #[test]
-    fn what_has_no_end_yet_can_be_seen() {
-        let mut splitter = LineSplitter::default();
-        splitter.push(b"one\n(Pdb) ", |_| ());
-        assert_eq!(splitter.unfinished(), (&b"(Pdb) "[..], false));
-        splitter.push(b"c\r", |_| ());
-        assert_eq!(splitter.unfinished(), (&b""[..], true));
+    fn unfinished_text_is_passed_on_once() {
+        let mut buffer = LineBuffer::default();
+        buffer.push(b"one\n(Pdb) ", |_| ());
+        assert_eq!(buffer.unseen(), Some(6));
+        assert_eq!(buffer.show().text, b"(Pdb) ");
+        assert_eq!(buffer.unseen(), None);
+        buffer.push(b"c\r", |segment| {
+            assert_eq!((segment.text, segment.shown), (&b"(Pdb) c"[..], 6));
+            assert!(segment.continues() && !segment.overwrites);
+        });
+        assert_eq!(buffer.unseen(), None);
     }
 
     #[test]

@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::GlobalRank;
 
-/// More of an error file is not read.
+/// Most bytes read of an error file.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
 /// Longest message taken from an error file.
 const MAX_MESSAGE_CHARS: usize = 2000;
 
-/// In the folder of an attempt: a link that names the run which it is of.
+/// Name of a link in the folder of an attempt, which points to the name of its run.
 const RUN_MARK: &str = ".run";
 /// Most runs that may take an attempt of one log directory between looking for a free one and writing there.
 const MOST_RUNS_AT_ONCE: u32 = 10_000;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ddp_proto::ids::{GlobalRank, LocalRank};
 
-use crate::output::console::Stream;
+use crate::output::streams::Stream;
 
 /// Some of a worker's two output streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,8 +125,6 @@ pub struct PrefixTemplate(Vec<Part>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Part {
     Text(String),
-    /// Spelled like a variable, as it was written.
-    Unknown(String),
     Rank,
     LocalRank,
     RoleName,
@@ -175,20 +173,12 @@ impl PrefixTemplate {
         Self(parts)
     }
 
-    /// What is spelled like a variable and is none, such as `${rnk}`: it is printed as it is.
-    pub fn unknown_variables(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().filter_map(|part| match part {
-            Part::Unknown(text) => Some(text.as_str()),
-            _ => None,
-        })
-    }
-
     /// The prefix of one worker, with all that stands between it and the text.
     pub(crate) fn of(&self, source: &LineSource<'_>) -> String {
         let mut prefix = String::new();
         for part in &self.0 {
             match part {
-                Part::Text(text) | Part::Unknown(text) => prefix.push_str(text),
+                Part::Text(text) => prefix.push_str(text),
                 Part::Rank => prefix.push_str(&source.rank.to_string()),
                 Part::LocalRank => prefix.push_str(&source.local_rank.to_string()),
                 Part::RoleName => prefix.push_str(source.role),
@@ -209,7 +199,7 @@ fn after_dollar(after: &str) -> (Part, &str) {
         && !name.is_empty()
         && name.chars().all(is_of_name)
     {
-        let part = Part::named(name).unwrap_or_else(|| Part::Unknown(format!("${{{name}}}")));
+        let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${{{name}}}")));
         return (part, rest);
     }
     let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
@@ -217,7 +207,7 @@ fn after_dollar(after: &str) -> (Part, &str) {
     if name.is_empty() {
         return (Part::Text("$".into()), rest);
     }
-    let part = Part::named(name).unwrap_or_else(|| Part::Unknown(format!("${name}")));
+    let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}")));
     (part, rest)
 }
 
@@ -304,12 +294,5 @@ mod tests {
         assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");
         assert_eq!(of("${} ${a b}$"), "${} ${a b}$");
         assert_eq!(PrefixTemplate::default().of(&source), "[11] ");
-    }
-
-    #[test]
-    fn what_is_spelled_like_a_variable_is_one_or_unknown() {
-        let template = PrefixTemplate::parse("${rnk} $ranks $rank ${role_name} $$x ${ $5: $");
-        let unknown: Vec<_> = template.unknown_variables().collect();
-        assert_eq!(unknown, ["${rnk}", "$ranks", "$5"]);
     }
 }

@@ -1,33 +1,33 @@
-//! Errors that several native workers of a node word alike, byte by byte: the console shows them once.
+//! Shows an error once that several native workers of a node print, if their texts are equal byte by byte.
 //!
-//! Ranks that meet a mistake of the configuration or of the data all say so, and would push the failure report off the
-//! screen. Nothing is lost by it: a line is left out only if another rank of the same generation was shown with the
-//! very same error up to there, and is shown after all if the error goes on in other words. Log files have all of it,
-//! and the report names all ranks that say the same.
+//! A mistake in the configuration or the data makes every rank print the same error, which would push the failure report
+//! off the screen. A line is left out only if the console has shown the same error of another rank of this generation up
+//! to this line; if the error then continues differently, its lines are shown after all. Log files contain all lines,
+//! and the report names all ranks with the same error.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ddp_proto::ids::GlobalRank;
 
-/// What the first line of an error begins with.
+/// The first line of an error begins with this.
 const ERROR: &[u8] = b"error: ";
-/// What its other lines begin with.
+/// Its other lines begin with this.
 const INDENT: &[u8] = b"  ";
-/// Most lines that are remembered; further ones are all shown.
+/// Most lines that are remembered; all further ones are shown.
 const MAX_LINES: usize = 64;
-/// What is beyond that in an error is always shown.
+/// Bytes of an error beyond this length are always shown.
 const MAX_ERROR_BYTES: usize = 4 << 10;
 
 /// The errors of one generation on one node, shared by the streams of its workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RepeatedErrors {
-    /// Who said a line first, by the error up to its end: the same hint may follow different errors.
-    said: Arc<Mutex<HashMap<Box<[u8]>, GlobalRank>>>,
+    /// The rank that first printed a line, by the error up to its end: the same hint may follow different errors.
+    printed: Arc<Mutex<HashMap<Box<[u8]>, GlobalRank>>>,
 }
 
 impl RepeatedErrors {
-    /// One rank's part in it, for lines that will be shown.
+    /// The filter for standard error of one rank.
     pub(crate) fn of_rank(&self, rank: GlobalRank) -> RankErrors {
         RankErrors {
             repeated: self.clone(),
@@ -37,14 +37,14 @@ impl RepeatedErrors {
         }
     }
 
-    /// True if `rank` need not say `error`, since another one has; it is remembered otherwise.
+    /// True if another rank printed `error` already; otherwise remembers that `rank` did.
     fn is_known(&self, error: &[u8], rank: GlobalRank) -> bool {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(first) = said.get(error) {
+        let mut printed = self.printed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(first) = printed.get(error) {
             return *first != rank;
         }
-        if said.len() < MAX_LINES {
-            said.insert(error.into(), rank);
+        if printed.len() < MAX_LINES {
+            printed.insert(error.into(), rank);
         }
         false
     }
@@ -55,39 +55,40 @@ impl RepeatedErrors {
 pub(crate) struct RankErrors {
     repeated: RepeatedErrors,
     rank: GlobalRank,
-    /// The error that is being said, line by line; empty: the last line was none of one.
+    /// The error so far, line by line; empty if the last line belonged to none.
     error: Vec<u8>,
-    /// Bytes of it that were shown of this rank.
+    /// Bytes of it that were shown.
     shown: usize,
 }
 
 impl RankErrors {
-    /// Passes the lines that are to be shown to `show`: none, if `line` is one of an error that another rank has said
-    /// up to there, or first those that were held back of it. A line that is not whole belongs to no error.
-    pub(crate) fn say(&mut self, line: &[u8], is_whole: bool, mut show: impl FnMut(&[u8])) {
+    /// `None` holds `line` back: it belongs to an error that another rank has printed up to here. Otherwise gives the
+    /// lines held back before, to be shown before `line`. A line that is not whole belongs to no error.
+    pub(crate) fn release(&mut self, line: &[u8], is_whole: bool) -> Option<Vec<u8>> {
         let begins = line.starts_with(ERROR);
         let goes_on = !begins && !self.error.is_empty() && line.starts_with(INDENT);
         if !goes_on {
             self.error.clear();
             self.shown = 0;
         }
-        let is_error = is_whole && (begins || goes_on);
-        let fits = self.error.len() + line.len() < MAX_ERROR_BYTES;
-        if is_error && fits {
+        let before = self.error.len();
+        if is_whole && (begins || goes_on) && before + line.len() < MAX_ERROR_BYTES {
             self.error.extend_from_slice(line);
             self.error.push(b'\n');
             if self.repeated.is_known(&self.error, self.rank) {
-                return;
+                return None;
             }
+            let shown = std::mem::replace(&mut self.shown, self.error.len());
+            return Some(self.error[shown..before].to_vec());
         }
-        let held_back = self.error[self.shown..].split_inclusive(|byte| *byte == b'\n');
-        held_back.for_each(|held| show(&held[..held.len() - 1]));
-        self.shown = self.error.len();
-        if !(is_error && fits) {
-            show(line);
-            self.error.clear();
-            self.shown = 0;
-        }
+        let held = self.error.split_off(std::mem::take(&mut self.shown));
+        self.error.clear();
+        Some(held)
+    }
+
+    /// True while lines of an error are held back.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.error.len() > self.shown
     }
 }
 
@@ -98,9 +99,10 @@ mod tests {
     fn shown(errors: &mut RankErrors, lines: &[&str]) -> Vec<String> {
         let mut shown = Vec::new();
         for line in lines {
-            errors.say(line.as_bytes(), true, |line| {
-                shown.push(String::from_utf8_lossy(line).into_owned());
-            });
+            if let Some(held) = errors.release(line.as_bytes(), true) {
+                shown.extend(String::from_utf8_lossy(&held).lines().map(str::to_owned));
+                shown.push((*line).to_owned());
+            }
         }
         shown
     }
@@ -145,9 +147,8 @@ mod tests {
         }
         for rank in 0..2 {
             let mut errors = repeated.of_rank(GlobalRank(rank));
-            let mut seen = 0;
-            errors.say(b"error: 10 %", false, |_| seen += 1);
-            assert_eq!(seen, 1, "a line that is written over");
+            let update = errors.release(b"error: 10 %", false);
+            assert_eq!(update, Some(vec![]), "a line that is overwritten");
         }
     }
 

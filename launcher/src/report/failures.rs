@@ -7,11 +7,11 @@ use ddp_proto::rendezvous::{Failure, WorkerExit};
 use serde::Serialize;
 
 use crate::agent::ExitReason;
-use crate::report::text::{Facts, seconds};
+use crate::report::facts::{ReportFacts, seconds};
 use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
-const MAX_TOLD: usize = 4;
+const MAX_REPORTED: usize = 4;
 
 /// One of `failures` in `error.json`.
 #[derive(Debug, Serialize)]
@@ -22,7 +22,7 @@ pub(crate) struct Record<'a> {
     /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
-    worker: Option<Worker<'a>>,
+    worker: Option<WorkerRecord<'a>>,
     /// When the report reached the daemon, by its monotonic clock: time after the first report of the list. None if the
     /// daemon did not list it.
     arrived_ns: Option<u64>,
@@ -39,8 +39,9 @@ enum Kind {
     Stopped,
 }
 
+/// How one worker ended, in `error.json`.
 #[derive(Debug, Serialize)]
-struct Worker<'a> {
+pub(crate) struct WorkerRecord<'a> {
     rank: u32,
     local_rank: u32,
     pid: u32,
@@ -66,7 +67,7 @@ impl<'a> Record<'a> {
             node: &failure.hostname,
             kind: Kind::of(failure.exit.as_ref()),
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
-            worker: failure.exit.as_ref().map(Worker::new),
+            worker: failure.exit.as_ref().map(WorkerRecord::new),
             arrived_ns: Some(failure.arrived_ns),
             happened_ns: Some(failure.happened_ns),
         }
@@ -79,7 +80,7 @@ impl<'a> Record<'a> {
             node,
             kind: Kind::of(Some(exit)),
             node_gone: None,
-            worker: Some(Worker::new(exit)),
+            worker: Some(WorkerRecord::new(exit)),
             arrived_ns: None,
             happened_ns: None,
         }
@@ -101,8 +102,8 @@ impl Kind {
     }
 }
 
-impl<'a> Worker<'a> {
-    fn new(exit: &'a WorkerExit) -> Self {
+impl<'a> WorkerRecord<'a> {
+    pub(crate) fn new(exit: &'a WorkerExit) -> Self {
         Self {
             rank: exit.rank,
             local_rank: exit.local_rank,
@@ -121,7 +122,7 @@ impl<'a> Worker<'a> {
 }
 
 /// Adds what else failed in the last generation, on other nodes, in order; after the workers of this node.
-pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
+pub(crate) fn elsewhere(text: &mut String, facts: &ReportFacts<'_>) {
     let of_last = |failure: &&Failure| failure.generation == facts.generation.0;
     let last = || facts.failures.failures.iter().filter(of_last);
     let first = last().find(|failure| is_first(facts.exit_reason, failure));
@@ -129,7 +130,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
     let others: Vec<&Failure> = last()
         .filter(|failure| !is_first(facts.exit_reason, failure) && is_elsewhere(facts, failure))
         .collect();
-    for failure in others.iter().take(MAX_TOLD) {
+    for failure in others.iter().take(MAX_REPORTED) {
         let after = when(failure.happened_ns - zero.unwrap_or_default());
         let host = &failure.hostname;
         let _ = match &failure.exit {
@@ -157,7 +158,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
             ),
         };
     }
-    let untold = others.len().saturating_sub(MAX_TOLD);
+    let untold = others.len().saturating_sub(MAX_REPORTED);
     if untold > 0 {
         // What the list has no room for may be of other generations, or of this node: how many are not is unknown.
         let least = if facts.failures.more_failures > 0 {
@@ -171,7 +172,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
 
 /// Adds the first failure of the job, if that was in an earlier generation than the one that ended it: often the cause
 /// of what failed in later ones.
-pub(crate) fn earlier(text: &mut String, facts: &Facts<'_>) {
+pub(crate) fn earlier(text: &mut String, facts: &ReportFacts<'_>) {
     let is_cause = |failure: &&Failure| {
         let is_effect = |exit: &WorkerExit| exit.consequence || exit.stopped_with.is_some();
         failure.generation < facts.generation.0 && !failure.exit.as_ref().is_some_and(is_effect)
@@ -213,7 +214,7 @@ fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
 }
 
 /// Not stopped, and not among the workers that the report already named.
-fn is_elsewhere(facts: &Facts<'_>, failure: &Failure) -> bool {
+fn is_elsewhere(facts: &ReportFacts<'_>, failure: &Failure) -> bool {
     failure.exit.as_ref().is_none_or(|exit| {
         let is_told = facts.local_ends.iter().any(|end| end.rank.0 == exit.rank);
         exit.stopped_with.is_none() && !is_told

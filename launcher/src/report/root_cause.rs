@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::agent::ExitReason;
-use crate::report::failures::Record;
+use crate::report::failures::{Record, WorkerRecord};
 
 /// Name of the variable, and of torch's protocol.
 const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
@@ -39,18 +39,10 @@ struct RootCause<'a> {
 
 #[derive(Debug, Serialize)]
 struct Failure<'a> {
-    rank: u32,
-    local_rank: u32,
     node: &'a str,
-    pid: u32,
-    exit_code: Option<i32>,
-    signal: Option<i32>,
-    /// A SIGKILL that may have been the OOM killer's.
-    out_of_memory: bool,
-    unix_time_ns: u64,
-    message: &'a str,
+    #[serde(flatten)]
+    worker: WorkerRecord<'a>,
     stderr_tail: &'a [String],
-    log_file: &'a str,
 }
 
 /// What is written, and where.
@@ -76,17 +68,9 @@ impl Verdict<'_> {
     /// Writes `error.json` below the log directory, whole or not at all.
     pub(crate) fn write_to(&self, log_dir: &Path) -> io::Result<()> {
         let failure = self.failure().map(|(exit, node)| Failure {
-            rank: exit.rank,
-            local_rank: exit.local_rank,
             node,
-            pid: exit.pid,
-            exit_code: exit.exit_code,
-            signal: exit.signal,
-            out_of_memory: exit.out_of_memory,
-            unix_time_ns: exit.unix_time_ns,
-            message: &exit.message,
+            worker: WorkerRecord::new(exit),
             stderr_tail: &exit.stderr_tail,
-            log_file: &exit.log_file,
         });
         let reason = match self.exit_reason {
             ExitReason::JobOver { reason, .. } => reason.clone(),

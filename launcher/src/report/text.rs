@@ -4,42 +4,19 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
-use std::time::Duration;
 
-use ddp_proto::ids::{Generation, GlobalRank};
-use ddp_proto::rendezvous::{Failures, WorkerExit};
+use ddp_proto::ids::GlobalRank;
+use ddp_proto::rendezvous::WorkerExit;
 
 use crate::agent::ExitReason;
+use crate::report::facts::{ReportFacts, indented, seconds};
 use crate::report::failures::{earlier, elsewhere};
-use crate::report::local_end::{LocalEnd, others};
+use crate::report::local_ends::others;
 use crate::supervise::ending::{Ending, signal_name};
 use crate::supervise::hang::HUNG;
 
-/// What a report is made of.
-pub(crate) struct Facts<'a> {
-    pub(crate) exit_reason: &'a ExitReason,
-    /// Name of the program as people call it.
-    pub(crate) program: &'a str,
-    /// The file that every worker executes.
-    pub(crate) executable: &'a Path,
-    /// This node.
-    pub(crate) hostname: &'a str,
-    /// What the workers wrote was not seen.
-    pub(crate) output_unseen: bool,
-    /// The first failure that this node saw itself, for an exit reason that does not tell.
-    pub(crate) local_failure: Option<&'a WorkerExit>,
-    /// Workers of this node in the last generation, in order of rank.
-    pub(crate) local_ends: &'a [LocalEnd],
-    /// All failures of the job, as far as the daemon told them.
-    pub(crate) failures: &'a Failures,
-    /// The last generation that this node was in.
-    pub(crate) generation: Generation,
-    /// From the start of the last generation's workers to the first failure.
-    pub(crate) ran_for: Option<Duration>,
-}
-
 /// The report as text, without a trailing newline; none if all went well.
-pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
+pub(crate) fn report(facts: &ReportFacts<'_>) -> Option<String> {
     let text = match facts.exit_reason {
         ExitReason::Succeeded => return None,
         ExitReason::Stopped { signal } => {
@@ -74,7 +51,7 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
     Some(text)
 }
 
-fn job_failed(facts: &Facts<'_>, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
+fn job_failed(facts: &ReportFacts<'_>, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
     let mut text = format!("error: `{}` failed", facts.program);
     if !no_restart.is_empty() {
         let _ = write!(text, "; {no_restart}");
@@ -85,7 +62,7 @@ fn job_failed(facts: &Facts<'_>, no_restart: &str, failure: &WorkerExit, host: &
     text
 }
 
-fn after_error(facts: &Facts<'_>, error: &str) -> String {
+fn after_error(facts: &ReportFacts<'_>, error: &str) -> String {
     let mut text = format!("error: {error}");
     if let Some(failure) = facts.local_failure {
         text.push_str("\nearlier, on this node:");
@@ -95,7 +72,7 @@ fn after_error(facts: &Facts<'_>, error: &str) -> String {
     text
 }
 
-fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, host: &str) {
+fn describe_failure(text: &mut String, facts: &ReportFacts<'_>, failure: &WorkerExit, host: &str) {
     let ending = Ending::of_message(failure);
     let here = host == facts.hostname;
     let _ = write!(
@@ -199,19 +176,6 @@ fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
         libc::SIGBUS => Some("the program crashed: often too little shared memory, or a truncated file"),
         libc::SIGABRT => Some("the program aborted: its last lines say why"),
         _ => None,
-    }
-}
-
-pub(crate) fn indented(message: &str, indent: &str) -> String {
-    message.trim_end().replace('\n', &format!("\n{indent}"))
-}
-
-/// "1.2 s", "3 min 4 s"
-pub(crate) fn seconds(time: Duration) -> String {
-    match time.as_secs() {
-        0..60 => format!("{:.1} s", time.as_secs_f64()),
-        60..3600 => format!("{} min {} s", time.as_secs() / 60, time.as_secs() % 60),
-        _ => format!("{} h {} min", time.as_secs() / 3600, time.as_secs() / 60 % 60),
     }
 }
 

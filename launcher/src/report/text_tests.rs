@@ -1,6 +1,10 @@
-use ddp_proto::rendezvous::Failure;
+use std::time::Duration;
+
+use ddp_proto::ids::Generation;
+use ddp_proto::rendezvous::{Failure, Failures};
 
 use super::*;
+use crate::report::facts::LocalEnd;
 use crate::spawn::program::SpawnError;
 
 const KILLED: Ending = Ending::Signal {
@@ -64,7 +68,7 @@ fn text_of_many(
     local_failure: Option<&WorkerExit>,
     failures: &Failures,
 ) -> String {
-    let facts = Facts {
+    let facts = ReportFacts {
         exit_reason,
         program: "train.yaml",
         executable: Path::new("/opt/venv/bin/python3"),

@@ -114,7 +114,7 @@ impl MasterPort {
     }
 }
 
-/// Who else may have bound the port when it is reserved.
+/// Whether another socket may already have bound the port when it is reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
     Exclusive,

@@ -37,11 +37,11 @@ const STACK_BYTES: usize = 256 << 10;
 pub(crate) struct WorkerSpec {
     pub(crate) local_rank: LocalRank,
     pub(crate) env: Vec<(OsString, OsString)>,
-    /// Its standard output and standard error; none: those of the launcher.
+    /// Its standard output and standard error; without them it has those of the launcher.
     pub(crate) output: Option<[OwnedFd; 2]>,
     /// Reads the launcher's standard input; the others read nothing.
     pub(crate) has_stdin: bool,
-    /// Cores that it is bound to; none: those of the launcher.
+    /// Cores that it is bound to; without them it has those of the launcher.
     pub(crate) cores: Option<CpuSet>,
 }
 
@@ -50,6 +50,8 @@ pub(crate) struct Batch {
     pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
+    /// Soft limit of the workers' open files, if it differs from the launcher's.
+    pub(crate) open_files: Option<u64>,
     /// Signals that the workers ignore.
     pub(crate) ignored: Vec<i32>,
     /// The way into the workers' control group, where there is one.
@@ -172,11 +174,10 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
             stdout: stdout.map(AsFd::as_fd),
             stderr: stderr.map(AsFd::as_fd),
         },
-        entry,
         patience: START_PATIENCE,
         ignored: &batch.ignored,
     };
-    let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), command.open_files);
+    let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), batch.open_files);
     let prepare = || enter_session(launcher, registrar, entry, cores, open_files);
     let started = process::start(&start, prepare);
     if let Err(StartError::Ended { child, .. }) = &started {
@@ -237,7 +238,6 @@ mod tests {
                 program: "/nonexistent".into(),
                 arg0: None,
                 args: Vec::new(),
-                open_files: None,
                 env: BTreeMap::new(),
                 display_name: "x".into(),
                 agent_store: false,
@@ -250,6 +250,7 @@ mod tests {
                 has_stdin: false,
                 cores: None,
             }],
+            open_files: None,
             ignored: Vec::new(),
             entry: None,
             cancelled: Arc::default(),

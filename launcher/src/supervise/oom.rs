@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::cgroup::Standing;
+use crate::cgroup::CgroupMembership;
 use crate::supervise::ending::Ending;
 
 /// The file of version 2, which counts the groups below too.
@@ -30,13 +30,15 @@ impl OomCounter {
         if let Some(before) = file.as_deref().and_then(kills) {
             return Self { file, before };
         }
-        Self::nearest(&Standing::of_this_process())
+        Self::nearest(&CgroupMembership::of_this_process())
     }
 
     /// As [`OomCounter::of_workers`] without a group of their own. One hierarchy at most has the memory controller.
-    fn nearest(standing: &Standing) -> Self {
-        let v2 = standing.unified_levels().map(|level| level.join(EVENTS));
-        let v1 = standing.levels_of("memory").map(|level| level.join(OOM_CONTROL));
+    fn nearest(membership: &CgroupMembership) -> Self {
+        let v2 = membership.unified_levels().map(|level| level.join(EVENTS));
+        let v1 = membership
+            .levels_of("memory")
+            .map(|level| level.join(OOM_CONTROL));
         let file = v2.chain(v1).find(|file| kills(file).is_some());
         let before = file.as_deref().and_then(kills).unwrap_or(0);
         Self { file, before }

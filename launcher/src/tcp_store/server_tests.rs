@@ -4,7 +4,7 @@ use std::sync::mpsc;
 
 use super::super::wire::tests::{encode, hello, part};
 use super::*;
-use crate::output::sinks::{SinkKind, Sinks};
+use crate::output::streams::Output;
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
@@ -27,7 +27,7 @@ impl Write for Said {
 fn server() -> (TcpStoreServer, SocketAddr, mpsc::Receiver<Vec<u8>>) {
     let (said, output) = mpsc::channel();
     let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(Said(said))];
-    let console = Console::start(Sinks::new(writers, [SinkKind::Pipe; 2], false), false).unwrap();
+    let console = Console::start(Output::new(writers, [false; 2], false), false).unwrap();
     let listener = StdListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     (TcpStoreServer::start(listener, console).unwrap(), address, output)

@@ -28,11 +28,11 @@ pub(super) struct Store {
     values: HashMap<Key, Value>,
     queues: HashMap<Key, VecDeque<Value>>,
     waits: HashMap<ClientId, Wait>,
-    /// Who waits for a key, in the order in which they began to.
+    /// Clients that wait for a key, in the order in which they began.
     waiters: HashMap<Key, BTreeMap<u64, ClientId>>,
     /// Waits that are over, and of which the client was not told yet.
     over: HashSet<ClientId>,
-    /// Who was woken for a value of a queue, and has not taken it yet.
+    /// Clients that were woken for a value of a queue and have not taken it yet.
     offered: HashMap<ClientId, Key>,
     /// Clients to be woken after this command.
     woken: Vec<ClientId>,
@@ -131,7 +131,7 @@ impl Store {
         std::mem::take(&mut self.woken)
     }
 
-    /// True if the client is to be told that its wait is over. It is told once.
+    /// True, once, if the wait of the client is over and it must be notified.
     pub(super) fn take_over(&mut self, client: ClientId) -> bool {
         self.over.remove(&client)
     }

@@ -223,7 +223,7 @@ struct Scan {
     kind: u8,
     layout: Layout,
     at: usize,
-    /// Fields that are still to come; none: their number is.
+    /// Fields that are still to come, once their number has arrived.
     left: Option<u64>,
     parts: Vec<Range<usize>>,
 }

@@ -124,20 +124,6 @@ fn a_missing_program_is_one_clear_message() {
 }
 
 #[test]
-fn a_missing_interpreter_is_noticed_before_the_node_joins() {
-    let daemon = Daemon::start(Policy::default());
-    let dir = tempfile::tempdir().unwrap();
-    let script = dir.path().join("script");
-    std::fs::write(&script, "#!/nonexistent/interpreter\n").unwrap();
-    std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
-    let end = launch(&daemon).program(script, &[]).start().wait();
-    assert_eq!(end.code, 127, "{}", end.stderr);
-    let words = "its interpreter `/nonexistent/interpreter` was not found";
-    assert!(end.stderr.contains(words), "{}", end.stderr);
-    assert!(daemon.received().is_empty(), "it joined");
-}
-
-#[test]
 fn a_program_that_cannot_be_executed_costs_no_restart() {
     let daemon = Daemon::start(Policy::default());
     let dir = tempfile::tempdir().unwrap();

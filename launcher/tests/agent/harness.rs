@@ -10,7 +10,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, SignalScope, WorkerCommand};
+use ddp_launcher::{
+    BoundPlan, Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, SignalScope, WorkerCommand,
+};
 use ddp_proto::client::Access;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -201,13 +203,10 @@ impl Launch {
         }
     }
 
-    fn plan(self) -> LaunchPlan {
-        LaunchPlan {
+    fn plan(self) -> BoundPlan {
+        let plan = LaunchPlan {
             job_id: "test-job".into(),
             run_id: "test-job".into(),
-            endpoint: self.endpoint,
-            access: Access::Open,
-            incarnation: format!("test-{}", std::process::id()),
             nodes: NodeRange { min: 1, max: 1 },
             node_rank: None,
             workers: self.workers,
@@ -221,11 +220,10 @@ impl Launch {
             outage_timeout: Duration::from_millis(self.outage_timeout_ms),
             shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
             log_dir: self.log_dir,
-            resume_words: None,
+            resume_hint: None,
             command: WorkerCommand {
                 program: self.program,
                 arg0: None,
-                open_files: None,
                 args: self.args.into_iter().map(Into::into).collect(),
                 env: self.env,
                 display_name: "the program".into(),
@@ -252,6 +250,13 @@ impl Launch {
             },
             cores: Vec::new(),
             event_log: None,
+        };
+        BoundPlan {
+            plan,
+            endpoint: self.endpoint,
+            access: Access::Open,
+            incarnation: format!("test-{}", std::process::id()),
+            open_files: None,
         }
     }
 }

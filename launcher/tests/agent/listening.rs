@@ -1,20 +1,15 @@
 //! Workers that listen on the control socket are given time to end on their own; those that only send are not.
 
-use std::io::{Read, Write};
-use std::time::{Duration, Instant};
+use std::io::Write;
+use std::time::Duration;
 
 use ddp_proto::control::{Phase, Sizes, ToAgent, ToWorker};
-use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::agent_message::Body as Report;
-use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::sys::signal::Signal;
 
 use crate::daemon::{Daemon, Policy};
 use crate::harness::{Meeting, launch};
 use crate::talk::{Session, plays};
-
-/// The grace of a launch whose worker takes two thirds of it.
-const GRACE: Duration = Duration::from_secs(9);
 
 /// Waits to be asked to stop, then ends with success.
 #[test]
@@ -112,26 +107,6 @@ fn a_program_that_listens_is_asked_to_stop_and_the_others_are_signalled_at_once(
     assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
 }
 
-#[test]
-fn a_program_that_listens_may_save_when_a_signal_stops_the_launcher_of_another_node() {
-    let daemon = Daemon::start(Policy::default());
-    let mut launcher = launch(&daemon)
-        .role_in("listening", "role_stops_at_boundary")
-        .start();
-    launcher.stdout.expect("ready");
-    daemon.say(Word::JobOver(JobOver {
-        exit_code: 143,
-        reason: "node `b` was stopped by SIGTERM".into(),
-        signal: Some(libc::SIGTERM),
-        ..JobOver::default()
-    }));
-    let end = launcher.wait();
-    assert_eq!(end.code, 143);
-    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
-    let is_plain = end.stderr.contains("[ddp-run] node `b` was stopped by SIGTERM\n");
-    assert!(is_plain, "{}", end.stderr);
-}
-
 /// Rank 1 connects when rank 0 has been asked to stop.
 #[test]
 fn role_connects_late() {
@@ -168,42 +143,6 @@ fn a_worker_that_connects_after_the_stop_was_asked_for_is_told() {
     let end = launcher.wait();
     assert_eq!(end.code, 143);
     assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
-}
-
-/// Saves for two thirds of the grace after it was asked to stop, and SIGTERM would end it.
-#[test]
-fn role_saves_late() {
-    if !plays("role_saves_late") {
-        return;
-    }
-    let mut session = Session::open();
-    session.receive();
-    println!("ready");
-    assert!(matches!(session.receive(), ToWorker::StopAtStepBoundary { .. }));
-    // Nothing else is said meanwhile.
-    let socket = session.socket.get_ref();
-    socket.set_read_timeout(Some(GRACE * 2 / 3)).unwrap();
-    assert!(session.socket.read(&mut [0]).is_err());
-    println!("saved");
-}
-
-#[test]
-fn a_native_worker_that_was_asked_has_all_of_the_grace() {
-    let daemon = Daemon::start(Policy::default());
-    let launch = launch(&daemon).role_in("listening", "role_saves_late").native();
-    let mut launcher = launch.shutdown_timeout(GRACE).start();
-    launcher.stdout.expect("ready");
-    let asked = Instant::now();
-    launcher.signal(Signal::SIGTERM);
-    let end = launcher.wait();
-    assert!(asked.elapsed() >= GRACE * 2 / 3, "{:?}", asked.elapsed());
-    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
-    assert!(
-        end.stderr.contains("resume with `--set run.resume=auto`"),
-        "{}",
-        end.stderr
-    );
-    assert_eq!(end.code, 143);
 }
 
 /// Rank 1 fails when rank 0 has connected, which only sends.

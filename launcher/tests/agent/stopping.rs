@@ -266,24 +266,6 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn a_program_gets_the_signal_that_stopped_the_launcher_of_another_node() {
-    let daemon = Daemon::start(Policy::default());
-    let script =
-        "trap 'echo interrupted; exit 0' INT; echo ready; while :; do tail -f /dev/null & wait; done";
-    let mut launcher = launch(&daemon).sh(script).start();
-    launcher.stdout.expect("[0] ready");
-    daemon.say(Word::JobOver(JobOver {
-        exit_code: 130,
-        reason: "node `b` was stopped by SIGINT".into(),
-        signal: Some(libc::SIGINT),
-        ..JobOver::default()
-    }));
-    let end = launcher.wait();
-    assert_eq!(end.code, 130);
-    assert!(end.stdout.contains("[0] interrupted"), "{end:?}");
-}
-
-#[test]
 fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
     let daemon = Daemon::start(Policy::default());
     let mut launcher = launch(&daemon).sh("echo ready; exec tail -f /dev/null").start();

@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{Failure, JobOver, Refused, WorkerExit};
 
 use crate::daemon::{Daemon, Policy};
-use crate::harness::{Meeting, launch, launch_at};
+use crate::harness::{launch, launch_at};
 
 /// Types of HTTP/2 frames.
 const HEADERS: u8 = 1;
@@ -82,33 +82,6 @@ fn answers_that_are_no_daemons_count_against_the_time_out() {
         end.stderr
     );
     assert!(!end.stderr.contains("reconnected"), "{}", end.stderr);
-}
-
-#[test]
-fn a_daemon_that_is_gone_is_tried_for_a_time_that_is_told() {
-    let daemon = Daemon::start(Policy::default());
-    let meeting = Meeting::new();
-    let mut launcher = launch(&daemon)
-        .outage_timeout(Duration::from_secs(5))
-        .env("FIFO", &meeting.fifo)
-        .sh(r#"echo ready; cat "$FIFO"; exit 3"#)
-        .start();
-    launcher.stdout.expect("[0] ready");
-    drop(daemon);
-    let broke = launcher.stderr.expect("broke: ");
-    assert!(
-        broke.contains("the workers keep running; retrying for 5 s, then exiting with code 69"),
-        "{broke}"
-    );
-    drop(std::fs::File::create(&meeting.fifo).unwrap());
-    let failed = launcher.stderr.expect("a worker of this node failed");
-    assert!(
-        failed.contains("the rendezvous daemon is still unreachable; retrying for"),
-        "{failed}"
-    );
-    let end = launcher.wait();
-    assert_eq!(end.code, 69, "{}", end.stderr);
-    assert!(end.stderr.contains("exited with code 3"), "{}", end.stderr);
 }
 
 /// What moves a terminal's cursor, changes its title, or the direction of a text.

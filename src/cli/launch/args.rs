@@ -84,22 +84,6 @@ const FLAGS_OF_OTHERS: [(&str, &str); 11] = [
     ("--num-workers", "--nproc-per-node"),
 ];
 
-/// Flags of ours that scripts often have too.
-const FLAGS_OF_SCRIPTS: [&str; 12] = [
-    "--dry-run",
-    "--help",
-    "--log-dir",
-    "--master-addr",
-    "--master-port",
-    "--module",
-    "--node-rank",
-    "--output",
-    "--role",
-    "--set",
-    "--tee",
-    "--version",
-];
-
 /// What stage two works on.
 #[derive(Debug)]
 pub struct ParsedArgs {
@@ -113,8 +97,6 @@ pub struct ParsedArgs {
     pub target: OsString,
     /// What belongs to the target.
     pub target_args: Vec<OsString>,
-    /// A flag of ours, as it was typed, among what belongs to the target; none if `--` shows that it is meant.
-    pub misplaced: Option<String>,
 }
 
 /// The shell of `ddp-run --completions SHELL`, which needs no target.
@@ -145,8 +127,6 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
         // As torchrun: the target may be told apart from its arguments.
         if parsed.target_args.first().is_some_and(|word| word == "--") {
             parsed.target_args.remove(0);
-        } else {
-            parsed.misplaced = misplaced_flag(&parsed.target_args);
         }
         return Ok(parsed);
     }
@@ -181,7 +161,7 @@ pub fn command() -> clap::Command {
 
 fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
     let line = command.try_get_matches_from(argv);
-    let line = line.map_err(|error| with_our_flag(with_two_dashes(error, argv)))?;
+    let line = line.map_err(with_our_flag)?;
     let mut args = Args::from_arg_matches(&line)?;
     args.settings.keep_words(&line);
     let mut words = args.command.into_iter();
@@ -191,48 +171,7 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
         overrides: args.overrides,
         target: words.next().unwrap_or_default(),
         target_args: words.collect(),
-        misplaced: None,
     })
-}
-
-/// The first argument of a target that is spelled like a flag of ours. After `--` none is.
-fn misplaced_flag(arguments: &[OsString]) -> Option<String> {
-    let known = flags_that_begin_with("--");
-    let words = arguments.iter().take_while(|word| *word != "--");
-    let mut typed = words.filter_map(|word| word.to_str()?.split('=').next());
-    let misplaced = typed.find(|typed| {
-        let flag = typed.replace('_', "-");
-        known.contains(&flag) && !FLAGS_OF_SCRIPTS.contains(&&*flag)
-    });
-    misplaced.map(str::to_owned)
-}
-
-/// Names a long flag that was typed with one dash: the parser takes it for short ones.
-fn with_two_dashes(error: clap::Error, argv: &[OsString]) -> clap::Error {
-    let refused = match error.kind() {
-        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
-        // `-rdzv-endpoint` gives `--redirects` a value.
-        ErrorKind::ValueValidation => ContextKind::InvalidValue,
-        _ => return error,
-    };
-    let Some(ContextValue::String(refused)) = error.get(refused) else {
-        return error;
-    };
-    let refused = refused.trim_start_matches('-');
-    let meant = argv.iter().find_map(|word| {
-        let word = word.to_str().filter(|word| word.contains(refused))?;
-        let typed = word.split('=').next()?;
-        let flag = format!("-{}", typed.replace('_', "-"));
-        let is_known = flags_that_begin_with(&flag).contains(&flag);
-        is_known.then(|| [typed.to_owned(), flag].map(ContextValue::String))
-    });
-    let Some([typed, flag]) = meant else {
-        return error;
-    };
-    let mut named = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(&command());
-    named.insert(ContextKind::InvalidArg, typed);
-    named.insert(ContextKind::SuggestedArg, flag);
-    named
 }
 
 /// Suggests what a flag of another launcher is called here, or which flags begin with one that is too short.
@@ -352,28 +291,6 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_ours_among_those_of_a_script_are_noticed() {
-        let misplaced = |words: &[&str]| parse_words(words).expect("valid").misplaced;
-        let of = |words: &[&str]| misplaced(words).unwrap_or_default();
-        assert_eq!(of(&["train.py", "--nproc-per-node", "2"]), "--nproc-per-node");
-        assert_eq!(of(&["train.py", "x", "--max_restarts=2"]), "--max_restarts");
-        assert_eq!(of(&["-m", "pkg", "--lr", "1", "--nnodes"]), "--nnodes");
-        for words in [
-            &["train.py", "--", "--nnodes", "2"][..],
-            &["train.py", "x", "--", "--nnodes"],
-            &["--", "train.py", "--nnodes", "2"],
-            &["train.py", "--help", "-m", "--log-dir", "x", "--nnod", "nnodes"],
-            &["train.yaml", "--nnodes", "2"],
-        ] {
-            assert_eq!(misplaced(words), None, "{words:?}");
-        }
-        let known = flags_that_begin_with("--");
-        for flag in FLAGS_OF_SCRIPTS {
-            assert!(known.iter().any(|name| name == flag), "{flag} is no flag of ours");
-        }
-    }
-
-    #[test]
     fn flags_may_follow_a_configuration() {
         let before = parse_words(&["--nproc_per_node=2", "--set", "a.b=1", "t.yaml"]).expect("valid");
         for words in [
@@ -459,33 +376,6 @@ mod tests {
                 "{theirs}"
             );
         }
-    }
-
-    #[test]
-    fn a_long_flag_with_one_dash_leads_to_the_one_with_two() {
-        for (words, tip) in [
-            (
-                &["-nproc-per-node", "2", "x"][..],
-                "'-nproc-per-node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
-            ),
-            (
-                &["-nproc_per_node=2", "x"],
-                "'-nproc_per_node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
-            ),
-            (
-                &["-rdzv-endpoint", "a", "x"],
-                "'-rdzv-endpoint' found\n\n  tip: a similar argument exists: '--rdzv-endpoint'",
-            ),
-            (
-                &["t.yaml", "-max-restarts", "2"],
-                "'-max-restarts' found\n\n  tip: a similar argument exists: '--max-restarts'",
-            ),
-        ] {
-            let error = parse_words(words).expect_err("must be refused");
-            assert!(error.contains(tip), "{error}");
-        }
-        let error = parse_words(&["-x", "train.py"]).expect_err("must be refused");
-        assert!(error.contains("unexpected argument '-x'"), "{error}");
     }
 
     #[test]

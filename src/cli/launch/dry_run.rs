@@ -28,7 +28,6 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
         plan,
         checked,
         found_run,
-        refusals,
         ..
     } = launch;
     let workers = counted(plan.workers, "worker");
@@ -64,9 +63,6 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
     }
     if let Some(found) = found_run {
         let _ = writeln!(text, "{found}");
-    }
-    for refusal in refusals {
-        let _ = writeln!(text, "the workers would refuse {refusal}");
     }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment set for local rank 0:\n");

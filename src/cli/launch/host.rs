@@ -1,4 +1,4 @@
-//! Who hosts the rendezvous daemon.
+//! Which node hosts the rendezvous daemon.
 //!
 //! One node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the one that `is_host` names, else
 //! node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a client too if the endpoint is
@@ -92,7 +92,7 @@ impl Protection {
 /// What is known of this node before anything is resolved or bound.
 #[derive(Clone, Debug)]
 pub struct HostFacts {
-    /// `--rdzv-endpoint`; none: one node alone.
+    /// `--rdzv-endpoint`; a job of one node needs none.
     pub endpoint: Option<Endpoint>,
     /// `--rdzv-conf is_host=…`.
     pub is_host: Option<bool>,

@@ -6,14 +6,13 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::NodeRange;
 
 use super::args::ParsedArgs;
+use super::scheduler;
 use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind, in_path};
-use super::{host, scheduler};
-use crate::cli::answer::print_own;
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
 use crate::cli::train;
-use crate::cli::values::{self, Endpoint, ProcCount};
+use crate::cli::values::{self, Endpoint};
 
 /// Where the value of a setting comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,22 +70,6 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
     }
 }
 
-/// A flag after a script is the script's, as with torchrun, but not after a configuration. Programs may be launchers of
-/// their own.
-pub fn warn_of_misplaced(kind: TargetKind, args: &ParsedArgs) {
-    let what = match kind {
-        TargetKind::Python => "script",
-        TargetKind::Module => "module",
-        TargetKind::Native | TargetKind::Program => return,
-    };
-    if let Some(flag) = &args.misplaced {
-        let target = args.target.display();
-        print_own(&format!(
-            "`{flag}` after `{target}` is an argument of the {what}; flags of ddp-run go before it"
-        ));
-    }
-}
-
 /// All layers in one, and which layer each setting comes from. `config` is the target's, if it has one.
 pub fn layers(
     typed: Settings,
@@ -131,7 +114,6 @@ pub fn layers(
     settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut given);
     warn_of_ignored(&settings);
-    warn_of_foreign_address(&settings);
     Ok((settings, given))
 }
 
@@ -156,7 +138,7 @@ fn below(upper: &Settings, layer: Settings) -> Settings {
     }
 }
 
-/// What in these settings makes no sense for one node with a rendezvous of its own, in words; none if all does.
+/// The setting that contradicts one node with a rendezvous of its own, as part of a message.
 fn asks_for_others(settings: &Settings) -> Option<&'static str> {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
     let meeting = settings.rdzv_endpoint.as_ref();
@@ -205,19 +187,6 @@ fn warn_of_ignored(settings: &Settings) {
     }
 }
 
-/// An address that this machine does not have is right behind address translation only; a mistake shows late, in the
-/// workers of other nodes.
-fn warn_of_foreign_address(settings: &Settings) {
-    let Some(address) = &settings.local_addr else {
-        return;
-    };
-    if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
-        eprintln!(
-            "[ddp-run] `--local-addr {address}` is not an address of this machine; sending it to the other nodes anyway"
-        );
-    }
-}
-
 /// Settings that make no sense for the target.
 pub fn check_target(
     target: &Target,
@@ -236,13 +205,6 @@ pub fn check_target(
     }
     if target.kind != TargetKind::Native {
         return Ok(());
-    }
-    if settings.nproc_per_node == Some(ProcCount::Xpu) {
-        return Err(CliError::Conflict {
-            problem: "`--nproc-per-node xpu` needs a program: the native worker has no XPU backend"
-                .to_owned(),
-            hint: "use CPU cores (`cpu`) or NVIDIA GPUs (`gpu`)".to_owned(),
-        });
     }
     if settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {

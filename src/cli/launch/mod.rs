@@ -5,7 +5,7 @@
 //! | [`args`] | stage one: the flags as typed, each value checked alone | any I/O |
 //! | [`streams`] | parsers of signals, words and streams | any I/O |
 //! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
-//! | [`layers`], [`plan`] | stage two: layers and defaults become a [`LaunchPlan`] | bind or connect |
+//! | [`layers`], [`plan`] | stage two: layers and defaults become a [`Launch`] | bind or connect |
 //! | [`output`] | what becomes of the workers' output: console, files, the terminal | |
 //! | [`target`] | kinds of target, and their command | |
 //! | [`agreement`] | what all nodes of a job must have alike, as hashes, and which values may be shown | any I/O |
@@ -29,7 +29,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use ddp_launcher::{Guardian, LaunchPlan};
+use ddp_launcher::{BoundPlan, Guardian};
 use ddp_proto::trust::token::Token;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -131,6 +131,8 @@ fn dismiss(guardian: Guardian) {
 /// Everything that the agent needs, held together for as long as it runs.
 struct Prepared {
     launch: Launch,
+    /// Soft limit of the workers' open files, where the launcher raised its own.
+    open_files: Option<u64>,
     runtime: tokio::runtime::Runtime,
     /// Workers of later generations are started from it.
     exe: SelfExe,
@@ -138,8 +140,8 @@ struct Prepared {
 
 fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
     let exe = SelfExe::open()?;
-    let mut launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
-    limits::raise_open_files(&mut launch.plan)?;
+    let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+    let open_files = limits::raise_open_files(&launch.plan)?;
     // One thread: the agent waits for events, and the launcher stays small.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -148,13 +150,23 @@ fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
             what: "cannot start the event loop",
             source,
         })?;
-    Ok(Prepared { launch, runtime, exe })
+    Ok(Prepared {
+        launch,
+        open_files,
+        runtime,
+        exe,
+    })
 }
 
 fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
-    let Prepared { launch, runtime, exe } = prepared;
+    let Prepared {
+        launch,
+        open_files,
+        runtime,
+        exe,
+    } = prepared;
     let code = runtime.block_on(async {
-        match start_daemon(&launch.host, launch.plan, guardian.launcher_id()).await {
+        match bind(launch, open_files, guardian.launcher_id()).await {
             Ok((plan, daemon)) => {
                 let outcome = ddp_launcher::run(plan, guardian).await;
                 if let Some(daemon) = daemon {
@@ -172,22 +184,25 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     code
 }
 
-async fn start_daemon(
-    facts: &HostFacts,
-    plan: LaunchPlan,
+/// Finds the daemon, or starts it in this process.
+async fn bind(
+    launch: Launch,
+    open_files: Option<u64>,
     launcher_id: &str,
-) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
+) -> Result<(BoundPlan, Option<Daemon>), CliError> {
+    let (facts, plan) = (&launch.host, launch.plan);
     let hosting = host::resolve_host(facts).await?;
     // The launcher's own name is in those of control groups, which every user of the machine can read.
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
     let operators = operators(facts, hosting.daemon.is_some())?;
     let start = |daemon| Daemon::start(daemon, operators, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
-    let plan = LaunchPlan {
+    let plan = BoundPlan {
+        plan,
         endpoint: hosting.endpoint,
         access: hosting.access,
         incarnation,
-        ..plan
+        open_files,
     };
     Ok((plan, daemon))
 }

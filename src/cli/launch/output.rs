@@ -1,12 +1,10 @@
 //! What becomes of the workers' output: which of it is shown, what goes to files and where these are, and whether one
 //! worker has the terminal to itself.
 
-use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
-use ddp_launcher::{OutputPlan, PrefixTemplate, SignalPlan, StreamsByRank};
-use ddp_proto::words::{counted, numbered};
+use ddp_launcher::{OutputPlan, SignalPlan};
 use nix::sys::signal::Signal;
 
 use super::settings::Settings;
@@ -14,8 +12,7 @@ use super::streams::{OutputStyle, Words};
 use crate::cli::answer::OWN_PREFIX;
 use crate::cli::error::CliError;
 
-/// What becomes of the output of this node's `workers`, of a job that is `alone` on it or not. Prints which ranks and
-/// variables the settings name that do not exist.
+/// The output of this node's `workers`; `alone`: the job has no other node.
 pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<OutputPlan, CliError> {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
     let output = OutputPlan {
@@ -35,13 +32,6 @@ pub fn output_plan(settings: &Settings, alone: bool, workers: u32) -> Result<Out
             settings.log_dir.is_some(),
             output.most_shown(workers, alone),
         )?;
-    }
-    let absent = words_on_absent_ranks(&output, workers, alone);
-    for words in absent
-        .into_iter()
-        .chain(words_on_unknown_variables(&output.prefix))
-    {
-        eprintln!("{OWN_PREFIX}{words}");
     }
     Ok(output)
 }
@@ -132,88 +122,5 @@ pub fn hand_over_terminal(output: &mut OutputPlan, signals: &mut SignalPlan) {
     if output.direct && !signals.stop.contains(&resized) && !signals.forward.contains(&resized) {
         // The system tells only those whose terminal controls them.
         signals.forward.push(resized);
-    }
-}
-
-/// Says, in a line for each flag, which of its ranks there are not. With several nodes the ranks of the job are unknown
-/// before they have met: their numbers of workers may differ.
-fn words_on_absent_ranks(output: &OutputPlan, workers: u32, alone: bool) -> Vec<String> {
-    let listed = |streams: &StreamsByRank| match streams {
-        StreamsByRank::All(_) => BTreeSet::new(),
-        StreamsByRank::Listed(sets) => sets.keys().copied().collect(),
-    };
-    let local = |ranks: &Option<BTreeSet<u32>>| ranks.clone().unwrap_or_default();
-    let global = local(&output.global_ranks);
-    let flags = [
-        ("--local-ranks-filter", "local rank", local(&output.local_ranks)),
-        (
-            "--global-ranks-filter",
-            "rank",
-            if alone { global } else { BTreeSet::new() },
-        ),
-        ("--redirects", "local rank", listed(&output.redirects)),
-        ("--tee", "local rank", listed(&output.tee)),
-    ];
-    let words = |(flag, what, ranks): &(&str, &str, BTreeSet<u32>)| {
-        let absent: Vec<u32> = ranks.range(workers..).copied().collect();
-        (!absent.is_empty()).then(|| {
-            format!(
-                "`{flag}` names {}, but this node has {}, counted from 0",
-                numbered(what, &absent),
-                counted(workers, "worker")
-            )
-        })
-    };
-    flags.iter().filter_map(words).collect()
-}
-
-/// Says which variables of the prefix there are not. As with torchrun, they are no error.
-fn words_on_unknown_variables(prefix: &PrefixTemplate) -> Option<String> {
-    let names: BTreeSet<_> = prefix.unknown_variables().collect();
-    let unknown: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
-    (!unknown.is_empty()).then(|| {
-        format!(
-            "`--log-line-prefix-template` prints {} as text: its variables are `${{rank}}`, `${{local_rank}}`, \
-             `${{role_name}}` and `${{hostname}}`",
-            unknown.join(", ")
-        )
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use ddp_launcher::StreamSet;
-
-    use super::*;
-
-    #[test]
-    fn ranks_that_are_not_there_are_named() {
-        let both = StreamSet {
-            stdout: true,
-            stderr: true,
-        };
-        let output = OutputPlan {
-            redirects: StreamsByRank::Listed(BTreeMap::from([(0, both), (7, both)])),
-            tee: StreamsByRank::All(both),
-            local_ranks: Some(BTreeSet::from([1, 5, 6])),
-            global_ranks: Some(BTreeSet::from([2])),
-            ..OutputPlan::default()
-        };
-        insta::assert_snapshot!(words_on_absent_ranks(&output, 2, true).join("\n"), @r"
-        `--local-ranks-filter` names local ranks 5, 6, but this node has 2 workers, counted from 0
-        `--global-ranks-filter` names rank 2, but this node has 2 workers, counted from 0
-        `--redirects` names local rank 7, but this node has 2 workers, counted from 0
-        ");
-        assert_eq!(words_on_absent_ranks(&output, 8, true), [""; 0]);
-        assert_eq!(words_on_absent_ranks(&output, 2, false).len(), 2);
-    }
-
-    #[test]
-    fn variables_of_the_prefix_that_are_not_there_are_named() {
-        let words = |template: &str| words_on_unknown_variables(&PrefixTemplate::parse(template));
-        insta::assert_snapshot!(words("${rnk} $rank $group: ").expect("two"), @"`--log-line-prefix-template` prints `$group`, `${rnk}` as text: its variables are `${rank}`, `${local_rank}`, `${role_name}` and `${hostname}`");
-        assert_eq!(words("[${role_name}${local_rank}]: "), None);
     }
 }

@@ -6,10 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
-    AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, WorkerCommand, environment_of,
-    signal_name,
+    AgreedValue, CoreSet, LaunchPlan, NodeRange, SignalPlan, Variable, environment_of, signal_name,
 };
-use ddp_proto::client::Access;
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
@@ -17,9 +15,7 @@ use ddp_proto::words::counted;
 use super::args::ParsedArgs;
 use super::dry_run::range;
 use super::host::{HostFacts, Protection};
-use super::layers::{
-    Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes, warn_of_misplaced,
-};
+use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
 use super::settings::Settings;
 use super::streams::Signals;
@@ -38,8 +34,6 @@ const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
 /// How long the daemon may be unreachable while workers run.
 const OUTAGE_TIMEOUT: Duration = Duration::from_mins(10);
-/// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
-const MOST_COUNTS_TRIED: usize = 64;
 /// Set to `1`, rank 0 opens the store at `MASTER_PORT` itself.
 const NO_AGENT_STORE: &str = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE";
 /// From SIGTERM to SIGKILL, as torchrun.
@@ -48,7 +42,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A launch that is fully decided, but for the port of a daemon of its own.
 #[derive(Debug)]
 pub struct Launch {
-    /// For the agent. Its `endpoint` is set when [`super::host::resolve_host`] has found it.
+    /// For the agent.
     pub plan: LaunchPlan,
     /// For [`super::host::resolve_host`].
     pub host: HostFacts,
@@ -58,10 +52,8 @@ pub struct Launch {
     pub environment: Vec<Variable>,
     /// The configuration of a native target: it and its data files are as the workers need them.
     pub checked: Option<String>,
-    /// For a dry run: what would become of a run in the folder of a native target, in words.
+    /// For a dry run: a message about the run in the folder of a native target.
     pub found_run: Option<String>,
-    /// What the workers would refuse if all nodes had as many of them as this one, in words.
-    pub refusals: Vec<String>,
 }
 
 type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
@@ -71,7 +63,6 @@ fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
     let kind = kind(&args, &variables)?;
-    warn_of_misplaced(kind, &args);
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
@@ -102,8 +93,8 @@ pub fn resolve(
     let alone = nodes.max == 1;
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
-    let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
-    let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    let (workers, cores) = places(&settings, validated.as_ref())?;
+    check_ranks(validated.as_ref(), alone, workers)?;
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
@@ -115,12 +106,9 @@ pub fn resolve(
         hand_over_terminal(&mut output, &mut signals);
     }
     let plan = LaunchPlan {
-        resume_words: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
+        resume_hint: (validated.as_ref()).map(|config| config.resume_words(&job.run_id)),
         job_id: job.id,
         run_id: job.run_id,
-        endpoint: String::new(),
-        access: Access::default(),
-        incarnation: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
@@ -144,10 +132,7 @@ pub fn resolve(
         signals,
         cores,
         event_log: event_log(&settings),
-        command: WorkerCommand {
-            agent_store: agent_store(&target, &settings, &get_env),
-            ..target.command(exe, python)
-        },
+        command: target.command(exe, python, agent_store(&target, &settings, &get_env)),
     };
     Ok(Launch {
         environment: environment_of(&plan, &get_env),
@@ -156,7 +141,6 @@ pub fn resolve(
         plan,
         given,
         checked: validated.map(|_| target.name.to_string_lossy().into_owned()),
-        refusals,
     })
 }
 
@@ -206,26 +190,12 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
     }
 }
 
-/// Numbers of ranks with which the workers cannot train. One node knows all of them; several may have other numbers of
-/// workers, which only shows when they have met.
-fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Result<Vec<String>, CliError> {
-    let Some(config) = config else {
-        return Ok(Vec::new());
-    };
-    if nodes.max == 1 {
-        return config.refusal(1, workers).map_or(Ok(Vec::new()), Err);
-    }
-    let counts = (nodes.min..=nodes.max).take(MOST_COUNTS_TRIED);
-    let refused = |count: u32| {
-        let error = config.refusal(count, workers)?.to_string();
-        let reason = error.lines().next().unwrap_or_default().to_owned();
-        let each = counted(workers, "worker");
-        Some(match count {
-            1 => format!("1 node of {each}: {reason}"),
-            several => format!("{several} nodes of {each} each: {reason}"),
-        })
-    };
-    Ok(counts.filter_map(refused).collect())
+/// Refuses a number of ranks with which the workers of one node cannot train. Several nodes may have other numbers of
+/// workers, so their workers decide.
+fn check_ranks(config: Option<&Validated>, alone: bool, workers: u32) -> Result<(), CliError> {
+    let config = config.filter(|_| alone);
+    let refusal = config.and_then(|config| config.refusal(workers));
+    refusal.map_or(Ok(()), Err)
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {
@@ -242,16 +212,10 @@ fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> 
     }
 }
 
-/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one, `python` what
-/// runs scripts.
-fn places(
-    settings: &Settings,
-    config: Option<&Validated>,
-    python: &Path,
-) -> Result<(u32, Vec<CoreSet>), CliError> {
+/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one.
+fn places(settings: &Settings, config: Option<&Validated>) -> Result<(u32, Vec<CoreSet>), CliError> {
     let hardware = Hardware::default();
-    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)), python)?;
-    let threads = config.and_then(Validated::threads);
+    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     let [usable, machine] = [usable_cores(), machine_cores()];
     // GPUs are looked for only where it matters.
     let computes_here = workers > usable
@@ -260,7 +224,7 @@ fn places(
             Backend::Nccl => false,
             Backend::Auto => hardware.gpus().is_err(),
         });
-    if let Some(words) = crowding((threads, computes_here), workers, usable, machine) {
+    if let Some(words) = crowding(computes_here, workers, usable, machine) {
         for line in words.lines() {
             eprintln!("[ddp-run] {line}");
         }
@@ -268,23 +232,10 @@ fn places(
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
-/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine`
-/// has more or they compute on them; in words.
-fn crowding(
-    (threads, computes_here): (Option<usize>, bool),
-    workers: u32,
-    cores: u32,
-    machine: u32,
-) -> Option<String> {
+/// A message where workers share the `cores` that this process may use: native workers that compute on them, or any
+/// workers where the `machine` has more cores.
+fn crowding(computes_here: bool, workers: u32, cores: u32, machine: u32) -> Option<String> {
     let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
-    let threads = threads.unwrap_or(1);
-    let all = threads.saturating_mul(workers as usize);
-    if threads > 1 && all > cores as usize {
-        return Some(format!(
-            "`train.threads: {threads}` gives {all} threads ({who}) for {place}, so they compete for CPU time\n  \
-             hint: omit `train.threads` to give each worker its share of the cores"
-        ));
-    }
     if computes_here && workers > cores && cores >= machine {
         return Some(format!(
             "{who} compete for {place}: more workers than cores make a step slower\n  \
@@ -397,8 +348,8 @@ fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Resul
     Ok(Some(config.out_dir(job_id)))
 }
 
-/// What would become of a run in the folder, in words. One node is refused as its launch would be; of several, the
-/// workers find out.
+/// A message about the run in the folder. A launch of one node would fail with this error; of several nodes, the workers
+/// find out.
 fn found_run(config: Option<&Validated>, run_id: &str, alone: bool) -> Result<Option<String>, CliError> {
     let Some(config) = config else { return Ok(None) };
     match config.found_run(run_id) {
@@ -434,23 +385,15 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_or_workers_than_cores_are_told() {
-        assert_eq!(crowding((Some(2), true), 4, 8, 8), None);
-        assert_eq!(
-            crowding((Some(1), false), 16, 8, 8),
-            None,
-            "as many workers as were asked for"
-        );
-        insta::assert_snapshot!(crowding((Some(1), true), 16, 8, 8).unwrap(), @r"
+    fn more_workers_than_cores_are_reported() {
+        assert_eq!(crowding(true, 4, 8, 8), None);
+        assert_eq!(crowding(false, 16, 8, 8), None, "programs may compute elsewhere");
+        insta::assert_snapshot!(crowding(true, 16, 8, 8).unwrap(), @r"
         16 workers compete for 8 cores: more workers than cores make a step slower
           hint: `--nproc-per-node cpu` starts one per core
         ");
-        insta::assert_snapshot!(crowding((Some(8), true), 2, 4, 4).unwrap(), @r"
-        `train.threads: 8` gives 16 threads (2 workers) for 4 cores, so they compete for CPU time
-          hint: omit `train.threads` to give each worker its share of the cores
-        ");
-        assert_eq!(crowding((None, true), 1, 1, 64), None);
-        insta::assert_snapshot!(crowding((None, true), 2, 1, 64).unwrap(), @r"
+        assert_eq!(crowding(true, 1, 1, 64), None);
+        insta::assert_snapshot!(crowding(true, 2, 1, 64).unwrap(), @r"
         2 workers compete for 1 core: the affinity mask and control group allow no more of the machine's 64
           hint: `srun --cpus-per-task`, `taskset` and container limits set how many cores are available
         ");

@@ -31,7 +31,7 @@ pub struct Layer {
     pub settings: Settings,
     /// Setting and variable.
     variables: Vec<(&'static str, &'static str)>,
-    /// That nodes of the allocation stay unused, in words.
+    /// A message, if nodes of the allocation stay unused.
     pub unused: Option<String>,
 }
 

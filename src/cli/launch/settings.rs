@@ -92,8 +92,7 @@ settings! {
 
     /// Workers on this node [default: 1]
     ///
-    /// A number, or one worker per `gpu`, per `cpu` core or per `xpu` (counted by PyTorch); `auto` is `gpu` if the
-    /// node has GPUs, else `cpu`.
+    /// A number, or one worker per `gpu` or per `cpu` core; `auto` is `gpu` if the node has GPUs, else `cpu`.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
     nproc_per_node: ProcCount = values::proc_count => "LOCAL_WORLD_SIZE",
 
@@ -182,7 +181,7 @@ settings! {
     #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
 
-    /// Who gets a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
+    /// Processes that get a worker's stop signal: its process `group`, or the `rank` process alone [default: group]
     ///
     /// With `rank`, the children of a worker, such as PyTorch's data loaders, live until it has exited.
     #[arg(value_name = "group|rank", help_heading = LIFE, hide_short_help = true)]

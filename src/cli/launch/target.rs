@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::WorkerCommand;
 use nix::unistd::{AccessFlags, access};
 
-use super::settings;
 use crate::cli::error::CliError;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
@@ -18,9 +17,6 @@ pub const WORKER_SUBCOMMAND: &str = "__worker";
 
 /// What interpreters are called, the preferred one first.
 const PYTHONS: [&str; 2] = ["python3", "python"];
-
-/// Most files of a directory among which one of a similar name is looked for.
-const MAX_SIMILAR_FILES: usize = 1000;
 
 /// What a target is, told by the end of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +147,7 @@ impl Target {
             });
         }
         let unreadable = |source| CliError::Target {
-            hint: hint_for(Path::new(&name), &source),
+            hint: hint_for(Path::new(&name)),
             path: PathBuf::from(&name),
             source,
         };
@@ -176,8 +172,9 @@ impl Target {
         })
     }
 
-    /// The command of every worker. Scripts and modules are run by `python`.
-    pub fn command(&self, exe: &SelfExe, python: PathBuf) -> WorkerCommand {
+    /// The command of every worker. Scripts and modules are run by `python`; with `agent_store` the agent of node 0 hosts
+    /// PyTorch's store for them.
+    pub fn command(&self, exe: &SelfExe, python: PathBuf, agent_store: bool) -> WorkerCommand {
         let (program, arg0, args) = match self.kind {
             TargetKind::Native => {
                 let overrides = self
@@ -203,11 +200,10 @@ impl Target {
             program,
             arg0,
             args,
-            open_files: None,
             env: BTreeMap::new(),
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,
-            agent_store: false,
+            agent_store,
         }
     }
 
@@ -221,33 +217,13 @@ impl Target {
     }
 }
 
-/// What to write instead of a target that cannot be read.
-fn hint_for(path: &Path, why: &io::Error) -> String {
+/// The hint for a target that cannot be read.
+fn hint_for(path: &Path) -> &'static str {
     if path.is_dir() {
-        return "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
-            .to_owned();
+        "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
+    } else {
+        "give the path of a `.yaml` configuration, of a `.py` script, or a program"
     }
-    let is_missing = why.kind() == io::ErrorKind::NotFound;
-    match similar_file(path).filter(|_| is_missing) {
-        Some(file) => format!("did you mean `{}`?", file.display()),
-        None => "give the path of a `.yaml` configuration, of a `.py` script, or a program".to_owned(),
-    }
-}
-
-/// A file of the same kind beside it, of which it may be a misspelling.
-fn similar_file(path: &Path) -> Option<PathBuf> {
-    let name = path.file_name()?;
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
-    let names = entries
-        .take(MAX_SIMILAR_FILES)
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let names: Vec<String> = names
-        .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
-        .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
-        .collect();
-    let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;
-    Some(path.with_file_name(near))
 }
 
 #[cfg(test)]
@@ -281,7 +257,7 @@ mod tests {
     #[test]
     fn commands_of_the_kinds() {
         let exe = SelfExe::open().expect("proc is mounted");
-        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into());
+        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into(), false);
         assert!(command.native && command.program.starts_with("/proc/self/fd"));
         assert_eq!(
             command.args,
@@ -295,7 +271,7 @@ mod tests {
             overrides: vec![],
             yaml: None,
         };
-        let command = script.command(&exe, "/opt/python".into());
+        let command = script.command(&exe, "/opt/python".into(), true);
         assert_eq!(command.program, Path::new("/opt/python"));
         assert_eq!(command.args, ["-u", "t.py", "--lr"]);
         let module = Target {
@@ -304,7 +280,7 @@ mod tests {
             ..script
         };
         assert_eq!(
-            module.command(&exe, "python3".into()).args,
+            module.command(&exe, "python3".into(), false).args,
             ["-u", "-m", "pkg.train", "--lr"]
         );
     }
@@ -334,22 +310,6 @@ mod tests {
         cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
           hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
         ");
-    }
-
-    #[test]
-    fn a_misspelt_target_leads_to_the_file_that_is_there() {
-        let dir = tempfile::tempdir().expect("a directory");
-        for file in ["ddp.py", "dpp.yaml", "other.py"] {
-            fs::write(dir.path().join(file), "").expect("writable");
-        }
-        let hint = |name: &str| {
-            let path = dir.path().join(name);
-            let error = Target::read(TargetKind::of(path.as_os_str()), path.into(), vec![], vec![]);
-            error.expect_err("no such file").to_string()
-        };
-        let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
-        assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
-        assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::cell::OnceCell;
 use std::fmt;
 use std::io::Read;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,8 +23,6 @@ const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// Longest wait for the driver: the first use after boot initialises all devices.
 const GPU_PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Longest wait for PyTorch to be imported, from a file system that may be slow.
-const PYTORCH_TIMEOUT: Duration = Duration::from_mins(5);
 /// How long a process that was asked may take to end after its answer.
 const REAP_BOUND: Duration = Duration::from_secs(1);
 /// Pause between two looks whether it has ended.
@@ -61,14 +58,13 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// The number of workers that `count` stands for; `python` runs the scripts.
-    pub fn workers(&self, count: ProcCount, python: &Path) -> Result<u32, CliError> {
+    /// The number of workers that `count` stands for.
+    pub fn workers(&self, count: ProcCount) -> Result<u32, CliError> {
         let gpus = || self.gpus().map(|gpus| gpus.len() as u32);
         match count {
             ProcCount::Fixed(n) => Ok(n),
             ProcCount::Cpu => Ok(usable_cores()),
             ProcCount::Gpu => gpus().map_err(|why| CliError::NoGpu { why: why.to_string() }),
-            ProcCount::Xpu => xpus(python),
             ProcCount::Auto => Ok(gpus().unwrap_or_else(|_| usable_cores())),
         }
     }
@@ -121,28 +117,6 @@ fn ask_driver(visible: Option<&str>) -> Gpus {
     let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
         .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be queried: {error}")))?;
     read_answer(&answer)
-}
-
-/// XPUs by PyTorch's own count: environment variables of the driver say whether a card of two tiles is one or two.
-fn xpus(python: &Path) -> Result<u32, CliError> {
-    let mut command = Command::new(python);
-    command.args(["-c", "import torch; print(torch.xpu.device_count())"]);
-    let answer = answer_of(command, PYTORCH_TIMEOUT);
-    // Packages may print lines of their own before it.
-    let last_line = |answer: &str| answer.trim().lines().next_back().map(str::parse);
-    let why = match answer
-        .as_deref()
-        .map(|answer| last_line(answer).unwrap_or_else(|| "".parse()))
-    {
-        Ok(Ok(count @ 1..)) => return Ok(count),
-        Ok(Ok(0)) => "it reports 0 devices".to_owned(),
-        Ok(Err(_)) => "it could not be imported, or has no `torch.xpu`".to_owned(),
-        Err(error) => error.to_string(),
-    };
-    Err(CliError::NoXpu {
-        python: python.to_owned(),
-        why,
-    })
 }
 
 /// What [`probe_gpus`] printed.
@@ -276,37 +250,19 @@ mod tests {
 
     #[test]
     fn a_number_is_taken_as_it_is() {
-        assert_eq!(
-            machine("")
-                .workers(ProcCount::Fixed(3), Path::new("python3"))
-                .ok(),
-            Some(3)
-        );
+        assert_eq!(machine("").workers(ProcCount::Fixed(3)).ok(), Some(3));
     }
 
     #[test]
     fn cores_are_at_least_one() {
-        assert!(
-            machine("")
-                .workers(ProcCount::Cpu, Path::new("python3"))
-                .is_ok_and(|n| n >= 1)
-        );
-    }
-
-    #[test]
-    fn an_interpreter_that_cannot_be_asked_for_xpus_is_named() {
-        let error = machine("").workers(ProcCount::Xpu, Path::new("/nonexistent/python3"));
-        insta::assert_snapshot!(error.expect_err("no driver to ask"), @r"
-        `--nproc-per-node xpu`: PyTorch shows no XPU: asked under `/nonexistent/python3`, No such file or directory (os error 2)
-          hint: give a number, or a different interpreter with PYTHON_EXEC
-        ");
+        assert!(machine("").workers(ProcCount::Cpu).is_ok_and(|n| n >= 1));
     }
 
     #[test]
     fn gpus_are_counted_where_the_driver_shows_some() {
         let two = machine("{\"Ok\":[\"0000:3B:00.0\",\"\"]}\n");
-        assert_eq!(two.workers(ProcCount::Gpu, Path::new("python3")).ok(), Some(2));
-        assert_eq!(two.workers(ProcCount::Auto, Path::new("python3")).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Gpu).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Auto).ok(), Some(2));
         for (answer, why) in [
             ("{\"Ok\":[]}", "finds none"),
             (
@@ -316,13 +272,8 @@ mod tests {
             ("", "crashed"),
         ] {
             let none = machine(answer);
-            assert_eq!(
-                none.workers(ProcCount::Auto, Path::new("python3")).ok(),
-                Some(usable_cores())
-            );
-            let error = none
-                .workers(ProcCount::Gpu, Path::new("python3"))
-                .expect_err("none");
+            assert_eq!(none.workers(ProcCount::Auto).ok(), Some(usable_cores()));
+            let error = none.workers(ProcCount::Gpu).expect_err("none");
             assert!(error.to_string().contains(why), "{error}");
         }
     }

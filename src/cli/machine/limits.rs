@@ -46,9 +46,9 @@ pub fn check_open_files() -> Result<(), CliError> {
     soft_for(needed, needed, limits).map_or_else(|hard| Err(too_few(hard, needed, 1)), |_| Ok(()))
 }
 
-/// Raises the soft limit of open files to what `plan` needs. Its workers keep the one that was there: programs with
+/// Raises the soft limit of open files to what `plan` needs. Gives the old limit, which the workers keep: programs with
 /// `select` cannot use a file above 1024, and some close every file up to the limit.
-pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
+pub fn raise_open_files(plan: &LaunchPlan) -> Result<Option<u64>, CliError> {
     let limits = soft_and_hard(Resource::RLIMIT_NOFILE);
     let each = match plan.log_dir {
         Some(_) => WORKER_FILES + WORKER_LOG_FILES,
@@ -67,10 +67,7 @@ pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
     let wanted = all.max(2 * nodes * NODE_FILES).max(4 * ranks * RANK_FILES);
     let raised = soft_for(needed, wanted, limits).map_err(|hard| too_few(hard, needed, plan.workers))?;
     let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, limits.1);
-    if raise(limits.0, needed, raised, set)? {
-        plan.command.open_files = Some(limits.0);
-    }
-    Ok(())
+    Ok(raise(limits.0, needed, raised, set)?.then_some(limits.0))
 }
 
 /// Sets a higher soft limit than `soft`, and says whether it did. A system that refuses, as sandboxes do, is in the way

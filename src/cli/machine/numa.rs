@@ -38,7 +38,7 @@ pub enum Binding {
 pub struct Bound {
     /// By local rank.
     pub cores: Vec<CoreSet>,
-    /// Why a worker may be away from its GPU, in words.
+    /// A message, if a worker may be far from its GPU.
     pub doubt: Option<String>,
 }
 

@@ -154,7 +154,7 @@ fn agent(bytes: &[u8]) -> Generation {
     let (mut machine, _) = Machine::start(Rules {
         hostname: "node-a".into(),
         native: true,
-        resume_words: None,
+        resume_hint: None,
         join_timeout: Duration::from_mins(1),
         shutdown_timeout: Duration::from_secs(30),
         workers: 2,

@@ -206,7 +206,7 @@ impl World {
         let (machine, opening) = Machine::start(Rules {
             hostname: join.hostname.clone(),
             native: plan.native,
-            resume_words: None,
+            resume_hint: None,
             join_timeout: Duration::from_mins(2),
             shutdown_timeout: Duration::from_secs(if plan.native { 30 } else { 8 }),
             workers: join.workers,

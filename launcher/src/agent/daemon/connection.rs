@@ -1,4 +1,4 @@
-//! The connection to the daemon: whether it can be reached, how long it is waited for, and what people are told of it.
+//! The connection to the daemon: whether it is reachable, how long the agent waits for it, and the messages about that.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use tokio::time::Instant;
 use super::super::machine::{Event, LEAVE_WAIT, Machine};
 use super::link::{Link, LinkEvent};
 use crate::output::console::Console;
-use crate::plan::LaunchPlan;
+use crate::plan::{BoundPlan, LaunchPlan};
 
-/// Which of both the daemon was, a program of its own or a thread of a node, the other nodes do not know.
+/// The other nodes do not know whether the daemon was a program of its own or part of a launcher.
 const HOST_MAY_BE_GONE: &str =
     "if a node hosted the rendezvous, that node may be gone: resume from the last checkpoint";
 
-/// How the agent and the daemon stand.
+/// The state of the connection.
 pub(in crate::agent) struct DaemonConnection {
     link: Link,
-    plan: Arc<LaunchPlan>,
+    plan: Arc<BoundPlan>,
     console: Console,
     /// None until a daemon has answered.
     client: Option<Client>,
@@ -58,7 +58,7 @@ struct Outage {
 impl DaemonConnection {
     /// Begins to connect.
     pub(in crate::agent) fn start(
-        plan: Arc<LaunchPlan>,
+        plan: Arc<BoundPlan>,
         console: Console,
     ) -> (Self, mpsc::Receiver<LinkEvent>) {
         let identity = AgentIdentity {

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::memory::Memory;
-use crate::plan::LaunchPlan;
+use crate::plan::BoundPlan;
 
 /// Messages of the daemon that may wait for the agent.
 const QUEUE: usize = 256;
@@ -26,7 +26,7 @@ const OVERSLEPT: Duration = Duration::from_secs(1);
 /// What the link tells the agent, in the order in which it happened.
 #[derive(Debug)]
 pub(in crate::agent) enum LinkEvent {
-    /// No daemon has answered so far; the agent tries for so long in all. Why the last attempt failed, if one has.
+    /// No daemon has answered so far: how long the agent tries in all, and why the last attempt failed.
     Unanswered(Duration, Option<String>),
     /// The daemon answers; also a client for the key-value calls.
     Connected(Client),
@@ -66,7 +66,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Starts to connect to the daemon of the plan.
-    pub(super) fn start(plan: Arc<LaunchPlan>, identity: AgentIdentity) -> (Self, mpsc::Receiver<LinkEvent>) {
+    pub(super) fn start(plan: Arc<BoundPlan>, identity: AgentIdentity) -> (Self, mpsc::Receiver<LinkEvent>) {
         let (commands, queue) = mpsc::unbounded_channel();
         let (events, receiver) = mpsc::channel(QUEUE);
         let heartbeat = LatestHeartbeat::default();
@@ -98,7 +98,7 @@ impl Link {
         (link, receiver)
     }
 
-    /// Queues a report, or a `Join`. Never waits, and drops none: while the stream is broken, they are kept.
+    /// Queues a report, or a `Join`. Never waits, and keeps reports while the stream is broken.
     pub(super) fn report(&self, generation: Generation, body: Body) {
         // The task has ended only after a last event, which the agent may not have read yet.
         let _ = self.commands.send(Command::Report(generation, body));
@@ -127,7 +127,7 @@ impl Link {
 
 /// The task's side.
 struct Side {
-    plan: Arc<LaunchPlan>,
+    plan: Arc<BoundPlan>,
     identity: AgentIdentity,
     queue: mpsc::UnboundedReceiver<Command>,
     heartbeat: LatestHeartbeat,

@@ -127,7 +127,7 @@ impl Memory {
 #[derive(Debug)]
 struct HeldPlace {
     assignment: Assignment,
-    /// The rest, as it is told.
+    /// The rest, in order.
     rest: Place,
     since: Instant,
 }

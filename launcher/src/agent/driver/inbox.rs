@@ -7,9 +7,8 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
 
 use super::super::daemon::LinkEvent;
-use super::super::signals::{Call, Signals};
+use super::super::signals::{SignalAction, Signals};
 use super::super::workers::{PrepareError, Prepared, Threads};
-use super::tasks::LeftInFiles;
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
 
@@ -18,24 +17,24 @@ const QUEUE: usize = 1024;
 /// Interval of heartbeats until the daemon sends its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// The ends of all channels that lead to the agent.
+/// All event sources of the agent.
 pub(super) struct Inbox {
     signals: Signals,
     spawns: mpsc::Receiver<SpawnEvent>,
     control: mpsc::Receiver<ControlEvent>,
     link: mpsc::Receiver<LinkEvent>,
-    /// Of the work that is done beside the loop.
-    results: mpsc::Receiver<Mail>,
-    results_sender: mpsc::Sender<Mail>,
+    /// Results of tasks beside the loop.
+    results: mpsc::Receiver<LoopEvent>,
+    results_sender: mpsc::Sender<LoopEvent>,
     heartbeat: Interval,
-    /// When to look for hung workers; none: never.
+    /// When to look for hung workers, if `--hang-timeout` is set.
     watch: Option<Interval>,
     alarm: Option<Instant>,
 }
 
-/// What came out of the inbox.
-pub(super) enum Mail {
-    Signal(Call),
+/// One event of the loop.
+pub(super) enum LoopEvent {
+    Signal(SignalAction),
     Spawn(SpawnEvent),
     Control(ControlEvent),
     Link(LinkEvent),
@@ -44,16 +43,25 @@ pub(super) enum Mail {
     /// Look for hung workers.
     Watch,
     Alarm,
-    /// The files and pipes of a generation's workers are there, or cannot be made.
+    /// The files and pipes of a generation's workers, or the error of making them.
     Prepared(Generation, Box<Result<Prepared, PrepareError>>),
-    /// A worker has said all it will ever say on the control socket.
+    /// No more control messages of a worker will come.
     ControlDrained(Generation, LocalRank),
-    /// The last words of a failed worker are there, as far as they will be; with those of its error file.
+    /// The last output of a failed worker was read, with the message of its error file.
     Described(Generation, LocalRank, Option<String>),
-    /// The workers have had the time to say what they do; what the kernel knows of their threads.
+    /// The time for the workers to report their state is over; the kernel's list of their threads.
     Answered(Threads),
-    /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
+    /// The sweep is over: processes that cannot be killed, and what the workers left in files.
     Swept(Vec<String>, LeftInFiles),
+}
+
+/// What the workers left in files; empty where the file system does not answer.
+#[derive(Debug, Default)]
+pub(super) struct LeftInFiles {
+    /// Messages of the error files.
+    pub(super) messages: Vec<(LocalRank, String)>,
+    /// The first attempt without log files, where there is a log directory.
+    pub(super) free_attempt: Option<u32>,
 }
 
 impl Inbox {
@@ -82,7 +90,7 @@ impl Inbox {
     }
 
     /// The next of whatever comes. Cancel safe.
-    pub(super) async fn next(&mut self) -> Mail {
+    pub(super) async fn next(&mut self) -> LoopEvent {
         let alarm = self.alarm;
         let ring = async {
             match alarm {
@@ -99,29 +107,29 @@ impl Inbox {
         // Cancel safe: every branch keeps what it has not returned. Not biased: a worker that floods the control
         // socket must not starve the rest.
         tokio::select! {
-            call = self.signals.next() => Mail::Signal(call),
-            Some(event) = self.control.recv() => Mail::Control(event),
-            Some(event) = self.spawns.recv() => Mail::Spawn(event),
+            action = self.signals.next() => LoopEvent::Signal(action),
+            Some(event) = self.control.recv() => LoopEvent::Control(event),
+            Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
-            Some(event) = self.link.recv() => Mail::Link(event),
+            Some(event) = self.link.recv() => LoopEvent::Link(event),
             () = ring => {
                 self.alarm = None;
-                Mail::Alarm
+                LoopEvent::Alarm
             }
-            _ = self.heartbeat.tick() => Mail::Heartbeat,
-            _ = watch => Mail::Watch,
+            _ = self.heartbeat.tick() => LoopEvent::Heartbeat,
+            _ = watch => LoopEvent::Watch,
         }
     }
 
-    /// What workers have said on the control socket and was passed on, but still lies there.
-    pub(super) fn said(&mut self) -> Vec<ControlEvent> {
+    /// Control events that already wait in the queue.
+    pub(super) fn waiting_control_events(&mut self) -> Vec<ControlEvent> {
         std::iter::from_fn(|| self.control.try_recv().ok())
             .take(QUEUE)
             .collect()
     }
 
-    /// Does what takes time beside the loop; its result comes back as mail.
-    pub(super) fn expect(&self, work: impl Future<Output = Mail> + Send + 'static) {
+    /// Does what takes time beside the loop; its result comes back as an event.
+    pub(super) fn expect(&self, work: impl Future<Output = LoopEvent> + Send + 'static) {
         let results = self.results_sender.clone();
         tokio::spawn(async move {
             let result = work.await;
@@ -130,7 +138,7 @@ impl Inbox {
         });
     }
 
-    /// Gives [`Mail::Alarm`] after this time, instead of any set before.
+    /// Gives [`LoopEvent::Alarm`] after this time, instead of any set before.
     pub(super) fn arm(&mut self, after: Duration) {
         self.alarm = Some(Instant::now() + after);
     }
@@ -139,7 +147,7 @@ impl Inbox {
         self.alarm = None;
     }
 
-    /// Heartbeats are due so often from now on.
+    /// Changes the interval of heartbeats.
     pub(super) fn beat_every(&mut self, interval: Duration) {
         if !interval.is_zero() && interval != self.heartbeat.period() {
             self.heartbeat = every(interval);

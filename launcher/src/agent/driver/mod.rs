@@ -5,11 +5,11 @@
 //! | `inbox` | the one `select!` over everything that may happen |
 //! | `tasks` | what takes time, done beside the loop |
 //! | `starting` | joining a generation, and what its workers are started from |
-//! | `meeting_point` | `MASTER_PORT` and PyTorch's store |
+//! | `master_endpoint` | `MASTER_PORT` and PyTorch's store |
 //! | `records` | the event log, the failures, the report |
 
 mod inbox;
-mod meeting_point;
+mod master_endpoint;
 mod records;
 mod starting;
 mod tasks;
@@ -25,32 +25,31 @@ use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 
+use super::context::{LaunchContext, LaunchError};
 use super::daemon::{DaemonConnection, LinkEvent};
-use super::launch::{Launch, LaunchError};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
-use super::signals::{Call, Signals};
+use super::signals::{SignalAction, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
-use crate::control::{ControlEvent, ControlServer, News, Place, Store};
+use crate::control::{ControlEvent, ControlNews, ControlServer, Store, WorkerContext};
 use crate::report::event_log::LogEvent;
 use crate::spawn::program::check_program;
 use crate::spawn::spawner::SpawnEvent;
 use crate::supervise::reap;
-use inbox::{Inbox, Mail};
-use meeting_point::MeetingPoint;
+use inbox::{Inbox, LoopEvent};
+use master_endpoint::MasterEndpoint;
 use records::{Ended, Records};
 use starting::Starter;
-use tasks::LeftInFiles;
 
 /// The agent with all its parts.
 pub(super) struct Driver<'a> {
-    launch: Launch<'a>,
+    launch: LaunchContext<'a>,
     machine: Machine,
     /// What the machine is to decide on next.
     events: VecDeque<Event>,
     inbox: Inbox,
     daemon: DaemonConnection,
     control: ControlServer,
-    meeting_point: MeetingPoint,
+    master_endpoint: MasterEndpoint,
     starter: Starter,
     worker_group: WorkerGroup,
     hang_watch: HangWatch,
@@ -60,7 +59,7 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     /// Checks the plan, starts all threads and tasks, and joins the job.
-    pub(super) fn start(launch: Launch<'a>) -> Result<Self, LaunchError> {
+    pub(super) fn start(launch: LaunchContext<'a>) -> Result<Self, LaunchError> {
         let plan = &launch.plan;
         let path = launch.inherited.iter().find(|(name, _)| name == "PATH");
         check_program(&plan.command, path.map(|(_, value)| value))?;
@@ -80,7 +79,7 @@ impl<'a> Driver<'a> {
             inbox,
             daemon,
             control,
-            meeting_point: MeetingPoint::default(),
+            master_endpoint: MasterEndpoint::default(),
             starter,
             worker_group: WorkerGroup::none(),
             hang_watch,
@@ -114,33 +113,35 @@ impl<'a> Driver<'a> {
                 let report = self.records.close(&ended).await;
                 return (exit_reason, report);
             }
-            let mail = self.inbox.next().await;
+            let event = self.inbox.next().await;
             self.daemon.check_stall();
-            self.open(mail);
+            self.handle(event);
         }
     }
 
-    fn open(&mut self, mail: Mail) {
-        match mail {
-            Mail::Signal(Call::Stop(signal)) => self.events.push_back(Event::Signal(signal)),
-            Mail::Signal(Call::Forward(signal)) if self.machine.is_spawning() => self.starter.defer(signal),
-            Mail::Signal(Call::Forward(signal)) => self.worker_group.pass_on(signal),
-            Mail::Signal(Call::Child) => self.reap(),
-            Mail::Spawn(event) => self.on_spawn(event),
-            Mail::Control(event) => self.on_control(event),
-            Mail::Link(event) => self.on_link(event),
-            Mail::Heartbeat => {
+    fn handle(&mut self, event: LoopEvent) {
+        match event {
+            LoopEvent::Signal(SignalAction::Stop(signal)) => self.events.push_back(Event::Signal(signal)),
+            LoopEvent::Signal(SignalAction::Forward(signal)) if self.machine.is_spawning() => {
+                self.starter.defer(signal);
+            }
+            LoopEvent::Signal(SignalAction::Forward(signal)) => self.worker_group.pass_on(signal),
+            LoopEvent::Signal(SignalAction::Child) => self.reap(),
+            LoopEvent::Spawn(event) => self.on_spawn(event),
+            LoopEvent::Control(event) => self.on_control(event),
+            LoopEvent::Link(event) => self.on_link(event),
+            LoopEvent::Heartbeat => {
                 let heartbeat = self.worker_group.heartbeat();
                 self.daemon.beat_in_time(self.machine.generation(), heartbeat);
             }
-            Mail::Watch => self.look_for_hung_workers(),
-            // Who cannot be reached decides nothing; how long that may last has a bound of its own.
-            Mail::Alarm if self.daemon.is_broken() && self.machine.is_undecided() => {
+            LoopEvent::Watch => self.look_for_hung_workers(),
+            // An unreachable daemon decides nothing; the outage has a time-out of its own.
+            LoopEvent::Alarm if self.daemon.is_broken() && self.machine.is_undecided() => {
                 self.inbox.arm(VERDICT_WAIT);
             }
-            Mail::Alarm => self.events.push_back(Event::Alarm),
-            Mail::Prepared(generation, prepared) => self.on_prepared(generation, *prepared),
-            Mail::ControlDrained(generation, local_rank) => {
+            LoopEvent::Alarm => self.events.push_back(Event::Alarm),
+            LoopEvent::Prepared(generation, prepared) => self.on_prepared(generation, *prepared),
+            LoopEvent::ControlDrained(generation, local_rank) => {
                 self.read_control();
                 self.events.push_back(Event::ControlDrained {
                     generation,
@@ -148,20 +149,20 @@ impl<'a> Driver<'a> {
                     consequence: self.worker_group.is_consequence(local_rank),
                 });
             }
-            Mail::Described(generation, local_rank, in_file) => {
+            LoopEvent::Described(generation, local_rank, in_file) => {
                 if generation == self.machine.generation() {
                     self.on_described(local_rank, in_file);
                 }
             }
-            Mail::Answered(threads) => {
+            LoopEvent::Answered(threads) => {
                 self.read_control();
                 let running = self.machine.is_running().then(|| self.machine.generation());
                 self.hang_watch.judge(running, &mut self.worker_group, &threads);
             }
-            Mail::Swept(stuck, left) => {
+            LoopEvent::Swept(stuck, left) => {
                 self.read_control();
-                for (local_rank, words) in left.words {
-                    self.worker_group.found_in_file(local_rank, words);
+                for (local_rank, message) in left.messages {
+                    self.worker_group.note_error_file(local_rank, message);
                 }
                 if let Some(attempt) = left.free_attempt {
                     self.records.set_free_attempt(attempt);
@@ -254,7 +255,7 @@ impl<'a> Driver<'a> {
 
     /// Takes what workers said and was passed on, but still lies there.
     fn read_control(&mut self) {
-        for event in self.inbox.said() {
+        for event in self.inbox.waiting_control_events() {
             self.on_control(event);
         }
     }
@@ -265,9 +266,9 @@ impl<'a> Driver<'a> {
         }
         let local_rank = event.local_rank;
         let message = match event.news {
-            News::Said(message) => message,
-            News::HungUp => return self.worker_group.hung_up(local_rank),
-            News::Refused(why) => return self.tell_refused(local_rank, &why),
+            ControlNews::Message(message) => message,
+            ControlNews::Disconnected => return self.worker_group.disconnected(local_rank),
+            ControlNews::Refused(why) => return self.tell_refused(local_rank, &why),
         };
         if let ToAgent::Heartbeat {
             step,
@@ -283,7 +284,7 @@ impl<'a> Driver<'a> {
             self.send_heartbeat();
         }
         if self.machine.is_running() {
-            for line in self.worker_group.tell_waits() {
+            for line in self.worker_group.wait_messages() {
                 self.launch.console.say(&line);
             }
         }
@@ -305,7 +306,8 @@ impl<'a> Driver<'a> {
         if self.machine.is_running() && self.hang_watch.has_to_ask(generation, &mut self.worker_group) {
             self.control.describe();
             let answers = self.hang_watch.answers(&self.worker_group);
-            self.inbox.expect(async move { Mail::Answered(answers.await) });
+            self.inbox
+                .expect(async move { LoopEvent::Answered(answers.await) });
         }
     }
 
@@ -318,7 +320,7 @@ impl<'a> Driver<'a> {
     fn on_described(&mut self, local_rank: LocalRank, in_file: Option<String>) {
         self.read_control();
         if let Some(words) = in_file {
-            self.worker_group.found_in_file(local_rank, words);
+            self.worker_group.note_error_file(local_rank, words);
         }
         let Some(mut exit) = self.worker_group.describe(local_rank) else {
             return;
@@ -365,9 +367,9 @@ impl<'a> Driver<'a> {
             }
             Effect::KillStray(pid) => reap::kill_child(pid),
             Effect::DrainControl(local_rank) => {
-                let silence = self.control.silence_of(local_rank);
+                let disconnected = self.control.disconnected(local_rank);
                 self.inbox
-                    .expect(tasks::drain_control(generation, local_rank, silence));
+                    .expect(tasks::drain_control(generation, local_rank, disconnected));
             }
             Effect::Describe(local_rank) => self.describe(generation, local_rank),
             Effect::Sweep => self.sweep(),
@@ -384,7 +386,7 @@ impl<'a> Driver<'a> {
     }
 
     fn join(&mut self, generation: Generation) {
-        let port = self.meeting_point.renew(&self.launch);
+        let port = self.master_endpoint.renew(&self.launch);
         self.records.put(LogEvent::Joined {
             generation: generation.0,
         });
@@ -392,10 +394,10 @@ impl<'a> Driver<'a> {
         self.daemon.report(generation, Report::Join(join));
     }
 
-    /// Has all made that the workers of a generation need; [`Mail::Prepared`] is what follows.
+    /// Has all made that the workers of a generation need; [`LoopEvent::Prepared`] is what follows.
     fn prepare(&mut self, generation: Generation, assignment: Assignment) {
         self.worker_group = WorkerGroup::none();
-        let agent_store = self.meeting_point.host(&self.launch, &assignment);
+        let agent_store = self.master_endpoint.host(&self.launch, &assignment);
         let prepared = self
             .starter
             .prepare(&self.launch, generation, assignment, agent_store);
@@ -437,7 +439,7 @@ impl<'a> Driver<'a> {
             assignment_id: self.machine.assignment_id().to_owned(),
             incarnation: NodeId(self.launch.plan.incarnation.clone()),
         };
-        self.control.begin(Place {
+        self.control.begin(WorkerContext {
             generation,
             contracts: prepared.contracts.iter().map(WorkerEnv::to_vars).collect(),
             node_addr: prepared.node_addr,
@@ -456,13 +458,13 @@ impl<'a> Driver<'a> {
     /// Collects what is known of a failed worker.
     fn describe(&mut self, generation: Generation, local_rank: LocalRank) {
         let stderr = self.worker_group.stderr_of(local_rank);
-        let silence = self.control.silence_of(local_rank);
+        let disconnected = self.control.disconnected(local_rank);
         let files = self.worker_group.files_of(local_rank);
         let in_file = self.launch.files.give(move || files?.error_message());
         self.inbox.expect(tasks::describe(
             (generation, local_rank),
             stderr,
-            silence,
+            disconnected,
             in_file,
         ));
     }
@@ -472,24 +474,24 @@ impl<'a> Driver<'a> {
         let (guardian, group) = (self.launch.guardian.pid(), self.launch.group.clone());
         let kill = move || tasks::kill_leftovers(guardian, group.as_deref());
         let kill = self.launch.processes.give(kill);
-        let failed = self.worker_group.files_of_silent_failures();
+        let failed = self.worker_group.files_of_failures_without_message();
         let log_dir = self.launch.plan.log_dir.clone();
         let read = self
             .launch
             .files
-            .give(move || LeftInFiles::read(failed, log_dir.as_deref()));
+            .give(move || tasks::read_left_files(failed, log_dir.as_deref()));
         let (streams, console) = (self.worker_group.streams(), self.launch.console.clone());
         self.inbox.expect(tasks::sweep(kill, read, streams, console));
     }
 }
 
 /// What the decisions depend on.
-fn rules_of(launch: &Launch<'_>) -> Rules {
+fn rules_of(launch: &LaunchContext<'_>) -> Rules {
     let plan = &launch.plan;
     Rules {
         hostname: launch.hostname.clone(),
         native: plan.command.native,
-        resume_words: plan.resume_words.clone(),
+        resume_hint: plan.resume_hint.clone(),
         // The daemon has to be reached first, and an error of that tells more.
         join_timeout: plan.connect_timeout + plan.join_timeout,
         shutdown_timeout: plan.shutdown_timeout,

@@ -1,4 +1,4 @@
-//! What is kept of a launch, and told at its end: the event log, the failures, the report, the error files.
+//! The records of a launch: the event log, the failures, the report, the error files.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,13 +9,14 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
 use tokio::time::timeout;
 
-use super::super::launch::{Launch, LaunchError};
+use super::super::context::{LaunchContext, LaunchError};
 use super::super::machine::ExitReason;
 use super::super::workers::WorkerGroup;
 use crate::output::logs::{create_log_dir, free_attempt, remove_empty};
 use crate::report::event_log::{EventLog, LogEvent};
+use crate::report::facts::ReportFacts;
 use crate::report::root_cause::Verdict;
-use crate::report::text::{self, Facts};
+use crate::report::text;
 
 /// How long the file system may take to store the error files and their copies.
 const FILE_BOUND: Duration = Duration::from_secs(2);
@@ -29,13 +30,13 @@ pub(super) struct Records {
     free_attempt: u32,
     /// The first failure that this node saw itself in the current generation.
     local_failure: Option<WorkerExit>,
-    /// All failures of the job, as the daemon told them last.
+    /// All failures of the job, as the daemon listed them last.
     failures: Failures,
 }
 
 /// How a launch ended.
 pub(super) struct Ended<'a> {
-    pub(super) launch: &'a Launch<'a>,
+    pub(super) launch: &'a LaunchContext<'a>,
     pub(super) exit_reason: &'a ExitReason,
     /// The last one that this node was in.
     pub(super) generation: Generation,
@@ -45,7 +46,7 @@ pub(super) struct Ended<'a> {
 
 impl Records {
     /// Makes the log directory, and opens the event log.
-    pub(super) fn open(launch: &Launch<'_>) -> Result<Self, LaunchError> {
+    pub(super) fn open(launch: &LaunchContext<'_>) -> Result<Self, LaunchError> {
         let plan = &launch.plan;
         let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
         let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
@@ -82,7 +83,7 @@ impl Records {
         self.local_failure = Some(exit.clone());
     }
 
-    /// Keeps what a message of the daemon tells.
+    /// Records a message of the daemon.
     pub(super) fn note_message(&mut self, message: &DaemonMessage) {
         let generation = message.generation;
         let failures = match &message.body {
@@ -109,14 +110,14 @@ impl Records {
         }
     }
 
-    /// Tells programs how the launch ended, those who start us and those who read our files; gives the report for people.
+    /// Writes the end of the launch for programs: the event log and the error files. Gives the report for people.
     pub(super) async fn close(&mut self, ended: &Ended<'_>) -> Option<String> {
         let report = self.report(ended);
         self.put(LogEvent::Finished {
             exit_code: ended.exit_reason.exit_code(),
             report: report.as_deref(),
         });
-        let Launch { console, files, .. } = ended.launch;
+        let LaunchContext { console, files, .. } = ended.launch;
         if matches!(ended.exit_reason, ExitReason::Succeeded) && ended.generation == Generation(0) {
             console
                 .say("the job succeeded without this node, which stayed on standby and started no workers");
@@ -181,7 +182,7 @@ impl Records {
 
     fn report(&self, ended: &Ended<'_>) -> Option<String> {
         let plan = &ended.launch.plan;
-        text::report(&Facts {
+        text::report(&ReportFacts {
             exit_reason: ended.exit_reason,
             program: &plan.command.display_name,
             executable: &plan.command.program,

@@ -9,11 +9,11 @@ use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::{Assignment, Join};
 use tokio::sync::mpsc;
 
-use super::super::launch::Launch;
-use super::super::workers::{PrepareError, Site, WorkerGroup};
-use super::inbox::Mail;
+use super::super::context::LaunchContext;
+use super::super::workers::{PrepareError, SpawnContext, WorkerGroup};
+use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
-use crate::output::pump::Pump;
+use crate::output::reader::OutputReader;
 use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
@@ -21,29 +21,29 @@ const PROTOCOL: u32 = 1;
 
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
-    pump: Pump,
+    reader: OutputReader,
     spawner: Spawner,
     /// Address of the control socket.
     control: String,
-    /// What the workers of the current generation need is being made.
+    /// Files and pipes of the current generation are being made.
     preparing: bool,
     /// The way into the control group that they are to be born in, if there is one.
     entry: Option<CgroupEntry>,
     /// Signals for the workers that came while these were being started.
     deferred: BTreeSet<i32>,
-    /// Of the last assignment.
+    /// Run token of the last assignment.
     run_token: String,
 }
 
 impl Starter {
     /// Starts its threads; workers learn the address of the control socket.
     pub(super) fn start(
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         events: mpsc::Sender<SpawnEvent>,
         control: &str,
     ) -> io::Result<Self> {
         Ok(Self {
-            pump: Pump::start(launch.console.clone())?,
+            reader: OutputReader::start(launch.console.clone())?,
             spawner: Spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
@@ -54,7 +54,7 @@ impl Starter {
     }
 
     /// How this node joins the next generation, with its port for `MASTER_PORT`.
-    pub(super) fn join(&self, launch: &Launch<'_>, port: Option<u16>, free_attempt: u32) -> Join {
+    pub(super) fn join(&self, launch: &LaunchContext<'_>, port: Option<u16>, free_attempt: u32) -> Join {
         let plan = &launch.plan;
         Join {
             protocol: PROTOCOL,
@@ -85,17 +85,17 @@ impl Starter {
     /// Makes all that the workers of a generation need, where `agent_store` says whether one of them hosts PyTorch's store.
     pub(super) fn prepare(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         generation: Generation,
         assignment: Assignment,
         agent_store: Result<bool, PrepareError>,
-    ) -> impl Future<Output = Mail> + Send + use<> {
+    ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
-        let entry = launch.group.as_deref().and_then(WorkerCgroup::entry);
-        let (entry, group) = entry.map(|(entry, group)| (entry, group.to_owned())).unzip();
-        self.entry = entry;
-        let site = agent_store.map(|agent_store| Site {
+        let group = launch.group.as_deref();
+        self.entry = group.map(WorkerCgroup::entry);
+        let group = group.map(|group| group.dir().to_owned());
+        let context = agent_store.map(|agent_store| SpawnContext {
             plan: launch.plan.clone(),
             inherited: launch.inherited.clone(),
             hostname: launch.hostname.clone(),
@@ -105,36 +105,37 @@ impl Starter {
             agent_store,
             group,
         });
-        let (files, pump) = (launch.files.clone(), self.pump.clone());
+        let (files, reader) = (launch.files.clone(), self.reader.clone());
         async move {
-            let prepared = match site {
-                Ok(site) => files
-                    .give(move || WorkerGroup::prepare(generation, &assignment, &site, &pump))
+            let prepared = match context {
+                Ok(context) => files
+                    .give(move || WorkerGroup::prepare(generation, &assignment, &context, &reader))
                     .await
                     .unwrap_or(Err(PrepareError::Panicked)),
                 Err(error) => Err(error),
             };
-            Mail::Prepared(generation, Box::new(prepared))
+            LoopEvent::Prepared(generation, Box::new(prepared))
         }
     }
 
-    /// Whether what was prepared is still wanted; true once, and false after it was cancelled.
+    /// True, once, if the preparation was not cancelled.
     pub(super) fn is_wanted(&mut self) -> bool {
         std::mem::take(&mut self.preparing)
     }
 
-    /// Has the workers started.
+    /// Asks the spawner to start the workers.
     pub(super) fn request(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         generation: Generation,
         workers: Vec<WorkerSpec>,
         cancelled: Arc<AtomicBool>,
     ) -> Result<(), PrepareError> {
-        let Launch { plan, .. } = launch;
+        let LaunchContext { plan, .. } = launch;
         let batch = Batch {
             generation,
             command: plan.command.clone(),
+            open_files: plan.open_files,
             workers,
             // Native workers are asked to stop, and save first, also where every process of the job gets the signal.
             ignored: if plan.command.native {
@@ -157,7 +158,7 @@ impl Starter {
         self.deferred.insert(signal);
     }
 
-    /// All are started: what was kept for them.
+    /// The signals kept for the workers, which are all started now.
     pub(super) fn deferred(&mut self) -> BTreeSet<i32> {
         std::mem::take(&mut self.deferred)
     }

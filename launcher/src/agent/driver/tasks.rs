@@ -1,4 +1,4 @@
-//! Work that takes time, done beside the agent's loop: each gives mail for the inbox.
+//! Work that takes time, done beside the agent's loop: each gives an event for the loop.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::time::{Instant, timeout};
 
-use super::inbox::Mail;
+use super::inbox::{LeftInFiles, LoopEvent};
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
 use crate::output::logs::{WorkerFiles, free_attempt};
-use crate::output::pump::TailReader;
+use crate::output::reader::TailReader;
 use crate::supervise::proc_table;
 use crate::supervise::sweep::KillTargets;
 
@@ -28,56 +28,45 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of the workers' output is waited for at all.
 const DRAIN_BOUND: Duration = Duration::from_secs(30);
 
-/// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
+/// Waits for `disconnected` on the control socket: what the worker wrote before it ended has arrived then.
 pub(super) async fn drain_control(
     generation: Generation,
     local_rank: LocalRank,
-    silence: impl Future<Output = ()>,
-) -> Mail {
+    disconnected: impl Future<Output = ()>,
+) -> LoopEvent {
     // A child that holds the worker's socket open must not hold up the verdict.
-    let _ = timeout(CONTROL_DRAIN_BOUND, silence).await;
-    Mail::ControlDrained(generation, local_rank)
+    let _ = timeout(CONTROL_DRAIN_BOUND, disconnected).await;
+    LoopEvent::ControlDrained(generation, local_rank)
 }
 
-/// Waits for the last words of a failed worker: the end of its stderr, `silence` on the control socket, and then what
+/// Waits for the last words of a failed worker: the end of its stderr, `disconnected` on the control socket, and then what
 /// `in_file` finds in its error file.
 pub(super) async fn describe(
     (generation, local_rank): (Generation, LocalRank),
     stderr: Option<TailReader>,
-    silence: impl Future<Output = ()>,
+    disconnected: impl Future<Output = ()>,
     in_file: impl Future<Output = Option<Option<String>>>,
-) -> Mail {
+) -> LoopEvent {
     let words = async {
         if let Some(mut stderr) = stderr {
             stderr.ended().await;
         }
-        silence.await;
+        disconnected.await;
     };
     // A process that still holds its pipes open has had the time to write.
     let _ = timeout(DESCRIBE_BOUND, words).await;
     let in_file = timeout(FILE_BOUND, in_file).await.ok().flatten().flatten();
-    Mail::Described(generation, local_rank, in_file)
+    LoopEvent::Described(generation, local_rank, in_file)
 }
 
-/// What is read in files when the workers are gone; nothing where the file system does not answer.
-#[derive(Debug, Default)]
-pub(super) struct LeftInFiles {
-    /// Words of the error files.
-    pub(super) words: Vec<(LocalRank, String)>,
-    /// [`free_attempt`], where there is a log directory.
-    pub(super) free_attempt: Option<u32>,
-}
-
-impl LeftInFiles {
-    /// Looks into the files of those that failed and have not said why, and into the log directory. Blocks.
-    pub(super) fn read(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Option<&Path>) -> Self {
-        let words = failed.into_iter();
-        Self {
-            words: words
-                .filter_map(|(rank, files)| Some((rank, files.error_message()?)))
-                .collect(),
-            free_attempt: log_dir.map(free_attempt),
-        }
+/// Looks into the error files of workers that failed without a message, and into the log directory. Blocks.
+pub(super) fn read_left_files(failed: Vec<(LocalRank, WorkerFiles)>, log_dir: Option<&Path>) -> LeftInFiles {
+    let messages = failed.into_iter();
+    LeftInFiles {
+        messages: messages
+            .filter_map(|(rank, files)| Some((rank, files.error_message()?)))
+            .collect(),
+        free_attempt: log_dir.map(free_attempt),
     }
 }
 
@@ -99,12 +88,12 @@ pub(super) async fn sweep(
     read: impl Future<Output = Option<LeftInFiles>>,
     streams: Vec<TailReader>,
     console: Console,
-) -> Mail {
+) -> LoopEvent {
     let stuck = kill.await.unwrap_or_default();
     drain(streams, &console).await;
     let stuck = stuck.into_iter().map(proc_table::describe).collect();
     let left = timeout(FILE_BOUND, read).await.ok().flatten();
-    Mail::Swept(stuck, left.unwrap_or_default())
+    LoopEvent::Swept(stuck, left.unwrap_or_default())
 }
 
 /// Waits for the ends of the workers' streams, longer while the console is moving.

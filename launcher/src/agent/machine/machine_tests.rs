@@ -23,7 +23,7 @@ impl Play {
         let (machine, last) = Machine::start(Rules {
             hostname: "a".into(),
             native,
-            resume_words: Some("`--set run.out_dir=out`".into()),
+            resume_hint: Some("`--set run.out_dir=out`".into()),
             join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
             workers: 2,

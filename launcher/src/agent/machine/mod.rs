@@ -62,7 +62,7 @@ pub struct Rules {
     /// The workers are `ddp-train`'s: they obey no signal but SIGKILL.
     pub native: bool,
     /// As in the plan.
-    pub resume_words: Option<String>,
+    pub resume_hint: Option<String>,
     /// How long this node would wait for others.
     pub join_timeout: Duration,
     /// How long workers may take to end.
@@ -76,7 +76,7 @@ pub struct Rules {
 #[derive(Debug, PartialEq)]
 enum Phase {
     Joining,
-    /// With the workers that failed, until it is known who is to blame.
+    /// Failed workers, until the cause is known.
     Running(Suspects),
     Stopping(Stop),
     Succeeded,
@@ -545,7 +545,7 @@ impl Machine {
         }
         let resume = self
             .rules
-            .resume_words
+            .resume_hint
             .as_deref()
             .unwrap_or("`--set run.resume=auto`");
         // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
@@ -649,7 +649,7 @@ impl Machine {
     }
 }
 
-/// The first rank of a node that offers so many `workers`; what makes no sense if it cannot have such a place.
+/// The first rank of a node that offers this number of `workers`, or what makes the assignment invalid.
 fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
     let node = assignment
         .own

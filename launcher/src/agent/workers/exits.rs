@@ -12,7 +12,7 @@ use crate::supervise::ending::Ending;
 /// Rank 0 binds MASTER_PORT within this time of its start, imports included.
 const BIND_BOUND: Duration = Duration::from_mins(1);
 /// Longest part of a worker's words that is reported then.
-const MAX_WORDS_CHARS: usize = 200;
+const MAX_MESSAGE_CHARS: usize = 200;
 
 impl WorkerGroup {
     /// The end of a worker with all that is known of it; none while it lives.
@@ -21,7 +21,7 @@ impl WorkerGroup {
         let end = worker.end?;
         Some(WorkerExit {
             stderr_tail: worker.stderr.lines(),
-            message: worker.words().unwrap_or_default(),
+            message: worker.failure_message().unwrap_or_default(),
             port_taken: self.port_changes
                 && worker.rank == GlobalRank(0)
                 && self.step().is_none_or(|step| step == 0)
@@ -30,7 +30,7 @@ impl WorkerGroup {
                     .stderr
                     .lines()
                     .iter()
-                    .chain(&worker.words())
+                    .chain(&worker.failure_message())
                     .any(|line| is_taken(line)),
             ..worker.exit(local_rank.0, end)
         })
@@ -60,8 +60,8 @@ impl WorkerGroup {
             }
             *count += 1;
             let mut exit = worker.exit(local_rank, end);
-            if let (false, Some(words)) = (is_victim, worker.words()) {
-                exit.message = words.chars().take(MAX_WORDS_CHARS).collect();
+            if let (false, Some(words)) = (is_victim, worker.failure_message()) {
+                exit.message = words.chars().take(MAX_MESSAGE_CHARS).collect();
             }
             stopped.exits.push(exit);
         }

@@ -15,13 +15,13 @@ use crate::output::console::Console;
 use crate::plan::LaunchPlan;
 use crate::supervise::hang::{self, Silent};
 
-/// How often hung workers are looked for within the time that makes them hung.
+/// Looks within one `--hang-timeout`.
 const LOOKS: u32 = 10;
-/// How long workers may take to say what they do: they look up the names of functions first.
+/// How long workers may take to report their state: they look up the names of functions first.
 const ANSWER_BOUND: Duration = Duration::from_secs(3);
 /// How long the kernel may take to tell of their threads.
 const THREADS_BOUND: Duration = Duration::from_secs(1);
-/// What to do about a script that was found to hang.
+/// The hint for a script that hangs.
 const SCRIPT_HINT: &str =
     "\n  hint: if it was still working, raise `--hang-timeout`, or call `ddp_run.heartbeat` during long work";
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
@@ -32,16 +32,16 @@ pub(in crate::agent) type Threads = BTreeMap<i32, String>;
 
 /// Looks for workers of this node that hang.
 pub(in crate::agent) struct HangWatch {
-    /// A worker that says nothing new for so long hangs; none: none does.
+    /// `--hang-timeout`: a worker without progress for this long hangs.
     bound: Option<Duration>,
-    /// Only waits of native workers have a time-out of their own: others are not believed, since they might wait for ever.
+    /// The workers are native, so their waits have a time-out. Other programs might wait for ever, so their waits are ignored.
     believes_waits: bool,
     console: Console,
     files: BlockingThread,
     /// The generation whose workers were asked what they do, and may answer still.
     asking: Option<Generation>,
-    /// It was said that no worker sends heartbeats, though hung ones are looked for.
-    told_unwatched: bool,
+    /// The missing heartbeats were reported.
+    reported_unwatched: bool,
 }
 
 impl HangWatch {
@@ -52,11 +52,11 @@ impl HangWatch {
             console,
             files,
             asking: None,
-            told_unwatched: false,
+            reported_unwatched: false,
         }
     }
 
-    /// How often to look; none: never.
+    /// How often to look, if `--hang-timeout` is set.
     pub(in crate::agent) fn interval(&self) -> Option<Duration> {
         self.bound.map(|bound| bound / LOOKS)
     }
@@ -67,8 +67,8 @@ impl HangWatch {
         let (Some(bound), None) = (self.bound, self.asking) else {
             return false;
         };
-        if !self.told_unwatched && group.is_unwatched(bound) {
-            self.told_unwatched = true;
+        if !self.reported_unwatched && group.is_unwatched(bound) {
+            self.reported_unwatched = true;
             self.console.say(&format!(
                 "`--hang-timeout` is not active yet: no worker on this node has sent a heartbeat in {} s; each is watched from its first one on\n  \
                  hint: Python scripts send them with `ddp_run.heartbeat(step)` (package `ddp_run`)",
@@ -163,7 +163,7 @@ impl HangWatch {
         if !self.believes_waits {
             words.push_str(SCRIPT_HINT);
         }
-        worker.said.get_or_insert_with(|| words.clone());
+        worker.message.get_or_insert_with(|| words.clone());
         self.console.say(&format!("rank {rank} {words}"));
         group.end_hung(local_rank, Signal::SIGABRT);
     }

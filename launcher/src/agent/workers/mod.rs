@@ -2,7 +2,7 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `site` | what they are started from: an assignment, and where this node is |
+//! | `spawn_context` | what they are started from: an assignment, and where this node is |
 //! | `exits` | the ends that they came to, as the protocol tells them |
 //! | `hang_watch` | finds those that hang, and ends them |
 //! | `pace` | steps, step times and losses, for people |
@@ -10,10 +10,10 @@
 mod exits;
 mod hang_watch;
 mod pace;
-mod site;
+mod spawn_context;
 
 pub(super) use hang_watch::{HangWatch, Threads};
-pub(super) use site::{PrepareError, Site};
+pub(super) use spawn_context::{PrepareError, SpawnContext};
 
 use pace::Pace;
 
@@ -32,22 +32,22 @@ use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
-use crate::output::console::Stream;
 use crate::output::logs::WorkerFiles;
-use crate::output::pump::{Duplicate, Pump, TailReader, Tap, tail};
+use crate::output::reader::{Duplicate, OutputReader, TailReader, WorkerStream, tail};
 use crate::output::repeated_errors::RepeatedErrors;
+use crate::output::streams::Stream;
 use crate::plan::SignalScope;
-use crate::report::local_end::LocalEnd;
+use crate::report::facts::LocalEnd;
 use crate::spawn::spawner::WorkerSpec;
 use crate::supervise::ending::Ending;
 use crate::supervise::hang::{Beat, Silent, longest_silence};
 use crate::supervise::oom::OomCounter;
-use crate::supervise::waits::ToldWaits;
+use crate::supervise::waits::ReportedWaits;
 
-/// Longest path that the daemon is told.
+/// Longest path that a heartbeat carries.
 const MAX_LOG_DIR_BYTES: usize = 1024;
-/// Longest message of a worker on its own failure; the rest is cut off.
-const MAX_WORDS_CHARS: usize = 4000;
+/// Longest message of a worker about its failure; the rest is cut off.
+const MAX_MESSAGE_CHARS: usize = 4000;
 
 /// One worker.
 #[derive(Debug)]
@@ -62,27 +62,27 @@ struct Worker {
     is_watched: bool,
     /// A control connection of it was refused.
     was_refused: bool,
-    /// What a number of ranks has to divide for it to go on, in its own words.
+    /// The numbers that a new number of ranks must divide, as the worker reports them.
     sizes: Option<Sizes>,
     /// The step in which it was called slow.
     called_slow: Option<u64>,
-    /// What it does, in its own words, if it was asked.
+    /// Its answer to the last question about its state.
     state: Option<String>,
     /// Its waits for other ranks, by its last heartbeat.
     waits: Vec<PeerWait>,
-    /// Where in a step it is, by its last heartbeat; empty if it does not say.
+    /// Where in a step it is, by its last heartbeat; may be empty.
     activity: String,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
     found_waiting: Option<u64>,
     /// It hung, and was sent SIGABRT.
     aborted: bool,
-    /// Its own words on its failure.
-    said: Option<String>,
-    /// It says that it failed only because another rank did.
+    /// Its own message about its failure.
+    message: Option<String>,
+    /// It reports that another rank caused its failure.
     consequence: bool,
-    /// The rank to which its data connection broke, as it says.
+    /// The rank to which its data connection broke, as it reports.
     lost_rank: Option<u32>,
-    /// What it wrote into its error file, once that has been read.
+    /// The message in its error file, once that has been read.
     in_file: Option<String>,
     files: WorkerFiles,
     stdout: TailReader,
@@ -110,7 +110,7 @@ pub(super) struct WorkerGroup {
     group: Option<PathBuf>,
     /// Since the generation began.
     oom: OomCounter,
-    told_waits: ToldWaits,
+    reported_waits: ReportedWaits,
     signal_scope: SignalScope,
     /// Rank 0 has a port to bind, and the next generation has a different one.
     port_changes: bool,
@@ -142,7 +142,7 @@ impl WorkerGroup {
             trouble: None,
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
-            told_waits: ToldWaits::default(),
+            reported_waits: ReportedWaits::default(),
             signal_scope,
             port_changes: false,
             cancelled: Arc::default(),
@@ -153,32 +153,32 @@ impl WorkerGroup {
     pub(super) fn prepare(
         generation: Generation,
         assignment: &Assignment,
-        site: &Site,
-        pump: &Pump,
+        context: &SpawnContext,
+        reader: &OutputReader,
     ) -> Result<Prepared, PrepareError> {
-        let plan = &*site.plan;
-        let mut worker_group = Self::empty(site.group.as_deref(), plan.signals.scope);
-        worker_group.port_changes = !site.agent_store && plan.master_port.is_none();
-        let attempt = site.attempt(generation, assignment);
-        let duplicates = site.duplicates(attempt)?;
+        let plan = &*context.plan;
+        let mut worker_group = Self::empty(context.group.as_deref(), plan.signals.scope);
+        worker_group.port_changes = !context.agent_store && plan.master_port.is_none();
+        let attempt = context.attempt(generation, assignment);
+        let duplicates = context.duplicates(attempt)?;
         let repeated = plan.command.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
-        for mut contract in site.contracts(generation, assignment) {
+        for mut contract in context.contracts(generation, assignment) {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let files = WorkerFiles::create(plan.log_dir.as_deref(), &site.scratch_dir, attempt, rank)?;
+            let files = WorkerFiles::create(plan.log_dir.as_deref(), &context.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
-            let prefix = site.prefix(&contract);
+            let prefix = context.prefix(&contract);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = plan.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
-                let (writer, reader) = tail();
-                let tap = Tap {
+                let (tail, tail_reader) = tail();
+                let worker_stream = WorkerStream {
                     rank,
                     stream,
                     pipe,
                     log,
-                    tail: writer,
+                    tail,
                     prefix: shown.then(|| prefix.clone()),
                     errors: repeated
                         .as_ref()
@@ -186,11 +186,11 @@ impl WorkerGroup {
                         .map(|repeated| repeated.of_rank(rank)),
                     duplicate: duplicate.clone(),
                 };
-                if !pump.add(tap) {
+                if !reader.add(worker_stream) {
                     let silent = "the thread that reads them does not respond";
                     return Err(PrepareError::Pipe(io::Error::other(silent)));
                 }
-                Ok((pipe_end, reader))
+                Ok((pipe_end, tail_reader))
             };
             let (output, [stdout, stderr]) = if plan.output.hands_over(rank, local_rank) {
                 (None, [tail().1, tail().1])
@@ -201,10 +201,10 @@ impl WorkerGroup {
             };
             specs.push(WorkerSpec {
                 local_rank,
-                env: site.environment_of(&contract),
+                env: context.environment_of(&contract),
                 output,
                 has_stdin: rank == GlobalRank(0),
-                cores: site.cores_of(local_rank),
+                cores: context.cores_of(local_rank),
             });
             contracts.push(contract);
             worker_group
@@ -244,7 +244,7 @@ impl WorkerGroup {
             .is_some_and(|worker| worker.rank == GlobalRank(0))
     }
 
-    /// Notes what a worker says.
+    /// Notes a message of a worker. True if the daemon must get it at once.
     pub(super) fn note(&mut self, local_rank: LocalRank, message: ToAgent) -> bool {
         let Some(worker) = self.get_mut(local_rank) else {
             return false;
@@ -292,7 +292,7 @@ impl WorkerGroup {
                     None => message,
                 };
                 worker.consequence = consequence;
-                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
+                worker.message = Some(words.chars().take(MAX_MESSAGE_CHARS).collect());
             }
             // Answered by the connection.
             ToAgent::Hello { .. }
@@ -304,7 +304,7 @@ impl WorkerGroup {
     }
 
     /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
-    pub(super) fn hung_up(&mut self, local_rank: LocalRank) {
+    pub(super) fn disconnected(&mut self, local_rank: LocalRank) {
         if let Some(worker) = self.get_mut(local_rank) {
             worker.is_watched = false;
         }
@@ -352,7 +352,7 @@ impl WorkerGroup {
                 Some(LostRank { rank, witness })
             }),
             ranks: self.progress(),
-            log_dir: self.told_log_dir(),
+            log_dir: self.reported_log_dir(),
         }
     }
 
@@ -362,13 +362,13 @@ impl WorkerGroup {
         let told = self.workers.iter().filter_map(|worker| {
             let beat = worker.beat?;
             let silence = now.saturating_duration_since(beat.fresh);
-            Some(worker.pace.told(worker.rank.0, beat.step, silence))
+            Some(worker.pace.report(worker.rank.0, beat.step, silence))
         });
-        told.take(pace::MAX_TOLD).collect()
+        told.take(pace::MAX_REPORTED).collect()
     }
 
     /// Where the logs of this generation lie, for people; empty without any.
-    fn told_log_dir(&self) -> String {
+    fn reported_log_dir(&self) -> String {
         let dir = self.attempt_dir().unwrap_or_default();
         let mut dir = dir.to_string_lossy().into_owned();
         dir.truncate(dir.floor_char_boundary(MAX_LOG_DIR_BYTES));
@@ -459,12 +459,12 @@ impl WorkerGroup {
     }
 
     /// Lines for the console about the workers' waits for other ranks, after a heartbeat.
-    pub(super) fn tell_waits(&mut self) -> Vec<String> {
+    pub(super) fn wait_messages(&mut self) -> Vec<String> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         let waits: Vec<_> = live
             .map(|worker| (worker.rank.0, worker.waits.as_slice()))
             .collect();
-        self.told_waits.tell(&waits, Instant::now())
+        self.reported_waits.update(&waits, Instant::now())
     }
 
     /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
@@ -551,11 +551,11 @@ impl WorkerGroup {
     }
 
     /// The files of workers that failed on their own and have not said why.
-    pub(super) fn files_of_silent_failures(&self) -> Vec<(LocalRank, WorkerFiles)> {
+    pub(super) fn files_of_failures_without_message(&self) -> Vec<(LocalRank, WorkerFiles)> {
         let workers = (0..).map(LocalRank).zip(&self.workers);
         let is_silent = |worker: &Worker| {
             let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
-            failed && worker.words().is_none()
+            failed && worker.failure_message().is_none()
         };
         workers
             .filter(|(_, worker)| is_silent(worker))
@@ -564,7 +564,7 @@ impl WorkerGroup {
     }
 
     /// Keeps what a worker wrote into its error file before it ended.
-    pub(super) fn found_in_file(&mut self, local_rank: LocalRank, words: String) {
+    pub(super) fn note_error_file(&mut self, local_rank: LocalRank, words: String) {
         if let Some(worker) = self.get_mut(local_rank) {
             worker.in_file = Some(words);
         }
@@ -586,7 +586,7 @@ impl WorkerGroup {
                 ending: end.ending,
                 sent: worker.sent,
                 after: end.at.checked_duration_since(zero),
-                message: worker.said.clone(),
+                message: worker.message.clone(),
                 consequence: worker.consequence,
             })
         };
@@ -611,7 +611,7 @@ impl Worker {
             activity: String::new(),
             found_waiting: None,
             aborted: false,
-            said: None,
+            message: None,
             consequence: false,
             lost_rank: None,
             in_file: None,
@@ -634,8 +634,8 @@ impl Worker {
         Some(beat.place(&self.activity))
     }
 
-    /// What the worker itself said of its failure: on the control socket, or in its error file.
-    fn words(&self) -> Option<String> {
-        self.said.clone().or_else(|| self.in_file.clone())
+    /// The worker's message about its failure: from the control socket, or from its error file.
+    fn failure_message(&self) -> Option<String> {
+        self.message.clone().or_else(|| self.in_file.clone())
     }
 }

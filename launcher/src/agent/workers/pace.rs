@@ -1,4 +1,4 @@
-//! How far a worker has come and how fast, from its heartbeats. People are told of it; nothing is decided by it.
+//! Steps and step time of a worker, from its heartbeats. Only people see them; no decision uses them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -6,17 +6,17 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Phase;
 use ddp_proto::rendezvous::RankProgress;
 
-/// Workers of a node of which a heartbeat tells.
-pub(super) const MAX_TOLD: usize = 256;
-/// The average reaches back so far: much longer than the time between two heartbeats to the daemon. Ranks in lock-step
+/// Most workers of a node in one heartbeat.
+pub(super) const MAX_REPORTED: usize = 256;
+/// Time that the average covers: much longer than the time between two heartbeats to the daemon. Ranks in lock-step
 /// whose nodes report at different moments have nearly the same average then.
 const WINDOW: Duration = Duration::from_secs(10);
-/// The average reaches back over so many steps at least: one that saves or validates does not decide it.
+/// Fewest steps that the average covers, so that one step that saves or validates does not decide it.
 const WINDOW_STEPS: u64 = 4;
-/// Shortest time between two marks, and shortest time that an average is of.
+/// Shortest time between two marks, and shortest time that an average covers.
 const MARK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// So many steps were finished at this moment.
+/// The number of finished steps at a moment.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
     step: u64,
@@ -72,8 +72,8 @@ impl Pace {
         (steps > 0 && time >= MARK_INTERVAL).then(|| time.as_secs_f64() / steps as f64)
     }
 
-    /// As the daemon is told.
-    pub(super) fn told(&self, rank: u32, step: u64, silence: Duration) -> RankProgress {
+    /// The progress for a heartbeat to the daemon.
+    pub(super) fn report(&self, rank: u32, step: u64, silence: Duration) -> RankProgress {
         RankProgress {
             rank,
             step,
@@ -95,23 +95,23 @@ mod tests {
         let mut pace = Pace::default();
         pace.note(at(0), 0, Phase::Starting, None);
         pace.note(at(9000), 1, Phase::Training, Some(f64::NAN));
-        assert_eq!(pace.told(0, 1, Duration::ZERO).step_time_s, None);
-        assert_eq!(pace.told(0, 1, Duration::ZERO).loss, None);
+        assert_eq!(pace.report(0, 1, Duration::ZERO).step_time_s, None);
+        assert_eq!(pace.report(0, 1, Duration::ZERO).loss, None);
         pace.note(at(9500), 1, Phase::Training, Some(2.5));
         pace.note(at(10_000), 6, Phase::Training, None);
-        let told = pace.told(0, 6, Duration::from_millis(7));
+        let told = pace.report(0, 6, Duration::from_millis(7));
         assert_eq!(told.step_time_s, Some(0.2), "five steps in a second");
         assert_eq!((told.loss, told.silent_ms), (Some(2.5), 7));
-        assert_eq!(pace.told(1, 6, Duration::ZERO).loss, None, "rank 0's only");
+        assert_eq!(pace.report(1, 6, Duration::ZERO).loss, None, "rank 0's only");
         pace.note(at(11_000), 10, Phase::Saving, None);
         assert_eq!(
-            pace.told(0, 10, Duration::ZERO).step_time_s,
+            pace.report(0, 10, Duration::ZERO).step_time_s,
             Some(2.0 / 9.0),
             "nine steps in two seconds"
         );
         pace.note(at(12_000), 3, Phase::Training, None);
         assert_eq!(
-            pace.told(0, 3, Duration::ZERO).step_time_s,
+            pace.report(0, 3, Duration::ZERO).step_time_s,
             None,
             "it counts anew"
         );

@@ -17,25 +17,25 @@ pub struct Facts {
     pub cores_online: u32,
     /// Processors in this process's affinity mask, bounded by the quota.
     pub cores_usable: u32,
-    /// Processors' worth of time that the cgroup allows; none: no limit.
+    /// Cores that the cgroup allows, if it has a limit.
     pub cgroup_quota_cores: Option<f64>,
     /// Memory that is free for programs, and all of it.
     pub memory_bytes: Option<(u64, u64)>,
-    /// Bytes that the cgroup allows; none: no limit.
+    /// Bytes that the cgroup allows, if it has a limit.
     pub cgroup_memory_bytes: Option<u64>,
     /// Where the workers' control group is made, or why there is none.
     pub worker_group: Result<PathBuf, String>,
     /// Why `memfd_create` fails, where it does.
     pub memfd: Result<(), String>,
-    /// Soft limit of locked memory; none: unlimited.
+    /// Soft limit of locked memory, if there is one.
     pub memlock_bytes: Option<u64>,
-    /// Soft limit of open files; none: unlimited.
+    /// Soft limit of open files, if there is one.
     pub open_files: Option<u64>,
     /// `/dev/nvidia*` is there.
     pub driver_version: Option<String>,
     /// `CUDA_VISIBLE_DEVICES`.
     pub cuda_visible_devices: Option<String>,
-    /// What the driver and the libraries answer; None if no library was found.
+    /// The answers of the driver and the libraries, if one of them exists.
     pub described: Option<Described>,
     /// Where libraries were looked for.
     pub searched: Vec<PathBuf>,

@@ -1,4 +1,4 @@
-//! The facts in words: what is there, then what is missing and what to do about it.
+//! The report as text: the inventory, then the problems with their hints.
 
 use std::fmt::Write;
 

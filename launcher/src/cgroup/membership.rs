@@ -10,7 +10,7 @@ use ddp_proto::mounts::SeenGroup;
 
 /// What the kernel says of mounts and groups of this process, read once.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct CgroupMembership {
     /// `/proc/self/mountinfo`
     mounts: String,
     /// `/proc/self/cgroup`
@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-impl Standing {
+impl CgroupMembership {
     /// Of this process, now; nothing where `/proc` says nothing.
     pub(crate) fn of_this_process() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
@@ -99,13 +99,13 @@ fn in_folder(mount: &Path, below: &Path) -> PathBuf {
 
 /// The least memory in bytes that a control group of this process, or one above it, leaves it; none without a limit.
 pub fn memory_limit() -> Option<u64> {
-    least_memory(&Standing::of_this_process())
+    least_memory(&CgroupMembership::of_this_process())
 }
 
-fn least_memory(standing: &Standing) -> Option<u64> {
+fn least_memory(membership: &CgroupMembership) -> Option<u64> {
     let limit = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let v2 = standing.unified_levels().map(|level| level.join("memory.max"));
-    let v1 = standing.levels_of("memory");
+    let v2 = membership.unified_levels().map(|level| level.join("memory.max"));
+    let v1 = membership.levels_of("memory");
     let v1 = v1.map(|level| level.join("memory.limit_in_bytes"));
     // Version 1 writes a number of pages beyond all memory where there is no limit.
     v2.chain(v1)
@@ -129,15 +129,15 @@ pub(super) mod tests {
 32 30 0:28 /slice/pod /sys/fs/cgroup/unified rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate
 ";
 
-    fn standing(membership: &str) -> Standing {
-        Standing {
+    fn membership(membership: &str) -> CgroupMembership {
+        CgroupMembership {
             mounts: MOUNTS.to_owned(),
             membership: membership.to_owned(),
         }
     }
 
     /// A machine whose hierarchies, of version 2 and of the memory and cpu controllers of version 1, lie in `root`.
-    pub(crate) fn machine(root: &Path, membership: &str) -> Standing {
+    pub(crate) fn machine(root: &Path, membership: &str) -> CgroupMembership {
         let mounts = ["v2", "memory", "cpu"].map(|name| {
             let kind = if name == "v2" { "cgroup2" } else { "cgroup" };
             format!(
@@ -145,7 +145,7 @@ pub(super) mod tests {
                 root.display()
             )
         });
-        Standing {
+        CgroupMembership {
             mounts: mounts.concat(),
             membership: membership.to_owned(),
         }
@@ -153,7 +153,7 @@ pub(super) mod tests {
 
     #[test]
     fn the_own_group_is_found_below_the_mount() {
-        let found = |membership| standing(membership).unified();
+        let found = |groups| membership(groups).unified();
         let at = |path: &str| Some(PathBuf::from(path));
         assert_eq!(
             found("4:memory:/x\n0::/slice/pod/job\n"),
@@ -167,19 +167,19 @@ pub(super) mod tests {
             "outside of the namespace"
         );
         assert_eq!(found("4:memory:/x\n"), None, "version 1 only");
-        assert_eq!(Standing::default().unified(), None);
+        assert_eq!(CgroupMembership::default().unified(), None);
     }
 
     #[test]
     fn groups_and_mounts_may_have_spaces_in_their_names() {
         let mounts =
             r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
-        let standing = Standing {
+        let membership = CgroupMembership {
             mounts,
             membership: "0::/my pod/a job\n".to_owned(),
         };
         assert_eq!(
-            standing.unified(),
+            membership.unified(),
             Some(PathBuf::from(r"/mnt/control groups\v2/a job"))
         );
     }
@@ -187,7 +187,7 @@ pub(super) mod tests {
     #[test]
     fn version_1_is_found_by_its_controller() {
         let levels =
-            |membership, controller| -> Vec<PathBuf> { standing(membership).levels_of(controller).collect() };
+            |groups, controller| -> Vec<PathBuf> { membership(groups).levels_of(controller).collect() };
         let membership = "5:cpu,cpuacct:/docker/7/a/b\n4:memory:/x\n0::/\n";
         let cpu = ["a/b", "a", ""]
             .map(|below| in_folder(Path::new("/sys/fs/cgroup/cpu,cpuacct"), Path::new(below)));
@@ -211,18 +211,18 @@ pub(super) mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        let standing = machine(root.path(), "4:memory:/docker\n0::/job/step\n");
-        assert_eq!(least_memory(&standing), None);
+        let membership = machine(root.path(), "4:memory:/docker\n0::/job/step\n");
+        assert_eq!(least_memory(&membership), None);
         write("memory/docker/memory.limit_in_bytes", "9223372036854771712\n");
         write("v2/job/step/memory.max", "max\n");
         assert_eq!(
-            least_memory(&standing),
+            least_memory(&membership),
             None,
             "two ways to say that there is none"
         );
         write("v2/job/memory.max", "5000\n");
-        assert_eq!(least_memory(&standing), Some(5000));
+        assert_eq!(least_memory(&membership), Some(5000));
         write("memory/docker/memory.limit_in_bytes", "4096\n");
-        assert_eq!(least_memory(&standing), Some(4096));
+        assert_eq!(least_memory(&membership), Some(4096));
     }
 }

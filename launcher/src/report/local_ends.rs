@@ -1,6 +1,6 @@
-//! How the workers of this node ended that are not the first failure, in the words of the report.
+//! How the workers of this node ended, apart from the first failure: lines of the report.
 //!
-//! A node may have many, and they mostly end alike: ends that differ in rank and time only share a line.
+//! A node may have many workers, which mostly end alike. Ends that differ only in rank and time share a line.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -9,44 +9,29 @@ use ddp_proto::ids::GlobalRank;
 use ddp_proto::words::numbered;
 
 use crate::agent::ExitReason;
-use crate::report::text::{Facts, indented, seconds};
+use crate::report::facts::{LocalEnd, ReportFacts, indented, seconds};
 use crate::supervise::ending::{Ending, signal_name};
-
-/// How one worker of this node ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct LocalEnd {
-    pub(crate) rank: GlobalRank,
-    pub(crate) ending: Ending,
-    /// The last signal that we sent it while it lived.
-    pub(crate) sent: Option<i32>,
-    /// Time from the first failure (or the beginning of the stop) to its end; none if it ended before.
-    pub(crate) after: Option<Duration>,
-    /// Its own words.
-    pub(crate) message: Option<String>,
-    /// It failed only because another rank did, it says.
-    pub(crate) consequence: bool,
-}
 
 /// What the ends of a line have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Fate<'a> {
+struct EndKind<'a> {
     why: Why,
     ending: Ending,
-    words: Option<&'a str>,
+    message: Option<&'a str>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Why {
-    /// This signal of ours stopped it.
+    /// The launcher stopped it with this signal.
     Stopped(i32),
-    /// Because of what the report begins with, it says.
+    /// It reports the first failure as its cause.
     Followed,
     OnItsOwn,
 }
 
-/// Ends of one fate.
-struct Alike<'a> {
-    fate: Fate<'a>,
+/// Ends of one kind.
+struct EndGroup<'a> {
+    kind: EndKind<'a>,
     /// In ascending order.
     ranks: Vec<u32>,
     /// None: before the first failure that this node knew of.
@@ -55,7 +40,7 @@ struct Alike<'a> {
 }
 
 /// Adds the workers of this node that are neither the first failure nor well, in the order of each line's first rank.
-pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
+pub(crate) fn others(text: &mut String, facts: &ReportFacts<'_>, first: Option<GlobalRank>) {
     // Where the job is over and no worker is to blame, a node was lost: the report has said so.
     let is_node_gone = matches!(
         facts.exit_reason,
@@ -64,24 +49,24 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
             ..
         }
     );
-    let cause_is_told = is_node_gone || text.contains("first failure:");
-    let told = match facts.exit_reason {
+    let cause_is_reported = is_node_gone || text.contains("first failure:");
+    let first_message = match facts.exit_reason {
         ExitReason::JobOver { first_failure, .. } => {
             first_failure.as_ref().map(|failure| &*failure.0.message)
         }
         _ => None,
     };
     let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
-    let mut lines: Vec<Alike<'_>> = Vec::new();
+    let mut lines: Vec<EndGroup<'_>> = Vec::new();
     for end in facts.local_ends.iter().filter(is_other) {
-        let fate = Fate::of(end, facts.exit_reason, cause_is_told, told);
-        if let Some(line) = lines.iter_mut().find(|line| line.fate == fate) {
+        let kind = EndKind::of(end, facts.exit_reason, cause_is_reported, first_message);
+        if let Some(line) = lines.iter_mut().find(|line| line.kind == kind) {
             line.ranks.push(end.rank.0);
             line.soonest = line.soonest.min(end.after);
             line.latest = line.latest.max(end.after);
         } else {
-            lines.push(Alike {
-                fate,
+            lines.push(EndGroup {
+                kind,
                 ranks: vec![end.rank.0],
                 soonest: end.after,
                 latest: end.after,
@@ -89,20 +74,25 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
         }
     }
     for line in &lines {
-        line.tell(text, told);
+        line.tell(text, first_message);
     }
 }
 
-impl<'a> Fate<'a> {
-    fn of(end: &'a LocalEnd, exit_reason: &ExitReason, cause_is_told: bool, told: Option<&str>) -> Self {
-        let failed_alike = told.is_some() && end.message.as_deref() == told;
+impl<'a> EndKind<'a> {
+    fn of(
+        end: &'a LocalEnd,
+        exit_reason: &ExitReason,
+        cause_is_reported: bool,
+        first_message: Option<&str>,
+    ) -> Self {
+        let failed_alike = first_message.is_some() && end.message.as_deref() == first_message;
         let has_exited = matches!(end.ending, Ending::Code(_));
         let sent = end.sent.map(|sent| deadly(sent, end.ending, exit_reason));
         // A worker that exited in spite of SIGKILL, or with the first one's error, did so before the signal came.
         let was_late = |signal: i32| has_exited && (signal == libc::SIGKILL || failed_alike);
         let why = match sent.filter(|signal| !was_late(*signal)) {
             Some(signal) => Why::Stopped(signal),
-            None if end.consequence && cause_is_told => Why::Followed,
+            None if end.consequence && cause_is_reported => Why::Followed,
             None => Why::OnItsOwn,
         };
         // What it says of the cause, it says on the console; the report has named the cause.
@@ -110,22 +100,22 @@ impl<'a> Fate<'a> {
         Self {
             why,
             ending: end.ending,
-            words: end.message.as_deref().filter(|_| is_needed),
+            message: end.message.as_deref().filter(|_| is_needed),
         }
     }
 }
 
-impl Alike<'_> {
-    /// Adds the line; `told` are the words of the first failure.
-    fn tell(&self, text: &mut String, told: Option<&str>) {
+impl EndGroup<'_> {
+    /// Adds the line; `first_message` is the message of the first failure.
+    fn tell(&self, text: &mut String, first_message: Option<&str>) {
         let _ = write!(text, "\n  {}: ", numbered("rank", &self.ranks));
-        let (time, ending) = (self.time(), self.fate.ending);
+        let (time, ending) = (self.time(), self.kind.ending);
         let later = time
             .as_ref()
             .map_or_else(String::new, |time| format!(" ({time} later)"));
         // Ranks that read one configuration fail alike.
-        let is_same = told.is_some() && self.fate.words == told;
-        let _ = match self.fate.why {
+        let is_same = first_message.is_some() && self.kind.message == first_message;
+        let _ = match self.kind.why {
             Why::Stopped(signal) => {
                 let died_of_it = matches!(ending, Ending::Signal { signal: of, .. } if of == signal);
                 let sent = signal_name(signal);
@@ -143,8 +133,8 @@ impl Alike<'_> {
             Why::OnItsOwn if is_same => write!(text, "also {ending} with the same error{later}"),
             Why::OnItsOwn => write!(text, "{ending}{later}"),
         };
-        if let Some(words) = self.fate.words.filter(|_| !is_same) {
-            let _ = write!(text, ": {}", indented(words, "    "));
+        if let Some(message) = self.kind.message.filter(|_| !is_same) {
+            let _ = write!(text, ": {}", indented(message, "    "));
         }
     }
 

@@ -11,11 +11,11 @@ use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
-use crate::output::console::Stream;
 use crate::output::logs::{LogError, claim_attempt, open_filtered};
 use crate::output::plan::LineSource;
-use crate::output::pump::Duplicate;
-use crate::plan::{CoreSet, LaunchPlan};
+use crate::output::reader::Duplicate;
+use crate::output::streams::Stream;
+use crate::plan::{BoundPlan, CoreSet};
 use crate::spawn::environment::{self, Common, threads_per_worker};
 use crate::spawn::master_port::hint_for;
 
@@ -59,8 +59,8 @@ impl PrepareError {
 }
 
 /// What is needed to prepare workers, beyond the assignment.
-pub(in crate::agent) struct Site {
-    pub(in crate::agent) plan: Arc<LaunchPlan>,
+pub(in crate::agent) struct SpawnContext {
+    pub(in crate::agent) plan: Arc<BoundPlan>,
     /// Environment of the launcher.
     pub(in crate::agent) inherited: Arc<[(OsString, OsString)]>,
     /// Of this node.
@@ -76,7 +76,7 @@ pub(in crate::agent) struct Site {
     pub(in crate::agent) group: Option<PathBuf>,
 }
 
-impl Site {
+impl SpawnContext {
     /// The place of each of this node's workers, in an assignment that the machine has accepted.
     pub(super) fn contracts(&self, generation: Generation, assignment: &Assignment) -> Vec<WorkerEnv> {
         let node = assignment.own.clone().unwrap_or_default();

@@ -1,131 +1,150 @@
-//! What the console writes to: standard output and standard error, which may lead to one place.
+//! Standard output and standard error of the launcher, which may lead to one place.
 //!
-//! A line is usually written whole. A prompt, or a progress bar, is shown before its line has an end: then that line is
-//! open, and the next writer either goes on with it or begins a new one.
+//! A line is usually written whole. A prompt, or a progress bar, is shown before its line has an end. Then the line is
+//! open: its worker continues it, and any other writer ends it first.
 
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
-use crate::output::console::{OWN_PREFIX, Piece, Source, Stream};
+use nix::sys::stat::{SFlag, fstat};
 
+/// Prefix of the launcher's own messages.
+pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
 const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
-/// What a stream of the console leads to.
+/// One of the two standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SinkKind {
-    /// People watch it.
-    Terminal,
-    /// A reader may wait at the other end.
-    Pipe,
-    /// It is read later.
-    File,
+pub(crate) enum Stream {
+    /// Descriptor 1.
+    Stdout,
+    /// Descriptor 2.
+    Stderr,
 }
 
-/// Standard output and standard error, in this order, and where their last lines stand.
-pub(crate) struct Sinks {
+/// A stream of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Source {
+    /// The stream that shows it.
+    pub(crate) stream: Stream,
+    /// The global rank, or `u64::MAX` for the launcher.
+    pub(crate) id: u64,
+}
+
+/// Whole lines and updates of one source, then perhaps a line without its end.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub(crate) source: Source,
+    /// Precedes each line and update.
+    pub(crate) prefix: Arc<str>,
+    /// `\n` ends a line; `\r` ends an update, which the next one overwrites.
+    pub(crate) bytes: Vec<u8>,
+    /// The first bytes belong to a line whose beginning was in an earlier chunk.
+    pub(crate) continues: bool,
+}
+
+/// Standard output and standard error, in this order.
+pub(crate) struct Output {
     writers: [Box<dyn Write + Send>; 2],
-    kinds: [SinkKind; 2],
-    /// One for both, or one for each.
-    pens: Vec<Pen>,
-    /// It was said that a stream takes nothing.
-    complained: [bool; 2],
+    is_file: [bool; 2],
+    /// One for both streams, or one for each.
+    cursors: Vec<Cursor>,
+    /// The error of a stream was reported.
+    reported: [bool; 2],
 }
 
-impl Sinks {
+impl Output {
     /// The process's own streams.
     pub(crate) fn standard() -> Self {
         let (stdout, stderr) = (io::stdout(), io::stderr());
-        let kinds = [kind_of(&stdout), kind_of(&stderr)];
-        let together = kinds == [SinkKind::Terminal; 2] || is_same_file(&stdout, &stderr);
+        let together = stdout.is_terminal() && stderr.is_terminal() || is_same_file(&stdout, &stderr);
         let writers = BOTH.map(|stream| -> Box<dyn Write + Send> { Box::new(Unbuffered(stream)) });
-        Self::new(writers, kinds, together)
+        Self::new(writers, [is_file(stdout), is_file(stderr)], together)
     }
 
-    /// With `together`, what is written to one follows what was written to the other.
-    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], kinds: [SinkKind; 2], together: bool) -> Self {
-        let pens = if together { 1 } else { 2 };
+    /// With `together`, both streams write to the same line.
+    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], is_file: [bool; 2], together: bool) -> Self {
+        let cursors = if together { 1 } else { 2 };
         Self {
             writers,
-            kinds,
-            pens: (0..pens).map(|_| Pen::default()).collect(),
-            complained: [false; 2],
+            is_file,
+            cursors: vec![Cursor::default(); cursors],
+            reported: [false; 2],
         }
     }
 
-    pub(crate) fn kinds(&self) -> [SinkKind; 2] {
-        self.kinds
+    /// Which streams lead to a regular file.
+    pub(crate) fn is_file(&self) -> [bool; 2] {
+        self.is_file
     }
 
-    /// Whose lines have no end yet.
-    pub(crate) fn open(&self) -> [Option<Source>; 2] {
-        BOTH.map(|stream| self.pens[self.pen_of(stream)].open)
+    fn cursor(&mut self, stream: Stream) -> &mut Cursor {
+        let last = self.cursors.len() - 1;
+        &mut self.cursors[last.min(stream as usize)]
     }
 
-    fn pen_of(&self, stream: Stream) -> usize {
-        (stream as usize).min(self.pens.len() - 1)
-    }
-
-    /// Neighbouring pieces of one stream go out together.
-    pub(crate) fn write(&mut self, pieces: &[Piece]) {
-        for run in pieces.chunk_by(|a, b| a.source.stream == b.source.stream) {
+    /// Writes neighbouring chunks of one stream together.
+    pub(crate) fn write(&mut self, chunks: &[Chunk]) {
+        for run in chunks.chunk_by(|a, b| a.source.stream == b.source.stream) {
             let (stream, mut bytes) = (run[0].source.stream, Vec::new());
-            let pen = self.pen_of(stream);
-            for piece in run {
-                self.pens[pen].write(piece, &mut bytes);
+            for chunk in run {
+                self.cursor(stream).write(chunk, &mut bytes);
             }
             self.put(stream, &bytes);
         }
     }
 
-    /// Ends the lines that are open.
+    /// Ends the open lines.
     pub(crate) fn end_lines(&mut self) {
         for stream in BOTH {
-            let (pen, mut end) = (self.pen_of(stream), Vec::new());
-            self.pens[pen].end_line(&mut end);
+            let mut end = Vec::new();
+            self.cursor(stream).end_line(&mut end);
             self.put(stream, &end);
         }
     }
 
-    /// What a stream does not take is lost. That is said once, on the other one.
+    /// Bytes that a stream refuses are lost. The other stream says so, once.
     fn put(&mut self, stream: Stream, bytes: &[u8]) {
         let Err(error) = self.writers[stream as usize].write_all(bytes) else {
             return;
         };
         // The reader closed it on purpose: the job goes on.
-        if error.kind() == io::ErrorKind::BrokenPipe || self.complained[stream as usize] {
+        if error.kind() == io::ErrorKind::BrokenPipe || self.reported[stream as usize] {
             return;
         }
-        self.complained[stream as usize] = true;
+        self.reported[stream as usize] = true;
         let (name, other) = match stream {
             Stream::Stdout => ("standard output", Stream::Stderr),
             Stream::Stderr => ("standard error", Stream::Stdout),
         };
-        let (pen, mut words) = (self.pen_of(other), Vec::new());
-        self.pens[pen].end_line(&mut words);
+        let mut message = Vec::new();
+        self.cursor(other).end_line(&mut message);
         let text = format!(
             "{OWN_PREFIX}cannot write to {name}: {error}; its output is lost, and the job continues\n\
              {OWN_PREFIX}  hint: `--log-dir` also writes all output to files\n"
         );
-        words.extend_from_slice(text.as_bytes());
-        // Should this one fail too, there is no place left to complain.
-        let _ = self.writers[other as usize].write_all(&words);
+        message.extend_from_slice(text.as_bytes());
+        // If this fails too, nothing is left to report to.
+        let _ = self.writers[other as usize].write_all(&message);
     }
 }
 
-/// Where the last line of a place stands.
-#[derive(Debug, Default)]
-struct Pen {
-    /// Whose line has no end yet.
+/// Position in the last line that was written.
+#[derive(Clone, Debug, Default)]
+struct Cursor {
+    /// The source of the line that has no end yet.
     open: Option<Source>,
+    /// The last byte was `\r`.
+    returned: bool,
 }
 
-impl Pen {
-    /// Adds what the piece comes to, after all that was written before it, to `out`.
-    fn write(&mut self, piece: &Piece, out: &mut Vec<u8>) {
-        let (prefix, mut bytes) = (piece.prefix.as_bytes(), piece.bytes.as_slice());
-        let goes_on = piece.continues && self.open == Some(piece.source);
-        if piece.continues && !goes_on {
-            // The piece in between has ended the line, or the part of it.
+impl Cursor {
+    /// Appends what `chunk` adds behind everything written before.
+    fn write(&mut self, chunk: &Chunk, out: &mut Vec<u8>) {
+        let (prefix, mut bytes) = (chunk.prefix.as_bytes(), chunk.bytes.as_slice());
+        let goes_on = chunk.continues && self.open == Some(chunk.source);
+        if chunk.continues && !goes_on {
+            // The chunk in between already ended this line.
             let mut ends = [&b"\n"[..], b"\r\n", b"\r"].into_iter();
             bytes = ends.find_map(|end| bytes.strip_prefix(end)).unwrap_or(bytes);
             if bytes.is_empty() {
@@ -135,43 +154,36 @@ impl Pen {
         if !goes_on {
             self.end_line(out);
         }
-        let (mut begins, mut returned) = (!goes_on, false);
+        let mut begins = !goes_on || self.returned;
         for part in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
             match part {
-                b"\n" if returned => {}
+                b"\n" if self.returned => {}
                 b"\n" if begins => out.extend_from_slice(prefix.trim_ascii_end()),
                 _ if begins => out.extend_from_slice(prefix),
                 _ => {}
             }
             out.extend_from_slice(part);
-            returned = part.ends_with(b"\r");
-            begins = returned || part.ends_with(b"\n");
+            self.returned = part.ends_with(b"\r");
+            begins = self.returned || part.ends_with(b"\n");
         }
-        self.open = (!bytes.ends_with(b"\n")).then_some(piece.source);
+        self.open = (!bytes.ends_with(b"\n")).then_some(chunk.source);
     }
 
-    /// Ends the line, if it is open.
+    /// Ends the line if it is open.
     fn end_line(&mut self, out: &mut Vec<u8>) {
+        self.returned = false;
         if self.open.take().is_some() {
             out.push(b'\n');
         }
     }
 }
 
-fn kind_of(stream: &(impl AsFd + IsTerminal)) -> SinkKind {
-    use nix::sys::stat::{SFlag, fstat};
+fn is_file(stream: impl AsFd) -> bool {
     let is_file = |mode| SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG;
-    if stream.is_terminal() {
-        SinkKind::Terminal
-    } else if fstat(stream).is_ok_and(|status| is_file(status.st_mode)) {
-        SinkKind::File
-    } else {
-        SinkKind::Pipe
-    }
+    fstat(stream).is_ok_and(|status| is_file(status.st_mode))
 }
 
 fn is_same_file(one: impl AsFd, other: impl AsFd) -> bool {
-    use nix::sys::stat::fstat;
     match (fstat(one), fstat(other)) {
         (Ok(one), Ok(other)) => (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino),
         // At least one of them is closed.
@@ -238,9 +250,9 @@ mod tests {
         }
     }
 
-    fn piece(stream: Stream, id: u64, text: &str) -> Piece {
+    fn chunk(stream: Stream, id: u64, text: &str) -> Chunk {
         let (text, continues) = text.strip_prefix('+').map_or((text, false), |text| (text, true));
-        Piece {
+        Chunk {
             source: Source { stream, id },
             prefix: format!("[{id}] ").into(),
             bytes: text.into(),
@@ -248,11 +260,11 @@ mod tests {
         }
     }
 
-    /// What pieces come to; those that go on with a line begin with a plus sign.
-    fn written(pieces: &[(u64, &str)]) -> String {
-        let (mut pen, mut out) = (Pen::default(), Vec::new());
-        for (id, text) in pieces {
-            pen.write(&piece(Stream::Stdout, *id, text), &mut out);
+    /// Writes chunks; a plus sign marks one that continues a line.
+    fn written(chunks: &[(u64, &str)]) -> String {
+        let (mut cursor, mut out) = (Cursor::default(), Vec::new());
+        for (id, text) in chunks {
+            cursor.write(&chunk(Stream::Stdout, *id, text), &mut out);
         }
         String::from_utf8(out).unwrap()
     }
@@ -260,17 +272,17 @@ mod tests {
     /// What arrives on standard error when three lines are written to a standard output of this kind.
     fn stderr_beside(stdout: Sink) -> String {
         let (sender, stderr) = mpsc::channel();
-        let mut sinks = Sinks::new(
+        let mut output = Output::new(
             [Box::new(stdout), Box::new(Sink::Open(sender))],
-            [SinkKind::Pipe; 2],
+            [false; 2],
             false,
         );
-        sinks.write(&[piece(Stream::Stderr, 0, "asks:")]);
+        output.write(&[chunk(Stream::Stderr, 0, "asks:")]);
         for _ in 0..3 {
-            sinks.write(&[piece(Stream::Stdout, 0, "line\n")]);
+            output.write(&[chunk(Stream::Stdout, 0, "line\n")]);
         }
-        sinks.end_lines();
-        drop(sinks);
+        output.end_lines();
+        drop(output);
         stderr.iter().collect()
     }
 
@@ -290,27 +302,27 @@ mod tests {
             let (sender, place) = mpsc::channel();
             let writers: [Box<dyn Write + Send>; 2] =
                 [Box::new(Sink::Open(sender.clone())), Box::new(Sink::Open(sender))];
-            let mut sinks = Sinks::new(writers, [SinkKind::Terminal; 2], together);
-            sinks.write(&[
-                piece(Stream::Stderr, 0, "asks:"),
-                piece(Stream::Stdout, 0, "line\n"),
+            let mut output = Output::new(writers, [false; 2], together);
+            output.write(&[
+                chunk(Stream::Stderr, 0, "asks:"),
+                chunk(Stream::Stdout, 0, "line\n"),
             ]);
-            drop(sinks);
+            drop(output);
             assert_eq!(place.iter().collect::<String>(), expected);
         }
     }
 
     #[test]
     fn a_line_goes_on_where_it_stopped() {
-        let pieces = [(0, "(Pdb) "), (0, "+x = 1\n\n(Pdb) ")];
-        assert_eq!(written(&pieces), "[0] (Pdb) x = 1\n[0]\n[0] (Pdb) ");
+        let chunks = [(0, "(Pdb) "), (0, "+x = 1\n\n(Pdb) ")];
+        assert_eq!(written(&chunks), "[0] (Pdb) x = 1\n[0]\n[0] (Pdb) ");
     }
 
     #[test]
     fn a_line_in_between_begins_anew_and_so_does_what_it_interrupted() {
-        let pieces = [(0, "loading ..."), (1, "ready\n"), (0, "+ done\n"), (1, "go\n")];
+        let chunks = [(0, "loading ..."), (1, "ready\n"), (0, "+ done\n"), (1, "go\n")];
         assert_eq!(
-            written(&pieces),
+            written(&chunks),
             "[0] loading ...\n[1] ready\n[0]  done\n[1] go\n"
         );
     }
@@ -318,8 +330,8 @@ mod tests {
     #[test]
     fn a_line_that_was_ended_by_others_is_not_ended_again() {
         for end in ["+\n", "+\r\n"] {
-            let pieces = [(0, "100%"), (1, "7%"), (0, end), (1, "+\n")];
-            assert_eq!(written(&pieces), "[0] 100%\n[1] 7%\n");
+            let chunks = [(0, "100%"), (1, "7%"), (0, end), (1, "+\n")];
+            assert_eq!(written(&chunks), "[0] 100%\n[1] 7%\n");
         }
         let with_more = [(0, "100%"), (1, "ready\n"), (0, "+\nmore\n")];
         assert_eq!(written(&with_more), "[0] 100%\n[1] ready\n[0] more\n");
@@ -327,7 +339,14 @@ mod tests {
 
     #[test]
     fn a_bar_is_drawn_over_itself_and_never_over_another_one() {
-        let pieces = [(0, "1%"), (0, "+\r2%"), (1, "1%"), (0, "+\r3%"), (0, "+\r4%\r\n")];
-        assert_eq!(written(&pieces), "[0] 1%\r[0] 2%\n[1] 1%\n[0] 3%\r[0] 4%\r\n");
+        let chunks = [
+            (0, "1%\r"),
+            (0, "+2%"),
+            (1, "1%"),
+            (0, "+\r3%"),
+            (0, "+\r4%\r"),
+            (0, "+\n"),
+        ];
+        assert_eq!(written(&chunks), "[0] 1%\r[0] 2%\n[1] 1%\n[0] 3%\r[0] 4%\r\n");
     }
 }

@@ -1,28 +1,28 @@
-//! The place where the workers' PyTorch meets: a port for `MASTER_PORT`, and the store that node 0 hosts there.
+//! The port for `MASTER_PORT`, and the store of the workers' PyTorch that node 0 hosts there.
 
 use std::io;
 
 use ddp_proto::rendezvous::Assignment;
 
-use super::super::launch::Launch;
+use super::super::context::LaunchContext;
 use super::super::workers::PrepareError;
 use crate::spawn::master_port::{MasterPort, hint_for};
 use crate::tcp_store::TcpStoreServer;
 
-/// What this node has to offer for it; new in each generation.
+/// The port and the store of this node; new in each generation.
 #[derive(Default)]
-pub(super) struct MeetingPoint {
+pub(super) struct MasterEndpoint {
     reserved: Option<MasterPort>,
-    /// Why there is none.
+    /// Why no port is reserved.
     refusal: Option<io::Error>,
     /// On node 0, if the workers' PyTorch uses one; it stays open until the next generation begins.
     store: Option<TcpStoreServer>,
 }
 
-impl MeetingPoint {
-    /// Reserves a port for what may become rank 0; none, which is said, if there is none.
-    pub(super) fn renew(&mut self, launch: &Launch<'_>) -> Option<u16> {
-        // What is left of the last generation does not meet the next one.
+impl MasterEndpoint {
+    /// Reserves a port, since this node may become node 0. Without a free port, prints why.
+    pub(super) fn renew(&mut self, launch: &LaunchContext<'_>) -> Option<u16> {
+        // Workers of the last generation must not reach the next store.
         if let Some(last) = self.store.take() {
             last.close();
         }
@@ -66,7 +66,7 @@ impl MeetingPoint {
     /// would look for what they share elsewhere.
     pub(super) fn host(
         &mut self,
-        launch: &Launch<'_>,
+        launch: &LaunchContext<'_>,
         assignment: &Assignment,
     ) -> Result<bool, PrepareError> {
         let agent_store = launch.plan.command.agent_store;

@@ -1,0 +1,469 @@
+//! Reads the output of the workers: writes it to the log files unchanged and to the console line by line, and keeps
+//! its end for the failure report. Text without an end, a prompt for instance, is shown [`QUIET`] later.
+//!
+//! The thread `reader` has a runtime of its own. A log directory that hangs, or a console that is slow, holds up this
+//! thread and with it the workers' output, but never supervision.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ddp_proto::ids::GlobalRank;
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+use tokio::runtime::Runtime;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout_at};
+
+use crate::output::console::Console;
+use crate::output::lines::{End, LineBuffer, Segment};
+use crate::output::repeated_errors::RankErrors;
+use crate::output::streams::{Chunk, Source, Stream};
+
+/// Lines of stderr kept for the failure report.
+const TAIL_LINES: usize = 20;
+/// Longest line kept for the failure report.
+const TAIL_LINE_BYTES: usize = 1000;
+/// Bytes read at once.
+const READ_BYTES: usize = 64 << 10;
+/// Pipes that may wait for the thread: two for each worker that is being started.
+const PIPE_QUEUE: usize = 4096;
+/// Time from the first byte of unfinished text until it is shown.
+const QUIET: Duration = Duration::from_millis(100);
+/// Longer text is no prompt: it is shown when nothing has come for [`QUIET`], so that a long line that arrives in parts
+/// stays whole.
+const PROMPT_BYTES: usize = 4 << 10;
+
+/// One stream of one worker.
+pub(crate) struct WorkerStream {
+    pub(crate) rank: GlobalRank,
+    pub(crate) stream: Stream,
+    pub(crate) pipe: OwnedFd,
+    pub(crate) log: Option<File>,
+    pub(crate) tail: TailWriter,
+    /// Precedes its lines on the console, if it is shown there.
+    pub(crate) prefix: Option<String>,
+    /// Leaves out errors that another rank has printed.
+    pub(crate) errors: Option<RankErrors>,
+    /// Gets a copy of the lines that contain certain words.
+    pub(crate) duplicate: Option<Duplicate>,
+}
+
+/// A file for lines of all workers that contain one of some words.
+#[derive(Clone)]
+pub(crate) struct Duplicate {
+    pub(crate) words: Vec<String>,
+    /// Opened for appending: a line is one write, so that lines of several workers do not mix.
+    pub(crate) file: Arc<File>,
+}
+
+impl Duplicate {
+    fn copy(&self, line: &[u8]) -> io::Result<()> {
+        let text = String::from_utf8_lossy(line);
+        if self.words.iter().any(|word| text.contains(word.as_str())) {
+            let mut whole = text.trim_end().as_bytes().to_vec();
+            whole.push(b'\n');
+            (&*self.file).write_all(&whole)?;
+        }
+        Ok(())
+    }
+}
+
+/// Handle to the reading thread.
+#[derive(Clone)]
+pub(crate) struct OutputReader {
+    streams: mpsc::Sender<WorkerStream>,
+}
+
+impl OutputReader {
+    /// Starts the thread.
+    pub(crate) fn start(console: Console) -> io::Result<Self> {
+        let (streams, mut queue) = mpsc::channel::<WorkerStream>(PIPE_QUEUE);
+        let (runtime, handed_over) = std::sync::mpsc::channel::<Runtime>();
+        std::thread::Builder::new()
+            .name("reader".into())
+            .stack_size(512 << 10)
+            .spawn(move || {
+                let Ok(runtime) = handed_over.recv() else {
+                    return;
+                };
+                runtime.block_on(async move {
+                    let pending = Arc::<AtomicUsize>::default();
+                    while let Some(stream) = queue.recv().await {
+                        let lines = LineBuffer::new(pending.clone());
+                        tokio::spawn(read(stream, lines, console.clone()));
+                    }
+                });
+            })?;
+        // Made when there is a thread for it: here, on the agent's own runtime, it could not even be dropped.
+        let made = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        runtime.send(made).expect("a thread that waits for it");
+        Ok(Self { streams })
+    }
+
+    /// Begins to read; false if too many streams wait for the thread.
+    pub(crate) fn add(&self, stream: WorkerStream) -> bool {
+        self.streams.try_send(stream).is_ok()
+    }
+}
+
+async fn read(worker: WorkerStream, mut lines: LineBuffer, console: Console) {
+    let WorkerStream {
+        rank,
+        stream,
+        pipe,
+        mut log,
+        mut tail,
+        prefix,
+        errors,
+        mut duplicate,
+    } = worker;
+    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
+        return;
+    };
+    let id = u64::from(rank.0);
+    let source = Source { stream, id };
+    let mut shown = prefix.map(|prefix| ShownStream::new(console.clone(), source, &prefix, errors));
+    let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
+        tail.push(segment);
+        if let Some(shown) = shown {
+            shown.take(segment);
+        }
+        let copied = duplicate.as_ref().map_or(Ok(()), |file| file.copy(segment.text));
+        if let Err(error) = copied {
+            console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
+            duplicate = None;
+        }
+    };
+    let mut buffer = vec![0; READ_BYTES];
+    loop {
+        let reading = pipe.read(&mut buffer);
+        let read = match shown.as_mut().and_then(|shown| Some((shown.deadline?, shown))) {
+            // Cancel safe: a cancelled read has taken nothing.
+            Some((deadline, shown)) => {
+                let Ok(read) = timeout_at(deadline, reading).await else {
+                    shown.show(&mut lines);
+                    continue;
+                };
+                read
+            }
+            None => reading.await,
+        };
+        let Ok(read @ 1..) = read else {
+            break;
+        };
+        let bytes = &buffer[..read];
+        if let Some(file) = &mut log
+            && let Err(error) = file.write_all(bytes)
+        {
+            console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
+            log = None;
+        }
+        lines.push(bytes, |segment| take(segment, &mut shown));
+        if let Some(shown) = &mut shown {
+            shown.flush(lines.unseen(), Instant::now());
+        }
+    }
+    lines.finish(|segment| take(segment, &mut shown));
+    if let Some(shown) = &mut shown {
+        shown.send();
+    }
+}
+
+/// A stream that the console shows.
+struct ShownStream {
+    console: Console,
+    errors: Option<RankErrors>,
+    /// What the console gets next.
+    next: Chunk,
+    /// When the unfinished text is shown.
+    deadline: Option<Instant>,
+}
+
+impl ShownStream {
+    fn new(console: Console, source: Source, prefix: &str, errors: Option<RankErrors>) -> Self {
+        let next = Chunk {
+            source,
+            prefix: prefix.into(),
+            bytes: Vec::new(),
+            continues: false,
+        };
+        Self {
+            console,
+            errors,
+            next,
+            deadline: None,
+        }
+    }
+
+    fn take(&mut self, segment: &Segment<'_>) {
+        if segment.end != End::Unfinished {
+            self.deadline = None;
+        }
+        let fresh = &segment.text[segment.shown..];
+        if let Some(errors) = &mut self.errors {
+            let is_whole = segment.end == End::Line && !segment.continues();
+            let Some(held) = errors.release(fresh, is_whole) else {
+                return;
+            };
+            self.next.bytes.extend_from_slice(&held);
+        }
+        if self.next.bytes.is_empty() {
+            self.next.continues = segment.continues();
+        }
+        self.next.bytes.extend_from_slice(fresh);
+        self.next.bytes.extend_from_slice(segment.end.bytes());
+        if self.next.bytes.len() >= READ_BYTES {
+            self.send();
+        }
+    }
+
+    /// Sends what was read; `unseen` is the length of the unfinished text behind it.
+    fn flush(&mut self, unseen: Option<usize>, now: Instant) {
+        self.send();
+        let is_held = self.errors.as_ref().is_some_and(RankErrors::holds_back);
+        // Nobody waits for a prompt in a file.
+        let unseen = unseen.filter(|_| !is_held && !self.console.is_file(self.next.source.stream));
+        self.deadline = unseen.map(|length| match self.deadline {
+            Some(deadline) if length <= PROMPT_BYTES => deadline,
+            _ => now + QUIET,
+        });
+    }
+
+    /// Shows the unfinished text.
+    fn show(&mut self, lines: &mut LineBuffer) {
+        self.deadline = None;
+        self.take(&lines.show());
+        self.send();
+    }
+
+    fn send(&mut self) {
+        if self.next.bytes.is_empty() {
+            return;
+        }
+        let empty = Chunk {
+            bytes: Vec::new(),
+            continues: false,
+            ..self.next.clone()
+        };
+        self.console.put(std::mem::replace(&mut self.next, empty));
+    }
+}
+
+/// The last lines of a stream, and whether it has ended.
+pub(crate) fn tail() -> (TailWriter, TailReader) {
+    let lines = Arc::new(Mutex::new(VecDeque::new()));
+    let (open, ended) = watch::channel(());
+    let writer = TailWriter {
+        lines: lines.clone(),
+        overwritten: false,
+        _open: open,
+    };
+    (writer, TailReader { lines, ended })
+}
+
+/// Filled by the reader; dropping it says that the stream has ended.
+pub(crate) struct TailWriter {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    /// The next update may overwrite the last line.
+    overwritten: bool,
+    _open: watch::Sender<()>,
+}
+
+impl TailWriter {
+    /// Keeps what a terminal would still show: the last update of a progress bar.
+    fn push(&mut self, segment: &Segment<'_>) {
+        let text = &segment.text[..segment.text.len().min(TAIL_LINE_BYTES)];
+        let text = String::from_utf8_lossy(text).trim_end().to_owned();
+        let goes_on = segment.end == End::Update;
+        if text.is_empty() {
+            self.overwritten &= goes_on;
+            return;
+        }
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut self.overwritten, goes_on) {
+            lines.pop_back();
+        } else if lines.len() == TAIL_LINES {
+            lines.pop_front();
+        }
+        lines.push_back(text);
+    }
+}
+
+/// Read by the failure report.
+#[derive(Clone, Debug)]
+pub(crate) struct TailReader {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    ended: watch::Receiver<()>,
+}
+
+impl TailReader {
+    /// Returns when the stream has ended. Cancel safe.
+    pub(crate) async fn ended(&mut self) {
+        // Nothing is ever sent: an error means that the writer is gone.
+        while self.ended.changed().await.is_ok() {}
+    }
+
+    /// The last lines so far, oldest first.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::output::streams::Output;
+
+    #[test]
+    fn lines_with_a_word_are_copied() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filtered");
+        let duplicate = Duplicate {
+            words: vec!["loss".into(), "error".into()],
+            file: Arc::new(File::create(&path).unwrap()),
+        };
+        for line in ["step 1\n", "loss 2.5\r\n", "no errors"] {
+            duplicate.copy(line.as_bytes()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "loss 2.5\nno errors\n");
+    }
+
+    #[tokio::test]
+    async fn the_tail_keeps_the_last_lines() {
+        let (mut writer, mut reader) = tail();
+        let mut buffer = LineBuffer::default();
+        for line in 0..100 {
+            let text = format!("line {line}\r\n\r 1%\r 2%\n");
+            buffer.push(text.as_bytes(), |segment| writer.push(segment));
+        }
+        buffer.push(b"\n", |segment| writer.push(segment));
+        drop(writer);
+        reader.ended().await;
+        let lines = reader.lines();
+        assert_eq!(lines.len(), TAIL_LINES);
+        assert_eq!(lines[TAIL_LINES - 2..], ["line 99", " 2%"]);
+    }
+
+    const SOURCE: Source = Source {
+        stream: Stream::Stdout,
+        id: 0,
+    };
+
+    struct Screen(std::sync::mpsc::Sender<Vec<u8>>);
+
+    impl Write for Screen {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.send(bytes.to_vec()).map_err(io::Error::other)?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// One stream of a worker, and the console that shows it.
+    struct Play {
+        lines: LineBuffer,
+        shown: ShownStream,
+        console: Console,
+        screen: std::sync::mpsc::Receiver<Vec<u8>>,
+        begin: Instant,
+    }
+
+    impl Play {
+        fn on(is_file: bool) -> Self {
+            let (sender, screen) = std::sync::mpsc::channel();
+            let writers: [Box<dyn Write + Send>; 2] = [Box::new(Screen(sender)), Box::new(io::sink())];
+            let console = Console::start(Output::new(writers, [is_file; 2], false), false).unwrap();
+            Self {
+                lines: LineBuffer::default(),
+                shown: ShownStream::new(console.clone(), SOURCE, "[0] ", None),
+                console,
+                screen,
+                begin: Instant::now(),
+            }
+        }
+
+        /// The worker writes `text` at this time after the beginning.
+        fn write(&mut self, ms: u64, text: &str) -> &mut Self {
+            let shown = &mut self.shown;
+            self.lines.push(text.as_bytes(), |segment| shown.take(segment));
+            let now = self.begin + Duration::from_millis(ms);
+            shown.flush(self.lines.unseen(), now);
+            self
+        }
+
+        /// The worker writes nothing until its text is due. Gives that time, in milliseconds after the beginning.
+        fn wait(&mut self) -> Option<u64> {
+            let due = self.shown.deadline?;
+            self.shown.show(&mut self.lines);
+            Some((due - self.begin).as_millis() as u64)
+        }
+
+        fn end(self) -> String {
+            let mut shown = self.shown;
+            self.lines.finish(|segment| shown.take(segment));
+            shown.send();
+            self.console.close(Duration::from_secs(20));
+            String::from_utf8(self.screen.try_iter().flatten().collect()).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_prompt_is_shown_a_moment_after_it_was_written() {
+        let mut play = Play::on(false);
+        play.write(0, "breakpoint\n(Pdb) ");
+        assert_eq!(play.wait(), Some(100));
+        assert_eq!(play.wait(), None);
+        // Counted from the first byte: dots that come one by one are seen.
+        play.write(500, "1\n.").write(550, ".").write(590, ".");
+        assert_eq!(play.wait(), Some(600));
+        play.write(700, ".\n").write(710, "x").write(720, "y\nz");
+        assert_eq!(
+            play.wait(),
+            Some(820),
+            "the time of a line is not that of the one before"
+        );
+        assert_eq!(
+            play.end(),
+            "[0] breakpoint\n[0] (Pdb) 1\n[0] ....\n[0] xy\n[0] z\n"
+        );
+    }
+
+    #[test]
+    fn a_long_line_is_shown_when_it_is_whole_or_nothing_more_comes() {
+        let mut play = Play::on(false);
+        let part = "x".repeat(PROMPT_BYTES);
+        play.write(0, &part).write(90, &part).write(180, &part);
+        assert_eq!(play.shown.deadline, Some(play.begin + Duration::from_millis(280)));
+        play.write(270, "y\n").write(300, &part).write(390, "z");
+        assert_eq!(play.wait(), Some(490));
+        assert_eq!(play.end(), format!("[0] {part}{part}{part}y\n[0] {part}z\n"));
+    }
+
+    #[test]
+    fn a_file_gets_whole_lines() {
+        let mut play = Play::on(true);
+        play.write(0, "loading ...");
+        assert_eq!(play.wait(), None);
+        play.write(900, " done\n").write(910, "1%\r2%\r");
+        assert_eq!(play.wait(), None);
+        assert_eq!(play.end(), "[0] loading ... done\n[0] 1%\r[0] 2%\r\n");
+    }
+
+    #[test]
+    fn a_pipe_gets_every_update_of_a_bar() {
+        let mut play = Play::on(false);
+        play.write(0, "\r1%\r2%\r3").write(10, "%\rdone\n");
+        assert_eq!(play.end(), "[0] 1%\r[0] 2%\r[0] 3%\r[0] done\n");
+    }
+}
