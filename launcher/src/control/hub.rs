@@ -35,7 +35,7 @@ pub(crate) struct WorkerContext {
     pub(crate) generation: Generation,
     /// Environment contract of each worker, by local rank.
     pub(crate) contracts: Vec<BTreeMap<String, String>>,
-    pub(crate) node_addrs: Vec<String>,
+    pub(crate) node_addr: String,
     pub(crate) data_key: Option<DataKey>,
     pub(crate) store: Arc<Store>,
     /// Process ids of the workers that run, by local rank.

@@ -12,7 +12,7 @@ use ddp_worker::parallel::pipeline::{
 };
 
 use crate::cli::error::CliError;
-use crate::cli::native::{Draft, read_bounded};
+use crate::cli::native::Draft;
 use crate::cli::{answer, values};
 
 /// Most ranks, chunks and micro-batches: a larger number is a typing error.
@@ -69,11 +69,6 @@ fn output(text: &str) -> Result<PathBuf, String> {
 /// Main of `ddp-train schedule`.
 pub(super) fn run(args: &ScheduleArgs) -> ExitCode {
     answer::give_or_fail(planned(args))
-}
-
-fn read(path: &Path, most: u64) -> Result<Vec<u8>, CliError> {
-    read_bounded(path, most)
-        .map_err(|error| CliError::Config(format!("cannot read `{}`: {error}", path.display())))
 }
 
 fn refused(error: impl std::fmt::Display) -> CliError {

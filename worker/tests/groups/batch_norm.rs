@@ -1,6 +1,5 @@
 //! Synchronised batch normalisation: the numbers of one rank that has all rows.
 
-
 use std::ops::Range;
 
 use crate::collective_world::{Rank, World, read};

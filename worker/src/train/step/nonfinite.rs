@@ -223,14 +223,15 @@ impl Location {
     }
 }
 
-/// What one rank saw first: micro-batch, and index in [`places`]; a micro-batch below 0 is none.
-type Sighting = [f64; 2];
+/// The first number of a rank that is not finite: its micro-batch, and its index in [`places`]. A micro-batch below 0 says
+/// that the rank found only finite numbers.
+type FirstNonFinite = [f64; 2];
 
-const NONE: Sighting = [-1.0, 0.0];
+const NONE: FirstNonFinite = [-1.0, 0.0];
 
-/// The rank whose sighting comes first, by micro-batch and place, and what it saw. Of ranks that saw the same the first.
-fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
-    let seen = sightings
+/// The first rank with the earliest number that is not finite, by micro-batch and index.
+fn first_of(ranks: &[FirstNonFinite]) -> Option<(usize, FirstNonFinite)> {
+    let seen = ranks
         .iter()
         .copied()
         .enumerate()
