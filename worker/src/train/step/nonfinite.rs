@@ -107,8 +107,8 @@ impl Inspection<'_> {
         let places = places(self.whole.blocks.len(), self.whole.params.len());
         let found = self.search(&places)?;
         let own = found.map_or(NONE, |(m, code)| [m as f64, code as f64]);
-        let sightings = self.rank_table.gather("what is not finite", own)?;
-        Ok(match first_of(&sightings) {
+        let first_seen = self.rank_table.gather("what is not finite", own)?;
+        Ok(match first_of(&first_seen) {
             Some((rank, [m, code])) => {
                 let words = places[code as usize].words(self.whole);
                 format!("first seen on rank {rank}: {words}, micro-batch {m}")
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn the_earlier_sighting_counts_whichever_rank_had_it() {
+    fn the_earlier_number_counts_on_any_rank() {
         assert_eq!(first_of(&[NONE, NONE]), None);
         assert_eq!(first_of(&[NONE, [1.0, 4.0], NONE]), Some((1, [1.0, 4.0])));
         assert_eq!(
