@@ -1,27 +1,22 @@
 //! A control group (version 2) that holds all workers of one launcher, where the system allows to make one.
 //!
-//! A new process moves itself into the group before its program runs. Whatever it starts is born there, and cannot leave
-//! without rights that it usually lacks: not by a session of its own, not by clearing its environment. One write to `cgroup.kill` then ends all of them at once.
+//! Whatever a worker starts is born in its group, and cannot leave it without rights that it usually lacks: not by a
+//! session of its own, not by clearing its environment. One write to `cgroup.kill` then ends all of them at once.
 //! The group lies below the launcher's own. Where none can be made, the guardian and the sweep work as they do
 //! without: sessions, markers, descendants.
 
-#![expect(
-    unsafe_code,
-    reason = "a fork that tries the group, and a descriptor used between fork and exec"
-)]
-
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::sys::wait::WaitStatus;
-use nix::unistd::{AccessFlags, ForkResult, access, fork};
+use nix::unistd::{AccessFlags, access};
 
+use super::entry::CgroupEntry;
 use super::membership::CgroupMembership;
-use crate::spawn::process::wait_for;
 
 /// Members of a group, one process id a line; `0` is the writer itself.
 const MEMBERS: &str = "cgroup.procs";
@@ -70,41 +65,15 @@ pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
     Ok(own)
 }
 
-/// The file of a group's members, valid as long as the group: a write to it moves a process into the group.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CgroupEntry(RawFd);
-
-impl CgroupEntry {
-    /// Moves the calling process into the group. Async-signal-safe; true if that worked.
-    pub(crate) fn enter(self) -> bool {
-        // SAFETY: the buffer is valid for its length. A bad descriptor gives an error.
-        unsafe { libc::write(self.0, b"0".as_ptr().cast(), 1) == 1 }
-    }
-
-    /// Tries with a child whether processes get in: the kernel has many rules about that.
-    fn check(self) -> io::Result<()> {
-        // SAFETY: the child makes two async-signal-safe calls and never returns.
-        match unsafe { fork() }? {
-            ForkResult::Child => {
-                let code = i32::from(!self.enter());
-                // SAFETY: plain system call.
-                unsafe { libc::_exit(code) }
-            }
-            ForkResult::Parent { child } => match wait_for(child)? {
-                WaitStatus::Exited(_, 0) => Ok(()),
-                _ => Err(io::ErrorKind::PermissionDenied.into()),
-            },
-        }
-    }
-}
-
 /// The group of one launcher's workers.
 #[derive(Debug)]
 pub(crate) struct WorkerCgroup {
     dir: PathBuf,
     /// Its lock says that the launcher lives.
-    _folder: File,
+    folder: File,
     members: File,
+    /// The way into it, until a process in it was killed.
+    entry: Mutex<Option<CgroupEntry>>,
 }
 
 impl WorkerCgroup {
@@ -138,23 +107,36 @@ impl WorkerCgroup {
         // Absent before Linux 5.14.
         fs::metadata(dir.join(KILL))?;
         let members = File::options().write(true).open(dir.join(MEMBERS))?;
-        let group = Self {
+        let entry = CgroupEntry::find(folder.as_raw_fd(), members.as_raw_fd())?;
+        Ok(Self {
             dir: dir.to_owned(),
-            _folder: folder,
+            folder,
             members,
-        };
-        group.entry().check()?;
-        Ok(group)
+            entry: Mutex::new(Some(entry)),
+        })
     }
 
-    /// The way into the group, valid as long as the group.
-    pub(crate) fn entry(&self) -> CgroupEntry {
-        CgroupEntry(self.members.as_raw_fd())
+    /// The way into the group, valid as long as the group; none if there is no way any more.
+    fn find_entry(&self) -> Option<CgroupEntry> {
+        let mut entry = self.entry.lock().unwrap_or_else(PoisonError::into_inner);
+        if entry.is_none() {
+            *entry = CgroupEntry::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
+        }
+        *entry
+    }
+
+    /// The way into the group, and its folder; none if there is no way any more: then no new process is in it, and none
+    /// must be looked for there.
+    pub(crate) fn entry(&self) -> Option<(CgroupEntry, &Path)> {
+        Some((self.find_entry()?, self.dir()))
     }
 
     /// Kills all members, and those of the groups below.
     pub(crate) fn kill(&self) {
         kill_members(&self.dir);
+        // Linux 6.18 compares how often the group was killed with how often the launcher's own was, and kills whom it
+        // takes for a child of the dead: whether processes can be born in a group has to be tried anew.
+        *self.entry.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     pub(crate) fn dir(&self) -> &Path {
@@ -295,7 +277,10 @@ fn remove_leftovers(own: &Path) -> usize {
 mod tests {
     use std::os::fd::AsFd;
 
+    use nix::sys::wait::WaitStatus;
+
     use super::*;
+    use crate::cgroup::wait_for;
     use crate::spawn::process::{self, Image, Start, Streams};
 
     #[test]
@@ -343,6 +328,7 @@ mod tests {
         let start = Start {
             image,
             streams,
+            entry: Some(entry),
             patience: Duration::from_mins(1),
             ignored: &[],
         };
@@ -361,11 +347,37 @@ mod tests {
         let dir = own.join(format!("ddp-test-{}-again", std::process::id()));
         let group = WorkerCgroup::create(&dir).unwrap();
         for _ in 0..3 {
-            let end = start_in(&group, group.entry());
-            assert!(matches!(end, WaitStatus::Exited(_, 0)), "{end:?}");
+            let ways = [
+                group.find_entry().unwrap(),
+                CgroupEntry::Move(group.members.as_raw_fd()),
+            ];
+            for entry in ways {
+                assert!(
+                    matches!(start_in(&group, entry), WaitStatus::Exited(_, 0)),
+                    "{entry:?}"
+                );
+            }
             group.kill();
         }
         remove(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_group_without_a_way_in_is_none() {
+        let root = tempfile::tempdir().unwrap();
+        let members = root.path().join(MEMBERS);
+        fs::write(&members, "").unwrap();
+        let open = |options: &fs::OpenOptions| WorkerCgroup {
+            dir: root.path().to_owned(),
+            folder: File::open(root.path()).unwrap(),
+            members: options.open(&members).unwrap(),
+            entry: Mutex::new(None),
+        };
+        // No folder to be born in, and the list of members cannot be written.
+        assert!(open(File::options().read(true)).entry().is_none());
+        let group = open(File::options().write(true));
+        let entry = group.entry().expect("a way in");
+        assert!(matches!(entry, (CgroupEntry::Move(_), dir) if dir == root.path()));
     }
 
     #[test]

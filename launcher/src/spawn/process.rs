@@ -1,6 +1,6 @@
 //! One new process, from `fork` to `exec`.
 //!
-//! The standard library's `Command` leaves the launcher's signal
+//! The standard library's `Command` cannot start a process in a control group, and leaves the launcher's signal
 //! handlers in force for the moments in which the new process still is a copy of the launcher. Here all signals are
 //! blocked from before the fork until the program is about to run, with default dispositions or ignored. All that needs
 //! memory is made before the fork.
@@ -19,8 +19,9 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
-use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, fork, pipe2};
+use nix::unistd::{Pid, pipe2};
+
+use crate::cgroup::{self, CgroupEntry, Forked};
 
 /// Searched for programs where there is no `PATH`, as shells do.
 const DEFAULT_PATH: &str = "/bin:/usr/bin";
@@ -77,6 +78,8 @@ pub(crate) struct Streams<'a> {
 pub(crate) struct Start<'a> {
     pub(crate) image: Image,
     pub(crate) streams: Streams<'a>,
+    /// The way into its control group, if there is one.
+    pub(crate) entry: Option<CgroupEntry>,
     /// How long its program may take to begin.
     pub(crate) patience: Duration,
     /// Signals that it ignores from its first instruction on.
@@ -103,16 +106,6 @@ impl From<Errno> for StartError {
     }
 }
 
-/// Waits for a child that is about to end.
-pub(crate) fn wait_for(child: Pid) -> Result<WaitStatus, Errno> {
-    loop {
-        match waitpid(child, None) {
-            Err(Errno::EINTR) => {}
-            outcome => return outcome,
-        }
-    }
-}
-
 /// Starts a process; returns when its program runs.
 ///
 /// `prepare` runs in the new process. It may make async-signal-safe calls only, and may not allocate.
@@ -122,8 +115,8 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     let mut before = SigSet::empty();
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
     // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
-    let forked = unsafe { fork() };
-    if let Ok(ForkResult::Child) = forked {
+    let forked = unsafe { cgroup::fork(given.entry) };
+    if let Ok(Forked::Child) = forked {
         let outcome = redirect(&given.streams)
             .and_then(|()| prepare())
             .and_then(|()| reset_signals(given.ignored));
@@ -142,7 +135,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     drop(report_end);
     // Without its number: there is no process, so it says nothing about the program.
     let forked = forked.map_err(|error| io::Error::other(format!("no new process: {error}")))?;
-    let ForkResult::Parent { child } = forked else {
+    let Forked::Parent(child) = forked else {
         unreachable!("the child has ended above");
     };
     let report = File::from(report);
@@ -159,7 +152,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
         return Ok(child);
     }
     // The thread that reaps all children may have reaped it.
-    let _ = wait_for(child);
+    let _ = cgroup::wait_for(child);
     let cause = io::Error::from_raw_os_error(i32::from_ne_bytes(number));
     Err(StartError::Ended { child, cause })
 }
@@ -304,6 +297,7 @@ mod tests {
         let given = Start {
             image,
             streams,
+            entry: None,
             patience: PATIENCE,
             ignored: &[],
         };
@@ -311,7 +305,7 @@ mod tests {
         drop(end);
         let mut text = String::new();
         output.read_to_string(&mut text)?;
-        Ok((wait_for(child)?, text))
+        Ok((cgroup::wait_for(child)?, text))
     }
 
     fn errno_of(error: &StartError) -> Option<i32> {
@@ -362,6 +356,7 @@ mod tests {
         let given = Start {
             image: image_of("/bin/true"),
             streams: nothing(),
+            entry: None,
             patience: PATIENCE,
             ignored: &[],
         };
@@ -380,6 +375,7 @@ mod tests {
         let given = Start {
             image: image_of("/bin/true"),
             streams: nothing(),
+            entry: None,
             patience: Duration::from_millis(20),
             ignored: &[],
         };
@@ -399,7 +395,7 @@ mod tests {
             is_readable(&number, PATIENCE).unwrap(),
             "its end lives on with it"
         );
-        let status = wait_for(child).unwrap();
+        let status = cgroup::wait_for(child).unwrap();
         assert_eq!(status, WaitStatus::Signaled(child, Signal::SIGKILL, false));
     }
 }

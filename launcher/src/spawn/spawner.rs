@@ -174,6 +174,7 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
             stdout: stdout.map(AsFd::as_fd),
             stderr: stderr.map(AsFd::as_fd),
         },
+        entry,
         patience: START_PATIENCE,
         ignored: &batch.ignored,
     };

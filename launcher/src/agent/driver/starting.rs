@@ -92,9 +92,9 @@ impl Starter {
     ) -> impl Future<Output = LoopEvent> + Send + use<> {
         self.run_token.clone_from(&assignment.run_token);
         self.preparing = true;
-        let group = launch.group.as_deref();
-        self.entry = group.map(WorkerCgroup::entry);
-        let group = group.map(|group| group.dir().to_owned());
+        let entry = launch.group.as_deref().and_then(WorkerCgroup::entry);
+        let (entry, group) = entry.map(|(entry, group)| (entry, group.to_owned())).unzip();
+        self.entry = entry;
         let context = agent_store.map(|agent_store| SpawnContext {
             plan: launch.plan.clone(),
             inherited: launch.inherited.clone(),
