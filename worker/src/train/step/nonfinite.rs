@@ -231,11 +231,7 @@ const NONE: FirstNonFinite = [-1.0, 0.0];
 
 /// The first rank with the earliest number that is not finite, by micro-batch and index.
 fn first_of(ranks: &[FirstNonFinite]) -> Option<(usize, FirstNonFinite)> {
-    let seen = ranks
-        .iter()
-        .copied()
-        .enumerate()
-        .filter(|(_, [m, _])| *m >= 0.0);
+    let seen = ranks.iter().copied().enumerate().filter(|(_, [m, _])| *m >= 0.0);
     seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
 }
 
