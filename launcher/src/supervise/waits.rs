@@ -53,7 +53,10 @@ impl ReportedWaits {
         });
         for (rank, wait) in all() {
             let waited = Duration::from_millis(wait.waited_ms);
-            if waited < LONG || wait.peers.is_empty() || self.0.iter().any(|reported| reported.is_of(rank, wait)) {
+            if waited < LONG
+                || wait.peers.is_empty()
+                || self.0.iter().any(|reported| reported.is_of(rank, wait))
+            {
                 continue;
             }
             let together = all().filter(|(_, other)| {
@@ -90,7 +93,10 @@ mod tests {
         let waits = |waited_ms| [wait("all-reduce #3 of `world`", waited_ms, "rank 1")];
         assert!(reported.update(&[(0, &waits(4999)), (1, &[])], now).is_empty());
         insta::assert_snapshot!(reported.update(&[(0, &waits(5200)), (1, &[])], now).join("\n"), @"rank 0: all-reduce #3 of `world` has waited 5.2 s for rank 1");
-        assert!(reported.update(&[(0, &waits(9200)), (1, &[])], now).is_empty(), "once");
+        assert!(
+            reported.update(&[(0, &waits(9200)), (1, &[])], now).is_empty(),
+            "once"
+        );
         let later = now + Duration::from_secs(7);
         insta::assert_snapshot!(reported.update(&[(0, &[]), (1, &[])], later).join("\n"), @"rank 0: all-reduce #3 of `world` stopped waiting after 12.2 s");
         assert!(reported.update(&[(0, &[]), (1, &[])], later).is_empty(), "once");
@@ -113,7 +119,10 @@ mod tests {
         // The next operation of the same ranks is another wait.
         let next = [wait("all-reduce #4 of `world`", 300, "rank 2")];
         let workers: [(u32, &[PeerWait]); 4] = [(0, &next), (1, &second), (2, &other), (3, &next)];
-        assert!(reported.update(&workers, now).is_empty(), "one of them still waits");
+        assert!(
+            reported.update(&workers, now).is_empty(),
+            "one of them still waits"
+        );
         let workers: [(u32, &[PeerWait]); 4] = [(0, &next), (1, &next), (2, &other), (3, &next)];
         insta::assert_snapshot!(reported.update(&workers, now).join("\n"), @"ranks 0, 1, 3: all-reduce #3 of `world` stopped waiting after 5.0 s");
     }
@@ -131,6 +140,10 @@ mod tests {
     fn an_operation_that_knows_no_peers_is_not_told() {
         let unknown = [wait("all-reduce #3 of `world`, queued,", 9000, "")];
         let workers: [(u32, &[PeerWait]); 1] = [(0, &unknown)];
-        assert!(ReportedWaits::default().update(&workers, Instant::now()).is_empty());
+        assert!(
+            ReportedWaits::default()
+                .update(&workers, Instant::now())
+                .is_empty()
+        );
     }
 }
