@@ -102,7 +102,7 @@ fn machines_and_data_need_not_be_here() {
         .expect_exit(0)
         .expect_stdout("ranks           1024 = 128 nodes × 8")
         .expect_stdout("400 GB/s per node to other nodes")
-        .expect_stdout("se `parallel.strategy: zero2`");
+        .expect_stdout("se `parallel.strategy: zero1`");
     plan(
         dir.path(),
         &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],
