@@ -204,6 +204,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         (second, again.node_rank, again.restart_count),
         (Generation(2), 1, 1)
     );
+    next_assignment(&mut a).await;
     send(&a, 2, Body::NodeSucceeded(NodeSucceeded {}));
     send(&b, 2, Body::NodeSucceeded(NodeSucceeded {}));
     for agent in [&mut a, &mut b] {
@@ -654,11 +655,11 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
         .unwrap();
     for _ in 0..10 {
         requests
-            .send(say(1, "slow", Body::Heartbeat(Heartbeat::default())))
+            .send(say(1, "slow", Body::Join(join("slow", 3, 3))))
             .await
             .unwrap();
         requests
-            .send(say(2, "fast", Body::Heartbeat(Heartbeat::default())))
+            .send(say(2, "fast", Body::Join(join("fast", 3, 3))))
             .await
             .unwrap();
     }
