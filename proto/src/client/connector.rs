@@ -139,7 +139,7 @@ async fn open_tcp(host: &str, port: u16) -> Result<TcpStream, tonic::codegen::St
             }
             Ok(Err(error)) => failure = error,
             Err(_) => {
-                failure = io::Error::new(io::ErrorKind::TimedOut, format!("`{address}` does not answer"))
+                failure = io::Error::new(io::ErrorKind::TimedOut, format!("`{address}` does not answer"));
             }
         }
     }

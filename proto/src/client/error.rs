@@ -263,8 +263,8 @@ impl Setback {
 
 /// The failed look-up below an error, if that is what it was.
 pub(super) fn look_up_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LookUpError> {
-    let layers = std::iter::successors(Some(error), |error| error.source());
-    layers.filter_map(|error| error.downcast_ref()).next()
+    let mut layers = std::iter::successors(Some(error), |error| error.source());
+    layers.find_map(|error| error.downcast_ref())
 }
 
 /// The innermost words of an error: the layers around it only say "transport error".
