@@ -94,10 +94,6 @@ pub struct Join {
     /// have had no part in it.
     #[prost(uint64, tag = "18")]
     pub latest_generation: u64,
-    /// Shows a daemon that serves several users that this node has the job's token: BLAKE3, keyed with a key that is
-    /// derived from the token, of the job's name. The first `Join` of a job registers it. 32 bytes, or none.
-    #[prost(bytes = "vec", tag = "30")]
-    pub token_proof: ::prost::alloc::vec::Vec<u8>,
     /// `Assignment.own` and the totals beside it are all that this node needs: older builds read `Assignment.nodes` instead.
     #[prost(bool, tag = "20")]
     pub takes_totals: bool,
@@ -491,14 +487,10 @@ pub mod refused {
         Disagree = 1,
         /// The rendezvous timed out (exit code 75).
         TimedOut = 2,
-        /// Not allowed (exit code 77).
-        Unauthenticated = 3,
         /// The request itself is wrong (exit code 2).
         Invalid = 4,
         /// The job is over already (exit code 75).
         JobOver = 5,
-        /// The daemon is drained, and takes no new jobs (exit code 75).
-        Draining = 6,
     }
     impl Code {
         /// String value of the enum field names used in the ProtoBuf definition.
@@ -510,10 +502,8 @@ pub mod refused {
                 Self::Unspecified => "UNSPECIFIED",
                 Self::Disagree => "DISAGREE",
                 Self::TimedOut => "TIMED_OUT",
-                Self::Unauthenticated => "UNAUTHENTICATED",
                 Self::Invalid => "INVALID",
                 Self::JobOver => "JOB_OVER",
-                Self::Draining => "DRAINING",
             }
         }
         /// Creates an enum from field names used in the ProtoBuf definition.
@@ -522,10 +512,8 @@ pub mod refused {
                 "UNSPECIFIED" => Some(Self::Unspecified),
                 "DISAGREE" => Some(Self::Disagree),
                 "TIMED_OUT" => Some(Self::TimedOut),
-                "UNAUTHENTICATED" => Some(Self::Unauthenticated),
                 "INVALID" => Some(Self::Invalid),
                 "JOB_OVER" => Some(Self::JobOver),
-                "DRAINING" => Some(Self::Draining),
                 _ => None,
             }
         }
@@ -752,9 +740,6 @@ pub struct JobsReply {
     pub jobs: ::prost::alloc::vec::Vec<JobSummary>,
     #[prost(uint32, tag = "2")]
     pub more_jobs: u32,
-    /// The daemon takes no new jobs.
-    #[prost(bool, tag = "3")]
-    pub draining: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct JobSummary {
@@ -789,14 +774,6 @@ pub struct CloseRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseReply {}
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct DrainRequest {}
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct DrainReply {
-    /// Jobs that the daemon waits for.
-    #[prost(uint32, tag = "1")]
-    pub jobs: u32,
-}
 /// Generated client implementations.
 pub mod rendezvous_client {
     #![allow(
@@ -1029,8 +1006,7 @@ pub mod rendezvous_client {
                 .insert(GrpcMethod::new("ddp.rendezvous.v1.Rendezvous", "Status"));
             self.inner.unary(req, path, codec).await
         }
-        /// For operators, behind the admin token (metadata `authorization: Bearer TOKEN`); without such a token, from the
-        /// daemon's own machine only. All jobs of the daemon.
+        /// All jobs of the daemon. Like Close, it needs a connection that was authenticated by the daemon's token.
         pub async fn jobs(
             &mut self,
             request: impl tonic::IntoRequest<super::JobsRequest>,
@@ -1072,28 +1048,6 @@ pub mod rendezvous_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("ddp.rendezvous.v1.Rendezvous", "Close"));
-            self.inner.unary(req, path, codec).await
-        }
-        /// Takes no new jobs from now on, and ends the daemon when those that it has are over.
-        pub async fn drain(
-            &mut self,
-            request: impl tonic::IntoRequest<super::DrainRequest>,
-        ) -> std::result::Result<tonic::Response<super::DrainReply>, tonic::Status> {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = crate::codec::SmallBuffers::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/ddp.rendezvous.v1.Rendezvous/Drain",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("ddp.rendezvous.v1.Rendezvous", "Drain"));
             self.inner.unary(req, path, codec).await
         }
     }
@@ -1156,8 +1110,7 @@ pub mod rendezvous_server {
             &self,
             request: tonic::Request<super::StatusRequest>,
         ) -> std::result::Result<tonic::Response<super::StatusReply>, tonic::Status>;
-        /// For operators, behind the admin token (metadata `authorization: Bearer TOKEN`); without such a token, from the
-        /// daemon's own machine only. All jobs of the daemon.
+        /// All jobs of the daemon. Like Close, it needs a connection that was authenticated by the daemon's token.
         async fn jobs(
             &self,
             request: tonic::Request<super::JobsRequest>,
@@ -1167,11 +1120,6 @@ pub mod rendezvous_server {
             &self,
             request: tonic::Request<super::CloseRequest>,
         ) -> std::result::Result<tonic::Response<super::CloseReply>, tonic::Status>;
-        /// Takes no new jobs from now on, and ends the daemon when those that it has are over.
-        async fn drain(
-            &self,
-            request: tonic::Request<super::DrainRequest>,
-        ) -> std::result::Result<tonic::Response<super::DrainReply>, tonic::Status>;
     }
     #[derive(Debug)]
     pub struct RendezvousServer<T> {
@@ -1586,49 +1534,6 @@ pub mod rendezvous_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = CloseSvc(inner);
-                        let codec = crate::codec::SmallBuffers::default();
-                        let mut grpc = tonic::server::Grpc::new(codec)
-                            .apply_compression_config(
-                                accept_compression_encodings,
-                                send_compression_encodings,
-                            )
-                            .apply_max_message_size_config(
-                                max_decoding_message_size,
-                                max_encoding_message_size,
-                            );
-                        let res = grpc.unary(method, req).await;
-                        Ok(res)
-                    };
-                    Box::pin(fut)
-                }
-                "/ddp.rendezvous.v1.Rendezvous/Drain" => {
-                    #[allow(non_camel_case_types)]
-                    struct DrainSvc<T: Rendezvous>(pub Arc<T>);
-                    impl<T: Rendezvous> tonic::server::UnaryService<super::DrainRequest>
-                    for DrainSvc<T> {
-                        type Response = super::DrainReply;
-                        type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
-                            tonic::Status,
-                        >;
-                        fn call(
-                            &mut self,
-                            request: tonic::Request<super::DrainRequest>,
-                        ) -> Self::Future {
-                            let inner = Arc::clone(&self.0);
-                            let fut = async move {
-                                <T as Rendezvous>::drain(&inner, request).await
-                            };
-                            Box::pin(fut)
-                        }
-                    }
-                    let accept_compression_encodings = self.accept_compression_encodings;
-                    let send_compression_encodings = self.send_compression_encodings;
-                    let max_decoding_message_size = self.max_decoding_message_size;
-                    let max_encoding_message_size = self.max_encoding_message_size;
-                    let inner = self.inner.clone();
-                    let fut = async move {
-                        let method = DrainSvc(inner);
                         let codec = crate::codec::SmallBuffers::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -7,7 +7,6 @@
 //! | [`machine`] | cores, GPUs and limits of this machine |
 //! | [`serve`], `operators` | `ddp-rendezvous`: the daemon, and what operators ask of it |
 //! | `json_log` | events as JSON lines |
-//! | `bench` | its measurement of itself |
 //! | [`train`] | `ddp-train` and its subcommands |
 //! | [`native`] | the only place that calls the worker's training |
 //! | `interrupts` | signals to a worker that no agent looks after |
@@ -17,7 +16,6 @@
 //! | [`error`] | what can go wrong before the agent takes over |
 
 pub mod answer;
-mod bench;
 pub mod error;
 mod interrupts;
 mod json_log;

@@ -8,15 +8,14 @@ use std::time::Duration;
 use ddp_proto::printable;
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, GenerationOver, GenerationStatus, KvGatherRequest, KvGetRequest,
-    KvPutRequest, Refused,
+    AgentMessage, DaemonMessage, GenerationOver, KvGatherRequest, KvGetRequest, KvPutRequest, Refused,
 };
 
 use prost::bytes::Bytes;
 
 use super::config::Config;
 use super::job::Record;
-use super::shares::{Answers, Owner};
+use super::store_totals::Answers;
 
 /// One stream of an agent. Never used again for another stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -120,8 +119,6 @@ pub enum Event {
         /// Why, in words.
         reason: String,
     },
-    /// An operator lets the daemon take no new jobs.
-    Drain,
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
         /// Whom to answer.
@@ -168,19 +165,6 @@ pub enum Effect {
     },
     /// Something to be counted.
     Observed(Observation),
-    /// A generation is over.
-    GenerationEnded(Box<EndedGeneration>),
-}
-
-/// A generation that is over, for those who look back.
-#[derive(Clone, Debug, PartialEq)]
-pub struct EndedGeneration {
-    /// The job.
-    pub job: String,
-    /// When the first generation of the job began, on the daemon's clock.
-    pub job_began: Duration,
-    /// What was, and how long ago.
-    pub generation: GenerationStatus,
 }
 
 /// What a note speaks of; empty where it speaks of none.
@@ -290,8 +274,6 @@ pub(super) struct Turn<'a> {
     pub(super) effects: Vec<Effect>,
     /// Of what its notes speak.
     pub(super) about: About,
-    /// Whose store is called.
-    pub(super) owner: Owner,
     /// What was gathered, in this turn and before.
     pub(super) answers: Answers,
 }
@@ -348,9 +330,5 @@ impl Turn<'_> {
 
     pub(super) fn observe(&mut self, observation: Observation) {
         self.effects.push(Effect::Observed(observation));
-    }
-
-    pub(super) fn end_generation(&mut self, ended: EndedGeneration) {
-        self.effects.push(Effect::GenerationEnded(Box::new(ended)));
     }
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{GenerationStatus, LossPoint, StatusReply};
 
-use super::event::EndedGeneration;
 use super::kv::clip;
 
 /// Generations that are kept, the last ones.
@@ -20,8 +19,6 @@ const MAX_LOSSES: usize = 512;
 #[derive(Debug, Default)]
 pub(super) struct History {
     generations: VecDeque<Period>,
-    /// When the first one began.
-    job_began: Option<Duration>,
     /// Generations that are not kept any more.
     dropped: u64,
     losses: Losses,
@@ -61,7 +58,6 @@ impl History {
             self.generations.pop_front();
             self.dropped += 1;
         }
-        self.job_began.get_or_insert(now);
         self.generations.push_back(Period {
             generation,
             nodes,
@@ -73,17 +69,12 @@ impl History {
         });
     }
 
-    /// The last generation is over; returns it, unless it was over before.
-    pub(super) fn end(&mut self, now: Duration, job: &str, why: &str) -> Option<EndedGeneration> {
-        let running = self.generations.back_mut().filter(|last| last.ended.is_none());
-        let last = running?;
-        last.ended = Some(now);
-        clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
-        Some(EndedGeneration {
-            job: job.to_owned(),
-            job_began: self.job_began.unwrap_or(last.began),
-            generation: last.tell(now),
-        })
+    /// Ends the last generation, unless it has ended before.
+    pub(super) fn end(&mut self, now: Duration, why: &str) {
+        if let Some(last) = self.generations.back_mut().filter(|last| last.ended.is_none()) {
+            last.ended = Some(now);
+            clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
+        }
     }
 
     /// Rank 0 told of this loss.
@@ -164,12 +155,8 @@ mod tests {
         for generation in 1..=70 {
             let now = Duration::from_secs(generation);
             history.begin(now, generation, 2, 4, "all 2 nodes joined");
-            let ended = history.end(now, "a", &"x".repeat(5000)).unwrap();
-            assert_eq!(
-                (ended.generation.generation, ended.job_began.as_secs()),
-                (generation, 1)
-            );
-            assert!(history.end(now, "a", "only the first end counts").is_none());
+            history.end(now, &"x".repeat(5000));
+            history.end(now, "only the first end counts");
         }
         let reply = told(&history, Duration::from_secs(71));
         assert_eq!((reply.generations.len(), reply.more_generations), (64, 6));

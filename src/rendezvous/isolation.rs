@@ -31,7 +31,7 @@ impl Event {
         match self {
             Self::Message { .. } | Self::KvPut { .. } | Self::KvGet { .. } | Self::KvGather { .. } => true,
             Self::Closed { .. } => has_joined && silence < turn.config.http2_keepalive_interval,
-            Self::KvCancel { .. } | Self::Close { .. } | Self::Drain | Self::Tick => false,
+            Self::KvCancel { .. } | Self::Close { .. } | Self::Tick => false,
         }
     }
 }

@@ -16,7 +16,7 @@
 //! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `isolation` | a daemon that receives nothing | whether its own network is down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
-//! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
+//! | `store_totals` | all stores together | how much they take |
 //! | `deadlines` | deadlines by time | which is next |
 //! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
@@ -39,9 +39,9 @@ mod policy;
 mod ranks;
 pub mod report;
 mod service;
-mod shares;
 mod size;
 mod state;
+mod store_totals;
 mod stragglers;
 #[cfg(test)]
 mod tests;
@@ -49,14 +49,11 @@ mod words;
 
 pub use config::{Callers, Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{
-    About, At, CallId, ConnId, Effect, EndedGeneration, Event, KvError, Observation, Peer, RestartReason,
-    Secret, Weight,
+    About, At, CallId, ConnId, Effect, Event, KvError, Observation, Peer, RestartReason, Secret, Weight,
 };
 pub use job::Record;
-#[cfg(feature = "otlp")]
-pub use service::Collector;
 pub use service::{
-    Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
-    listen_locally, serve, serve_with,
+    Ledger, LedgerError, Listener, Monitoring, ServeError, Transport, listen, listen_locally, serve,
+    serve_with,
 };
 pub use state::{Census, State, apply};

@@ -382,7 +382,7 @@ impl World {
                         ledger.insert(record.job().to_owned(), *record);
                     }
                 }
-                Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Observed(_) => {}
                 Effect::Note { words, .. } => {
                     if self.loud {
                         println!("{:>9.3}      daemon {number}: {words}", self.now.as_secs_f64());

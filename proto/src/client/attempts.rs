@@ -132,7 +132,7 @@ impl Target {
         let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(root_cause(&error)))?;
         Ok(Self {
             endpoint: with_patience(endpoint),
-            connector: Connector::tcp(host, tcp(Resolver::start(host)?), access)?,
+            connector: Connector::tcp(tcp(Resolver::start(host)?), access)?,
         })
     }
 
@@ -169,7 +169,7 @@ mod tests {
     async fn a_name_that_nobody_knows_has_words_and_a_hint_of_its_own() {
         let resolver = Resolver::with("node0", |_, _| Err(io::Error::other("not known"))).unwrap();
         let target = Target {
-            connector: Connector::tcp("node0", tcp(resolver), &Access::Open).unwrap(),
+            connector: Connector::tcp(tcp(resolver), &Access::Open).unwrap(),
             ..Target::of("node0:29400", &Access::Open).unwrap()
         };
         let setback = Setback::of(&target.connect().await.unwrap_err());

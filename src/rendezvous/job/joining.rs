@@ -12,7 +12,6 @@ use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
 use crate::rendezvous::difference::{between_jobs, disagreement};
 use crate::rendezvous::event::{ConnId, Peer, Speech, Turn, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
-use crate::rendezvous::shares::owner_of;
 use crate::rendezvous::words;
 
 /// Version of the protocol that this daemon speaks.
@@ -262,10 +261,6 @@ impl Job {
         };
         self.numbering.learn_of(from.generation, &join.run_token);
         let max_restarts = join.max_restarts;
-        if turn.config.callers == Callers::OfJobs && self.token_proof.is_empty() {
-            self.token_proof.clone_from(&join.token_proof);
-        }
-        self.owner = self.owner.or_else(|| owner_of(turn.config, address));
         let mut node = Node::new(turn, joining, arrival);
         if let Err(cause) = place {
             // It may still run workers of a generation that went on without it, or that an earlier daemon

@@ -56,9 +56,9 @@ use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
-use super::shares::{Load, Owner};
 use super::size::RankLimits;
 use super::state::Census;
+use super::store_totals::Load;
 use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
@@ -91,10 +91,6 @@ pub(super) struct Job {
     /// What an earlier daemon has written down of it: it counts until this one assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
-    /// Of its first node; empty where nodes prove nothing of the kind.
-    token_proof: Vec<u8>,
-    /// None until its first node has come to this daemon, too.
-    owner: Owner,
     history: History,
     /// No deadline of this job is before this moment; it may be early, never late.
     next_wake: Option<Duration>,
@@ -153,8 +149,6 @@ impl Job {
             last_over: None,
             earlier: None,
             kv: KvStore::default(),
-            token_proof: Vec::new(),
-            owner: None,
             history: History::default(),
             next_wake: None,
         }
@@ -181,16 +175,6 @@ impl Job {
             || roster.get(incarnation).is_some()
             || roster.rank_of(incarnation).is_some()
             || roster.is_lost(incarnation)
-    }
-
-    /// Shows who has the job's token; empty if none was registered.
-    pub(super) fn token_proof(&self) -> &[u8] {
-        &self.token_proof
-    }
-
-    /// Whose part of the daemon it takes.
-    pub(super) fn owner(&self) -> Owner {
-        self.owner
     }
 
     /// What its store takes.

@@ -212,9 +212,7 @@ impl Job {
             "job `{}`: generation {generation} ended: {}; {next}",
             self.id, over.cause
         ));
-        if let Some(ended) = self.history.end(now, &self.id, &over.cause) {
-            turn.end_generation(ended);
-        }
+        self.history.end(now, &over.cause);
         self.numbering.end_attempt();
         self.roster.end_excuses(now);
         self.roster.stop_members(turn, generation, &over);

@@ -30,9 +30,6 @@ pub struct Record {
     pub(in crate::rendezvous) attempt: u32,
     /// What is left of the restarts.
     pub(in crate::rendezvous) account: Account,
-    /// Shows who has the job's token; empty where jobs have none.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(in crate::rendezvous) token_proof: Vec<u8>,
     pub(in crate::rendezvous) stage: Stage,
 }
 
@@ -104,7 +101,6 @@ impl Job {
             run_token: numbering.run_token().to_owned(),
             attempt: numbering.attempts(),
             account: self.account,
-            token_proof: self.token_proof.clone(),
             stage,
         })));
     }
@@ -115,7 +111,6 @@ impl Job {
         let mut job = Self::new(&record.job, record.generation, now);
         job.numbering = Numbering::recalled(&record);
         job.account = record.account;
-        job.token_proof.clone_from(&record.token_proof);
         job.earlier = Some(record.clone());
         if record.stage == Stage::Running {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));

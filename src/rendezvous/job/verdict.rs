@@ -7,14 +7,11 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::trust::token::is_same_secret;
 
 use super::joining::Joining;
 use super::record::{Record, Stage};
 use super::{Job, Phase};
-use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{Observation, Turn, refusal};
-use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
@@ -32,13 +29,10 @@ pub(super) struct Over {
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Finished {
     job: String,
-    owner: Owner,
     told: BTreeSet<String>,
     /// Nodes that fell silent, and how long each is expected back.
     silent: BTreeMap<String, Duration>,
     run_token: String,
-    /// Shows who has the job's token; empty where jobs have none.
-    token_proof: Vec<u8>,
     generation: u64,
     /// None if none was reached: only the number of the generation is of interest then.
     verdict: Option<Reply>,
@@ -70,15 +64,9 @@ impl Finished {
             silent: BTreeMap::new(),
             verdict: record.verdict(),
             run_token: record.run_token,
-            token_proof: record.token_proof,
             generation: record.generation,
             job: record.job,
-            owner: None,
         }
-    }
-
-    pub(in crate::rendezvous) fn owner(&self) -> Owner {
-        self.owner
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -96,11 +84,6 @@ impl Finished {
 
     pub(in crate::rendezvous) fn silent(&self) -> &BTreeMap<String, Duration> {
         &self.silent
-    }
-
-    /// Where jobs have tokens of their own, the verdict is for those with the same one.
-    pub(in crate::rendezvous) fn is_open_to(&self, config: &Config, joining: &Joining) -> bool {
-        config.callers != Callers::OfJobs || is_same_secret(&self.token_proof, &joining.join.token_proof)
     }
 
     /// There is a verdict, and a node of this run comes: one that was in it or one that was on standby.
@@ -155,9 +138,7 @@ impl Job {
             Stage::JobOver { exit_code, .. } => *exit_code,
             _ => i32::from(exit::RENDEZVOUS_TIMED_OUT),
         }));
-        if let Some(ended) = self.history.end(turn.at.now, &self.id, &reason) {
-            turn.end_generation(ended);
-        }
+        self.history.end(turn.at.now, &reason);
         self.roster.end_excuses(turn.at.now);
         self.roster.send_all(turn, self.numbering.generation(), &verdict);
         self.kv.end(turn, &format!("the job has ended: {reason}"));
@@ -206,10 +187,8 @@ impl Job {
             told,
             silent: self.roster.silent().clone(),
             run_token: self.numbering.run_token().to_owned(),
-            token_proof: self.token_proof,
             generation,
             verdict,
-            owner: self.owner,
             job: self.id,
         })
     }

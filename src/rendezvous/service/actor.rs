@@ -35,19 +35,15 @@ pub(in crate::rendezvous) enum Request {
     /// Nobody waits for the answer of a read any more; with its job.
     KvCancel(CallId, String),
     Nodes(NodesRequest, Answer),
-    /// With whether an operator asks.
+    /// With whether the caller is authenticated.
     Status(StatusRequest, bool, oneshot::Sender<Option<StatusReply>>),
     Jobs(oneshot::Sender<JobsReply>),
     /// All jobs in numbers, with the generations of so many.
     Census(usize, oneshot::Sender<Census>),
     /// Ends this job for this reason; false if there is none.
     Close(String, String, oneshot::Sender<bool>),
-    /// Takes no new jobs; answers how many there are.
-    TakeNoJobs(oneshot::Sender<u32>),
-    /// Answer when no new jobs are taken and none is left.
-    Drained(oneshot::Sender<()>),
     /// Answer when no agent is left.
-    Drain(oneshot::Sender<()>),
+    AllLeft(oneshot::Sender<()>),
     /// Answer when no node is expected back.
     Reunite(oneshot::Sender<()>),
 }
@@ -65,9 +61,8 @@ pub(in crate::rendezvous) struct Actor {
     agents: HashMap<ConnId, Agent>,
     /// Reads that wait.
     reads: HashMap<CallId, Answer>,
-    drained: Vec<oneshot::Sender<()>>,
+    all_left: Vec<oneshot::Sender<()>>,
     reunited: Vec<oneshot::Sender<()>>,
-    jobless: Vec<oneshot::Sender<()>>,
     metrics: Arc<Metrics>,
     /// Notes carry job, generation and node apart from their words.
     log_fields: bool,
@@ -98,9 +93,8 @@ impl Actor {
             born: Instant::now(),
             agents: HashMap::new(),
             reads: HashMap::new(),
-            drained: Vec::new(),
+            all_left: Vec::new(),
             reunited: Vec::new(),
-            jobless: Vec::new(),
             metrics: Arc::new(Metrics::new()),
             log_fields: false,
         };
@@ -119,9 +113,6 @@ impl Actor {
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if !self.jobless.is_empty() && self.state.is_drained() {
-                answer_all(&mut self.jobless);
-            }
             let expected = self.answer_askers();
             let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
             let wake = wake.map(|wake| self.born + wake);
@@ -145,8 +136,8 @@ impl Actor {
 
     /// Answers those that wait for the nodes to go or to come back, at the end of the daemon. Returns when to look again.
     fn answer_askers(&mut self) -> Option<Duration> {
-        if !self.drained.is_empty() && self.state.is_idle() {
-            answer_all(&mut self.drained);
+        if !self.all_left.is_empty() && self.state.is_idle() {
+            answer_all(&mut self.all_left);
         }
         if self.reunited.is_empty() {
             return None;
@@ -200,10 +191,10 @@ impl Actor {
             Request::Nodes(request, answer) => {
                 let _ = answer.send(self.state.nodes(&request));
             }
-            Request::Status(request, is_admin, answer) => {
+            Request::Status(request, is_authenticated, answer) => {
                 let now = self.born.elapsed();
                 // A caller that went away needs no answer.
-                let _ = answer.send(self.state.status_for(now, &request, is_admin));
+                let _ = answer.send(self.state.status_for(now, &request, is_authenticated));
             }
             Request::Jobs(answer) => {
                 let _ = answer.send(self.state.jobs(self.born.elapsed()));
@@ -216,12 +207,7 @@ impl Actor {
                 self.apply(Event::Close { job, reason })?;
                 let _ = answer.send(is_there);
             }
-            Request::TakeNoJobs(answer) => {
-                self.apply(Event::Drain)?;
-                let _ = answer.send(self.state.job_count() as u32);
-            }
-            Request::Drained(jobless) => self.jobless.push(jobless),
-            Request::Drain(drained) => self.drained.push(drained),
+            Request::AllLeft(left) => self.all_left.push(left),
             Request::Reunite(reunited) => self.reunited.push(reunited),
         }
         Ok(())
@@ -247,7 +233,7 @@ impl Actor {
         for effect in effects {
             self.metrics.note(&effect);
             match effect {
-                Effect::Record(_) | Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Record(_) | Effect::Observed(_) => {}
                 Effect::Send { conn, message } => self.send(conn, message),
                 Effect::Close { conn } => {
                     // Dropping the sender ends the stream after what is queued.

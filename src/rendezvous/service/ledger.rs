@@ -304,7 +304,6 @@ mod tests {
             run_token: "run".into(),
             attempt: 0,
             account: Account::default(),
-            token_proof: Vec::new(),
             stage: Stage::Running,
         }
     }

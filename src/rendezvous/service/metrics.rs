@@ -1,6 +1,6 @@
 //! What operators measure, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
 //! the state when they are asked for. No label has more values than are written in this file, but for the names of the
-//! first [`MAX_LABELLED_JOBS`] jobs that run, which operators alone are told.
+//! first [`MAX_LABELLED_JOBS`] jobs that run, which need the same access as the status page.
 
 use std::fs;
 use std::sync::atomic::AtomicU64;
@@ -9,8 +9,6 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::refused::Code;
-#[cfg(feature = "otlp")]
-use prometheus_client::encoding::prometheus_protobuf::{encode, prometheus_data_model};
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -19,8 +17,6 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-#[cfg(feature = "otlp")]
-use super::otlp::WaitingSpans;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
 use crate::rendezvous::state::Census;
 
@@ -52,14 +48,10 @@ pub(in crate::rendezvous) struct Metrics {
     gathering: Seconds,
     streams: Gauge,
     is_ready: Gauge,
-    is_draining: Gauge,
     descriptors: Gauge,
     max_descriptors: Gauge,
     /// Held while gauges are set and read, which belong together.
     reading: Mutex<()>,
-    /// Generations that a collector is to have.
-    #[cfg(feature = "otlp")]
-    pub(super) spans: WaitingSpans,
 }
 
 impl Metrics {
@@ -79,12 +71,9 @@ impl Metrics {
             gathering: Seconds::default(),
             streams: Gauge::default(),
             is_ready: Gauge::default(),
-            is_draining: Gauge::default(),
             descriptors: Gauge::default(),
             max_descriptors: Gauge::default(),
             reading: Mutex::default(),
-            #[cfg(feature = "otlp")]
-            spans: WaitingSpans::default(),
         };
         metrics.register_counters();
         metrics.register_gauges();
@@ -147,11 +136,6 @@ impl Metrics {
         registry.register("streams", "Streams of agents that are open", self.streams.clone());
         registry.register("ready", "1 if `/readyz` answers 200", self.is_ready.clone());
         registry.register(
-            "draining",
-            "1 if the daemon takes no new jobs",
-            self.is_draining.clone(),
-        );
-        registry.register(
             "open_descriptors",
             "Open file descriptors",
             self.descriptors.clone(),
@@ -189,10 +173,6 @@ impl Metrics {
                     self.refused(code);
                 }
             }
-            #[cfg(feature = "otlp")]
-            Effect::GenerationEnded(ended) => self.spans.note(ended),
-            #[cfg(not(feature = "otlp"))]
-            Effect::GenerationEnded(_) => {}
             Effect::Answer { .. } | Effect::Close { .. } | Effect::Record(_) | Effect::Note { .. } => {}
         }
     }
@@ -233,13 +213,12 @@ impl Metrics {
         self.silence.set(census.longest_silence.as_secs_f64());
         self.gathering.set(census.longest_gathering.as_secs_f64());
         self.is_ready.set(i64::from(census.why_unready().is_none()));
-        self.is_draining.set(i64::from(census.is_draining));
         self.descriptors.set(open_descriptors().unwrap_or(-1));
         self.max_descriptors.set(max_descriptors().unwrap_or(-1));
         reading
     }
 
-    /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs.
+    /// All of it as text with the numbers of now: for everyone, and with the names of jobs.
     pub(super) fn text(&self, census: &Census) -> [String; 2] {
         let _reading = self.set(census);
         let mut text = String::new();
@@ -251,20 +230,6 @@ impl Metrics {
             let _ = encode_eof(&mut text);
             text
         })
-    }
-}
-
-/// What is sent to a collector.
-#[cfg(feature = "otlp")]
-impl Metrics {
-    /// All of it with the numbers of now and the names of jobs.
-    pub(super) fn families(&self, census: &Census) -> Vec<prometheus_data_model::MetricFamily> {
-        let _reading = self.set(census);
-        let registries = [&self.registry, &generations(census)];
-        let encoded = registries
-            .into_iter()
-            .filter_map(|registry| encode(registry).ok());
-        encoded.flatten().collect()
     }
 }
 
@@ -291,20 +256,19 @@ const RESTART_REASONS: [RestartReason; 4] = [
     RestartReason::Membership,
 ];
 
-/// Of streams and nodes; of calls on the store; of calls of operators; of connections for operators, and for nodes.
-const REFUSAL_CODES: [&str; 14] = [
+/// Of streams and nodes; of calls on the store; of calls and pages that need a token; of connections to the status page, and
+/// of nodes.
+const REFUSAL_CODES: [&str; 12] = [
     "disagree",
     "timed_out",
-    "unauthenticated",
     "invalid",
     "job_over",
-    "draining",
     "unspecified",
     "kv_superseded",
     "kv_conflict",
     "kv_full",
     "kv_unknown",
-    "admin",
+    "forbidden",
     "http",
     "connection",
 ];
@@ -332,10 +296,8 @@ fn refusal_name(code: Code) -> &'static str {
     match code {
         Code::Disagree => "disagree",
         Code::TimedOut => "timed_out",
-        Code::Unauthenticated => "unauthenticated",
         Code::Invalid => "invalid",
         Code::JobOver => "job_over",
-        Code::Draining => "draining",
         Code::Unspecified => "unspecified",
     }
 }

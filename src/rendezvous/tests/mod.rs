@@ -103,7 +103,7 @@ impl Scene {
                 Effect::Record(record) => {
                     self.records.insert(record.job.clone(), *record);
                 }
-                Effect::Observed(_) | Effect::GenerationEnded(_) => {}
+                Effect::Observed(_) => {}
                 Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
             }
         }

@@ -224,7 +224,7 @@ async fn a_broken_stream_is_opened_again_and_keeps_its_place() {
 #[tokio::test]
 async fn the_daemon_waits_for_its_agents_within_a_bound() {
     let daemon = Daemon::start(Config {
-        drain: PATIENCE,
+        shutdown_wait: PATIENCE,
         ..Config::default()
     })
     .await;
@@ -247,7 +247,7 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
         .unwrap();
 
     let daemon = Daemon::start(Config {
-        drain: Duration::from_millis(10),
+        shutdown_wait: Duration::from_millis(10),
         ..Config::default()
     })
     .await;
@@ -284,7 +284,7 @@ async fn what_cannot_be_written_down_is_not_sent() {
 async fn a_ledger_that_fails_while_the_daemon_stops_is_an_error_too() {
     let dir = tempfile::tempdir().unwrap();
     let config = Config {
-        drain: PATIENCE,
+        shutdown_wait: PATIENCE,
         ..Config::default()
     };
     let daemon = Daemon::with(config, Some(Ledger::on_a_full_disk(dir.path()))).await;
@@ -357,21 +357,24 @@ async fn calls_that_are_refused_keep_no_connection() {
 #[tokio::test]
 async fn joins_that_are_refused_keep_no_connection() {
     let daemon = Daemon::start(Config {
-        callers: Callers::OfJobs,
+        callers: Callers::Anybody,
         join_wait: Duration::from_secs(2),
         ..Config::default()
     })
     .await;
     let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
     let mut client = RendezvousClient::new(channel.clone());
-    let without_token = AgentMessage {
+    let invalid = AgentMessage {
         job_id: JOB.into(),
         incarnation: "a".into(),
-        body: Some(Body::Join(join("a", 1, 1))),
+        body: Some(Body::Join(Join {
+            protocol: 99,
+            ..join("a", 1, 1)
+        })),
         ..AgentMessage::default()
     };
     ends_during(channel, async || {
-        let messages = tokio_stream::once(without_token.clone()).chain(tokio_stream::pending());
+        let messages = tokio_stream::once(invalid.clone()).chain(tokio_stream::pending());
         // An error means that the connection has ended.
         if let Ok(stream) = client.agent(messages).await
             && let Ok(Some(answer)) = stream.into_inner().message().await
@@ -388,6 +391,7 @@ async fn joins_that_are_refused_keep_no_connection() {
 async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
     const CALLS: usize = 9;
     let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
         join_wait: PATIENCE,
         ..Config::default()
     })
@@ -449,7 +453,7 @@ async fn status_and_health_answer() {
         .replace(&daemon.endpoint, "HOST:PORT");
     insta::assert_snapshot!(error, @r"
     cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see
-      hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token
+      hint: `ddp-rendezvous jobs` lists them
     ");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));

@@ -1,0 +1,883 @@
+//! What callers can make a daemon hold, and for how long.
+//!
+//! A connection is *trusted* once its caller has shown the daemon's token or is a process of the daemon's user; at a
+//! daemon without a token, once a node has joined on it. An untrusted connection ends [`Config::join_wait`] after it
+//! was made, a trusted one when nothing has gone on there for as long.
+//!
+//! | what | bound |
+//! |---|---|
+//! | connections | [`Bounds`]: in all, of one address, and of one address while they are untrusted |
+//! | calls at a time | 8 on an untrusted connection, [`Config::max_streams`] on another |
+//! | streams of agents on one connection | 8, each with one message that is being read |
+//! | requests that arrive or wait for their answer | 64 MiB in all, of which untrusted connections get the first half; 4 KiB of each are free; 30 s to arrive |
+//! | replies that were not sent yet | 256 MiB in all; a connection that takes nothing for a minute ends |
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::fmt::Display;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_util::stream::unfold;
+use http_body_util::{BodyExt as _, BodyStream, StreamBody};
+use hyper::body::{Body as _, Bytes, Frame};
+use hyper::{Request, Response};
+use nix::sys::resource::{Resource, getrlimit};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+use tokio_stream::StreamExt as _;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service};
+use tonic::server::NamedService;
+
+use super::metrics::Metrics;
+use crate::rendezvous::config::{Callers, Config};
+use crate::rendezvous::event::Peer;
+
+/// Descriptors that a daemon needs for its ledger, its log and its sockets.
+const OWN_FILES: usize = 64;
+/// Most untrusted connections of one address.
+const MAX_UNTRUSTED: usize = 1024;
+/// Least bound of connections, however few descriptors there are.
+const MIN_CONNECTIONS: usize = 8;
+/// Most connections to the status page: in all, and of one address.
+const MAX_PAGE_CONNECTIONS: usize = 256;
+const MAX_PAGE_CONNECTIONS_OF_ADDRESS: usize = 64;
+/// Calls at a time on an untrusted connection.
+const UNTRUSTED_CALLS: usize = 8;
+/// Streams of agents on one connection: an agent has one, and for a moment the broken one before it.
+const AGENT_STREAMS: usize = 8;
+/// KiB of all requests of one daemon. Untrusted connections get no more of it once a half is taken.
+const REQUESTS_KIB: usize = 64 << 10;
+/// Bytes of a request that are not counted: the rest of a call takes as much.
+const FREE_BYTES: usize = 4 << 10;
+/// Bound of [`MessageLimits::timeout`].
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// KiB of all replies of one daemon that were not sent yet.
+const REPLIES_KIB: usize = 256 << 10;
+/// How long a connection may take nothing of the replies that wait for it.
+const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
+/// Shortest time between two lines of the log about refusals.
+const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
+/// The method whose request is a stream, which lasts as long as its node.
+const AGENT_METHOD: &str = "/Agent";
+
+/// How many connections there may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Bounds {
+    all: usize,
+    of_address: usize,
+    untrusted_of_address: usize,
+}
+
+impl Bounds {
+    /// For the gRPC port and for the status page, out of `files` descriptors: of a launcher's, all connections together
+    /// get a half.
+    fn of(config: &Config, files: usize, has_page: bool) -> [Self; 2] {
+        let is_embedded = config.host.is_some();
+        let own = if is_embedded {
+            files / 2
+        } else {
+            files.saturating_sub(OWN_FILES).max(files / 2)
+        };
+        let pages = if has_page {
+            (files / 16).clamp(MIN_CONNECTIONS, MAX_PAGE_CONNECTIONS)
+        } else {
+            0
+        };
+        let all = own
+            .saturating_sub(pages)
+            .min(config.max_connections)
+            .max(MIN_CONNECTIONS);
+        let of_address = MAX_PAGE_CONNECTIONS_OF_ADDRESS.min(pages / 2);
+        [
+            Self {
+                all,
+                // One machine must not keep all others out.
+                of_address: (all / 4 * 3).max(MIN_CONNECTIONS),
+                untrusted_of_address: (all / 2).clamp(MIN_CONNECTIONS, MAX_UNTRUSTED),
+            },
+            Self {
+                all: pages,
+                of_address,
+                untrusted_of_address: of_address,
+            },
+        ]
+    }
+}
+
+/// The limits of one port.
+#[derive(Debug)]
+pub(super) struct ConnectionLimits {
+    bounds: Bounds,
+    counts: Mutex<Counts>,
+    refusals: Mutex<Refusals>,
+    metrics: Arc<Metrics>,
+    /// KiB that are free.
+    requests: Arc<Semaphore>,
+    replies: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    all: usize,
+    /// By [`network_of`] their addresses: how many there are, and how many of these are untrusted.
+    by_address: HashMap<IpAddr, (usize, usize)>,
+}
+
+#[derive(Debug, Default)]
+struct Refusals {
+    all: u64,
+    unreported: u64,
+    reported: Option<Instant>,
+    /// Who was refused last, and why.
+    last: String,
+}
+
+/// What counts as one address: a host with IPv6 has a whole /64 of them.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
+        address @ IpAddr::V4(_) => address,
+    }
+}
+
+impl ConnectionLimits {
+    /// For the gRPC port, and for the status page if there is one.
+    pub(super) fn of_ports(config: &Config, metrics: &Arc<Metrics>, has_page: bool) -> [Arc<Self>; 2] {
+        // Where it cannot be read, there is no limit.
+        let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+        let files = usize::try_from(files).unwrap_or(usize::MAX);
+        Bounds::of(config, files, has_page).map(|bounds| {
+            Arc::new(Self {
+                bounds,
+                counts: Mutex::default(),
+                refusals: Mutex::default(),
+                metrics: Arc::clone(metrics),
+                requests: Arc::new(Semaphore::new(REQUESTS_KIB)),
+                replies: Arc::new(Semaphore::new(REPLIES_KIB)),
+            })
+        })
+    }
+
+    /// Counts a new, untrusted connection; or says why there may not be another one.
+    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Result<Slot, &'static str> {
+        let address = network_of(address);
+        let mut counts = lock(&self.counts);
+        let (of_this, untrusted) = counts.by_address.get(&address).copied().unwrap_or_default();
+        if counts.all >= self.bounds.all {
+            return Err("too many connections");
+        }
+        if of_this >= self.bounds.of_address || untrusted >= self.bounds.untrusted_of_address {
+            return Err("too many connections of one address");
+        }
+        counts.all += 1;
+        counts.by_address.insert(address, (of_this + 1, untrusted + 1));
+        drop(counts);
+        Ok(Slot {
+            limits: Arc::clone(self),
+            address,
+            is_trusted: AtomicBool::new(false),
+        })
+    }
+
+    /// Counts a refusal, and reports it: at once, or with all others [`REFUSAL_INTERVAL`] after the last report.
+    pub(super) fn refused(self: &Arc<Self>, who: impl Display, why: impl Display) {
+        self.metrics.refused("connection");
+        let mut refusals = lock(&self.refusals);
+        refusals.all += 1;
+        refusals.unreported += 1;
+        refusals.last = format!("{who}: {why}");
+        let is_first = refusals.unreported == 1;
+        let wait = refusals.reported.map_or(Duration::ZERO, |reported| {
+            REFUSAL_INTERVAL.saturating_sub(reported.elapsed())
+        });
+        drop(refusals);
+        if wait.is_zero() {
+            self.report_refusals();
+        } else if let Ok(runtime) = Handle::try_current()
+            && is_first
+        {
+            let limits = Arc::clone(self);
+            runtime.spawn(async move {
+                tokio::time::sleep(wait).await;
+                limits.report_refusals();
+            });
+        }
+    }
+
+    fn report_refusals(&self) {
+        let mut refusals = lock(&self.refusals);
+        let (all, new) = (refusals.all, std::mem::take(&mut refusals.unreported));
+        if new == 0 {
+            return;
+        }
+        refusals.reported = Some(Instant::now());
+        let last = std::mem::take(&mut refusals.last);
+        drop(refusals);
+        tracing::warn!("refused a connection from {last} ({new} since the last such line, {all} in all)");
+    }
+}
+
+/// No holder of these locks panics.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts as a connection until it is dropped.
+#[derive(Debug)]
+pub(super) struct Slot {
+    limits: Arc<ConnectionLimits>,
+    address: IpAddr,
+    is_trusted: AtomicBool,
+}
+
+impl Slot {
+    fn trust(&self) {
+        if !self.is_trusted.swap(true, Ordering::Relaxed)
+            && let Some((_, untrusted)) = lock(&self.limits.counts).by_address.get_mut(&self.address)
+        {
+            *untrusted -= 1;
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.trust();
+        let mut counts = lock(&self.limits.counts);
+        counts.all -= 1;
+        if let Some((all, _)) = counts.by_address.get_mut(&self.address) {
+            *all -= 1;
+            if *all == 0 {
+                counts.by_address.remove(&self.address);
+            }
+        }
+    }
+}
+
+/// Things that go on at the same time: how many, and when the first began or the last one ended.
+#[derive(Debug)]
+struct Activity(Mutex<(usize, Instant)>);
+
+impl Activity {
+    fn new() -> Self {
+        Self(Mutex::new((0, Instant::now())))
+    }
+
+    fn change(&self, change: impl FnOnce(usize) -> usize) {
+        let mut activity = lock(&self.0);
+        let before = activity.0;
+        activity.0 = change(before);
+        if before == 0 || activity.0 < before {
+            activity.1 = Instant::now();
+        }
+    }
+
+    fn get(&self) -> (usize, Instant) {
+        *lock(&self.0)
+    }
+}
+
+/// One connection, as the calls on it see it.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) peer: Peer,
+    slot: Slot,
+    made: Instant,
+    idle_limit: Duration,
+    /// Calls without an answer, and streams with a node.
+    work: Activity,
+    /// Parts of replies that the connection has not taken yet.
+    unsent: Activity,
+    untrusted_calls: Arc<Semaphore>,
+    agent_streams: Arc<Semaphore>,
+}
+
+impl Connection {
+    pub(super) fn new(peer: Peer, slot: Slot, config: &Config) -> Arc<Self> {
+        Arc::new(Self {
+            peer,
+            slot,
+            made: Instant::now(),
+            idle_limit: config.join_wait,
+            work: Activity::new(),
+            unsent: Activity::new(),
+            untrusted_calls: Arc::new(Semaphore::new(UNTRUSTED_CALLS)),
+            agent_streams: Arc::new(Semaphore::new(AGENT_STREAMS)),
+        })
+    }
+
+    /// The handshake has succeeded.
+    pub(super) fn is_authenticated(&self, callers: Callers) {
+        if callers == Callers::Authenticated {
+            self.slot.trust();
+        }
+    }
+
+    /// A node has joined: the connection is in use until the result is dropped.
+    pub(super) fn has_joined(self: &Arc<Self>) -> Active {
+        self.slot.trust();
+        Active::begin(self, |connection| &connection.work)
+    }
+
+    fn is_trusted(&self) -> bool {
+        self.slot.is_trusted.load(Ordering::Relaxed)
+    }
+
+    /// When it ends, unless something happens before; none while it is in use and takes its replies.
+    pub(super) fn expires(&self) -> Option<Instant> {
+        let idle = match self.work.get() {
+            _ if !self.is_trusted() => Some(self.made),
+            (0, since) => Some(since),
+            _ => None,
+        };
+        let (unsent, since) = self.unsent.get();
+        let stuck = (unsent > 0).then_some(since + UNSENT_TIMEOUT);
+        idle.map(|since| since + self.idle_limit)
+            .into_iter()
+            .chain(stuck)
+            .min()
+    }
+
+    pub(super) fn refused(&self, why: impl Display) {
+        self.slot.limits.refused(self.peer.remote, why);
+    }
+
+    /// Counts a stream of an agent until the result is dropped; none if there are too many.
+    pub(super) fn open_stream(&self) -> Option<OwnedSemaphorePermit> {
+        let permit = Arc::clone(&self.agent_streams).try_acquire_owned().ok();
+        if permit.is_none() {
+            self.refused("too many streams on one connection");
+        }
+        permit
+    }
+
+    /// Counts a call until the result is dropped; none if there are too many.
+    fn begin_call(self: &Arc<Self>) -> Option<Call> {
+        let permit = if self.is_trusted() {
+            None
+        } else {
+            Some(Arc::clone(&self.untrusted_calls).try_acquire_owned().ok()?)
+        };
+        Some(Call {
+            _permit: permit,
+            _active: Active::begin(self, |connection| &connection.work),
+        })
+    }
+}
+
+struct Call {
+    _permit: Option<OwnedSemaphorePermit>,
+    _active: Active,
+}
+
+/// Counts in an activity of a connection until it is dropped.
+#[derive(Debug)]
+pub(super) struct Active {
+    connection: Arc<Connection>,
+    activity: fn(&Connection) -> &Activity,
+}
+
+impl Active {
+    fn begin(connection: &Arc<Connection>, activity: fn(&Connection) -> &Activity) -> Self {
+        activity(connection).change(|count| count + 1);
+        Self {
+            connection: Arc::clone(connection),
+            activity,
+        }
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        (self.activity)(&self.connection).change(|count| count - 1);
+    }
+}
+
+/// A service whose requests and replies are bounded. Its refusals say `UNAVAILABLE`: a node that has lost its connection
+/// repeats the calls of its workers while it joins.
+#[derive(Clone)]
+pub(super) struct Limited<S> {
+    inner: S,
+    messages: MessageLimits,
+}
+
+#[derive(Clone, Copy)]
+struct MessageLimits {
+    /// KiB of the longest reply.
+    longest_kib: u32,
+    /// How long a request may take to arrive, and a reply may wait for room.
+    timeout: Duration,
+}
+
+impl<S> Limited<S> {
+    /// The longest message has `longest` bytes.
+    pub(super) fn new(inner: S, longest: usize) -> Self {
+        Self {
+            inner,
+            messages: MessageLimits {
+                longest_kib: kib(longest),
+                timeout: MESSAGE_TIMEOUT,
+            },
+        }
+    }
+}
+
+impl<S: NamedService> NamedService for Limited<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<Request<Body>> for Limited<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Response<Body>, Infallible>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let Some(connection) = request.extensions().get::<Arc<Connection>>().cloned() else {
+            return refusal(Status::internal("a call without a connection"));
+        };
+        let (parts, body) = request.into_parts();
+        let mut held = HeldRequest::new(&connection);
+        if parts.uri.path().ends_with(AGENT_METHOD) {
+            let frames = BodyStream::new(body).map(move |frame| {
+                let frame = frame?;
+                held.count_message(frame.data_ref().map_or(0, Bytes::len))?;
+                Ok::<_, Status>(frame)
+            });
+            let body = Body::new(StreamBody::new(frames));
+            return Box::pin(self.inner.call(Request::from_parts(parts, body)));
+        }
+        let Some(call) = connection.begin_call() else {
+            let words = "too many calls at a time on a connection without a node";
+            return refusal(Status::unavailable(words));
+        };
+        let Self { mut inner, messages } = self.clone();
+        Box::pin(async move {
+            let received = match timeout(messages.timeout, receive(body, &mut held)).await {
+                Ok(Ok(body)) => body,
+                Ok(Err(status)) => return Ok(status.into_http()),
+                Err(_) => {
+                    let words = format!("the request did not arrive within {:?}", messages.timeout);
+                    return Ok(Status::deadline_exceeded(words).into_http());
+                }
+            };
+            let answer = inner.call(Request::from_parts(parts, received)).await?;
+            drop(held);
+            Ok(answer.map(|body| limit_reply(body, connection, call, messages)))
+        })
+    }
+}
+
+fn refusal(status: Status) -> BoxFuture<Response<Body>, Infallible> {
+    Box::pin(std::future::ready(Ok(status.into_http())))
+}
+
+/// What one request holds of the daemon's room, until it is dropped.
+struct HeldRequest {
+    connection: Arc<Connection>,
+    arrived: usize,
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl HeldRequest {
+    fn new(connection: &Arc<Connection>) -> Self {
+        Self {
+            connection: Arc::clone(connection),
+            arrived: 0,
+            permit: None,
+        }
+    }
+
+    /// Counts bytes that have arrived, or refuses the request.
+    fn count(&mut self, bytes: usize) -> Result<(), Status> {
+        let before = self.arrived.saturating_sub(FREE_BYTES);
+        self.arrived += bytes;
+        let more = kib(self.arrived.saturating_sub(FREE_BYTES)) - kib(before);
+        if more == 0 {
+            return Ok(());
+        }
+        let room = &self.connection.slot.limits.requests;
+        let is_reserved =
+            !self.connection.is_trusted() && room.available_permits() < more as usize + REQUESTS_KIB / 2;
+        let permit = (!is_reserved).then(|| Arc::clone(room).try_acquire_many_owned(more).ok());
+        let words = "the rendezvous daemon has no room for more requests at the moment";
+        let permit = permit.flatten().ok_or_else(|| Status::unavailable(words))?;
+        match &mut self.permit {
+            Some(held) => held.merge(permit),
+            none => *none = Some(permit),
+        }
+        Ok(())
+    }
+
+    /// Counts bytes of an agent's stream. The daemon reads the messages of a trusted one by one.
+    fn count_message(&mut self, bytes: usize) -> Result<(), Status> {
+        if self.connection.is_trusted() {
+            self.permit = None;
+            return Ok(());
+        }
+        self.count(bytes)
+    }
+}
+
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX)
+}
+
+/// The whole of a request.
+async fn receive(mut body: Body, held: &mut HeldRequest) -> Result<Body, Status> {
+    let mut frames = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame?;
+        held.count(frame.data_ref().map_or(0, Bytes::len))?;
+        frames.push(Ok::<_, Status>(frame));
+    }
+    Ok(Body::new(StreamBody::new(tokio_stream::iter(frames))))
+}
+
+/// The reply to a call. HTTP/2 asks for the next part of a reply before its caller has room for it: without a bound, a
+/// caller that asks for thousands of values and reads none would have a copy of each. So a part is made when there is
+/// room for it, and counts until it was sent.
+fn limit_reply(
+    body: Body,
+    connection: Arc<Connection>,
+    call: Call,
+    MessageLimits {
+        longest_kib,
+        timeout: patience,
+    }: MessageLimits,
+) -> Body {
+    if body.is_end_stream() {
+        return body;
+    }
+    let frames = unfold(
+        (body, connection, call),
+        move |(mut body, connection, call)| async move {
+            let room = Arc::clone(&connection.slot.limits.replies);
+            let entered = timeout(patience, room.acquire_many_owned(longest_kib)).await;
+            let Ok(Ok(mut permit)) = entered else {
+                let status = Status::unavailable("replies to this address wait for too long to be read");
+                return Some((Err(status), (Body::default(), connection, call)));
+            };
+            let frame = body.frame().await?;
+            let frame = frame.map(|frame: Frame<Bytes>| {
+                frame.map_data(|data| {
+                    let size = kib(data.len()).min(longest_kib) as usize;
+                    Bytes::from_owner(UnsentPart {
+                        data,
+                        _permit: permit.split(size),
+                        _active: Active::begin(&connection, |connection| &connection.unsent),
+                    })
+                })
+            });
+            Some((frame, (body, connection, call)))
+        },
+    );
+    Body::new(StreamBody::new(frames))
+}
+
+/// A part of a reply that was not sent yet, with what it counts for.
+struct UnsentPart {
+    data: Bytes,
+    _permit: Option<OwnedSemaphorePermit>,
+    _active: Active,
+}
+
+impl AsRef<[u8]> for UnsentPart {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::net::Ipv4Addr;
+
+    use http_body_util::Full;
+    use tonic::Code;
+
+    use super::*;
+    use crate::rendezvous::state::Census;
+
+    const SHORT: Duration = Duration::from_millis(100);
+    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+    fn peer() -> Peer {
+        Peer {
+            remote: HERE,
+            local: HERE,
+        }
+    }
+
+    fn embedded() -> Arc<ConnectionLimits> {
+        let config = Config {
+            host: Some("a".into()),
+            max_connections: 16,
+            ..Config::default()
+        };
+        let [limits, _] = ConnectionLimits::of_ports(&config, &Arc::new(Metrics::new()), false);
+        limits
+    }
+
+    /// An untrusted connection to a daemon of its own.
+    pub(in super::super) fn connection_of(config: &Config) -> Arc<Connection> {
+        let [limits, _] = ConnectionLimits::of_ports(config, &Arc::new(Metrics::new()), false);
+        Connection::new(peer(), limits.enter(HERE).unwrap(), config)
+    }
+
+    fn connection() -> Arc<Connection> {
+        connection_of(&Config::default())
+    }
+
+    fn trusted() -> Arc<Connection> {
+        let connection = connection();
+        connection.is_authenticated(Callers::Authenticated);
+        connection
+    }
+
+    #[test]
+    fn an_embedded_daemon_takes_half_of_the_descriptors() {
+        let mut config = Config::default();
+        assert_eq!(Bounds::of(&config, 1024, false)[0].all, 960);
+        config.host = Some("a".into());
+        let expected = Bounds {
+            all: 128,
+            of_address: 96,
+            untrusted_of_address: 64,
+        };
+        assert_eq!(Bounds::of(&config, 256, false)[0], expected);
+    }
+
+    /// The page took 256 descriptors more, and with them those of the workers.
+    #[test]
+    fn the_status_page_has_its_part_of_the_same_descriptors() {
+        let mut config = Config::default();
+        for host in [None, Some("a".to_owned())] {
+            config.host = host;
+            for files in [256, 1024, 4096, 65_536] {
+                let [with, pages] = Bounds::of(&config, files, true);
+                let [without, none] = Bounds::of(&config, files, false);
+                assert_eq!(with.all + pages.all, without.all, "{files} descriptors");
+                assert_eq!(
+                    (pages.all, none.all),
+                    ((files / 16).min(256), 0),
+                    "{files} descriptors"
+                );
+            }
+        }
+    }
+
+    /// A host could take all places by one address after the other.
+    #[test]
+    fn the_addresses_of_one_host_count_as_one() {
+        let network = |address: &str| network_of(address.parse().unwrap());
+        assert_eq!(network("2001:db8:0:1::1"), network("2001:db8:0:1:ffff::2"));
+        assert_ne!(network("2001:db8:0:1::1"), network("2001:db8:0:2::1"));
+        assert_eq!(network("::ffff:192.0.2.1"), network("192.0.2.1"));
+        assert_ne!(network("192.0.2.1"), network("192.0.2.2"));
+        let limits = embedded();
+        let enter = |host: u16| limits.enter([0x2001, 0xdb8, 0, 1, 0, 0, 0, host].into());
+        let slots: Vec<_> = (0..100).map_while(|host| enter(host).ok()).collect();
+        assert_eq!(slots.len(), 8, "a half");
+    }
+
+    #[test]
+    fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
+        let limits = embedded();
+        let enter = || {
+            Some(Connection::new(
+                peer(),
+                limits.enter(HERE).ok()?,
+                &Config::default(),
+            ))
+        };
+        let mut connections: Vec<_> = std::iter::from_fn(enter).collect();
+        assert_eq!(connections.len(), 8, "a half");
+        for connection in &connections[..1] {
+            connection.is_authenticated(Callers::Anybody);
+        }
+        assert!(enter().is_none(), "nothing was proved");
+        connections[0].is_authenticated(Callers::Authenticated);
+        drop(connections[0].has_joined());
+        connections.push(enter().unwrap());
+        assert!(enter().is_none());
+        let other = limits.enter([192, 0, 2, 1].into()).unwrap();
+        drop((connections, other));
+        assert_eq!(lock(&limits.counts).all, 0);
+        assert!(lock(&limits.counts).by_address.is_empty());
+    }
+
+    #[test]
+    fn a_connection_is_idle_when_nothing_goes_on() {
+        let connection = trusted();
+        let made = connection.expires().unwrap();
+        let joined = connection.has_joined();
+        assert_eq!(connection.expires(), None);
+        drop(joined);
+        assert!(connection.expires().unwrap() > made);
+        let streams: Vec<_> = std::iter::from_fn(|| connection.open_stream()).collect();
+        assert_eq!(streams.len(), AGENT_STREAMS);
+        let [text, _] = connection.slot.limits.metrics.text(&Census::default());
+        assert!(
+            text.contains("ddp_refusals_total{code=\"connection\"} 1\n"),
+            "{text}"
+        );
+        drop(streams);
+        assert!(connection.open_stream().is_some());
+    }
+
+    /// A call that was refused every 4 s kept a connection for ever.
+    #[test]
+    fn before_a_node_joins_no_call_keeps_an_untrusted_connection() {
+        let connection = connection();
+        let end = connection.expires().unwrap();
+        let call = connection.begin_call().unwrap();
+        assert_eq!(connection.expires(), Some(end));
+        drop(call);
+        assert_eq!(connection.expires(), Some(end));
+    }
+
+    #[test]
+    fn before_a_node_joins_there_are_few_calls_at_a_time() {
+        let connection = connection();
+        let mut calls: Vec<_> = std::iter::from_fn(|| connection.begin_call()).collect();
+        assert_eq!(calls.len(), UNTRUSTED_CALLS);
+        calls.pop();
+        calls.push(connection.begin_call().unwrap());
+        assert!(connection.begin_call().is_none());
+        drop(connection.has_joined());
+        calls.extend((0..100).filter_map(|_| connection.begin_call()));
+        assert_eq!(calls.len(), UNTRUSTED_CALLS + 100);
+    }
+
+    /// What a request of so many bytes holds when it has arrived.
+    async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldRequest, Code> {
+        let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
+        let mut held = HeldRequest::new(connection);
+        let received = receive(body, &mut held).await;
+        received.map(|_| held).map_err(|refused| refused.code())
+    }
+
+    #[tokio::test]
+    async fn all_requests_share_one_room_and_trusted_connections_have_half_of_it_to_themselves() {
+        const HALF: usize = REQUESTS_KIB << 9;
+        let limits = embedded();
+        let enter = || Connection::new(peer(), limits.enter(HERE).unwrap(), &Config::default());
+        let (stranger, node) = (enter(), enter());
+        drop(node.has_joined());
+        let held = arrived(HALF, &stranger).await.unwrap();
+        let taken = || REQUESTS_KIB - limits.requests.available_permits();
+        assert_eq!(taken(), (HALF - FREE_BYTES) >> 10);
+        let refused = arrived(3 * FREE_BYTES, &stranger).await;
+        assert_eq!(refused.err(), Some(Code::Unavailable));
+        arrived(FREE_BYTES, &stranger).await.expect("small ones are free");
+        let others = arrived(HALF, &node).await.unwrap();
+        let refused = arrived(4 * FREE_BYTES, &node).await;
+        assert_eq!(refused.err(), Some(Code::Unavailable));
+        drop(others);
+        arrived(4 * FREE_BYTES, &node).await.unwrap();
+        drop(held);
+        assert_eq!(taken(), 0, "all is given back");
+    }
+
+    #[test]
+    fn the_stream_of_a_node_is_counted_until_it_has_joined() {
+        let connection = connection();
+        let free = || connection.slot.limits.requests.available_permits();
+        let mut held = HeldRequest::new(&connection);
+        held.count_message(2 * FREE_BYTES).unwrap();
+        assert_eq!(free(), REQUESTS_KIB - (FREE_BYTES >> 10));
+        drop(connection.has_joined());
+        held.count_message(2 * FREE_BYTES).unwrap();
+        assert_eq!(free(), REQUESTS_KIB);
+    }
+
+    /// A service that is never asked.
+    #[derive(Clone)]
+    struct Unreached;
+
+    impl Service<Request<Body>> for Unreached {
+        type Response = Response<Body>;
+        type Error = Infallible;
+        type Future = BoxFuture<Response<Body>, Infallible>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, _: Request<Body>) -> Self::Future {
+            panic!("the request has not arrived")
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_that_never_ends_is_refused_in_time() {
+        let silence = StreamBody::new(tokio_stream::pending::<Result<Frame<Bytes>, Infallible>>());
+        let mut request = Request::new(Body::new(silence));
+        request.extensions_mut().insert(connection());
+        let mut service = Limited::new(Unreached, 1);
+        service.messages.timeout = SHORT;
+        let answer = service.call(request).await.unwrap();
+        let status = Status::from_header_map(answer.headers()).unwrap();
+        assert_eq!(status.code(), Code::DeadlineExceeded);
+    }
+
+    fn reply(bytes: usize, connection: &Arc<Connection>, longest: usize) -> Body {
+        let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
+        let call = connection.begin_call().unwrap();
+        limit_reply(
+            body,
+            Arc::clone(connection),
+            call,
+            MessageLimits {
+                longest_kib: kib(longest),
+                timeout: SHORT,
+            },
+        )
+    }
+
+    /// A caller that asked for thousands of values, and read none, had a copy of each.
+    #[tokio::test]
+    async fn replies_that_are_not_read_are_bounded_and_others_wait_for_room() {
+        const LONGEST: usize = 768 << 10;
+        let connection = trusted();
+        let mut held = Vec::new();
+        let refused = loop {
+            let mut reply = reply(LONGEST, &connection, LONGEST);
+            match reply.frame().await.expect("a part") {
+                Ok(frame) => held.push(frame.into_data().expect("data")),
+                Err(refused) => break refused,
+            }
+        };
+        assert_eq!(refused.code(), Code::Unavailable);
+        assert_eq!(held.len(), (256 << 20) / LONGEST);
+        assert!(connection.expires().is_some(), "it takes nothing");
+        let mut waiting = reply(5, &connection, LONGEST);
+        let mut next = waiting.frame();
+        tokio::select! {
+            biased;
+            _ = &mut next => panic!("there is no room"),
+            () = std::future::ready(()) => {}
+        }
+        held.pop();
+        let part = next.await.expect("a part").expect("room").into_data();
+        assert_eq!(part.expect("data").len(), 5);
+        drop((held, waiting));
+        let free = connection.slot.limits.replies.available_permits();
+        assert_eq!(free, REPLIES_KIB, "all is given back");
+        assert_eq!(connection.unsent.get().0, 0);
+    }
+}
