@@ -53,7 +53,7 @@ const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::cli::launch::host=warn,\
      ddp_run::rendezvous::service::connection=warn,ddp_run::rendezvous::service::connection_limits=warn";
 
 /// Longest wait for the embedded daemon beyond its own [`rendezvous::Config::shutdown_wait`].
-const DAEMON_FAREWELL: Duration = Duration::from_secs(3);
+const DAEMON_STOP_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Main of `ddp-run`. Must be called before any thread exists, because the guardian is forked.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
@@ -263,7 +263,7 @@ impl Daemon {
         let _ = self.stop.send(());
         // Cancel safe: whichever comes first, the process ends.
         tokio::select! {
-            ended = tokio::time::timeout(self.shutdown_wait + DAEMON_FAREWELL, self.task) => if ended.is_err() {
+            ended = tokio::time::timeout(self.shutdown_wait + DAEMON_STOP_TIMEOUT, self.task) => if ended.is_err() {
                 tracing::warn!("the embedded rendezvous did not end in time");
             },
             () = interrupted() => tracing::warn!("interrupted before every node was told that the job has ended"),

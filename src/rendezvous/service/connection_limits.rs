@@ -15,7 +15,9 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt::Display;
+use std::future::poll_fn;
 use std::net::{IpAddr, Ipv6Addr};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
@@ -23,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::stream::unfold;
 use http_body_util::{BodyExt as _, BodyStream, StreamBody};
-use hyper::body::{Body as _, Bytes, Frame};
+use hyper::body::{Body as _, Bytes};
 use hyper::{Request, Response};
 use nix::sys::resource::{Resource, getrlimit};
 use tokio::runtime::Handle;
@@ -410,7 +412,7 @@ pub(super) struct Limited<S> {
 
 #[derive(Clone, Copy)]
 struct MessageLimits {
-    /// KiB of the longest reply.
+    /// KiB of the longest request or reply.
     longest_kib: u32,
     /// How long a request may take to arrive, and a reply may wait for room.
     timeout: Duration,
@@ -467,7 +469,7 @@ where
         };
         let Self { mut inner, messages } = self.clone();
         Box::pin(async move {
-            let received = match timeout(messages.timeout, receive(body, &mut held)).await {
+            let received = match timeout(messages.timeout, receive(body, &mut held, messages)).await {
                 Ok(Ok(body)) => body,
                 Ok(Err(status)) => return Ok(status.into_http()),
                 Err(_) => {
@@ -538,11 +540,14 @@ fn kib(bytes: usize) -> u32 {
 }
 
 /// The whole of a request.
-async fn receive(mut body: Body, held: &mut HeldRequest) -> Result<Body, Status> {
+async fn receive(mut body: Body, held: &mut HeldRequest, messages: MessageLimits) -> Result<Body, Status> {
     let mut frames = Vec::new();
     while let Some(frame) = body.frame().await {
         let frame = frame?;
         held.count(frame.data_ref().map_or(0, Bytes::len))?;
+        if kib(held.arrived) > messages.longest_kib {
+            return Err(Status::out_of_range("the request is too long"));
+        }
         frames.push(Ok::<_, Status>(frame));
     }
     Ok(Body::new(StreamBody::new(tokio_stream::iter(frames))))
@@ -566,23 +571,37 @@ fn limit_reply(
     let frames = unfold(
         (body, connection, call),
         move |(mut body, connection, call)| async move {
-            let room = Arc::clone(&connection.slot.limits.replies);
-            let entered = timeout(patience, room.acquire_many_owned(longest_kib)).await;
-            let Ok(Ok(mut permit)) = entered else {
-                let status = Status::unavailable("replies to this address wait for too long to be read");
-                return Some((Err(status), (Body::default(), connection, call)));
-            };
-            let frame = body.frame().await?;
-            let frame = frame.map(|frame: Frame<Bytes>| {
-                frame.map_data(|data| {
-                    let size = kib(data.len()).min(longest_kib) as usize;
-                    Bytes::from_owner(UnsentPart {
-                        data,
-                        _permit: permit.split(size),
-                        _active: Active::begin(&connection, |connection| &connection.unsent),
+            let room = &connection.slot.limits.replies;
+            let frame = loop {
+                let entering = Arc::clone(room).acquire_many_owned(longest_kib);
+                let Ok(Ok(mut permit)) = timeout(patience, entering).await else {
+                    body = Body::default();
+                    let words = "replies to this address wait for too long to be read";
+                    break Err(Status::unavailable(words));
+                };
+                let polled = poll_fn(|context| Poll::Ready(Pin::new(&mut body).poll_frame(context))).await;
+                let Poll::Ready(frame) = polled else {
+                    // A frame that is not there yet waits without room, until the body wakes this task.
+                    drop(permit);
+                    let mut is_woken = false;
+                    poll_fn(|_| match std::mem::replace(&mut is_woken, true) {
+                        true => Poll::Ready(()),
+                        false => Poll::Pending,
                     })
-                })
-            });
+                    .await;
+                    continue;
+                };
+                break frame?.map(|frame| {
+                    frame.map_data(|data| {
+                        let size = kib(data.len()).min(longest_kib) as usize;
+                        Bytes::from_owner(UnsentPart {
+                            data,
+                            _permit: permit.split(size),
+                            _active: Active::begin(&connection, |connection| &connection.unsent),
+                        })
+                    })
+                });
+            };
             Some((frame, (body, connection, call)))
         },
     );
@@ -607,6 +626,7 @@ pub(super) mod tests {
     use std::net::Ipv4Addr;
 
     use http_body_util::Full;
+    use hyper::body::Frame;
     use tonic::Code;
 
     use super::*;
@@ -767,7 +787,11 @@ pub(super) mod tests {
     async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldRequest, Code> {
         let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
         let mut held = HeldRequest::new(connection);
-        let received = receive(body, &mut held).await;
+        let messages = MessageLimits {
+            longest_kib: u32::MAX,
+            timeout: SHORT,
+        };
+        let received = receive(body, &mut held, messages).await;
         received.map(|_| held).map_err(|refused| refused.code())
     }
 
@@ -879,5 +903,48 @@ pub(super) mod tests {
         let free = connection.slot.limits.replies.available_permits();
         assert_eq!(free, REPLIES_KIB, "all is given back");
         assert_eq!(connection.unsent.get().0, 0);
+    }
+
+    /// A caller that watched the health of the daemon would have kept the room of the longest reply.
+    #[tokio::test]
+    async fn a_part_that_is_not_there_yet_waits_without_room() {
+        let connection = trusted();
+        let free = || connection.slot.limits.replies.available_permits();
+        let (send, receive) = tokio::sync::mpsc::channel(1);
+        let frames = tokio_stream::wrappers::ReceiverStream::new(receive);
+        let body = Body::new(StreamBody::new(frames));
+        let messages = MessageLimits {
+            longest_kib: 768,
+            timeout: SHORT,
+        };
+        let call = connection.begin_call().unwrap();
+        let mut reply = limit_reply(body, Arc::clone(&connection), call, messages);
+        let mut next = reply.frame();
+        tokio::select! {
+            biased;
+            _ = &mut next => panic!("nothing was sent"),
+            () = std::future::ready(()) => {}
+        }
+        assert_eq!(free(), REPLIES_KIB);
+        let frame = Frame::data(Bytes::from_static(b"part"));
+        send.send(Ok::<_, Status>(frame)).await.unwrap();
+        let part = next.await.expect("a part").expect("room");
+        assert_eq!(free(), REPLIES_KIB - 1);
+        drop(part);
+        assert_eq!(free(), REPLIES_KIB);
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_too_long_is_refused() {
+        let body = Body::new(Full::new(Bytes::from(vec![0; 2049])));
+        let messages = MessageLimits {
+            longest_kib: 2,
+            timeout: SHORT,
+        };
+        let received = receive(body, &mut HeldRequest::new(&trusted()), messages).await;
+        assert_eq!(
+            received.err().map(|refused| refused.code()),
+            Some(Code::OutOfRange)
+        );
     }
 }

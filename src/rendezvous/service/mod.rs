@@ -6,6 +6,7 @@ mod connection;
 mod connection_limits;
 mod http;
 mod ledger;
+mod ledger_queue;
 mod metrics;
 mod page;
 mod server;

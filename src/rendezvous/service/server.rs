@@ -13,6 +13,7 @@ use ddp_proto::rendezvous::{
     NodesRequest, StatusReply, StatusRequest,
 };
 use ddp_proto::trust::token::Token;
+use prost::bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
@@ -196,12 +197,18 @@ struct Service {
 }
 
 impl Service {
-    fn begin_read(&self, job: &str) -> Read {
-        Read {
-            call: CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1),
-            job: Some(job.to_owned()),
+    /// Calls the store of a job. When the caller goes away, so does its place in the store.
+    async fn call_store(&self, job: String, event: impl FnOnce(CallId) -> Event) -> Result<Bytes, Status> {
+        let call = CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1);
+        let mut abandoned = AbandonedCall {
+            call,
+            job: Some(job),
             requests: self.requests.clone(),
-        }
+        };
+        let (answer, result) = oneshot::channel();
+        let answered = self.ask(Request::Call(call, event(call), answer), result).await;
+        abandoned.job = None;
+        answered?.map_err(|error| status(&error))
     }
 
     async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
@@ -279,21 +286,19 @@ impl Rendezvous for Service {
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
-        let (answer, result) = oneshot::channel();
-        self.ask(Request::KvPut(request.into_inner(), answer), result)
-            .await?
-            .map_err(|error| status(&error))?;
+        let request = request.into_inner();
+        let job = request.job_id.clone();
+        self.call_store(job, |call| Event::KvPut { call, request })
+            .await?;
         Ok(Response::new(KvPutReply {}))
     }
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
-        let (answer, result) = oneshot::channel();
         let request = request.into_inner();
-        let read = self.begin_read(&request.job_id);
-        let call = read.call();
-        let value = self.ask(Request::KvGet(call, request, answer), result).await;
-        read.finish();
-        let value = value?.map_err(|error| status(&error))?;
+        let job = request.job_id.clone();
+        let value = self
+            .call_store(job, |call| Event::KvGet { call, request })
+            .await?;
         Ok(Response::new(KvGetReply { value }))
     }
 
@@ -303,13 +308,11 @@ impl Rendezvous for Service {
         &self,
         request: tonic::Request<KvGatherRequest>,
     ) -> Result<Response<Self::KvGatherStream>, Status> {
-        let (answer, result) = oneshot::channel();
         let request = request.into_inner();
-        let read = self.begin_read(&request.job_id);
-        let call = read.call();
-        let entries = self.ask(Request::KvGather(call, request, answer), result).await;
-        read.finish();
-        let mut rest = entries?.map_err(|error| status(&error))?;
+        let job = request.job_id.clone();
+        let mut rest = self
+            .call_store(job, |call| Event::KvGather { call, request })
+            .await?;
         // A part is copied when there is room for it: a caller that does not read has no copy of the whole.
         let parts = std::iter::from_fn(move || {
             let entries = rest.split_to(rest.len().min(PART_BYTES));
@@ -376,30 +379,21 @@ impl Rendezvous for Service {
     }
 }
 
-/// A read that waits. When its caller goes away, so does its place in the store.
-struct Read {
+/// Gives a call on the store up when it is dropped.
+struct AbandonedCall {
     call: CallId,
-    /// Empty once it is answered.
+    /// None once the call is answered.
     job: Option<String>,
     requests: mpsc::Sender<Request>,
 }
 
-impl Read {
-    fn call(&self) -> CallId {
-        self.call
-    }
-
-    fn finish(mut self) {
-        self.job = None;
-    }
-}
-
-impl Drop for Read {
+impl Drop for AbandonedCall {
     fn drop(&mut self) {
         let Some(job) = self.job.take() else {
             return;
         };
-        let cancel = Request::KvCancel(self.call, job);
+        let call = self.call;
+        let cancel = Request::Event(Event::KvCancel { call, job });
         if let Err(mpsc::error::TrySendError::Full(cancel)) = self.requests.try_send(cancel) {
             let requests = self.requests.clone();
             tokio::spawn(async move {

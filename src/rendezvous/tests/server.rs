@@ -262,6 +262,57 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
     assert!(gone.is_broken(), "{gone:?}");
 }
 
+/// A slow `fsync` kept heartbeats waiting until leases ended.
+#[tokio::test]
+async fn a_slow_disk_delays_assignments_and_no_heartbeats() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ledger, proceed) = Ledger::on_a_slow_disk(dir.path());
+    let (actor, requests) = Actor::new(Config::default(), Some(ledger));
+    let actor = tokio::spawn(actor.run());
+    let (queue, mut messages) = tokio::sync::mpsc::channel(64);
+    let message = |body| AgentMessage {
+        job_id: JOB.into(),
+        incarnation: "a".into(),
+        body: Some(body),
+        ..AgentMessage::default()
+    };
+    let event = |body| Event::Message {
+        conn: ConnId(1),
+        peer: Peer {
+            remote: [127, 0, 0, 1].into(),
+            local: [127, 0, 0, 1].into(),
+        },
+        message: Box::new(message(body)),
+    };
+    let joins = event(Body::Join(join("a", 1, 1)));
+    requests.send(Request::Opened(ConnId(1), queue)).await.unwrap();
+    let (answer, is_taken) = oneshot::channel();
+    requests
+        .send(Request::Join(ConnId(1), joins, answer))
+        .await
+        .unwrap();
+    assert!(is_taken.await.unwrap());
+    requests
+        .send(Request::Event(event(Body::Heartbeat(Heartbeat::default()))))
+        .await
+        .unwrap();
+    let (answer, status) = oneshot::channel();
+    requests
+        .send(Request::Status(ask("a"), true, answer))
+        .await
+        .unwrap();
+    let status = timeout(PATIENCE, status)
+        .await
+        .expect("the daemon is not stalled");
+    assert_eq!(status.unwrap().unwrap().phase, "running");
+    assert!(messages.try_recv().is_err(), "the record is not on disk");
+    proceed.send(()).unwrap();
+    let first = timeout(PATIENCE, messages.recv()).await.unwrap().unwrap();
+    assert!(matches!(first.body, Some(Reply::Assignment(_))), "{first:?}");
+    drop((requests, proceed));
+    timeout(PATIENCE, actor).await.unwrap().unwrap().unwrap();
+}
+
 #[tokio::test]
 async fn what_cannot_be_written_down_is_not_sent() {
     let dir = tempfile::tempdir().unwrap();
