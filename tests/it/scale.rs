@@ -24,8 +24,8 @@ fn peak_bytes(pid: i32) -> u64 {
     kib.expect("a number") * 1024
 }
 
-/// One node: joins, writes an entry, and gathers those of all. Returns its stream, and the bytes of its assignment.
-async fn meet(endpoint: String, access: Access, node: u32) -> (AgentStream, usize) {
+/// One node: joins, writes an entry, and gathers those of all. Returns its stream and its assignment.
+async fn meet(endpoint: String, access: Access, node: u32) -> (AgentStream, Assignment) {
     let deadline = Instant::now() + PATIENCE;
     let client = Client::connect(&endpoint, &access, deadline)
         .await
@@ -79,7 +79,7 @@ async fn meet(endpoint: String, access: Access, node: u32) -> (AgentStream, usiz
         .await
         .expect("an answer");
     assert_eq!(gathered.map_or(0, |found| found.entries.len()), NODES as usize);
-    (stream, assignment.encoded_len())
+    (stream, assignment)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -96,8 +96,11 @@ async fn a_node_more_takes_little_memory_of_the_daemon_and_no_bytes_of_the_other
     let growth = peak_bytes(daemon.pid()) - idle;
     assert!(growth < u64::from(NODES) * BYTES_A_NODE, "{growth} bytes");
     // All that a node is told, in which no other node has a part.
-    let longest = met.iter().map(|(_, bytes)| *bytes).max();
+    let longest = met.iter().map(|(_, assignment)| assignment.encoded_len()).max();
     assert!(longest.is_some_and(|bytes| bytes < 1000), "{longest:?} bytes");
+    let mut ranks: Vec<u32> = met.iter().map(|(_, assignment)| assignment.node_rank).collect();
+    ranks.sort_unstable();
+    assert!(ranks.into_iter().eq(0..NODES), "every rank is given once");
     drop(met);
     daemon.stop();
 }

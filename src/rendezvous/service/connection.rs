@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::{Error as Tls, PeerIncompatible, ServerConfig};
+use tonic::codegen::BoxFuture;
 use tonic::transport::server::Connected;
 
 use super::connection_limits::{Connection, ConnectionLimits};
@@ -32,6 +33,11 @@ const WAITING_CONNECTIONS: u32 = 4096;
 const PAUSE: Duration = Duration::from_millis(200);
 /// How often a connection that is in use is looked at.
 const LOOK: Duration = Duration::from_secs(30);
+/// The two ends of a connection on a Unix socket.
+const HERE: Peer = Peer {
+    remote: IpAddr::V4(Ipv4Addr::LOCALHOST),
+    local: IpAddr::V4(Ipv4Addr::LOCALHOST),
+};
 /// The first byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 
@@ -143,12 +149,27 @@ pub(super) async fn accept_all(
 ) {
     let mut handshakes = JoinSet::new();
     loop {
-        let stream = match &listener {
-            Listener::Tcp(tcp, _) => tcp_stream(next_connection(|| tcp.accept()).await.0, &limits),
-            Listener::Unix(unix) => unix_stream(next_connection(|| unix.accept()).await.0, &limits),
+        let (peer, handshake): (_, Handshake) = match &listener {
+            Listener::Tcp(listener, transport) => {
+                let (tcp, _) = next_connection(|| listener.accept()).await;
+                // Without addresses it is gone already, and must not pass for a caller of this machine.
+                let Ok(peer) = peer_of(&tcp) else { continue };
+                (
+                    peer,
+                    Box::pin(shake_hands(tcp, transport.clone(), config.tcp_keepalive)),
+                )
+            }
+            Listener::Unix(listener) => {
+                let (unix, _) = next_connection(|| listener.accept()).await;
+                if let Err(why) = check_user(&unix) {
+                    limits.refused("this machine", why);
+                    continue;
+                }
+                let stream: Box<dyn Stream> = Box::new(unix);
+                (HERE, Box::pin(std::future::ready(Ok(Some(stream)))))
+            }
         };
         while handshakes.try_join_next().is_some() {}
-        let Some((stream, peer)) = stream else { continue };
         let slot = match limits.enter(peer.remote) {
             Ok(slot) => slot,
             Err(why) => {
@@ -157,13 +178,9 @@ pub(super) async fn accept_all(
             }
         };
         let connection = Connection::new(peer, slot, &config);
-        let tls = match &listener {
-            Listener::Tcp(_, Transport::Token(tls)) => Some(TlsAcceptor::from(Arc::clone(tls))),
-            _ => None,
-        };
         let (config, admitted) = (config.clone(), admitted.clone());
         handshakes.spawn(async move {
-            if let Some(stream) = admit(stream, tls, connection, &config).await {
+            if let Some(stream) = admit(handshake, connection, &config).await {
                 // An error means that the daemon is stopping.
                 let _ = admitted.send(Ok(stream)).await;
             }
@@ -171,57 +188,36 @@ pub(super) async fn accept_all(
     }
 }
 
-/// An accepted connection.
-enum Socket {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-fn tcp_stream(stream: TcpStream, _: &Arc<ConnectionLimits>) -> Option<(Socket, Peer)> {
-    // Without addresses it is gone already, and must not pass for a caller of this machine.
-    let peer = peer_of(&stream).ok()?;
-    Some((Socket::Tcp(stream), peer))
-}
-
 /// An abstract socket is open to every user of the machine: the daemon serves only its own and root.
-fn unix_stream(stream: UnixStream, limits: &Arc<ConnectionLimits>) -> Option<(Socket, Peer)> {
+fn check_user(unix: &UnixStream) -> Result<(), String> {
+    let user = unix.peer_cred().map_err(|error| error.to_string())?.uid();
     let own = nix::unistd::geteuid().as_raw();
-    let why = match stream.peer_cred().map(|user| user.uid()) {
-        Ok(user) if user == own || user == 0 => {
-            let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            let peer = Peer {
-                remote: here,
-                local: here,
-            };
-            return Some((Socket::Unix(stream), peer));
-        }
-        Ok(user) => format!("user {user} is not the user of this launcher ({own})"),
-        Err(error) => error.to_string(),
-    };
-    limits.refused("this machine", why);
-    None
+    if user == own || user == 0 {
+        return Ok(());
+    }
+    Err(format!("user {user} is not the user of this launcher ({own})"))
 }
 
-/// Shakes hands within the deadline of the connection. It counts and ends a connection that fails.
-async fn admit(
-    socket: Socket,
-    tls: Option<TlsAcceptor>,
-    connection: Arc<Connection>,
-    config: &Config,
-) -> Option<LimitedStream> {
+/// What comes of a handshake: none for a caller that closes the connection before it says anything, as probes of a port
+/// do.
+type Handshake = BoxFuture<Option<Box<dyn Stream>>, String>;
+
+/// Waits for a handshake until the deadline of the connection. It counts and ends a connection that fails.
+async fn admit(handshake: Handshake, connection: Arc<Connection>, config: &Config) -> Option<LimitedStream> {
     let deadline = Instant::now() + config.join_wait;
-    let shaken = timeout_at(deadline, shake_hands(socket, tls, config)).await;
     let late = || format!("no handshake within {:.1} s", config.join_wait.as_secs_f64());
-    match shaken.unwrap_or_else(|_| Err(late())) {
-        Ok(Some(stream)) => {
+    match timeout_at(deadline, handshake)
+        .await
+        .unwrap_or_else(|_| Err(late()))
+    {
+        Ok(stream) => {
             connection.is_authenticated(config.callers);
             Some(LimitedStream {
-                stream,
+                stream: stream?,
                 expiry: Box::pin(sleep_until(deadline)),
                 connection,
             })
         }
-        Ok(None) => None,
         Err(why) => {
             connection.refused(why);
             None
@@ -229,40 +225,33 @@ async fn admit(
     }
 }
 
-/// None for a caller that closes the connection before it says anything, as probes of a port do.
 async fn shake_hands(
-    socket: Socket,
-    tls: Option<TlsAcceptor>,
-    config: &Config,
+    tcp: TcpStream,
+    transport: Transport,
+    keepalive: Duration,
 ) -> Result<Option<Box<dyn Stream>>, String> {
-    let tcp = match socket {
-        Socket::Unix(unix) => return Ok(Some(Box::new(unix))),
-        Socket::Tcp(tcp) => tcp,
-    };
-    set_up(&tcp, config).map_err(|error| error.to_string())?;
+    set_up(&tcp, keepalive).map_err(|error| error.to_string())?;
     let mut first = [0];
     if matches!(tcp.peek(&mut first).await, Ok(0) | Err(_)) {
         return Ok(None);
     }
-    match tls {
-        Some(tls) => match tls.accept(tcp).await {
+    match transport {
+        Transport::Token(tls) => match TlsAcceptor::from(tls).accept(tcp).await {
             Ok(stream) => Ok(Some(Box::new(stream))),
             Err(error) => Err(words_of(&error)),
         },
-        None if first == [TLS_HANDSHAKE] => {
+        Transport::Plain if first == [TLS_HANDSHAKE] => {
             Err("it speaks TLS, which this daemon does not without a token".to_owned())
         }
-        None => Ok(Some(Box::new(tcp))),
+        Transport::Plain => Ok(Some(Box::new(tcp))),
     }
 }
 
-fn set_up(tcp: &TcpStream, config: &Config) -> io::Result<()> {
+fn set_up(tcp: &TcpStream, keepalive: Duration) -> io::Result<()> {
     tcp.set_nodelay(true)?;
     setsockopt(tcp, sockopt::KeepAlive, &true)?;
-    let idle = u32::try_from(config.tcp_keepalive.as_secs())
-        .unwrap_or(u32::MAX)
-        .max(1);
-    setsockopt(tcp, sockopt::TcpKeepIdle, &idle)?;
+    let idle = u32::try_from(keepalive.as_secs()).unwrap_or(u32::MAX);
+    setsockopt(tcp, sockopt::TcpKeepIdle, &idle.max(1))?;
     Ok(())
 }
 

@@ -624,55 +624,6 @@ async fn a_large_gather_comes_in_parts_and_arrives_whole() {
 }
 
 #[tokio::test]
-async fn an_embedded_daemon_serves_its_own_agent_from_bind_to_end() {
-    let begun = Instant::now();
-    let daemon = Daemon::start(Config::default()).await;
-    let mut a = daemon.agent("a").await;
-    send(&a, 0, Body::Join(join("a", 1, 1)));
-    next_assignment(&mut a).await;
-    let assigned = begun.elapsed();
-    send(&a, 1, Body::NodeSucceeded(NodeSucceeded {}));
-    next(&mut a, |reply| matches!(reply, Reply::JobOver(_)).then_some(())).await;
-    leave(a).await;
-    daemon.end().await;
-    println!(
-        "assigned after {assigned:?}, all over after {:?}",
-        begun.elapsed()
-    );
-}
-
-#[tokio::test]
-async fn many_nodes_meet() {
-    const NODES: u32 = 256;
-    // All connect before the first joins.
-    let daemon = Daemon::start(Config {
-        join_wait: PATIENCE,
-        ..Config::default()
-    })
-    .await;
-    let mut agents = Vec::new();
-    for n in 0..NODES {
-        agents.push(daemon.agent(&format!("n{n}")).await);
-    }
-    let begun = Instant::now();
-    for (n, agent) in agents.iter().enumerate() {
-        send(agent, 0, Body::Join(join(&format!("n{n}"), NODES, NODES)));
-    }
-    for (n, agent) in agents.iter_mut().enumerate() {
-        let (_, assignment) = next_assignment(agent).await;
-        assert_eq!(
-            (assignment.node_rank as usize, assignment.nodes.len()),
-            (n, NODES as usize)
-        );
-    }
-    println!("{NODES} nodes have met after {:?}", begun.elapsed());
-    for agent in agents {
-        drop(agent);
-    }
-    drop(daemon);
-}
-
-#[tokio::test]
 async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
     let (actor, requests) = Actor::new(Config::default(), None);
     let actor = tokio::spawn(actor.run());
