@@ -272,13 +272,17 @@ impl Activity {
         Self(Mutex::new((0, Instant::now())))
     }
 
-    fn change(&self, change: impl FnOnce(usize) -> usize) {
+    fn begin(&self) {
         let mut activity = lock(&self.0);
-        let before = activity.0;
-        activity.0 = change(before);
-        if before == 0 || activity.0 < before {
+        if activity.0 == 0 {
             activity.1 = Instant::now();
         }
+        activity.0 += 1;
+    }
+
+    fn end(&self) {
+        let mut activity = lock(&self.0);
+        *activity = (activity.0 - 1, Instant::now());
     }
 
     fn get(&self) -> (usize, Instant) {
@@ -388,7 +392,7 @@ pub(super) struct Active {
 
 impl Active {
     fn begin(connection: &Arc<Connection>, activity: fn(&Connection) -> &Activity) -> Self {
-        activity(connection).change(|count| count + 1);
+        activity(connection).begin();
         Self {
             connection: Arc::clone(connection),
             activity,
@@ -398,7 +402,7 @@ impl Active {
 
 impl Drop for Active {
     fn drop(&mut self) {
-        (self.activity)(&self.connection).change(|count| count - 1);
+        (self.activity)(&self.connection).end();
     }
 }
 

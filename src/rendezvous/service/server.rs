@@ -95,7 +95,6 @@ pub async fn serve_with(
     monitoring: Monitoring,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let (shutdown_wait, lease) = (config.shutdown_wait, config.lease);
     let (actor, requests) = Actor::new(config.clone(), ledger);
     let metrics = Arc::new(Metrics::new());
     // It holds the state of agents, and ends with this function.
@@ -138,27 +137,16 @@ pub async fn serve_with(
         });
     tokio::pin!(server);
 
+    let stopped = async {
+        shutdown.await;
+        health.set_not_serving::<RendezvousServer<Service>>().await;
+        await_agents(&requests, &config).await;
+    };
     // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
-        () = shutdown => {}
-    }
-    health.set_not_serving::<RendezvousServer<Service>>().await;
-    tokio::select! {
-        ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
-        left = tokio::time::timeout(shutdown_wait, answered(&requests, Request::AllLeft)) => if left.is_err() {
-            tracing::warn!(
-                "launchers are still connected {:.1} s after the daemon was asked to stop",
-                shutdown_wait.as_secs_f64()
-            );
-        },
-    }
-    tokio::select! {
-        ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
-        () = reunited(&requests, lease) => {}
+        () = stopped => {}
     }
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
@@ -174,9 +162,17 @@ fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), Se
     }
 }
 
-/// Ends when no node is expected back. Late ones are not waited for any longer.
-async fn reunited(requests: &mpsc::Sender<Request>, lease: Duration) {
-    let _ = tokio::time::timeout(lease, answered(requests, Request::Reunite)).await;
+/// Ends when every agent has left, and no node is expected back. Late ones are not waited for any longer.
+async fn await_agents(requests: &mpsc::Sender<Request>, config: &Config) {
+    let shutdown_wait = config.shutdown_wait;
+    let left = tokio::time::timeout(shutdown_wait, answered(requests, Request::AllLeft)).await;
+    if left.is_err() {
+        tracing::warn!(
+            "launchers are still connected {:.1} s after the daemon was asked to stop",
+            shutdown_wait.as_secs_f64()
+        );
+    }
+    let _ = tokio::time::timeout(config.lease, answered(requests, Request::Reunite)).await;
 }
 
 /// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
