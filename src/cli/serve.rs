@@ -355,10 +355,10 @@ impl Stops {
 /// The daemon's socket, and that of the status page if there is one.
 async fn bind_all(
     listen: &Endpoint,
-    operators: Option<&Endpoint>,
+    http: Option<&Endpoint>,
 ) -> Result<(TcpListener, Option<TcpListener>), CliError> {
     let listener = bind_at(listen).await?;
-    let http = match operators {
+    let http = match http {
         Some(endpoint) => Some(bind_at(endpoint).await?),
         None => None,
     };

@@ -211,7 +211,7 @@ async fn admit(handshake: Handshake, connection: Arc<Connection>, config: &Confi
         .unwrap_or_else(|_| Err(late()))
     {
         Ok(stream) => {
-            connection.is_authenticated(config.callers);
+            connection.trust_if_authenticated(config.callers);
             Some(LimitedStream {
                 stream: stream?,
                 expiry: Box::pin(sleep_until(deadline)),

@@ -319,15 +319,15 @@ impl Connection {
         })
     }
 
-    /// The handshake has succeeded.
-    pub(super) fn is_authenticated(&self, callers: Callers) {
+    /// Called after the handshake.
+    pub(super) fn trust_if_authenticated(&self, callers: Callers) {
         if callers == Callers::Authenticated {
             self.slot.trust();
         }
     }
 
-    /// A node has joined: the connection is in use until the result is dropped.
-    pub(super) fn has_joined(self: &Arc<Self>) -> Active {
+    /// Trusts the connection, as a node has joined on it: it is in use until the result is dropped.
+    pub(super) fn begin_node(self: &Arc<Self>) -> Active {
         self.slot.trust();
         Active::begin(self, |connection| &connection.work)
     }

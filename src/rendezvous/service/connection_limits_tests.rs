@@ -41,7 +41,7 @@ fn connection() -> Arc<Connection> {
 
 fn trusted() -> Arc<Connection> {
     let connection = connection();
-    connection.is_authenticated(Callers::Authenticated);
+    connection.trust_if_authenticated(Callers::Authenticated);
     connection
 }
 
@@ -104,11 +104,11 @@ fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
     let mut connections: Vec<_> = std::iter::from_fn(enter).collect();
     assert_eq!(connections.len(), 8, "a half");
     for connection in &connections[..1] {
-        connection.is_authenticated(Callers::Anybody);
+        connection.trust_if_authenticated(Callers::Anybody);
     }
     assert!(enter().is_none(), "nothing was proved");
-    connections[0].is_authenticated(Callers::Authenticated);
-    drop(connections[0].has_joined());
+    connections[0].trust_if_authenticated(Callers::Authenticated);
+    drop(connections[0].begin_node());
     connections.push(enter().unwrap());
     assert!(enter().is_none());
     let other = limits.enter([192, 0, 2, 1].into()).unwrap();
@@ -121,7 +121,7 @@ fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
 fn a_connection_is_idle_when_nothing_goes_on() {
     let connection = trusted();
     let made = connection.expires().unwrap();
-    let joined = connection.has_joined();
+    let joined = connection.begin_node();
     assert_eq!(connection.expires(), None);
     drop(joined);
     assert!(connection.expires().unwrap() > made);
@@ -155,7 +155,7 @@ fn before_a_node_joins_there_are_few_calls_at_a_time() {
     calls.pop();
     calls.push(connection.begin_call().unwrap());
     assert!(connection.begin_call().is_none());
-    drop(connection.has_joined());
+    drop(connection.begin_node());
     calls.extend((0..100).filter_map(|_| connection.begin_call()));
     assert_eq!(calls.len(), UNTRUSTED_CALLS + 100);
 }
@@ -178,7 +178,7 @@ async fn all_requests_share_one_room_and_trusted_connections_have_half_of_it_to_
     let limits = embedded();
     let enter = || Connection::new(peer(), limits.enter(HERE).unwrap(), &Config::default());
     let (stranger, node) = (enter(), enter());
-    drop(node.has_joined());
+    drop(node.begin_node());
     let held = arrived(HALF, &stranger).await.unwrap();
     let taken = || REQUESTS_KIB - limits.requests.available_permits();
     assert_eq!(taken(), (HALF - FREE_BYTES) >> 10);
@@ -201,7 +201,7 @@ fn the_stream_of_a_node_is_counted_until_it_has_joined() {
     let mut held = HeldRequest::new(&connection);
     held.count_message(2 * FREE_BYTES).unwrap();
     assert_eq!(free(), REQUESTS_KIB - (FREE_BYTES >> 10));
-    drop(connection.has_joined());
+    drop(connection.begin_node());
     held.count_message(2 * FREE_BYTES).unwrap();
     assert_eq!(free(), REQUESTS_KIB);
 }

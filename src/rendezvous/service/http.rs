@@ -301,7 +301,7 @@ mod tests {
 
     const TOKEN: &str = "a-token-of-32-characters-or-more";
 
-    /// What operators see of a daemon with one job, and how often it was asked.
+    /// What readers see of a daemon with one job, and how often it was asked.
     fn watched(token: Option<&str>) -> (Http, Arc<AtomicUsize>) {
         let (requests, mut asked) = mpsc::channel(8);
         let looks = Arc::new(AtomicUsize::new(0));

@@ -1,4 +1,4 @@
-//! What operators measure, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
+//! What Prometheus scrapes, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
 //! the state when they are asked for. No label has more values than are written in this file, but for the names of the
 //! first [`MAX_LABELLED_JOBS`] jobs that run, which need the same access as the status page.
 
@@ -360,7 +360,7 @@ mod tests {
             for_all.contains("ddp_restarts_total{reason=\"node_lost\"} 1") && for_all.ends_with("# EOF\n"),
             "{for_all}"
         );
-        assert!(!for_all.contains("job_id"), "names are for operators: {for_all}");
+        assert!(!for_all.contains("job_id"), "names need a token: {for_all}");
         for line in [
             "ddp_restarts_total{reason=\"node_lost\"} 1",
             "ddp_restarts_total{reason=\"worker_failed\"} 0",

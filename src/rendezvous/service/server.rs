@@ -449,7 +449,7 @@ impl AgentSide {
                         return;
                     };
                     if is_taken {
-                        joined = Some(self.connection.has_joined());
+                        joined = Some(self.connection.begin_node());
                         deadline = deadline.filter(|_| has_ended);
                     }
                 }
