@@ -626,9 +626,6 @@ pub struct NodesReply {
 pub struct StatusRequest {
     #[prost(string, tag = "1")]
     pub job_id: ::prost::alloc::string::String,
-    /// The node that asks, as in AgentMessage.
-    #[prost(string, tag = "10")]
-    pub incarnation: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StatusReply {
@@ -984,7 +981,8 @@ pub mod rendezvous_client {
                 .insert(GrpcMethod::new("ddp.rendezvous.v1.Rendezvous", "Nodes"));
             self.inner.unary(req, path, codec).await
         }
-        /// What the daemon knows of one job, for people and tools.
+        /// What the daemon knows of one job, for people and tools. Like Jobs and Close, it needs a connection that was
+        /// authenticated by the daemon's token.
         pub async fn status(
             &mut self,
             request: impl tonic::IntoRequest<super::StatusRequest>,
@@ -1006,7 +1004,7 @@ pub mod rendezvous_client {
                 .insert(GrpcMethod::new("ddp.rendezvous.v1.Rendezvous", "Status"));
             self.inner.unary(req, path, codec).await
         }
-        /// All jobs of the daemon. Like Close, it needs a connection that was authenticated by the daemon's token.
+        /// All jobs of the daemon.
         pub async fn jobs(
             &mut self,
             request: impl tonic::IntoRequest<super::JobsRequest>,
@@ -1105,12 +1103,13 @@ pub mod rendezvous_server {
             &self,
             request: tonic::Request<super::NodesRequest>,
         ) -> std::result::Result<tonic::Response<super::NodesReply>, tonic::Status>;
-        /// What the daemon knows of one job, for people and tools.
+        /// What the daemon knows of one job, for people and tools. Like Jobs and Close, it needs a connection that was
+        /// authenticated by the daemon's token.
         async fn status(
             &self,
             request: tonic::Request<super::StatusRequest>,
         ) -> std::result::Result<tonic::Response<super::StatusReply>, tonic::Status>;
-        /// All jobs of the daemon. Like Close, it needs a connection that was authenticated by the daemon's token.
+        /// All jobs of the daemon.
         async fn jobs(
             &self,
             request: tonic::Request<super::JobsRequest>,

@@ -306,11 +306,12 @@ impl Client {
         }
     }
 
-    /// What the daemon knows of a job: on an authenticated connection, or for a node of the job.
-    pub async fn status(&self, request: StatusRequest) -> Result<StatusReply, ClientError> {
+    /// What the daemon knows of a job.
+    pub async fn status(&self, job_id: &str) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
-        let what = format!("get the status of job `{}`", request.job_id);
-        let call = inner.status(request);
+        let what = format!("get the status of job `{job_id}`");
+        let job_id = job_id.to_owned();
+        let call = inner.status(StatusRequest { job_id });
         let status = self.bounded(&what, CALL_TIMEOUT, call).await;
         let mut status = status.map_err(ClientError::of_operator)?;
         status.clean();

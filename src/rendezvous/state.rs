@@ -7,7 +7,7 @@ use ddp_proto::printable::{self, Clean as _};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::{
     AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, NodesRequest,
-    StatusReply, StatusRequest, refused::Code,
+    StatusReply, refused::Code,
 };
 use prost::bytes::Bytes;
 
@@ -122,17 +122,6 @@ impl State {
     /// What people and tools may know of a job.
     pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
-    }
-
-    /// The same for a caller, which has to be authenticated or a node of the job.
-    pub fn status_for(
-        &self,
-        now: Duration,
-        request: &StatusRequest,
-        is_authenticated: bool,
-    ) -> Option<StatusReply> {
-        let job = self.daemon.jobs.get(&request.job_id)?;
-        (is_authenticated || job.has(&request.incarnation)).then(|| job.status(now))
     }
 
     /// All jobs.

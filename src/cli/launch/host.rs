@@ -371,10 +371,7 @@ async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Own
         return Err(Problem::Other(format!("its health is {health:?}")));
     }
     match RendezvousClient::new(channel)
-        .status(StatusRequest {
-            job_id,
-            ..StatusRequest::default()
-        })
+        .status(StatusRequest { job_id })
         .await
     {
         Err(status) if status.code() == tonic::Code::FailedPrecondition => {

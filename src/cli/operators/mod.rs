@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ddp_proto::client::{Access, Client, ClientError};
 use ddp_proto::exit;
-use ddp_proto::rendezvous::{StatusReply, StatusRequest};
+use ddp_proto::rendezvous::StatusReply;
 use tokio::time::{Instant, sleep};
 
 use super::answer::{fail, give};
@@ -133,7 +133,7 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
     let is_screen = args.watch && !args.json && io::stdout().is_terminal();
     let mut was_there = false;
     loop {
-        let status = match client.status(question(&job)).await {
+        let status = match client.status(&job).await {
             // The daemon answers, and has forgotten the job with its last node.
             Err(error) if was_there && !error.is_broken() => {
                 eprintln!(
@@ -162,13 +162,6 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
             return Ok(());
         }
         sleep(WATCH_INTERVAL).await;
-    }
-}
-
-fn question(job: &str) -> StatusRequest {
-    StatusRequest {
-        job_id: job.to_owned(),
-        ..StatusRequest::default()
     }
 }
 

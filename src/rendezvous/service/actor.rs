@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
-use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, JobsReply, NodesRequest, StatusReply, StatusRequest,
-};
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, JobsReply, NodesRequest, StatusReply};
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -32,8 +30,8 @@ pub(in crate::rendezvous) enum Request {
     /// A call on the store.
     Call(CallId, Event, Answer),
     Nodes(NodesRequest, Answer),
-    /// With whether the caller is authenticated.
-    Status(StatusRequest, bool, oneshot::Sender<Option<StatusReply>>),
+    /// What is known of this job.
+    Status(String, oneshot::Sender<Option<StatusReply>>),
     Jobs(oneshot::Sender<JobsReply>),
     /// All jobs in numbers, with the generations of so many.
     Census(usize, oneshot::Sender<Census>),
@@ -180,10 +178,10 @@ impl Actor {
             Request::Nodes(request, answer) => {
                 let _ = answer.send(self.state.nodes(&request));
             }
-            Request::Status(request, is_authenticated, answer) => {
+            Request::Status(job, answer) => {
                 let now = self.born.elapsed();
                 // A caller that went away needs no answer.
-                let _ = answer.send(self.state.status_for(now, &request, is_authenticated));
+                let _ = answer.send(self.state.status(now, &job));
             }
             Request::Jobs(answer) => {
                 let _ = answer.send(self.state.jobs(self.born.elapsed()));

@@ -9,7 +9,7 @@ use axum::http::HeaderMap;
 use axum::http::header::{CONTENT_SECURITY_POLICY, HeaderValue};
 use axum::response::sse::{Event, Sse};
 use axum::response::{Html, IntoResponse, Response};
-use ddp_proto::rendezvous::{JobsReply, StatusReply, StatusRequest};
+use ddp_proto::rendezvous::{JobsReply, StatusReply};
 use hyper::StatusCode;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
@@ -124,11 +124,7 @@ async fn send(
 
 /// All that the daemon knows of the job, if there is one of this name.
 async fn status(http: &Http, job: &str) -> Option<StatusReply> {
-    let request = StatusRequest {
-        job_id: job.to_owned(),
-        ..StatusRequest::default()
-    };
-    http.ask(|answer| Request::Status(request, true, answer))
+    http.ask(|answer| Request::Status(job.to_owned(), answer))
         .await
         .flatten()
 }

@@ -9,8 +9,8 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
     AgentMessage, CloseReply, CloseRequest, DaemonMessage, JobsReply, JobsRequest, KvGatherReply,
-    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus, NodesReply,
-    NodesRequest, StatusReply, StatusRequest,
+    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodesReply, NodesRequest,
+    StatusReply, StatusRequest,
 };
 use ddp_proto::trust::token::Token;
 use prost::bytes::Bytes;
@@ -219,29 +219,8 @@ impl Service {
             return Ok(());
         }
         self.metrics.refused("forbidden");
-        let words = "a daemon with `--insecure` lists and closes no jobs, as it does not know its callers";
+        let words = "a daemon with `--insecure` neither lists nor shows nor closes jobs, as it does not know its callers";
         Err(Status::permission_denied(words))
-    }
-}
-
-/// What a node of the job sees at a daemon that does not know its callers.
-fn without_details(reply: StatusReply) -> StatusReply {
-    let nodes = reply.nodes.into_iter().map(|node| NodeStatus {
-        silent_ms: 0,
-        connected: false,
-        first_rank: 0,
-        ranks: Vec::new(),
-        log_dir: String::new(),
-        ..node
-    });
-    StatusReply {
-        generation: reply.generation,
-        phase: reply.phase,
-        restart_count: reply.restart_count,
-        nodes: nodes.collect(),
-        reason: reply.reason,
-        assignment_id: reply.assignment_id,
-        ..StatusReply::default()
     }
 }
 
@@ -327,26 +306,15 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let is_authenticated = self.config.callers == Callers::Authenticated;
-        let request = request.into_inner();
-        let refusal = self.config.refuses(&request.job_id);
-        if let Some(reason) = refusal.filter(|_| is_authenticated) {
+        self.only_for_authenticated()?;
+        let StatusRequest { job_id } = request.into_inner();
+        if let Some(reason) = self.config.refuses(&job_id) {
             return Err(Status::failed_precondition(format!("it {reason}")));
         }
-        let unknown = format!(
-            "this daemon has no job `{}` that you may see",
-            clip(&request.job_id, 128)
-        );
+        let unknown = format!("this daemon has no job `{}`", clip(&job_id, 128));
         let (answer, reply) = oneshot::channel();
-        let reply = self
-            .ask(Request::Status(request, is_authenticated, answer), reply)
-            .await?
-            .ok_or_else(|| Status::not_found(unknown))?;
-        Ok(Response::new(if is_authenticated {
-            reply
-        } else {
-            without_details(reply)
-        }))
+        let reply = self.ask(Request::Status(job_id, answer), reply).await?;
+        reply.map(Response::new).ok_or_else(|| Status::not_found(unknown))
     }
 
     async fn jobs(&self, _: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {

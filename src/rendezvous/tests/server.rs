@@ -106,13 +106,6 @@ fn scope(generation: Generation) -> KvScope {
     }
 }
 
-fn ask(incarnation: &str) -> StatusRequest {
-    StatusRequest {
-        job_id: JOB.into(),
-        incarnation: incarnation.into(),
-    }
-}
-
 async fn leave(agent: AgentStream) {
     assert!(
         agent
@@ -297,10 +290,7 @@ async fn a_slow_disk_delays_assignments_and_no_heartbeats() {
         .await
         .unwrap();
     let (answer, status) = oneshot::channel();
-    requests
-        .send(Request::Status(ask("a"), true, answer))
-        .await
-        .unwrap();
+    requests.send(Request::Status(JOB.into(), answer)).await.unwrap();
     let status = timeout(PATIENCE, status)
         .await
         .expect("the daemon is not stalled");
@@ -398,7 +388,7 @@ async fn calls_that_are_refused_keep_no_connection() {
     let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
     let mut client = RendezvousClient::new(channel.clone());
     ends_during(channel, async || {
-        client.status(ask("stranger")).await.unwrap_err();
+        client.status(StatusRequest::default()).await.unwrap_err();
     })
     .await;
     daemon.end().await;
@@ -490,26 +480,17 @@ async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
 
 #[tokio::test]
 async fn status_and_health_answer() {
-    let daemon = Daemon::start(Config {
-        callers: Callers::Anybody,
-        ..Config::default()
-    })
-    .await;
+    let daemon = Daemon::start(Config::default()).await;
     let client = daemon.client().await;
-    let error = client
-        .status(ask("a"))
-        .await
-        .unwrap_err()
-        .to_string()
-        .replace(&daemon.endpoint, "HOST:PORT");
-    insta::assert_snapshot!(error, @r"
-    cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see
+    let error = client.status(JOB).await.unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(&daemon.endpoint, "HOST:PORT"), @r"
+    cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1`
       hint: `ddp-rendezvous jobs` lists them
     ");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;
-    let status = client.status(ask("a")).await.unwrap();
+    let status = client.status(JOB).await.unwrap();
     assert_eq!(
         (status.phase.as_str(), status.generation, status.nodes.len()),
         ("running", 1, 1)
@@ -527,8 +508,30 @@ async fn status_and_health_answer() {
             tonic_health::pb::health_check_response::ServingStatus::Serving
         );
     }
-    let stranger = client.status(ask("b")).await.unwrap_err().to_string();
-    assert_eq!(stranger.replace(&daemon.endpoint, "HOST:PORT"), error);
+    leave(a).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn a_daemon_that_does_not_know_its_callers_shows_lists_and_closes_no_job() {
+    let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
+        ..Config::default()
+    })
+    .await;
+    let client = daemon.client().await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    for refused in [
+        client.status(JOB).await.map(drop),
+        client.status("no-job").await.map(drop),
+        client.jobs().await.map(drop),
+        client.close(JOB, "").await,
+    ] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.exit_code(), ddp_proto::exit::REFUSED, "{error}");
+    }
     leave(a).await;
     daemon.end().await;
 }

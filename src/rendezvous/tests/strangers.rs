@@ -1,7 +1,5 @@
 //! Callers that are no nodes of a job, or that have not shown that they may be.
 
-use ddp_proto::rendezvous::StatusRequest;
-
 use super::super::Callers;
 use super::*;
 
@@ -10,13 +8,6 @@ fn among(callers: Callers) -> Scene {
         callers,
         ..Config::default()
     })
-}
-
-fn ask(job: &str, incarnation: &str) -> StatusRequest {
-    StatusRequest {
-        job_id: job.into(),
-        incarnation: incarnation.into(),
-    }
 }
 
 /// It ended the job for those who were there first, with 76.
@@ -72,21 +63,6 @@ fn the_store_serves_members_only_and_says_the_same_to_all_others() {
     let nameless = s.get(1, "collective/0", 0);
     assert_eq!(s.answer(nameless), s.answer(no_job));
     insta::assert_snapshot!(s.answer(nameless).unwrap().unwrap_err(), @"this daemon has no job `job1` with this node");
-}
-
-#[test]
-fn the_status_is_for_nodes_of_the_job_and_for_authenticated_callers() {
-    let mut s = Scene::new();
-    s.join("a", 1, 1);
-    let seen = |request: &StatusRequest, is_authenticated| {
-        s.state.status_for(s.now, request, is_authenticated).is_some()
-    };
-    assert!(seen(&ask(JOB, "a"), false));
-    assert!(seen(&ask(JOB, ""), true));
-    for request in [ask(JOB, "b"), ask(JOB, ""), ask("no", "a")] {
-        assert!(!seen(&request, false), "{request:?}");
-    }
-    assert!(!seen(&ask("no", "a"), true));
 }
 
 #[test]
