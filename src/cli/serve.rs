@@ -50,7 +50,6 @@ struct Args {
 }
 
 #[derive(Debug, Subcommand)]
-#[expect(clippy::large_enum_variant, reason = "a process has one")]
 enum Command {
     /// Serve until SIGTERM or SIGINT; the first line of output is the address
     Serve {

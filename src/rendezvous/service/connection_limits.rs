@@ -588,9 +588,12 @@ fn limit_reply(
                     // A frame that is not there yet waits without room, until the body wakes this task.
                     drop(permit);
                     let mut is_woken = false;
-                    poll_fn(|_| match std::mem::replace(&mut is_woken, true) {
-                        true => Poll::Ready(()),
-                        false => Poll::Pending,
+                    poll_fn(|_| {
+                        if std::mem::replace(&mut is_woken, true) {
+                            Poll::Ready(())
+                        } else {
+                            Poll::Pending
+                        }
                     })
                     .await;
                     continue;
