@@ -627,7 +627,7 @@ fn the_read_token_shows_the_page_and_neither_lists_nor_closes() {
     assert_eq!(generation, Some(1.0));
     let shown = snapshot(&daemon.http, "", &header);
     assert_eq!(shown["job"]["job"], "guarded");
-    // Who has the nodes' token sees and closes the job.
+    // The nodes' token shows and closes the job.
     daemon
         .operator(&["status"])
         .run()
