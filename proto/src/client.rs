@@ -24,7 +24,6 @@ mod attempts;
 mod connector;
 mod error;
 
-pub use admin::AdminToken;
 pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use connector::{Access, UNIX_PREFIX};
 pub use error::{CallError, ClientError};
@@ -48,10 +47,9 @@ use crate::printable;
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
 use crate::rendezvous::{
-    AgentMessage, DaemonMessage, Join, KvEntries, KvGatherReply, KvGatherRequest, KvGetRequest, KvPutRequest,
+    AgentMessage, DaemonMessage, KvEntries, KvGatherReply, KvGatherRequest, KvGetRequest, KvPutRequest,
     Leave, StatusReply, StatusRequest,
 };
-use crate::trust::token::Token;
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
 pub const SEND_QUEUE: usize = 64;
@@ -90,10 +88,7 @@ pub struct KvScope {
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: String,
-    token: Option<Token>,
     inner: RendezvousClient<Channel>,
-    /// Of an operator: goes with every call that only they may make.
-    admin_token: Option<AdminToken>,
 }
 
 /// One attempt to connect to `endpoint`, for other calls than those of [`Client`].
@@ -139,9 +134,7 @@ impl Client {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
-                        token: access.token().cloned(),
                         inner: RendezvousClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES),
-                        admin_token: None,
                     });
                 }
                 Ok(Err(error)) => match look_up_failure(&error) {
@@ -190,12 +183,7 @@ impl Client {
             let open = inner.agent(ReceiverStream::new(messages));
             let setback = match timeout_at(attempts.next_deadline(), open).await {
                 Ok(Ok(reply)) => {
-                    let proof = self
-                        .token
-                        .as_ref()
-                        .map(|token| token.proof(&identity.job_id).to_vec());
                     let sender = AgentSender {
-                        proof: proof.unwrap_or_default(),
                         identity,
                         endpoint: self.endpoint.clone(),
                         queue,
@@ -300,11 +288,12 @@ impl Client {
         })
     }
 
-    /// What the daemon knows of a job, for a member of it or with the admin's token.
-    pub async fn status(&self, request: StatusRequest) -> Result<StatusReply, ClientError> {
+    /// What the daemon knows of a job.
+    pub async fn status(&self, job_id: &str) -> Result<StatusReply, ClientError> {
         let mut inner = self.inner.clone();
-        let what = format!("get the status of job `{}`", request.job_id);
-        let call = inner.status(self.of_admin(request));
+        let what = format!("get the status of job `{job_id}`");
+        let job_id = job_id.to_owned();
+        let call = inner.status(StatusRequest { job_id });
         let status = self.bounded(&what, CALL_TIMEOUT, call).await;
         status.map_err(ClientError::of_operator)
     }
@@ -410,8 +399,6 @@ impl AgentStream {
 #[derive(Clone, Debug)]
 pub struct AgentSender {
     identity: AgentIdentity,
-    /// Of the job's token; empty without one.
-    proof: Vec<u8>,
     endpoint: String,
     queue: mpsc::Sender<AgentMessage>,
 }
@@ -419,13 +406,6 @@ pub struct AgentSender {
 impl AgentSender {
     /// Queues a message that speaks of this assignment of this generation; never waits, so supervision never does.
     pub fn send(&self, generation: Generation, assignment_id: &str, body: Body) -> Result<(), ClientError> {
-        let body = match body {
-            Body::Join(join) => Body::Join(Join {
-                token_proof: self.proof.clone(),
-                ..join
-            }),
-            other => other,
-        };
         let message = AgentMessage {
             job_id: self.identity.job_id.clone(),
             incarnation: self.identity.incarnation.0.clone(),

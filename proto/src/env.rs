@@ -25,10 +25,10 @@ pub const DDP_PROGRESS: &str = "DDP_PROGRESS";
 pub const DDP_TOKEN: &str = "DDP_TOKEN";
 /// The file that has it.
 pub const DDP_TOKEN_FILE: &str = "DDP_TOKEN_FILE";
-/// The file with the token of a daemon's operator.
-pub const DDP_ADMIN_TOKEN_FILE: &str = "DDP_ADMIN_TOKEN_FILE";
+/// The file with the token that shows the status page and the names of jobs in metrics, and allows nothing else.
+pub const DDP_READ_TOKEN_FILE: &str = "DDP_READ_TOKEN_FILE";
 /// What no other process is given, whatever it is started for.
-pub const SECRETS: [&str; 3] = [DDP_TOKEN, DDP_TOKEN_FILE, DDP_ADMIN_TOKEN_FILE];
+pub const SECRETS: [&str; 3] = [DDP_TOKEN, DDP_TOKEN_FILE, DDP_READ_TOKEN_FILE];
 /// How PyTorch writes `TORCHELASTIC_USE_AGENT_STORE`; it takes no other word for true.
 const PYTHON_TRUE: &str = "True";
 const PYTHON_FALSE: &str = "False";
@@ -60,7 +60,7 @@ pub const SCRUBBED: &[&str] = &[
     DDP_PROGRESS,
     DDP_TOKEN,
     DDP_TOKEN_FILE,
-    DDP_ADMIN_TOKEN_FILE,
+    DDP_READ_TOKEN_FILE,
 ];
 
 /// A worker's place in the job and how to reach its agent.

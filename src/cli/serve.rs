@@ -9,23 +9,22 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use ddp_proto::env::DDP_READ_TOKEN_FILE;
 use ddp_proto::exit;
 use ddp_proto::look_up::{LookUpError, look_up};
-use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
 use super::answer;
 use super::answer::fail;
-use super::bench;
 use super::error::CliError;
 use super::launch::host::RESOLVE_TIMEOUT;
 use super::machine::limits;
-use super::token::{TokenSource, read_admin_token};
+use super::token::{TokenSource, read_token_file};
 use super::values::{self, Endpoint};
 use super::{init_json_tracing, init_tracing_with_time, operators};
-use crate::rendezvous::{self, Callers, Listener, Transport};
+use crate::rendezvous::{self, Callers, Listener, Monitoring, Transport};
 
 /// Whose events are shown unless `RUST_LOG` says otherwise.
 const RENDEZVOUS_LOG: &str = "ddp_run::rendezvous";
@@ -38,10 +37,9 @@ const SHORTEST_LEASE: Duration = Duration::from_millis(300);
 
 /// Ends `--help`.
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 2 usage, no such job, `drain` of a launcher's daemon, or a damaged ledger; 69 the port is \
-taken, or the daemon cannot be reached; 70 the machine or the daemon refused something; 73 another daemon uses \
-the state directory; 77 no token, a different one, or not an operator; 130, 143 stopped by SIGINT, SIGTERM before it \
-served.";
+Exit codes: 0 success; 2 usage, no such job, or a damaged ledger; 69 the port is taken, or the daemon cannot be \
+reached; 70 the machine or the daemon refused something; 73 another daemon uses the state directory; 77 no token, \
+or a different one; 130, 143 stopped by SIGINT, SIGTERM before it served.";
 
 /// The rendezvous daemon: the nodes of a job join here.
 #[derive(Debug, Parser)]
@@ -52,7 +50,6 @@ struct Args {
 }
 
 #[derive(Debug, Subcommand)]
-#[expect(clippy::large_enum_variant, reason = "a process has one")]
 enum Command {
     /// Serve until SIGTERM or SIGINT; the first line of output is the address
     Serve {
@@ -72,10 +69,6 @@ enum Command {
     Jobs(operators::JobsArgs),
     /// End a job on all of its nodes: its launchers exit with 78
     Close(operators::CloseArgs),
-    /// Take no new jobs, and end the daemon when those that it has are over
-    Drain(operators::DrainArgs),
-    /// Measure how long simulated nodes take to meet on this machine, and what the daemon needs for them
-    Bench(bench::Args),
     /// Print the completions of a shell
     Completions {
         /// The shell
@@ -83,22 +76,12 @@ enum Command {
     },
 }
 
-/// Whom the daemon lets in. Without these flags: who has the token (DDP_TOKEN, DDP_TOKEN_FILE or
-/// `~/.config/ddp-run/token`, which is made if it is missing).
+/// How callers prove that the daemon may let them in: by its token (DDP_TOKEN, DDP_TOKEN_FILE or
+/// `~/.config/ddp-run/token`, which is made if it is missing), unless it is insecure.
 #[derive(Debug, clap::Args)]
 struct Protection {
-    /// Certificate of this daemon, in PEM: then it serves jobs of several users, each with a token of its own. Read
-    /// again when it changes
-    #[arg(long, value_name = "FILE", env = "DDP_TLS_CERT", requires = "tls_key")]
-    tls_cert: Option<PathBuf>,
-    /// Key of the certificate, in PEM
-    #[arg(long, value_name = "FILE", env = "DDP_TLS_KEY", requires = "tls_cert")]
-    tls_key: Option<PathBuf>,
-    /// Let in only nodes whose certificate comes from this authority, in PEM
-    #[arg(long, value_name = "FILE", env = "DDP_TLS_CA", requires = "tls_cert")]
-    tls_ca: Option<PathBuf>,
     /// Do without token and TLS: every host that reaches the port can join jobs, read their data and stop them
-    #[arg(long, conflicts_with = "tls_cert")]
+    #[arg(long)]
     insecure: bool,
 }
 
@@ -107,17 +90,9 @@ impl Protection {
         if self.insecure {
             return Ok((Transport::Plain, Callers::Anybody));
         }
-        if self.tls_cert.is_some() {
-            let files = TlsFiles {
-                cert: self.tls_cert,
-                key: self.tls_key,
-                ca: self.tls_ca,
-            };
-            return Ok((Transport::of_files(files)?, Callers::OfJobs));
-        }
         let source = TokenSource::find(|name| std::env::var(name).ok());
         let token = source.read_or_make_telling(|made| tracing::info!(target: RENDEZVOUS_LOG, "{made}"))?;
-        Ok((Transport::of_token(&token)?, Callers::Proven))
+        Ok((Transport::of_token(&token)?, Callers::Authenticated))
     }
 }
 
@@ -153,13 +128,17 @@ struct Settings {
     linger: Duration,
 }
 
-/// What operators see of the daemon.
+/// How people and tools watch the daemon.
 #[derive(Debug, clap::Args)]
 struct Watching {
-    /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. The page is
-    /// for who has the token in the file that `DDP_ADMIN_TOKEN_FILE` names; without one, for this machine only
+    /// Serve `/livez`, `/readyz`, `/metrics` and the status page at this address; port 0 picks a free port. Without
+    /// `--read-token-file`, the page and the names of jobs in metrics are for this machine only
     #[arg(long, value_name = "HOST:PORT", env = "DDP_METRICS_ADDR", value_parser = with_port)]
     metrics_addr: Option<Endpoint>,
+    /// File with a token that shows the status page and the names of jobs in metrics, and allows nothing else. HTTP does
+    /// not encrypt it: make one other than that of the nodes
+    #[arg(long, value_name = "FILE", env = DDP_READ_TOKEN_FILE)]
+    read_token_file: Option<PathBuf>,
     /// How events are written to stderr: for people, or as JSON lines with time, job, generation and node
     #[arg(long, value_name = "FORMAT", env = "DDP_LOG_FORMAT", default_value = "text")]
     log_format: LogFormat,
@@ -231,8 +210,6 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Command::Status(args) => return operators::run(operators::status(args)),
         Command::Jobs(args) => return operators::run(operators::jobs(args)),
         Command::Close(args) => return operators::run(operators::close(args)),
-        Command::Drain(args) => return operators::run(operators::drain(args)),
-        Command::Bench(args) => return answer::give_or_fail(bench::run(args)),
         Command::Completions { shell } => return answer::completions(shell, command()),
     };
     let default = format!("{RENDEZVOUS_LOG}=info");
@@ -295,10 +272,11 @@ fn serve(
         callers,
         ..settings.config()
     };
-    let admin = match read_admin_token()? {
-        Some(token) => rendezvous::Admin::with_token(&token),
-        None => rendezvous::Admin::default(),
-    };
+    let read_token = watching
+        .read_token_file
+        .as_deref()
+        .map(read_token_file)
+        .transpose()?;
     let state_dir = settings.state_dir.as_deref();
     let ledger = state_dir.map(rendezvous::Ledger::open).transpose()?;
     let runtime = event_loop().map_err(|source| CliError::Machine {
@@ -320,15 +298,12 @@ fn serve(
         if let Some(address) = http.as_ref().and_then(|http| http.local_addr().ok()) {
             tracing::info!(target: RENDEZVOUS_LOG, "metrics and the status page are at http://{address}/");
         }
-        let operators = rendezvous::Operators {
-            viewers: admin.clone(),
+        let monitoring = Monitoring {
             http,
-            admin,
+            read_token,
             log_fields: watching.log_format == LogFormat::Json,
-            #[cfg(feature = "otlp")]
-            collector: rendezvous::Collector::from_environment(|name| std::env::var(name).ok()),
         };
-        rendezvous::serve_with(listener, config, ledger, operators, stops.stop())
+        rendezvous::serve_with(listener, config, ledger, monitoring, stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",
@@ -377,13 +352,13 @@ impl Stops {
     }
 }
 
-/// The daemon's socket, and that of operators if there is one.
+/// The daemon's socket, and that of the status page if there is one.
 async fn bind_all(
     listen: &Endpoint,
-    operators: Option<&Endpoint>,
+    http: Option<&Endpoint>,
 ) -> Result<(TcpListener, Option<TcpListener>), CliError> {
     let listener = bind_at(listen).await?;
-    let http = match operators {
+    let http = match http {
         Some(endpoint) => Some(bind_at(endpoint).await?),
         None => None,
     };
@@ -478,14 +453,6 @@ mod tests {
             format!("{given:?}")
         );
         assert!(Args::try_parse_from(["ddp-rendezvous", "serve", "--lease", "0"]).is_err());
-    }
-
-    /// It came back, and took new jobs.
-    #[test]
-    fn systemd_leaves_a_daemon_down_that_was_drained() {
-        let unit = include_str!("../../deploy/systemd/ddp-rendezvous.service");
-        let restart = unit.lines().find_map(|line| line.strip_prefix("Restart="));
-        assert_eq!(restart, Some("on-failure"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ddp_proto::env::{DDP_ADMIN_TOKEN_FILE, DDP_TOKEN, DDP_TOKEN_FILE};
+use ddp_proto::env::{DDP_TOKEN, DDP_TOKEN_FILE};
 use ddp_proto::trust::token::{BadToken, MAX_CHARS, Token};
 use tokio::time::{Instant, sleep};
 
@@ -135,22 +135,19 @@ impl TokenSource {
     }
 }
 
-/// The token of a daemon's operators, in the file that DDP_ADMIN_TOKEN_FILE names; none if it names none.
-pub fn read_admin_token() -> Result<Option<Token>, CliError> {
-    let Some(path) = std::env::var_os(DDP_ADMIN_TOKEN_FILE).filter(|path| !path.is_empty()) else {
-        return Ok(None);
-    };
-    let path = Path::new(&path);
+/// The token in a file that has to exist.
+pub fn read_token_file(path: &Path) -> Result<Token, CliError> {
     let missing = || CliError::BadToken {
         place: path.display().to_string(),
-        problem: format!("there is no such file\n  hint: {FOR_OPERATORS}"),
+        problem: format!("there is no such file\n  hint: {FOR_READERS}"),
     };
-    read_file(path, FOR_OPERATORS)?.ok_or_else(missing).map(Some)
+    read_file(path, FOR_READERS)?.ok_or_else(missing)
 }
 
 /// How to make a token of each kind.
 const FOR_NODES: &str = "make a token with `openssl rand -hex 32`, and give it to all nodes of the job";
-const FOR_OPERATORS: &str = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, other than that of the nodes, for operators alone";
+const FOR_READERS: &str =
+    "make one with `(umask 077; openssl rand -hex 32 > FILE)`, other than that of the nodes";
 
 fn read_file(path: &Path, hint: &str) -> Result<Option<Token>, CliError> {
     let refused = |problem: String| CliError::BadToken {

@@ -9,15 +9,13 @@ use ddp_proto::ids::{MAX_NODES, MAX_WORKERS};
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
 
-/// What is known of those whose messages arrive.
+/// What a daemon knows of its callers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Callers {
-    /// They have the daemon's token, or are the daemon's user.
+    /// Each caller has shown that it has the daemon's token, or that it is a process of the daemon's user.
     #[default]
-    Proven,
-    /// They may be of several users: the first node of a job registers the job's token, and others must have it.
-    OfJobs,
-    /// Nothing. What one of them gets wrong concerns it alone.
+    Authenticated,
+    /// Nothing (`--insecure`): an invalid request of a caller ends that caller's connection only.
     Anybody,
 }
 
@@ -63,8 +61,8 @@ pub struct Config {
     pub join_timeout_cap: Duration,
     /// A job that is over forgets nodes that do not leave within this time.
     pub linger: Duration,
-    /// After shutdown was asked for: how long to wait until every agent has left.
-    pub drain: Duration,
+    /// How long a daemon that shuts down waits until every agent has left.
+    pub shutdown_wait: Duration,
     /// Jobs at a time.
     pub max_jobs: usize,
     /// Nodes of one job, spares included.
@@ -121,7 +119,7 @@ impl Default for Config {
         Self {
             only_job: None,
             host: None,
-            callers: Callers::Proven,
+            callers: Callers::Authenticated,
             max_connections: 65_536,
             max_streams: 4096 + 64,
             join_wait: Duration::from_secs(5),
@@ -138,7 +136,7 @@ impl Default for Config {
             backoff_cap: RESTART_BACKOFF_CAP,
             join_timeout_cap: Duration::from_hours(24),
             linger: Duration::from_mins(1),
-            drain: Duration::from_secs(5),
+            shutdown_wait: Duration::from_secs(5),
             max_jobs: 1024,
             max_nodes: MAX_NODES,
             max_workers: MAX_WORKERS,

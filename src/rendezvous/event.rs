@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::config::Config;
 use super::policy::Account;
 use super::ranks::Member;
-use super::shares::{Answers, Owner};
+use super::store_totals::Answers;
 
 /// A stream of an agent. No two streams of a daemon have the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -121,8 +121,6 @@ pub enum Event {
         /// Why, in words.
         reason: String,
     },
-    /// An operator drains the daemon: it takes no new jobs.
-    Drain,
     /// All entries with one prefix are to be read, now or when there are enough.
     KvGather {
         /// Whom to answer.
@@ -184,9 +182,6 @@ pub struct Record {
     pub(super) attempt: u32,
     /// What is left of the restarts.
     pub(super) account: Account,
-    /// Shows who has the job's token; empty where jobs have none.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) token_proof: Vec<u8>,
     pub(super) stage: Stage,
 }
 
@@ -325,8 +320,6 @@ pub(super) struct ApplyContext<'a> {
     pub(super) effects: Vec<Effect>,
     /// The subject of its notes.
     pub(super) about: About,
-    /// Whose store is called.
-    pub(super) owner: Owner,
     /// What was gathered, in this turn and before.
     pub(super) answers: Answers,
 }

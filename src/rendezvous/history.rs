@@ -69,11 +69,9 @@ impl History {
         });
     }
 
-    /// The last generation is over, unless it was before.
+    /// Ends the last generation, unless it has ended before.
     pub(super) fn end(&mut self, now: Duration, why: &str) {
-        if let Some(last) = self.generations.back_mut()
-            && last.ended.is_none()
-        {
+        if let Some(last) = self.generations.back_mut().filter(|last| last.ended.is_none()) {
             last.ended = Some(now);
             clip(why, MAX_REASON_BYTES).clone_into(&mut last.why_it_ended);
         }

@@ -9,7 +9,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use super::event::{ApplyContext, CallId, Effect, KvError};
-use super::shares::Load;
+use super::store_totals::Load;
 
 /// Prefixes of keys that are waited for at once: each write looks at all of them.
 const MAX_PREFIXES: usize = 64;
@@ -168,7 +168,7 @@ impl KvStore {
         if let Some(last) = self.gathered.as_ref().filter(|last| last.prefix == prefix) {
             return Ok(last.encoded.clone());
         }
-        if !context.answers.have_room(&context.config.kv, context.owner) {
+        if !context.answers.have_room(&context.config.kv) {
             return Err(KvError::TooMuch(format!(
                 "cannot gather keys with `{}`: callers of this daemon have not read what they gathered before",
                 clip(prefix, 32)
@@ -188,7 +188,7 @@ impl KvStore {
             have,
             encoded: encoded.clone(),
         });
-        context.answers.add(context.owner, encoded.clone());
+        context.answers.add(encoded.clone());
         Ok(encoded)
     }
 
@@ -414,7 +414,7 @@ pub(super) fn clip(text: &str, bytes: usize) -> &str {
 mod tests {
     use super::*;
     use crate::rendezvous::event::About;
-    use crate::rendezvous::shares::Answers;
+    use crate::rendezvous::store_totals::Answers;
     use crate::rendezvous::{At, Config, KvLimits, Secret};
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -430,7 +430,6 @@ mod tests {
             config,
             effects: Vec::new(),
             about: About::default(),
-            owner: None,
             answers: Answers::default(),
         }
     }

@@ -15,7 +15,7 @@
 //! | `stragglers` | slow ranks | which ones, by their step times |
 //! | `partition` | a daemon that hears no node | whether its own network may be down |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
-//! | `shares` | all stores together | what they take, and how much of it one owner of jobs may have |
+//! | `store_totals` | all stores together | how much they take |
 //! | `messages` | texts | what people read |
 //! | [`report`] | the daemon's answers to people | how they look as JSON |
 //! | `service` | [`serve`], [`Ledger`] | who is let in, the clock, the dice, the queues, the file of records, gRPC, HTTP, sockets |
@@ -36,9 +36,9 @@ mod policy;
 mod ranks;
 pub mod report;
 mod service;
-mod shares;
 mod size;
 mod state;
+mod store_totals;
 mod stragglers;
 #[cfg(test)]
 mod tests;
@@ -49,10 +49,8 @@ pub use event::{
     Weight,
 };
 pub use report::Census;
-#[cfg(feature = "otlp")]
-pub use service::Collector;
 pub use service::{
-    Admin, Ledger, LedgerError, Listener, OperatorTls, Operators, ServeError, Transport, listen,
-    listen_locally, serve, serve_with,
+    Ledger, LedgerError, Listener, Monitoring, ServeError, Transport, listen, listen_locally, serve,
+    serve_with,
 };
 pub use state::{State, apply};

@@ -36,7 +36,7 @@ impl PartitionSuspicion {
                 true
             }
             Event::Closed { .. } => has_joined && self.silence(now) < config.http2_keepalive_interval,
-            Event::KvCancel { .. } | Event::Close { .. } | Event::Drain | Event::Tick => false,
+            Event::KvCancel { .. } | Event::Close { .. } | Event::Tick => false,
         }
     }
 

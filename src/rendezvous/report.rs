@@ -30,8 +30,6 @@ pub struct Census {
     pub longest_gathering: Duration,
     /// The daemon's own network may be down.
     pub suspects_network: bool,
-    /// The daemon takes no new jobs.
-    pub is_draining: bool,
     /// Generations of the first jobs that run one, as many as were asked for.
     pub generations: Vec<(String, u64)>,
 }
@@ -75,7 +73,6 @@ pub fn jobs(reply: &JobsReply, bounds: Bounds) -> Value {
     json!({
         "jobs": listed.collect::<Vec<_>>(),
         "more_jobs": left_over(reply.jobs.len(), bounds.jobs, reply.more_jobs),
-        "draining": reply.draining,
     })
 }
 
@@ -196,13 +193,9 @@ mod tests {
             &JobsReply {
                 jobs: vec![ddp_proto::rendezvous::JobSummary::default(); 3],
                 more_jobs: 1,
-                draining: true,
             },
             bounds,
         );
-        assert_eq!(
-            (listed["more_jobs"].as_u64(), listed["draining"].as_bool()),
-            (Some(3), Some(true))
-        );
+        assert_eq!(listed["more_jobs"], 3);
     }
 }

@@ -1,7 +1,6 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
-use std::net::IpAddr;
 use std::time::Duration;
 
 use ddp_proto::printable;
@@ -9,10 +8,8 @@ use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
     AgentMessage, JobSummary, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, Refused, StatusReply,
-    StatusRequest, refused::Code,
+    refused::Code,
 };
-use ddp_proto::trust::token::is_same_secret;
-use ddp_proto::words::counted;
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
@@ -24,15 +21,12 @@ use super::kv::clip;
 use super::nodes::deadlines::Deadlines;
 use super::partition::PartitionSuspicion;
 use super::report::Census;
-use super::shares::{Answers, Load, Owner, Shares, first_of_largest, owner_of, part_of};
+use super::store_totals::{Answers, Load, StoreTotals};
 
 /// Jobs that a list holds.
 const MAX_LISTED_JOBS: usize = 4096;
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
-
-/// Bytes of a proof that a node has the token of its job.
-const PROOF_BYTES: usize = 32;
 
 /// Everything the daemon knows.
 #[derive(Debug)]
@@ -55,10 +49,8 @@ struct Daemon {
     /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
     /// No less than the stores of all jobs take.
-    shares: Shares,
+    store_totals: StoreTotals,
     partition: PartitionSuspicion,
-    /// An operator drains the daemon.
-    is_draining: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,17 +99,9 @@ impl State {
         self.daemon.jobs.get(job_id).map(|job| job.status(now))
     }
 
-    /// The status of a job for a node of it or an operator.
-    pub fn status_for(&self, now: Duration, request: &StatusRequest, is_admin: bool) -> Option<StatusReply> {
-        let job = self.daemon.jobs.get(&request.job_id)?;
-        (is_admin || job.has(&request.incarnation)).then(|| job.status(now))
-    }
-
-    /// The list of jobs, for operators.
+    /// All jobs.
     pub fn jobs(&self, now: Duration) -> JobsReply {
-        let Daemon {
-            jobs, is_draining, ..
-        } = &self.daemon;
+        let jobs = &self.daemon.jobs;
         let listed: Vec<JobSummary> = jobs
             .values()
             .take(MAX_LISTED_JOBS)
@@ -126,7 +110,6 @@ impl State {
         JobsReply {
             more_jobs: (jobs.len() - listed.len()) as u32,
             jobs: listed,
-            draining: *is_draining,
         }
     }
 
@@ -134,7 +117,6 @@ impl State {
     pub fn census(&self, now: Duration, generations: usize) -> Census {
         let mut census = Census {
             suspects_network: self.daemon.suspects_network(now, &self.config),
-            is_draining: self.daemon.is_draining,
             ..Census::default()
         };
         for (id, job) in &self.daemon.jobs {
@@ -151,16 +133,6 @@ impl State {
     /// The daemon has this job, and it is not over.
     pub fn has_job(&self, job_id: &str) -> bool {
         self.daemon.jobs.get(job_id).is_some_and(|job| !job.is_over())
-    }
-
-    /// How many jobs the daemon has.
-    pub fn job_count(&self) -> usize {
-        self.daemon.jobs.len()
-    }
-
-    /// The daemon is draining, and its last job is gone.
-    pub fn is_drained(&self) -> bool {
-        self.daemon.is_draining && self.daemon.jobs.is_empty()
     }
 
     #[cfg(test)]
@@ -186,7 +158,6 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         config,
         effects: Vec::new(),
         about: About::default(),
-        owner: None,
         answers: std::mem::take(answers),
     };
     let has_joined = matches!(&event, Event::Closed { conn, .. } if daemon.speakers.contains_key(conn));
@@ -210,7 +181,6 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
             }
         }
         Event::Close { job, reason } => daemon.close(&mut context, &job, &reason),
-        Event::Drain => daemon.drain(&mut context),
         Event::KvGather { call, request } => daemon.kv_gather(&mut context, call, request),
         Event::Tick => daemon.tick(&mut context),
     }
@@ -264,10 +234,6 @@ impl Daemon {
             assignment_id,
         };
         if let Body::Join(join) = body {
-            if let Err(reason) = self.check_token(context.config, &job_id, &join.token_proof) {
-                self.speakers.remove(&conn);
-                return refuse(context, conn, refusal(Code::Unauthenticated, reason));
-            }
             let joining = Joining {
                 conn,
                 peer,
@@ -313,7 +279,7 @@ impl Daemon {
             let hint =
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
             let reason = match context.config.callers {
-                Callers::Proven => format!("the rendezvous at this address {reason}"),
+                Callers::Authenticated => format!("the rendezvous at this address {reason}"),
                 _ => format!(
                     "the rendezvous at this address does not serve job `{}`",
                     clip(&speaker.job, 128)
@@ -330,29 +296,9 @@ impl Daemon {
         Ok(())
     }
 
-    /// Where each job has its own token, a node needs the token of its job.
-    fn check_token(&self, config: &Config, job_id: &str, proof: &[u8]) -> Result<(), String> {
-        if config.callers != Callers::OfJobs {
-            return Ok(());
-        }
-        let hint = "give all nodes of the job the same token (DDP_TOKEN, DDP_TOKEN_FILE or `~/.config/ddp-run/token`)";
-        if proof.len() != PROOF_BYTES {
-            return Err(format!("this daemon needs the token of the job\n  hint: {hint}"));
-        }
-        let is_other = |job: &Job| !job.token_proof().is_empty() && !is_same_secret(job.token_proof(), proof);
-        if self.jobs.get(job_id).is_some_and(is_other) {
-            return Err(format!(
-                "job `{job_id}` has a different token\n  hint: {hint}; or use a different `--rdzv-id`"
-            ));
-        }
-        Ok(())
-    }
-
     fn join(&mut self, context: &mut ApplyContext<'_>, job_id: &str, joining: Joining) {
         let mut finished = self.finished.iter().rev();
-        let config = context.config;
-        let missed =
-            finished.find(|f| f.is_of(job_id) && f.is_open_to(config, &joining) && f.concerns(&joining));
+        let missed = finished.find(|f| f.is_of(job_id) && f.concerns(&joining));
         if missed.is_some_and(|missed| missed.tell(context, &joining)) {
             return;
         }
@@ -361,40 +307,12 @@ impl Daemon {
             // Its verdict is kept for those that were away when it was told.
             self.forget(context, job_id);
         }
-        if !self.jobs.contains_key(job_id)
-            && let Err(refused) = self.admit_job(config, joining.peer.remote)
-        {
-            return refuse(context, joining.conn, refused);
-        }
-        // Another run of this name continues to count generations, also if it is another user's: what is left of the old
-        // run stays fenced off.
+        // Another run of this name continues to count generations: what is left of the old run stays fenced off.
         let earlier = self.finished.iter().filter(|f| f.is_of(job_id));
         let earlier = earlier.map(Finished::generation).max();
         let new = || Job::new(job_id, earlier.unwrap_or(0), context.at.now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
         job.join(context, joining);
-    }
-
-    /// Whether a node at this address may begin another job.
-    fn admit_job(&self, config: &Config, from: IpAddr) -> Result<(), Refused> {
-        if self.is_draining {
-            let reason = "the rendezvous daemon is drained and takes no new jobs\n  \
-                          hint: start the job at a different daemon, or when this one has been replaced";
-            return Err(refusal(Code::Draining, reason.to_owned()));
-        }
-        let Some(owner) = owner_of(config, from) else {
-            return Ok(());
-        };
-        let own = self
-            .jobs
-            .values()
-            .filter(|job| job.owner() == Some(owner))
-            .count();
-        if own >= part_of(config.max_jobs) {
-            let reason = format!("this daemon already has {own} jobs from `{from}`, the most of one address");
-            return Err(refusal(Code::Invalid, reason));
-        }
-        Ok(())
     }
 
     fn closed(&mut self, context: &mut ApplyContext<'_>, conn: ConnId, clean: bool) {
@@ -498,18 +416,6 @@ impl Daemon {
         }
     }
 
-    fn drain(&mut self, context: &mut ApplyContext<'_>) {
-        if !std::mem::replace(&mut self.is_draining, true) {
-            let end = match self.jobs.len() {
-                0 => "now".to_owned(),
-                jobs => format!("after {}", counted(jobs as u32, "job")),
-            };
-            context.decided(format!(
-                "the daemon is drained: it takes no new jobs, and ends {end}"
-            ));
-        }
-    }
-
     /// Drops a job that no node needs; its verdict is kept for agents that missed it.
     fn forget(&mut self, context: &mut ApplyContext<'_>, job_id: &str) {
         let job = self.jobs.get(job_id);
@@ -520,17 +426,9 @@ impl Daemon {
         self.replan(job_id);
         if let Some(finished) = finished {
             if self.finished.len() >= MAX_FINISHED {
-                self.forget_verdict();
+                self.finished.pop_front();
             }
             self.finished.push_back(finished);
-        }
-    }
-
-    /// Drops the oldest verdict of the owner that has most: one owner's jobs must not push out those of others.
-    fn forget_verdict(&mut self) {
-        let owners: Vec<Owner> = self.finished.iter().map(Finished::owner).collect();
-        if let Some(oldest) = first_of_largest(&owners) {
-            self.finished.remove(oldest);
         }
     }
 
@@ -545,26 +443,27 @@ impl Daemon {
             bytes: request.key.len() + request.value.len(),
             waiters: 0,
         };
-        context.owner = self.job(&request.job_id, &request.incarnation)?.owner();
-        self.check_room(context.config, context.owner, more)?;
-        let job = self.job(&request.job_id, &request.incarnation)?;
-        job.put(context, request)?;
+        // A caller that is no node of the job learns nothing of the room either.
+        self.job(&request.job_id, &request.incarnation)?;
+        self.check_room(context.config, more)?;
+        self.job(&request.job_id, &request.incarnation)?
+            .put(context, request)?;
         // A key that was there before is counted twice, until the next count.
-        self.shares.add(context.owner, more);
+        self.store_totals.add(more);
         Ok(())
     }
 
-    /// All jobs together take no more than so much, and those of one owner no more than their part. Stores that have ended
-    /// and reads that were answered are noticed when it seems to be reached.
-    fn check_room(&mut self, config: &Config, owner: Owner, more: Load) -> Result<(), KvError> {
-        if self.shares.check(&config.kv, owner, more).is_ok() {
+    /// Checks the bounds of all stores together. Where they seem to be reached, it counts anew, without the stores that
+    /// have ended and the reads that were answered.
+    fn check_room(&mut self, config: &Config, more: Load) -> Result<(), KvError> {
+        if self.store_totals.check(&config.kv, more).is_ok() {
             return Ok(());
         }
-        self.shares = Shares::default();
+        self.store_totals = StoreTotals::default();
         for job in self.jobs.values() {
-            self.shares.add(job.owner(), job.load());
+            self.store_totals.add(job.load());
         }
-        self.shares.check(&config.kv, owner, more)
+        self.store_totals.check(&config.kv, more)
     }
 
     fn kv_get(&mut self, context: &mut ApplyContext<'_>, call: CallId, request: KvGetRequest) {
@@ -603,8 +502,8 @@ impl Daemon {
         (job_id, caller): (&str, &str),
         begin: impl FnOnce(&mut Job, &mut ApplyContext<'_>) -> Result<(), KvError>,
     ) -> Result<(), KvError> {
-        context.owner = self.job(job_id, caller)?.owner();
-        let room = self.check_room(context.config, context.owner, Load::READ);
+        self.job(job_id, caller)?;
+        let room = self.check_room(context.config, Load::READ);
         let job = self.job(job_id, caller)?;
         let before = job.load().waiters;
         begin(job, context)?;
@@ -613,7 +512,7 @@ impl Daemon {
                 job.cancel(call);
                 return Err(full);
             }
-            self.shares.add(context.owner, Load::READ);
+            self.store_totals.add(Load::READ);
         }
         Ok(())
     }

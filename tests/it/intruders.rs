@@ -1,14 +1,13 @@
-//! What those can do who are not let in: another user of the machine, hosts without the token or with another one,
-//! and connections that say nothing, too little or too much. They learn nothing and change nothing, they are counted,
-//! and the job goes on.
+//! What callers can do that the daemon does not let in: another user of the machine, hosts without the token or with
+//! another one, and connections that say nothing, too little or too much. They learn nothing and change nothing, they
+//! are counted, and the job goes on.
 
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -19,7 +18,7 @@ use ddp_proto::rendezvous::{AgentMessage, StatusRequest};
 use ddp_proto::trust::token::Token;
 use nix::unistd::Uid;
 
-use crate::harness::{Daemon, PATIENCE, Program, ReservedPort, Running, eventually, launch, temp_dir};
+use crate::harness::{Daemon, PATIENCE, Program, ReservedPort, Running, launch, temp_dir};
 
 /// What a client of HTTP/2 says first.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -420,131 +419,4 @@ fn idle_connections_leave_a_launcher_its_files() {
     std::fs::write(&go, "").expect("writable");
     job.finish().expect_exit(0);
     drop(idle);
-}
-
-/// An authority, and by it a certificate for 127.0.0.1 (`cert.pem`, `key.pem`) and one of a node (`node.pem`, `node.key`),
-/// by OpenSSL; false without it.
-fn make_certificates(dir: &Path) -> bool {
-    if Command::new("openssl").arg("version").output().is_err() {
-        return false;
-    }
-    let script = "set -e
-        signed() {
-            openssl req -new -newkey ed25519 -nodes -keyout $2 -out req.pem -subj /CN=$3
-            printf 'subjectAltName=IP:127.0.0.1\\nextendedKeyUsage='$3'Auth\\n' >ext
-            openssl x509 -req -in req.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext -out $1
-        }
-        openssl req -x509 -newkey ed25519 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=authority
-        signed cert.pem key.pem server
-        signed node.pem node.key client";
-    let made = Command::new("sh")
-        .args(["-c", script])
-        .current_dir(dir)
-        .output()
-        .expect("a shell");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    true
-}
-
-#[test]
-fn at_a_daemon_of_several_users_a_job_belongs_to_those_who_have_its_token() {
-    let dir = temp_dir();
-    if !make_certificates(dir.path()) {
-        eprintln!("SKIPPED: there is no `openssl` on this machine");
-        return;
-    }
-    let file = |name: &str| dir.path().join(name).to_str().expect("unicode").to_owned();
-    let (cert, key) = (file("cert.pem"), file("key.pem"));
-    let mut daemon = Daemon::start_with("127.0.0.1:0", &["--tls-cert", &cert, "--tls-key", &key]);
-    let endpoint = daemon.endpoint.clone();
-    let node = |token: &Token| {
-        launch()
-            .node_of(2, &endpoint, "shared")
-            .env("DDP_TLS_CA", &file("ca.pem"))
-            .env("DDP_TOKEN", token.reveal())
-            .shell("echo ran")
-    };
-    let (own, other) = (Token::random(), Token::random());
-    let first = node(&own).start();
-    daemon.wait_for("` joined from ");
-    node(&other)
-        .run()
-        .expect_exit(77)
-        .expect_stderr("job `shared` has a different token");
-    // A stranger to the daemon's authority.
-    node(&own)
-        .env("DDP_TLS_CA", &file("cert.pem"))
-        .flag("--rdzv-conf", "connect_timeout=1")
-        .run()
-        .expect_exit(77)
-        .expect_stderr("the daemon's certificate is not accepted");
-    let shaken = Command::new("openssl")
-        .args([
-            "s_client",
-            "-connect",
-            &endpoint,
-            "-CAfile",
-            &file("ca.pem"),
-            "-alpn",
-            "h2",
-            "-brief",
-        ])
-        .stdin(Stdio::null())
-        .output()
-        .expect("it ran");
-    let said = String::from_utf8_lossy(&shaken.stderr).into_owned();
-    assert!(
-        said.contains("TLSv1.3") && said.contains("Verification: OK"),
-        "{said}"
-    );
-    // New files are taken without a restart.
-    assert!(make_certificates(dir.path()));
-    let second = eventually("the new certificate is used", || {
-        let tried = node(&own).flag("--rdzv-conf", "connect_timeout=1").run();
-        (tried.code() == Some(0)).then_some(tried)
-    });
-    second.expect_stdout("ran");
-    first.finish().expect_exit(0);
-    daemon.stop().expect_exit(0);
-}
-
-/// Mutual TLS: the token of a job is not enough there.
-#[test]
-fn a_daemon_with_an_authority_lets_in_only_nodes_with_its_certificates() {
-    let (dir, elsewhere) = (temp_dir(), temp_dir());
-    if !make_certificates(dir.path()) || !make_certificates(elsewhere.path()) {
-        eprintln!("SKIPPED: there is no `openssl` on this machine");
-        return;
-    }
-    let file = |name: &str| dir.path().join(name).to_str().expect("unicode").to_owned();
-    let files = ["cert.pem", "key.pem", "ca.pem"].map(file);
-    let [cert, key, ca] = files.each_ref().map(String::as_str);
-    let flags = ["--tls-cert", cert, "--tls-key", key, "--tls-ca", ca];
-    let daemon = Daemon::start_with("127.0.0.1:0", &flags);
-    let token = Token::random();
-    let node = |certificate: Option<&Path>| {
-        let node = launch()
-            .node_of(1, &daemon.endpoint, "mutual")
-            .flag("--rdzv-conf", "connect_timeout=1")
-            .env("DDP_TLS_CA", ca)
-            .env("DDP_TOKEN", token.reveal())
-            .shell("echo ran");
-        let Some(dir) = certificate else {
-            return node.run();
-        };
-        let file = |name: &str| dir.join(name).to_str().expect("unicode").to_owned();
-        node.env("DDP_TLS_CERT", &file("node.pem"))
-            .env("DDP_TLS_KEY", &file("node.key"))
-            .run()
-    };
-    for stranger in [None, Some(elsewhere.path())] {
-        let refused = node(stranger);
-        refused
-            .expect_exit(77)
-            .expect_stderr("it lets in only nodes with a certificate of its authority")
-            .expect_stderr("DDP_TLS_CERT");
-        assert!(refused.stdout().is_empty(), "{refused:?}");
-    }
-    node(Some(dir.path())).expect_exit(0).expect_stdout("ran");
-    daemon.stop().expect_exit(0);
 }

@@ -1,5 +1,5 @@
-//! What operators see of a daemon, and do to it: health, metrics, the status page's stream, `status`, `jobs`, `close`,
-//! `drain`, and JSON logs.
+//! What people see of a daemon, and do to it: health, metrics, the status page's stream, `status`, `jobs`, `close`, and
+//! JSON logs.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream, UdpSocket};
@@ -521,55 +521,9 @@ fn a_job_is_closed_on_all_of_its_nodes() {
     daemon.stop().expect_exit(0);
 }
 
+/// It ended with 70, as if the daemon had failed.
 #[test]
-fn a_drained_daemon_ends_with_its_last_job() {
-    let dir = temp_dir();
-    let done = dir.path().join("done");
-    let daemon = Watched::start(&[]);
-    let with = |node: Launch| node.env("DONE", done.to_str().expect("unicode"));
-    let mut nodes = pair(&daemon, "last", with, &format!("echo at work; {UNTIL_DONE}"));
-    for node in &mut nodes {
-        node.wait_for("at work");
-    }
-    daemon
-        .operator(&["drain"])
-        .run()
-        .expect_exit(0)
-        .expect_stdout("ends after 1 job");
-    let late = launch()
-        .node_of(1, &daemon.endpoint, "late")
-        .flag("--rdzv-conf", "is_host=false")
-        .shell("true")
-        .run();
-    late.expect_exit(75).expect_stderr("takes no new jobs");
-    daemon.expect_sample("ddp_refusals_total{code=\"draining\"}", 1.0);
-    assert_eq!(daemon.get("/readyz").status, 200, "its nodes still find it");
-    daemon
-        .operator(&["jobs"])
-        .run()
-        .expect_exit(0)
-        .expect_stdout("takes no new jobs");
-    std::fs::write(&done, "").expect("writable");
-    for node in nodes {
-        node.finish().expect_exit(0);
-    }
-    daemon
-        .running
-        .finish()
-        .expect_exit(0)
-        .expect_stderr("no job is left on the drained daemon");
-    // One without jobs ends at once.
-    let idle = Watched::start(&[]);
-    idle.operator(&["drain"])
-        .run()
-        .expect_exit(0)
-        .expect_stdout("takes no new jobs, and ends now");
-    idle.running.finish().expect_exit(0);
-}
-
-/// Both ended with 70, as if the daemon had failed.
-#[test]
-fn what_a_launchers_own_daemon_does_not_serve_is_a_mistake_of_the_command_line() {
+fn a_job_that_a_launchers_own_daemon_does_not_serve_is_a_mistake_of_the_command_line() {
     let (port, dir) = (ReservedPort::new(), temp_dir());
     let done = dir.path().join("done");
     let mut node = launch()
@@ -593,11 +547,10 @@ fn what_a_launchers_own_daemon_does_not_serve_is_a_mistake_of_the_command_line()
     operator(&["status", "other"])
         .expect_exit(2)
         .expect_stderr(&format!("cannot get the status of job `other` {daemon}"));
-    operator(&["drain"])
-        .expect_exit(2)
-        .expect_stderr(&format!("cannot begin a drain {daemon} and ends with it"));
-    std::fs::write(&done, "").expect("writable");
-    node.finish().expect_exit(0);
+    // The owner of a job lists and closes it at its own launcher, too.
+    operator(&["jobs"]).expect_exit(0).expect_stdout("own");
+    operator(&["close", "own"]).expect_exit(0);
+    node.finish().expect_exit(78);
 }
 
 /// A file that only its owner can read.
@@ -616,9 +569,9 @@ fn own_address() -> Option<SocketAddr> {
     socket.local_addr().ok()
 }
 
-/// A daemon on a private address, as the documents say, had no operators.
+/// A daemon on a private address, as the documents say, had no page.
 #[test]
-fn who_is_on_the_daemons_machine_is_an_operator_under_whatever_address() {
+fn the_daemons_own_machine_sees_its_page_under_whatever_address() {
     let Some(address) = own_address() else {
         return eprintln!("SKIPPED: this machine has no address besides the loopback");
     };
@@ -629,31 +582,24 @@ fn who_is_on_the_daemons_machine_is_an_operator_under_whatever_address() {
 }
 
 #[test]
-fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
+fn the_read_token_shows_the_page_and_neither_lists_nor_closes() {
     const TOKEN: &str = "a-token-of-32-characters-or-more";
     let dir = temp_dir();
-    let right = token_file(dir.path(), "right", TOKEN);
-    let wrong = token_file(dir.path(), "wrong", "another-token-of-32-characters-..");
-    let daemon = Watched::start_with(&[], |program| program.env("DDP_ADMIN_TOKEN_FILE", &right));
+    let read = token_file(dir.path(), "read", TOKEN);
+    let daemon = Watched::start(&["--read-token-file", &read]);
     let mut nodes = pair(&daemon, "guarded", |node| node, "echo at work; sleep 600");
     for node in &mut nodes {
         node.wait_for("at work");
     }
-    for words in [&["jobs"][..], &["close", "guarded"], &["drain"], &["status"]] {
-        daemon
-            .operator(words)
+    // The handshake shows another token than that of the nodes.
+    for words in [&["jobs"][..], &["close", "guarded"], &["status"]] {
+        let stranger = daemon.operator(words).env("DDP_TOKEN_FILE", &read);
+        stranger
             .run()
             .expect_exit(77)
-            .expect_stderr("the admin token is missing or wrong");
-        let mistaken = daemon.operator(words).env("DDP_ADMIN_TOKEN_FILE", &wrong).run();
-        mistaken.expect_exit(77);
+            .expect_stderr("it has a different token");
     }
-    // Whether there is a job is for its nodes and for operators.
-    for job in ["guarded", "no-such-job"] {
-        let status = daemon.operator(&["status", job]).run();
-        let words = format!("has no job `{job}` that you may see");
-        status.expect_exit(2).expect_stderr(&words);
-    }
+    daemon.expect_at_least("ddp_refusals_total{code=\"connection\"}", 3.0);
     let page = daemon.get("/");
     assert_eq!(page.status, 200);
     assert!(
@@ -672,6 +618,7 @@ fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     }
     let in_url = daemon.get(&format!("/events?token={TOKEN}"));
     assert_eq!(in_url.status, 401, "not in a URL");
+    daemon.expect_at_least("ddp_refusals_total{code=\"forbidden\"}", 4.0);
     let metrics = daemon.get("/metrics");
     assert_eq!(metrics.sample("ddp_ranks"), Some(2.0));
     assert!(!metrics.body.contains("guarded"), "{}", metrics.body);
@@ -680,16 +627,16 @@ fn with_an_admin_token_nobody_without_it_learns_or_does_anything() {
     assert_eq!(generation, Some(1.0));
     let shown = snapshot(&daemon.http, "", &header);
     assert_eq!(shown["job"]["job"], "guarded");
-    daemon.expect_at_least("ddp_refusals_total{code=\"admin\"}", 12.0);
-    let close = daemon.operator(&["close", "guarded"]);
-    close.env("DDP_ADMIN_TOKEN_FILE", &right).run().expect_exit(0);
+    // The nodes' token shows and closes the job.
+    daemon
+        .operator(&["status"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout("guarded");
+    daemon.operator(&["close", "guarded"]).run().expect_exit(0);
     for node in nodes {
         node.finish().expect_exit(78);
     }
-    // Another token of the nodes is seen in the handshake.
-    let stranger = daemon.operator(&["jobs"]).env("DDP_TOKEN_FILE", &wrong);
-    stranger.run().expect_exit(77);
-    daemon.expect_at_least("ddp_refusals_total{code=\"connection\"}", 1.0);
     daemon.stop().expect_exit(0);
 }
 
@@ -702,7 +649,7 @@ fn a_file_without_a_token_is_no_protection_and_refused() {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("an own file");
         let refused = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(["serve", "--listen", "127.0.0.1:0"].map(Into::into))
-            .env("DDP_ADMIN_TOKEN_FILE", path.to_str().expect("unicode"))
+            .env("DDP_READ_TOKEN_FILE", path.to_str().expect("unicode"))
             .run();
         refused.expect_exit(77).expect_stderr(words);
     }

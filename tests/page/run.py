@@ -18,7 +18,7 @@ import tempfile
 from browser import Browser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TOKEN = "an-admin-token-for-this-test-alone"
+TOKEN = "a-read-token-for-this-test-alone"
 NODES_TOKEN = "a-token-of-nodes-for-this-test-alone"
 # If any of it were taken for HTML, there would be a picture, whose error would leave a mark.
 ATTACK = "logs<img src=x onerror=document.title='attacked'>"
@@ -46,7 +46,7 @@ class Job:
         (folder / "token").write_text(TOKEN + "\n")
         command = [programs / "ddp-rendezvous", "serve", "--listen", "127.0.0.1:0", "--metrics-addr", "127.0.0.2:0",
                    "--lease", "1.5"]
-        environment = {**os.environ, "DDP_ADMIN_TOKEN_FILE": str(folder / "token"), "DDP_TOKEN": NODES_TOKEN,
+        environment = {**os.environ, "DDP_READ_TOKEN_FILE": str(folder / "token"), "DDP_TOKEN": NODES_TOKEN,
                        "PYTHONPATH": str(ROOT / "python")}
         daemon = self._start(stack, command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         endpoint = daemon.stdout.readline().strip()

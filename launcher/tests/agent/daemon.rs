@@ -9,10 +9,9 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, Failure,
-    Failures, GenerationOver, JobOver, JobsReply, JobsRequest, Join, KvGatherReply, KvGatherRequest,
-    KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest,
-    Waiting, WorkerExit,
+    AgentMessage, Assignment, CloseReply, CloseRequest, DaemonMessage, Failure, Failures, GenerationOver,
+    JobOver, JobsReply, JobsRequest, Join, KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest,
+    KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting, WorkerExit,
 };
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -413,10 +412,6 @@ impl Rendezvous for Service {
     }
 
     async fn close(&self, _: Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
-        Err(Status::unimplemented("for operators"))
-    }
-
-    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         Err(Status::unimplemented("for operators"))
     }
 }

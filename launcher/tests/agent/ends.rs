@@ -175,7 +175,6 @@ fn a_refusal_has_the_code_of_its_reason() {
     let cases = [
         (Code::Disagree, 76),
         (Code::TimedOut, 75),
-        (Code::Unauthenticated, 77),
         (Code::Invalid, 2),
         (Code::JobOver, 75),
     ];

@@ -17,7 +17,7 @@ use tower_service::Service;
 
 use super::attempts::ATTEMPT_TIMEOUT;
 use crate::look_up::look_up;
-use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError, TlsFiles};
+use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError};
 use crate::trust::token::Token;
 
 /// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
@@ -37,8 +37,6 @@ pub enum Access {
     Open,
     /// That they have the token.
     Token(Token),
-    /// The daemon has an operator's certificate, and is told a hash of the job's token.
-    Operator(TlsFiles, Token),
 }
 
 impl Access {
@@ -46,40 +44,16 @@ impl Access {
     pub const fn token(&self) -> Option<&Token> {
         match self {
             Self::Open => None,
-            Self::Token(token) | Self::Operator(_, token) => Some(token),
+            Self::Token(token) => Some(token),
         }
     }
-
-    /// TLS for a daemon at `host`, and the name that its certificate must have.
-    fn tls(&self, host: &str) -> Result<Option<Tls>, TlsError> {
-        let (config, name, by_token) = match self {
-            Self::Open => return Ok(None),
-            Self::Token(token) => (tls::client_of_token(token)?, SERVER_NAME, true),
-            Self::Operator(files, _) => (tls::client_of_files(files)?, host, false),
-        };
-        let bare = name.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let name = ServerName::try_from(bare).map_err(|error| TlsError::Unfit(error.to_string()))?;
-        let connector = TlsConnector::from(Arc::new(config));
-        Ok(Some(Tls {
-            connector,
-            name,
-            by_token,
-        }))
-    }
-}
-
-#[derive(Clone)]
-struct Tls {
-    connector: TlsConnector,
-    name: ServerName<'static>,
-    by_token: bool,
 }
 
 /// Opens connections to one daemon.
 #[derive(Clone)]
 pub(super) struct Connector {
     place: Place,
-    tls: Option<Tls>,
+    tls: Option<TlsConnector>,
 }
 
 #[derive(Clone)]
@@ -95,7 +69,8 @@ impl Connector {
             host: host.to_owned(),
             port,
         };
-        let tls = access.tls(host)?;
+        let tls = access.token().map(tls::client_of_token).transpose()?;
+        let tls = tls.map(|config| TlsConnector::from(Arc::new(config)));
         Ok(Self { place, tls })
     }
 
@@ -116,12 +91,14 @@ impl Connector {
             let is_first = true;
             return Ok(Connection::Tcp { stream, is_first });
         };
-        match tls.connector.connect(tls.name, stream).await {
+        // It is never looked up.
+        let name = ServerName::try_from(SERVER_NAME)?;
+        match tls.connect(name, stream).await {
             Ok(stream) => Ok(Connection::Tls(Box::new(BufWriter::with_capacity(
                 SMALL_WRITES,
                 stream,
             )))),
-            Err(error) => Err(tls::words_of(&error, tls.by_token).into()),
+            Err(error) => Err(tls::words_of(&error).into()),
         }
     }
 }
@@ -139,7 +116,7 @@ async fn open_tcp(host: &str, port: u16) -> Result<TcpStream, tonic::codegen::St
             }
             Ok(Err(error)) => failure = error,
             Err(_) => {
-                failure = io::Error::new(io::ErrorKind::TimedOut, format!("`{address}` does not answer"))
+                failure = io::Error::new(io::ErrorKind::TimedOut, format!("`{address}` does not answer"));
             }
         }
     }
@@ -222,7 +199,7 @@ impl AsyncRead for Connection {
                 read
             }
             Self::Unix(stream) => Pin::new(stream).poll_read(context, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf).map_err(tls::plainly),
+            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf),
         }
     }
 }
@@ -266,9 +243,8 @@ impl AsyncWrite for Connection {
     }
 }
 
-/// What came of a write, which does as if it succeeded where the daemon has closed the connection: the read that follows
-/// tells so, after what the daemon said last, such as why it does not accept a certificate. HTTP/2 would not read it after
-/// an error.
+/// Lets a write to a connection that the daemon has closed look successful: HTTP/2 then reads what the daemon sent last,
+/// and the end after it. After an error it would read neither.
 fn left_to_read<T>(written: Poll<io::Result<T>>, success: T) -> Poll<io::Result<T>> {
     use io::ErrorKind::{BrokenPipe, ConnectionReset};
     match written {

@@ -9,7 +9,7 @@ use super::connector::handshake_failure;
 use crate::exit;
 use crate::look_up::LookUpError;
 use crate::printable;
-use crate::trust::tls::{NOT_LET_IN, TlsError};
+use crate::trust::tls::TlsError;
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,7 +27,7 @@ pub enum ClientError {
     /// Its host is a name, and there is no thread to look it up.
     #[error(transparent)]
     NoThread(LookUpError),
-    /// Certificates or keys cannot be used.
+    /// TLS could not be set up.
     #[error("{0}")]
     Tls(String),
     /// The daemon cannot prove that it is the right one.
@@ -120,9 +120,7 @@ pub enum CallError {
 impl CallError {
     const fn hint(self) -> &'static str {
         match self {
-            Self::UnknownJob => {
-                "\n  hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token"
-            }
+            Self::UnknownJob => "\n  hint: `ddp-rendezvous jobs` lists them",
             _ => "",
         }
     }
@@ -199,20 +197,12 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
     let (endpoint, cause) = (endpoint.to_owned(), root_cause(status));
     match status.code() {
         Code::Unimplemented => ClientError::Stranger { endpoint, cause },
-        _ if cause.starts_with(NOT_LET_IN) => ClientError::Call {
-            what: "join a job".to_owned(),
-            endpoint,
-            why: CallError::Unauthenticated,
-            cause: format!("{cause}\n  hint: {OWN_CERTIFICATE}"),
-        },
         _ => ClientError::Broken { endpoint, cause },
     }
 }
 
 /// What to do where no server answers at the endpoint.
 const IS_IT_THERE: &str = "check that `ddp-rendezvous serve` (or the node that hosts the rendezvous) is running there, that its port is open, and that no other program uses the port";
-/// What to do where the daemon does not accept the certificate of this node.
-const OWN_CERTIFICATE: &str = "set DDP_TLS_CERT and DDP_TLS_KEY to a certificate of the authority that is the rendezvous's `--tls-ca`, for clients and valid today, and to its key";
 /// What to do where the endpoint's name leads nowhere.
 const IS_IT_KNOWN: &str = "check the name (`getent hosts NAME`), or use an IP address";
 
@@ -263,8 +253,8 @@ impl Setback {
 
 /// The failed look-up below an error, if that is what it was.
 pub(super) fn look_up_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LookUpError> {
-    let layers = std::iter::successors(Some(error), |error| error.source());
-    layers.filter_map(|error| error.downcast_ref()).next()
+    let mut layers = std::iter::successors(Some(error), |error| error.source());
+    layers.find_map(|error| error.downcast_ref())
 }
 
 /// The innermost words of an error: the layers around it only say "transport error".

@@ -3,7 +3,7 @@
 //! | module | what it is | who has it |
 //! |---|---|---|
 //! | [`token`] | the secret of a job | its launchers and their daemon |
-//! | [`tls`] | mutual TLS, by the keys that follow from a token or by an operator's files | daemon ⇄ agent |
+//! | [`tls`] | mutual TLS, by the keys that follow from a token | daemon ⇄ agent |
 //! | [`data_key`] | the secret of a generation's data connections | daemon → agent → worker |
 
 pub mod data_key;

@@ -1,6 +1,6 @@
 //! The secret that all nodes of a job have in common, and what is derived from it.
 //!
-//! It never goes over a network. Both sides of a connection derive their keys from it ([`crate::trust::tls`]), and a daemon that serves several users is told one hash for each job.
+//! It never goes over a network: both sides of a connection derive their keys from it ([`crate::trust::tls`]).
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,7 +15,6 @@ const MIN_DIFFERENT: usize = 8;
 /// What each derived key is for: a key of one purpose says nothing about that of another.
 const DAEMON_KEY: &str = "ddp-run 2026-11 TLS key of a daemon";
 const AGENT_KEY: &str = "ddp-run 2026-11 TLS key of an agent";
-const PROOF: &str = "ddp-run 2026-11 proof of the token of a job";
 
 /// The secret. It has no `Display`, and its `Debug` does not show it.
 #[derive(Clone)]
@@ -69,12 +68,6 @@ impl Token {
         &self.0
     }
 
-    /// Shows a daemon that its caller has the token of `job`, and of no other job.
-    pub fn proof(&self, job: &str) -> [u8; 32] {
-        let key = blake3::derive_key(PROOF, self.0.as_bytes());
-        blake3::keyed_hash(&key, job.as_bytes()).into()
-    }
-
     /// Seed of the Ed25519 key that this side of a connection proves to have.
     pub(super) fn tls_seed(&self, side: Side) -> [u8; 32] {
         let purpose = match side {
@@ -89,12 +82,6 @@ impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token(…)")
     }
-}
-
-/// Compares two secrets in a time that does not depend on where they differ.
-pub fn is_same_secret(one: &[u8], other: &[u8]) -> bool {
-    // `blake3::Hash` compares in constant time.
-    blake3::hash(one) == blake3::hash(other)
 }
 
 #[cfg(test)]
@@ -118,15 +105,11 @@ mod tests {
     }
 
     #[test]
-    fn it_is_not_shown_and_each_has_its_own_proofs() {
+    fn it_is_not_shown_and_each_side_has_a_key_of_its_own() {
         let (one, other) = (Token::random(), Token::random());
         assert_eq!(format!("{one:?}"), "Token(…)");
         Token::parse(one.reveal()).unwrap();
-        assert_ne!(one.proof("a"), one.proof("b"));
-        assert_ne!(one.proof("a"), other.proof("a"));
         assert_ne!(one.tls_seed(Side::Agent), one.tls_seed(Side::Daemon));
-        assert_ne!(one.tls_seed(Side::Agent), one.proof(""));
-        assert!(is_same_secret(&one.proof("a"), &one.proof("a")));
-        assert!(!is_same_secret(&one.proof("a"), b""));
+        assert_ne!(one.tls_seed(Side::Agent), other.tls_seed(Side::Agent));
     }
 }

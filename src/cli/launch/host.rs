@@ -17,7 +17,6 @@ use ddp_proto::look_up::{LookUpError, look_up};
 use ddp_proto::printable;
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
-use ddp_proto::trust::tls::TlsFiles;
 use tokio::net::{TcpListener, TcpStream};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
@@ -46,22 +45,7 @@ pub enum Protection {
     /// Nothing: `--insecure`.
     Insecure,
     /// That they have the token.
-    Token {
-        /// Where it is.
-        source: TokenSource,
-        /// DDP_TLS_CA and the like, for a daemon with an operator's certificate.
-        files: TlsFiles,
-    },
-}
-
-/// The operator's files that the environment names.
-fn tls_files(get_env: &impl Fn(&str) -> Option<String>) -> TlsFiles {
-    let file = |name| get_env(name).filter(|path| !path.is_empty()).map(Into::into);
-    TlsFiles {
-        cert: file("DDP_TLS_CERT"),
-        key: file("DDP_TLS_KEY"),
-        ca: file("DDP_TLS_CA"),
-    }
+    Token(TokenSource),
 }
 
 impl Protection {
@@ -70,21 +54,14 @@ impl Protection {
         if is_insecure {
             return Self::Insecure;
         }
-        Self::Token {
-            files: tls_files(&get_env),
-            source: TokenSource::find(get_env),
-        }
+        Self::Token(TokenSource::find(get_env))
     }
 
     /// What is proved to the daemon of another process. A token's file may still have to be made there.
     pub async fn access(&self, patience: Duration) -> Result<Access, CliError> {
         Ok(match self {
             Self::Insecure => Access::Open,
-            // The daemon's operator has no token of this user's.
-            Self::Token { source, files } if files.ca.is_some() => {
-                Access::Operator(files.clone(), source.read_or_make()?)
-            }
-            Self::Token { source, .. } => Access::Token(source.wait(patience).await?),
+            Self::Token(source) => Access::Token(source.wait(patience).await?),
         })
     }
 }
@@ -110,13 +87,6 @@ pub struct HostFacts {
     pub patience: Duration,
 }
 
-impl HostFacts {
-    /// The daemon has an operator's certificate: no launcher hosts it.
-    fn is_operators(&self) -> bool {
-        matches!(&self.protection, Protection::Token { files, .. } if files.ca.is_some())
-    }
-}
-
 /// What follows from the facts alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostRole {
@@ -134,7 +104,6 @@ pub enum HostRole {
 pub fn host_role(facts: &HostFacts) -> HostRole {
     match (&facts.endpoint, facts.is_host, facts.node_rank) {
         (None, ..) => HostRole::Alone,
-        _ if facts.is_operators() => HostRole::Join,
         (Some(_), Some(true), _) | (Some(_), None, Some(0)) => HostRole::Host,
         (Some(_), Some(false), _) | (Some(_), None, Some(_)) => HostRole::Join,
         (Some(_), None, None) => HostRole::HostIfLocal,
@@ -179,10 +148,10 @@ fn host(facts: &HostFacts, endpoint: &Endpoint, listener: TcpListener) -> Result
             }
             (Access::Open, Transport::Plain, Callers::Anybody)
         }
-        Protection::Token { source, .. } => {
+        Protection::Token(source) => {
             let token = source.read_or_make()?;
             let transport = Transport::of_token(&token)?;
-            (Access::Token(token), transport, Callers::Proven)
+            (Access::Token(token), transport, Callers::Authenticated)
         }
     };
     Ok(Hosting {
@@ -295,7 +264,7 @@ fn alone() -> Result<Hosting, CliError> {
         access: Access::Open,
         daemon: Some(OwnDaemon {
             listener: Listener::Unix(listener),
-            callers: Callers::Proven,
+            callers: Callers::Authenticated,
         }),
     })
 }
@@ -354,7 +323,7 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
     let access = match &facts.protection {
         Protection::Insecure => Access::Open,
         // A daemon of this user that has just begun to listen makes it at the same time.
-        Protection::Token { source, .. } => Access::Token(source.read_or_make()?),
+        Protection::Token(source) => Access::Token(source.read_or_make()?),
     };
     // A connection is given up after as long, with fewer words.
     let patience = HEALTH_TIMEOUT.saturating_sub(Duration::from_millis(100));
@@ -404,10 +373,7 @@ async fn ask(address: SocketAddr, access: &Access, job_id: String) -> Result<Own
         return Err(Problem::Other(format!("its health is {health:?}")));
     }
     match RendezvousClient::new(channel)
-        .status(StatusRequest {
-            job_id,
-            ..StatusRequest::default()
-        })
+        .status(StatusRequest { job_id })
         .await
     {
         Err(status) if status.code() == tonic::Code::FailedPrecondition => {

@@ -38,22 +38,20 @@ use crate::cli::answer::{OWN_PREFIX, print_own, print_own_error};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
-use crate::cli::token::read_admin_token;
 use crate::cli::{answer, init_launcher_tracing, native};
-use crate::rendezvous::{self, Admin, Operators};
+use crate::rendezvous::{self, Monitoring};
 use args::ParsedArgs;
 use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
 
-/// What a launcher says without `RUST_LOG`: errors of its rendezvous, that others can reach it without a token, that it
-/// keeps nodes out for want of files, and that no collector is reached, are told nowhere else.
+/// What a launcher says without `RUST_LOG`: errors of its rendezvous, that others can reach it without a token, and that it
+/// keeps nodes out for want of files, are told nowhere else.
 const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::cli::launch::host=warn,\
-     ddp_run::rendezvous::service::incoming=warn,ddp_run::rendezvous::service::admission=warn,\
-     ddp_run::rendezvous::service::otlp=warn";
+     ddp_run::rendezvous::service::connection=warn,ddp_run::rendezvous::service::connection_limits=warn";
 
-/// Longest wait for the embedded daemon beyond its own drain.
-const DAEMON_FAREWELL: Duration = Duration::from_secs(3);
+/// Longest wait for the embedded daemon beyond its own [`rendezvous::Config::shutdown_wait`].
+const DAEMON_STOP_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Main of `ddp-run`. Must be called before any thread exists, because the guardian is forked.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
@@ -194,8 +192,8 @@ async fn bind(
     let hosting = host::resolve_host(facts).await?;
     // The launcher's own name is in those of control groups, which every user of the machine can read.
     let incarnation = format!("{launcher_id}-{:032x}", rand::random::<u128>());
-    let operators = operators(facts, hosting.daemon.is_some())?;
-    let start = |daemon| Daemon::start(daemon, operators, &plan.job_id, &incarnation);
+    let monitoring = monitoring(facts, hosting.daemon.is_some())?;
+    let start = |daemon| Daemon::start(daemon, monitoring, &plan.job_id, &incarnation);
     let daemon = hosting.daemon.map(start);
     let plan = BoundPlan {
         plan,
@@ -207,26 +205,17 @@ async fn bind(
     Ok((plan, daemon))
 }
 
-/// Who may operate the job, and the socket of `--status-port`: none on a node that has no daemon to show. Without an admin
-/// token, the page has a token of its own, which is printed: other users of this machine can connect to the port too.
-fn operators(facts: &HostFacts, is_host: bool) -> Result<Operators, CliError> {
-    let token = if is_host { read_admin_token()? } else { None };
-    let mut operators = Operators::default();
-    if let Some(token) = &token {
-        operators.admin = Admin::with_token(token);
-    }
-    #[cfg(feature = "otlp")]
-    if is_host {
-        operators.collector = rendezvous::Collector::from_environment(|name| std::env::var(name).ok());
-    }
+/// The socket of `--status-port`; none on a node that has no daemon to show. The page has a token of its own, which is
+/// printed: other users of this machine can connect to the port too.
+fn monitoring(facts: &HostFacts, is_host: bool) -> Result<Monitoring, CliError> {
     let Some(port) = facts.status_port else {
-        return Ok(operators);
+        return Ok(Monitoring::default());
     };
     if !is_host {
         print_own(
             "`--status-port` shows nothing here: another node, or `ddp-rendezvous`, hosts the rendezvous",
         );
-        return Ok(operators);
+        return Ok(Monitoring::default());
     }
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let listener = rendezvous::listen(&[address]).map_err(|source| CliError::Listen {
@@ -234,33 +223,28 @@ fn operators(facts: &HostFacts, is_host: bool) -> Result<Operators, CliError> {
         source,
         hint: "choose a different `--status-port`",
     })?;
-    operators.http = Some(listener);
-    if token.is_some() {
-        operators.viewers = operators.admin.clone();
-        print_own(&format!(
-            "the job is shown at http://{address}/, to those who have the admin token"
-        ));
-    } else {
-        let token = Token::random();
-        operators.viewers = Admin::with_token(&token);
-        print_own(&format!(
-            "the job is shown at http://{address}/#token={}",
-            token.reveal()
-        ));
-    }
-    Ok(operators)
+    let token = Token::random();
+    print_own(&format!(
+        "the job is shown at http://{address}/#token={}",
+        token.reveal()
+    ));
+    Ok(Monitoring {
+        http: Some(listener),
+        read_token: Some(token),
+        ..Monitoring::default()
+    })
 }
 
 /// The daemon in this process.
 struct Daemon {
     task: tokio::task::JoinHandle<()>,
     stop: oneshot::Sender<()>,
-    drain: Duration,
+    shutdown_wait: Duration,
 }
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(daemon: OwnDaemon, operators: Operators, job_id: &str, incarnation: &str) -> Self {
+    fn start(daemon: OwnDaemon, monitoring: Monitoring, job_id: &str, incarnation: &str) -> Self {
         let OwnDaemon { listener, callers } = daemon;
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
@@ -269,17 +253,21 @@ impl Daemon {
             callers,
             ..rendezvous::Config::default()
         };
-        let drain = config.drain + config.lease;
+        let shutdown_wait = config.shutdown_wait + config.lease;
         let task = tokio::spawn(async move {
             let shutdown = async {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve_with(listener, config, None, operators, shutdown).await {
+            if let Err(error) = rendezvous::serve_with(listener, config, None, monitoring, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });
-        Self { task, stop, drain }
+        Self {
+            task,
+            stop,
+            shutdown_wait,
+        }
     }
 
     /// Stays until every node has left, within the daemon's bounds: a node that fell silent may come for the verdict.
@@ -288,7 +276,7 @@ impl Daemon {
         let _ = self.stop.send(());
         // Cancel safe: whichever comes first, the process ends.
         tokio::select! {
-            ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
+            ended = tokio::time::timeout(self.shutdown_wait + DAEMON_STOP_TIMEOUT, self.task) => if ended.is_err() {
                 tracing::warn!("the embedded rendezvous did not end in time");
             },
             () = interrupted() => tracing::warn!("interrupted before every node was told that the job has ended"),
@@ -322,9 +310,8 @@ mod tests {
         subscriber::with_default(events.finish(), || {
             assert!(event_enabled!(target: "ddp_run::cli::launch::host", Level::WARN));
             assert!(event_enabled!(target: "ddp_run::rendezvous::service::server", Level::ERROR));
-            assert!(event_enabled!(target: "ddp_run::rendezvous::service::admission", Level::WARN));
-            assert!(event_enabled!(target: "ddp_run::rendezvous::service::incoming", Level::WARN));
-            assert!(event_enabled!(target: "ddp_run::rendezvous::service::otlp", Level::WARN));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::connection_limits", Level::WARN));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::service::connection", Level::WARN));
             assert!(!event_enabled!(target: "ddp_run::rendezvous::service::actor", Level::INFO));
         });
     }

@@ -1,4 +1,4 @@
-//! `ddp-rendezvous status`, `jobs`, `close` and `drain`: what operators ask of a daemon.
+//! `ddp-rendezvous status`, `jobs` and `close`, for everyone who has the daemon's token.
 //!
 //! | file | what it does |
 //! |---|---|
@@ -10,15 +10,14 @@ use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use ddp_proto::client::{AdminToken, Client, ClientError};
-use ddp_proto::rendezvous::{StatusReply, StatusRequest};
+use ddp_proto::client::{Access, Client, ClientError};
+use ddp_proto::rendezvous::StatusReply;
 use ddp_proto::{exit, printable};
 use tokio::time::{Instant, sleep};
 
 use super::answer::{fail, give};
 use super::error::CliError;
-use super::launch::host::Protection;
-use super::token::read_admin_token;
+use super::token::TokenSource;
 use super::values::{self, Endpoint};
 use crate::rendezvous::report::{self, Bounds};
 
@@ -32,12 +31,9 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Where the daemon is.
 #[derive(Debug, clap::Args)]
 pub(super) struct Daemon {
-    /// Address of the daemon. An operator on another machine names the admin token's file in `DDP_ADMIN_TOKEN_FILE`
+    /// Address of the daemon, whose token is in DDP_TOKEN, DDP_TOKEN_FILE or `~/.config/ddp-run/token`
     #[arg(long, value_name = "HOST[:PORT]", default_value = "127.0.0.1:29400", value_parser = values::endpoint)]
     endpoint: Endpoint,
-    /// Ask a daemon that has neither token nor TLS
-    #[arg(long)]
-    insecure: bool,
 }
 
 /// What is shown of a job.
@@ -73,13 +69,6 @@ pub(super) struct CloseArgs {
     /// Why, for the people of the job
     #[arg(long, value_name = "TEXT", default_value = "")]
     reason: String,
-    #[command(flatten)]
-    daemon: Daemon,
-}
-
-/// Which daemon is drained.
-#[derive(Debug, clap::Args)]
-pub(super) struct DrainArgs {
     #[command(flatten)]
     daemon: Daemon,
 }
@@ -144,7 +133,7 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
     let is_screen = args.watch && !args.json && io::stdout().is_terminal();
     let mut was_there = false;
     loop {
-        let status = match client.status(question(&job)).await {
+        let status = match client.status(&job).await {
             // The daemon answers, and has forgotten the job with its last node.
             Err(error) if was_there && !error.is_broken() => {
                 eprintln!(
@@ -173,13 +162,6 @@ async fn show_status(args: StatusArgs) -> Result<(), Failure> {
             return Ok(());
         }
         sleep(WATCH_INTERVAL).await;
-    }
-}
-
-fn question(job: &str) -> StatusRequest {
-    StatusRequest {
-        job_id: job.to_owned(),
-        ..StatusRequest::default()
     }
 }
 
@@ -228,19 +210,6 @@ pub(super) async fn close(args: CloseArgs) -> ExitCode {
     answered(closed.await)
 }
 
-/// `ddp-rendezvous drain`
-pub(super) async fn drain(args: DrainArgs) -> ExitCode {
-    let drained = async {
-        let jobs = args.daemon.connect().await?.drain().await?;
-        let end = match jobs {
-            0 => "now".to_owned(),
-            jobs => format!("after {}", ddp_proto::words::counted(jobs, "job")),
-        };
-        Ok(format!("the daemon takes no new jobs, and ends {end}\n"))
-    };
-    answered(drained.await)
-}
-
 fn answered(answer: Result<String, Failure>) -> ExitCode {
     match answer {
         Ok(text) => give(text),
@@ -250,11 +219,11 @@ fn answered(answer: Result<String, Failure>) -> ExitCode {
 
 impl Daemon {
     async fn connect(&self) -> Result<Client, Failure> {
-        let admin_token = read_admin_token()?.and_then(|token| AdminToken::new(token.reveal()));
-        let protection = Protection::find(self.insecure, |name| std::env::var(name).ok());
         // The daemon runs, so its token is made already.
-        let access = protection.access(Duration::ZERO).await?;
-        let client = Client::connect(&self.endpoint.to_string(), &access, Instant::now() + PATIENCE).await?;
-        Ok(client.with_admin_token(admin_token))
+        let token = TokenSource::find(|name| std::env::var(name).ok())
+            .wait(Duration::ZERO)
+            .await?;
+        let deadline = Instant::now() + PATIENCE;
+        Ok(Client::connect(&self.endpoint.to_string(), &Access::Token(token), deadline).await?)
     }
 }

@@ -17,9 +17,6 @@ const MAX_GENERATIONS: usize = 10;
 /// All jobs of a daemon.
 pub(super) fn jobs(reply: &JobsReply) -> String {
     let mut text = String::new();
-    if reply.draining {
-        text.push_str("the daemon is drained: it takes no new jobs\n");
-    }
     if reply.jobs.is_empty() {
         text.push_str("no jobs\n");
         return text;
@@ -250,10 +247,8 @@ mod tests {
         let reply = JobsReply {
             jobs: vec![job("nightly", Some(1200)), job("evil\x1b[2J", None)],
             more_jobs: 1,
-            draining: true,
         };
         insta::assert_snapshot!(jobs(&reply), @r"
-        the daemon is drained: it takes no new jobs
          job       state    generation  restarts  nodes  ranks  step
          nightly   running           2       1/3      2     16  1200
          evil�[2J  running           2       1/3      2     16     –

@@ -12,7 +12,6 @@ use crate::rendezvous::config::{Callers, Config, DEFAULT_JOB_ID};
 use crate::rendezvous::event::{ApplyContext, ConnId, Origin, Peer, refusal, regrouping, shared};
 use crate::rendezvous::kv::clip;
 use crate::rendezvous::messages;
-use crate::rendezvous::shares::owner_of;
 
 /// Version of the protocol that this daemon speaks.
 const PROTOCOL: u32 = 1;
@@ -271,10 +270,6 @@ impl Job {
         };
         self.counter.learn_of(from.generation, &join.run_token);
         let max_restarts = join.max_restarts;
-        if context.config.callers == Callers::OfJobs && self.token_proof.is_empty() {
-            self.token_proof.clone_from(&join.token_proof);
-        }
-        self.owner = self.owner.or_else(|| owner_of(context.config, address));
         let mut node = Node::new(context, joining, arrival);
         if let Err(cause) = place {
             // It may still run workers of a generation that went on without it, or that an earlier daemon

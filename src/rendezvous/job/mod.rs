@@ -55,8 +55,8 @@ use super::kv::KvStore;
 use super::policy::Account;
 use super::ranks::Member;
 use super::report::Census;
-use super::shares::{Load, Owner};
 use super::size::RankLimits;
+use super::store_totals::Load;
 use super::stragglers;
 use failures::Failures;
 use gathering::Gathering;
@@ -86,10 +86,6 @@ pub(super) struct Job {
     /// The record of an earlier daemon; valid until this daemon assigns or takes up a generation.
     earlier: Option<Record>,
     kv: KvStore,
-    /// Of its first node; empty where nodes prove nothing of the kind.
-    token_proof: Vec<u8>,
-    /// None until its first node has come to this daemon, too.
-    owner: Owner,
     history: History,
     /// The next deadline of this job; it may be early, never late.
     next_wake: Option<Duration>,
@@ -148,8 +144,6 @@ impl Job {
             last_over: None,
             earlier: None,
             kv: KvStore::default(),
-            token_proof: Vec::new(),
-            owner: None,
             history: History::default(),
             next_wake: None,
         }
@@ -176,16 +170,6 @@ impl Job {
             || table.get(incarnation).is_some()
             || table.rank_of(incarnation).is_some()
             || table.is_lost(incarnation)
-    }
-
-    /// Shows who has the job's token; empty if none was registered.
-    pub(super) fn token_proof(&self) -> &[u8] {
-        &self.token_proof
-    }
-
-    /// Whose part of the daemon it takes.
-    pub(super) fn owner(&self) -> Owner {
-        self.owner
     }
 
     /// What its store takes.

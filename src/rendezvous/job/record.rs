@@ -36,7 +36,6 @@ impl Job {
             run_token: counter.run_token().to_owned(),
             attempt: counter.attempts(),
             account: self.account,
-            token_proof: self.token_proof.clone(),
             stage,
         })));
     }
@@ -47,7 +46,6 @@ impl Job {
         let mut job = Self::new(&record.job, record.generation, now);
         job.counter = GenerationCounter::recalled(&record);
         job.account = record.account;
-        job.token_proof.clone_from(&record.token_proof);
         job.earlier = Some(record.clone());
         if record.stage == Stage::Running {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));

@@ -7,13 +7,10 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::trust::token::is_same_secret;
 
 use super::joining::Joining;
 use super::{Job, Phase};
-use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{ApplyContext, Observation, Record, Stage, refusal};
-use crate::rendezvous::shares::Owner;
 
 /// A job that has ended, while some of its nodes are there.
 #[derive(Debug)]
@@ -31,11 +28,8 @@ pub(super) struct Over {
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Finished {
     job: String,
-    owner: Owner,
     told: BTreeSet<String>,
     run_token: String,
-    /// Shows who has the job's token; empty where jobs have none.
-    token_proof: Vec<u8>,
     generation: u64,
     /// None for an abandoned job, of which only the generation number counts.
     verdict: Option<Reply>,
@@ -66,15 +60,9 @@ impl Finished {
             told: told.collect(),
             verdict: verdict_of(record.stage),
             run_token: record.run_token,
-            token_proof: record.token_proof,
             generation: record.generation,
             job: record.job,
-            owner: None,
         }
-    }
-
-    pub(in crate::rendezvous) fn owner(&self) -> Owner {
-        self.owner
     }
 
     pub(in crate::rendezvous) fn is_of(&self, job: &str) -> bool {
@@ -88,11 +76,6 @@ impl Finished {
 
     pub(in crate::rendezvous) fn generation(&self) -> u64 {
         self.generation
-    }
-
-    /// Where jobs have tokens of their own, the verdict is for those with the same one.
-    pub(in crate::rendezvous) fn is_open_to(&self, config: &Config, joining: &Joining) -> bool {
-        config.callers != Callers::OfJobs || is_same_secret(&self.token_proof, &joining.join.token_proof)
     }
 
     /// There is a verdict, and a node of this run comes: one that was in it or one that was on standby.
@@ -207,10 +190,8 @@ impl Job {
         (generation > 0 || verdict.is_some()).then(|| Finished {
             told,
             run_token: self.counter.run_token().to_owned(),
-            token_proof: self.token_proof,
             generation,
             verdict,
-            owner: self.owner,
             job: self.id,
         })
     }

@@ -6,15 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
-use ddp_proto::rendezvous::{
-    AgentMessage, DaemonMessage, JobsReply, KvGatherRequest, KvGetRequest, KvPutRequest, StatusReply,
-    StatusRequest,
-};
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, JobsReply, StatusReply};
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::ledger::{Ledger, LedgerError};
+use super::ledger_queue::{LedgerQueue, Turn};
 use super::metrics::Metrics;
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{About, At, CallId, ConnId, Effect, Event, KvError, Secret, Weight};
@@ -26,28 +24,21 @@ use crate::rendezvous::state::{State, apply};
 pub(in crate::rendezvous) enum Request {
     /// A stream was opened; what is sent to it goes here.
     Opened(ConnId, mpsc::Sender<Arc<DaemonMessage>>),
-    /// A message or the end of a stream.
+    /// A message, the end of a stream, or of a call that nobody waits for any more.
     Event(Event),
     /// A message on this stream that says `Join`; answers whether the node was taken.
     Join(ConnId, Event, oneshot::Sender<bool>),
-    KvPut(KvPutRequest, Answer),
-    KvGet(CallId, KvGetRequest, Answer),
-    KvGather(CallId, KvGatherRequest, Answer),
-    /// Nobody waits for the answer of a read any more; with its job.
-    KvCancel(CallId, String),
-    /// With whether an operator asks.
-    Status(StatusRequest, bool, oneshot::Sender<Option<StatusReply>>),
+    /// A call on the store.
+    Call(CallId, Event, Answer),
+    /// What is known of this job.
+    Status(String, oneshot::Sender<Option<StatusReply>>),
     Jobs(oneshot::Sender<JobsReply>),
     /// All jobs in numbers, with the generations of so many.
     Census(usize, oneshot::Sender<Census>),
     /// Ends this job for this reason; false if there is none.
     Close(String, String, oneshot::Sender<bool>),
-    /// Takes no new jobs; answers how many there are.
-    TakeNoJobs(oneshot::Sender<u32>),
-    /// Answer when no new jobs are taken and none is left.
-    Drained(oneshot::Sender<()>),
     /// Answer when no agent is left.
-    Drain(oneshot::Sender<()>),
+    AllLeft(oneshot::Sender<()>),
 }
 
 /// Where the result of a call on the store goes.
@@ -57,14 +48,13 @@ pub(in crate::rendezvous) type Answer = oneshot::Sender<Result<Bytes, KvError>>;
 #[derive(Debug)]
 pub(in crate::rendezvous) struct Actor {
     state: State,
-    ledger: Option<Ledger>,
+    ledger: LedgerQueue,
     inbox: mpsc::Receiver<Request>,
     born: Instant,
     agents: HashMap<ConnId, Agent>,
-    /// Reads that wait.
-    reads: HashMap<CallId, Answer>,
-    drained: Vec<oneshot::Sender<()>>,
-    jobless: Vec<oneshot::Sender<()>>,
+    /// Calls on the store that have no answer yet.
+    calls: HashMap<CallId, Answer>,
+    all_left: Vec<oneshot::Sender<()>>,
     metrics: Arc<Metrics>,
     /// Notes carry job, generation and node apart from their words.
     log_fields: bool,
@@ -90,13 +80,12 @@ impl Actor {
         let actor = Self {
             tick_slack: config.heartbeat_interval() / 2,
             state: State::recall(config, records, Duration::ZERO),
-            ledger,
+            ledger: LedgerQueue::start(ledger),
             inbox,
             born: Instant::now(),
             agents: HashMap::new(),
-            reads: HashMap::new(),
-            drained: Vec::new(),
-            jobless: Vec::new(),
+            calls: HashMap::new(),
+            all_left: Vec::new(),
             metrics: Arc::new(Metrics::new()),
             log_fields: false,
         };
@@ -115,32 +104,30 @@ impl Actor {
     /// Runs until all senders are gone, or the ledger cannot be written.
     pub(in crate::rendezvous) async fn run(mut self) -> Result<(), LedgerError> {
         loop {
-            if !self.jobless.is_empty() && self.state.is_drained() {
-                answer_all(&mut self.jobless);
-            }
-            if !self.drained.is_empty() && self.state.is_idle() {
-                answer_all(&mut self.drained);
+            if !self.all_left.is_empty() && self.state.is_idle() && self.ledger.is_idle() {
+                answer_all(&mut self.all_left);
             }
             let wake = self.state.next_wake().map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
-                self.apply(Event::Tick)?;
+                self.apply(Event::Tick);
                 continue;
             }
             // Cancel safe: `recv` takes a message only when it returns it, and a deadline is computed anew.
             // Messages first: a heartbeat that waits to be read counts before the lease that it renews ends.
             tokio::select! {
                 biased;
-                request = self.inbox.recv() => match request {
-                    Some(request) => self.handle(request)?,
+                written = self.ledger.written() => self.carry_out_written(written?),
+                request = self.inbox.recv(), if !self.ledger.is_behind() => match request {
+                    Some(request) => self.handle(request),
                     None => return Ok(()),
                 },
-                () = sleep_until(wake) => self.apply(Event::Tick)?,
+                () = sleep_until(wake) => self.apply(Event::Tick),
             }
         }
     }
 
-    fn handle(&mut self, request: Request) -> Result<(), LedgerError> {
+    fn handle(&mut self, request: Request) {
         match request {
             Request::Opened(conn, queue) => {
                 let heartbeat = None;
@@ -151,37 +138,28 @@ impl Actor {
                 match &event {
                     Event::Closed { conn, .. } => self.drop_agent(*conn),
                     Event::Message { conn, message, .. } => self.note_heartbeat(*conn, message),
+                    Event::KvCancel { call, .. } => drop(self.calls.remove(call)),
                     _ => {}
                 }
-                self.apply(event)?;
+                self.apply(event);
             }
             Request::Join(conn, event, answer) => {
-                self.apply(event)?;
-                // A stream that is refused is ended in the same turn.
-                let _ = answer.send(self.agents.contains_key(&conn));
+                let effects = self.decide(event);
+                // The daemon ends a stream that it refuses in the same turn.
+                let is_refused =
+                    |effect: &Effect| matches!(effect, Effect::Close { conn: closed } if *closed == conn);
+                let is_taken = !effects.iter().any(is_refused);
+                self.carry_out(effects, None);
+                let _ = answer.send(is_taken);
             }
-            Request::KvPut(request, answer) => {
-                // It is answered in the same turn.
-                let call = CallId(0);
-                self.reads.insert(call, answer);
-                self.apply(Event::KvPut { call, request })?;
+            Request::Call(call, event, answer) => {
+                self.calls.insert(call, answer);
+                self.apply(event);
             }
-            Request::KvGet(call, request, answer) => {
-                self.reads.insert(call, answer);
-                self.apply(Event::KvGet { call, request })?;
-            }
-            Request::KvGather(call, request, answer) => {
-                self.reads.insert(call, answer);
-                self.apply(Event::KvGather { call, request })?;
-            }
-            Request::KvCancel(call, job) => {
-                self.reads.remove(&call);
-                self.apply(Event::KvCancel { call, job })?;
-            }
-            Request::Status(request, is_admin, answer) => {
+            Request::Status(job, answer) => {
                 let now = self.born.elapsed();
                 // A caller that went away needs no answer.
-                let _ = answer.send(self.state.status_for(now, &request, is_admin));
+                let _ = answer.send(self.state.status(now, &job));
             }
             Request::Jobs(answer) => {
                 let _ = answer.send(self.state.jobs(self.born.elapsed()));
@@ -191,37 +169,44 @@ impl Actor {
             }
             Request::Close(job, reason, answer) => {
                 let is_there = self.state.has_job(&job);
-                self.apply(Event::Close { job, reason })?;
-                let _ = answer.send(is_there);
+                let effects = self.decide(Event::Close { job, reason });
+                self.carry_out(effects, Some((answer, is_there)));
             }
-            Request::TakeNoJobs(answer) => {
-                self.apply(Event::Drain)?;
-                let _ = answer.send(self.state.job_count() as u32);
-            }
-            Request::Drained(jobless) => self.jobless.push(jobless),
-            Request::Drain(drained) => self.drained.push(drained),
+            Request::AllLeft(left) => self.all_left.push(left),
         }
-        Ok(())
     }
 
-    /// Writes down what is to be written, then carries out the rest. The disk is waited for here: what follows from a
-    /// record must not be sent before it.
-    fn apply(&mut self, event: Event) -> Result<(), LedgerError> {
+    fn apply(&mut self, event: Event) {
+        let effects = self.decide(event);
+        self.carry_out(effects, None);
+    }
+
+    fn decide(&mut self, event: Event) -> Vec<Effect> {
         let at = At {
             now: self.now_for(&event),
             dice: rand::random(),
             id: rand::random(),
             secret: Secret::new(rand::random()),
         };
-        let effects = apply(at, &mut self.state, event);
-        if let Some(ledger) = &mut self.ledger {
-            for effect in &effects {
-                if let Effect::Record(record) = effect {
-                    ledger.append(record)?;
-                }
-            }
+        apply(at, &mut self.state, event)
+    }
+
+    /// Carries out the effects of one event: at once, or when its records and those of all events before are on disk.
+    fn carry_out(&mut self, effects: Vec<Effect>, closed: Option<(oneshot::Sender<bool>, bool)>) {
+        let turn = Turn { effects, closed };
+        if let Some(turn) = self.ledger.write(turn) {
+            self.carry_out_turn(turn);
         }
-        for effect in effects {
+    }
+
+    fn carry_out_written(&mut self, turns: Vec<Turn>) {
+        for turn in turns {
+            self.carry_out_turn(turn);
+        }
+    }
+
+    fn carry_out_turn(&mut self, turn: Turn) {
+        for effect in turn.effects {
             self.metrics.note(&effect);
             match effect {
                 Effect::Record(_) | Effect::Observed(_) => {}
@@ -231,7 +216,7 @@ impl Actor {
                     self.drop_agent(conn);
                 }
                 Effect::Answer { call, result } => {
-                    if let Some(answer) = self.reads.remove(&call) {
+                    if let Some(answer) = self.calls.remove(&call) {
                         // A caller that went away needs no answer.
                         let _ = answer.send(result);
                     }
@@ -239,7 +224,9 @@ impl Actor {
                 Effect::Note { weight, words, about } => self.say(weight, &words, &about),
             }
         }
-        Ok(())
+        if let Some((answer, is_there)) = turn.closed {
+            let _ = answer.send(is_there);
+        }
     }
 
     fn say(&self, weight: Weight, words: &str, about: &About) {

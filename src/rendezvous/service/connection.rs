@@ -1,113 +1,195 @@
-//! A connection from its acceptance to the first call: who is there, TLS, and the preface of HTTP/2, within one
-//! deadline; and its end, if nobody joins on it.
+//! A connection from the listener to the first call: who is there, and TLS, within one deadline.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::linux::net::SocketAddrExt as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use ddp_proto::trust::tls::{TlsError, server_of_token};
+use ddp_proto::trust::token::Token;
+use nix::errno::Errno;
 use nix::sys::socket::{setsockopt, sockopt};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
-use tokio::net::{TcpStream, UnixStream};
-use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::{Error as Tls, PeerIncompatible};
-use tokio_rustls::server::TlsStream;
+use tokio_rustls::rustls::{Error as Tls, PeerIncompatible, ServerConfig};
+use tonic::codegen::BoxFuture;
 use tonic::transport::server::Connected;
 
-use super::admission::{Admission, Caller};
-use super::incoming::Transport;
+use super::connection_limits::{Connection, ConnectionLimits};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::Peer;
 
-/// What a client of HTTP/2 says first.
-const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// How long a caller may take nothing of the replies that are there for it.
-const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
+/// Connections that may wait to be accepted, if the system allows as many (`net.core.somaxconn`). The nodes of a job
+/// come at the same time; one for which there is no room is looked at again a second later.
+const WAITING_CONNECTIONS: u32 = 4096;
+/// After the system lacked something for a connection: the next try would fail at once, and so on without an end.
+const PAUSE: Duration = Duration::from_millis(200);
 /// How often a connection that is in use is looked at.
 const LOOK: Duration = Duration::from_secs(30);
+/// The two ends of a connection on a Unix socket.
+const HERE: Peer = Peer {
+    remote: IpAddr::V4(Ipv4Addr::LOCALHOST),
+    local: IpAddr::V4(Ipv4Addr::LOCALHOST),
+};
+/// The first byte of a TLS handshake.
+const TLS_HANDSHAKE: u8 = 22;
 
-/// What was accepted.
-pub(super) enum Socket {
-    Tcp(TcpStream),
-    Unix(UnixStream),
+/// Where a daemon listens.
+#[derive(Debug)]
+pub enum Listener {
+    /// An abstract Unix socket, for processes of this user on this machine.
+    Unix(UnixListener),
+    /// A TCP port.
+    Tcp(TcpListener, Transport),
 }
 
-/// Why a caller was sent away.
-enum Refusal {
-    /// It has not said a word, as probes of a port do.
-    Silent,
-    Because(String),
+/// What protects a TCP port.
+#[derive(Clone, Debug)]
+pub enum Transport {
+    /// Nothing.
+    Plain,
+    /// TLS with the keys that follow from a token.
+    Token(Arc<ServerConfig>),
 }
 
-/// Takes a caller in. Whoever is not taken is counted, and disconnected.
-pub(super) async fn admit(
-    socket: Socket,
-    transport: Transport,
-    admission: Arc<Admission>,
-    config: Config,
-) -> Option<Connection> {
-    let deadline = Instant::now() + config.join_wait;
-    // Without addresses it is gone already, and must not pass for a caller of this machine.
-    let peer = peer_of(&socket).ok()?;
-    if let Err(why) = check_user(&socket) {
-        admission.refused("this machine", why);
-        return None;
-    }
-    let place = match admission.enter(peer.remote) {
-        Ok(place) => place,
-        Err(why) => {
-            admission.refused(peer.remote, why);
-            return None;
-        }
-    };
-    let caller = Caller::new(peer, place);
-    let shaken = timeout_at(deadline, shake_hands(socket, transport, &config)).await;
-    let late = || {
-        Refusal::Because(format!(
-            "no handshake within {:.1} s",
-            config.join_wait.as_secs_f64()
-        ))
-    };
-    match shaken.unwrap_or_else(|_| Err(late())) {
-        Ok(wire) => Some(Connection {
-            wire,
-            replayed: 0,
-            expiry: Box::pin(sleep_until(deadline)),
-            idle_limit: config.join_wait,
-            caller,
-        }),
-        Err(Refusal::Silent) => None,
-        Err(Refusal::Because(why)) => {
-            caller.refused(why);
-            None
-        }
+impl Transport {
+    /// For callers with this token.
+    pub fn of_token(token: &Token) -> Result<Self, TlsError> {
+        Ok(Self::Token(Arc::new(server_of_token(token)?)))
     }
 }
 
-/// The two ends. On a Unix socket both are this machine.
-fn peer_of(socket: &Socket) -> io::Result<Peer> {
-    let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+/// Listens at the abstract Unix socket of this name. Needs a tokio runtime.
+pub fn listen_locally(name: &str) -> io::Result<UnixListener> {
+    let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
+    let listener = std::os::unix::net::UnixListener::bind_addr(&address)?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+/// Listens at the first of the addresses where it can, as [`TcpListener::bind`] does, but with more room for connections
+/// that wait. Needs a tokio runtime.
+pub fn listen(addresses: &[SocketAddr]) -> io::Result<TcpListener> {
+    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in addresses {
+        match listen_at(*address) {
+            Err(error) => failed = error,
+            listener => return listener,
+        }
+    }
+    Err(failed)
+}
+
+fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // Connections of a daemon that was here before do not keep its port.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(WAITING_CONNECTIONS)
+}
+
+/// The next connection of a listener. Where the system lacks something, the connection still waits, and the next try
+/// comes after a pause.
+pub(super) async fn next_connection<C, F>(mut accept: impl FnMut() -> F) -> C
+where
+    F: Future<Output = io::Result<C>>,
+{
+    let mut has_warned = false;
+    loop {
+        match accept().await {
+            Ok(connection) => return connection,
+            Err(error) if is_lack(&error) => {
+                if !has_warned {
+                    tracing::warn!(
+                        "connecting nodes have to wait for free file descriptors (`ulimit -n`): {error}"
+                    );
+                }
+                has_warned = true;
+                sleep(PAUSE).await;
+            }
+            // It went away before it was accepted.
+            Err(_) => {}
+        }
+    }
+}
+
+/// True if the system is short of something.
+fn is_lack(error: &io::Error) -> bool {
+    let lacks = [Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS, Errno::ENOMEM];
+    error
+        .raw_os_error()
+        .is_some_and(|code| lacks.contains(&Errno::from_raw(code)))
+}
+
+/// The two ends of a TCP connection.
+pub(super) fn peer_of(stream: &TcpStream) -> io::Result<Peer> {
     let ip = |address: SocketAddr| address.ip().to_canonical();
-    Ok(match socket {
-        Socket::Tcp(tcp) => Peer {
-            remote: ip(tcp.peer_addr()?),
-            local: ip(tcp.local_addr()?),
-        },
-        Socket::Unix(_) => Peer {
-            remote: here,
-            local: here,
-        },
+    Ok(Peer {
+        remote: ip(stream.peer_addr()?),
+        local: ip(stream.local_addr()?),
     })
 }
 
-/// An abstract socket is open to every user of the machine: only the own one and root are served.
-fn check_user(socket: &Socket) -> Result<(), String> {
-    let Socket::Unix(unix) = socket else {
-        return Ok(());
-    };
+/// Accepts connections for ever, and passes on those that have shaken hands. Handshakes take place side by side.
+pub(super) async fn accept_all(
+    listener: Listener,
+    config: Config,
+    limits: Arc<ConnectionLimits>,
+    admitted: mpsc::Sender<io::Result<LimitedStream>>,
+) {
+    let mut handshakes = JoinSet::new();
+    loop {
+        let (peer, handshake): (_, Handshake) = match &listener {
+            Listener::Tcp(listener, transport) => {
+                let (tcp, _) = next_connection(|| listener.accept()).await;
+                // Without addresses it is gone already, and must not pass for a caller of this machine.
+                let Ok(peer) = peer_of(&tcp) else { continue };
+                (
+                    peer,
+                    Box::pin(shake_hands(tcp, transport.clone(), config.tcp_keepalive)),
+                )
+            }
+            Listener::Unix(listener) => {
+                let (unix, _) = next_connection(|| listener.accept()).await;
+                if let Err(why) = check_user(&unix) {
+                    limits.refused("this machine", why);
+                    continue;
+                }
+                let stream: Box<dyn Stream> = Box::new(unix);
+                (HERE, Box::pin(std::future::ready(Ok(Some(stream)))))
+            }
+        };
+        while handshakes.try_join_next().is_some() {}
+        let slot = match limits.enter(peer.remote) {
+            Ok(slot) => slot,
+            Err(why) => {
+                limits.refused(peer.remote, why);
+                continue;
+            }
+        };
+        let connection = Connection::new(peer, slot, &config);
+        let (config, admitted) = (config.clone(), admitted.clone());
+        handshakes.spawn(async move {
+            if let Some(stream) = admit(handshake, connection, &config).await {
+                // An error means that the daemon is stopping.
+                let _ = admitted.send(Ok(stream)).await;
+            }
+        });
+    }
+}
+
+/// An abstract socket is open to every user of the machine: the daemon serves only its own and root.
+fn check_user(unix: &UnixStream) -> Result<(), String> {
     let user = unix.peer_cred().map_err(|error| error.to_string())?.uid();
     let own = nix::unistd::geteuid().as_raw();
     if user == own || user == 0 {
@@ -116,105 +198,105 @@ fn check_user(socket: &Socket) -> Result<(), String> {
     Err(format!("user {user} is not the user of this launcher ({own})"))
 }
 
-async fn shake_hands(socket: Socket, transport: Transport, config: &Config) -> Result<Wire, Refusal> {
-    let mut wire = match socket {
-        Socket::Unix(unix) => Wire::Unix(unix),
-        Socket::Tcp(tcp) => {
-            set_up(&tcp, config).map_err(|error| Refusal::Because(error.to_string()))?;
-            match transport.tls() {
-                None => Wire::Tcp(tcp),
-                Some(tls) => {
-                    let mut first = [0];
-                    if matches!(tcp.peek(&mut first).await, Ok(0) | Err(_)) {
-                        return Err(Refusal::Silent);
-                    }
-                    let accepted = TlsAcceptor::from(tls).accept(tcp).await;
-                    Wire::Tls(Box::new(
-                        accepted.map_err(|error| Refusal::Because(words_of(&error)))?,
-                    ))
-                }
-            }
+/// What comes of a handshake: none for a caller that closes the connection before it says anything, as probes of a port
+/// do.
+type Handshake = BoxFuture<Option<Box<dyn Stream>>, String>;
+
+/// Waits for a handshake until the deadline of the connection. It counts and ends a connection that fails.
+async fn admit(handshake: Handshake, connection: Arc<Connection>, config: &Config) -> Option<LimitedStream> {
+    let deadline = Instant::now() + config.join_wait;
+    let late = || format!("no handshake within {:.1} s", config.join_wait.as_secs_f64());
+    match timeout_at(deadline, handshake)
+        .await
+        .unwrap_or_else(|_| Err(late()))
+    {
+        Ok(stream) => {
+            connection.trust_if_authenticated(config.callers);
+            Some(LimitedStream {
+                stream: stream?,
+                expiry: Box::pin(sleep_until(deadline)),
+                connection,
+            })
         }
-    };
-    let mut preface = [0; PREFACE.len()];
-    match wire.read(&mut preface[..1]).await {
-        Ok(1) => {}
-        Ok(_) => return Err(Refusal::Silent),
-        Err(error) => return Err(Refusal::Because(words_of(&error))),
+        Err(why) => {
+            connection.refused(why);
+            None
+        }
     }
-    let rest = wire.read_exact(&mut preface[1..]).await;
-    rest.map_err(|error| Refusal::Because(words_of(&error)))?;
-    if &preface != PREFACE {
-        // Of a record of TLS: a handshake.
-        let why = match preface[0] {
-            22 => "it speaks TLS, which this daemon does not without a token",
-            _ => "it does not speak HTTP/2",
-        };
-        return Err(Refusal::Because(why.into()));
-    }
-    Ok(wire)
 }
 
-fn set_up(tcp: &TcpStream, config: &Config) -> io::Result<()> {
+async fn shake_hands(
+    tcp: TcpStream,
+    transport: Transport,
+    keepalive: Duration,
+) -> Result<Option<Box<dyn Stream>>, String> {
+    set_up(&tcp, keepalive).map_err(|error| error.to_string())?;
+    let mut first = [0];
+    if matches!(tcp.peek(&mut first).await, Ok(0) | Err(_)) {
+        return Ok(None);
+    }
+    match transport {
+        Transport::Token(tls) => match TlsAcceptor::from(tls).accept(tcp).await {
+            Ok(stream) => Ok(Some(Box::new(stream))),
+            Err(error) => Err(words_of(&error)),
+        },
+        Transport::Plain if first == [TLS_HANDSHAKE] => {
+            Err("it speaks TLS, which this daemon does not without a token".to_owned())
+        }
+        Transport::Plain => Ok(Some(Box::new(tcp))),
+    }
+}
+
+fn set_up(tcp: &TcpStream, keepalive: Duration) -> io::Result<()> {
     tcp.set_nodelay(true)?;
     setsockopt(tcp, sockopt::KeepAlive, &true)?;
-    let idle = u32::try_from(config.tcp_keepalive.as_secs())
-        .unwrap_or(u32::MAX)
-        .max(1);
-    setsockopt(tcp, sockopt::TcpKeepIdle, &idle)?;
+    let idle = u32::try_from(keepalive.as_secs()).unwrap_or(u32::MAX);
+    setsockopt(tcp, sockopt::TcpKeepIdle, &idle.max(1))?;
     Ok(())
 }
 
-/// What a failed handshake means, for people on the side of the daemon.
+/// Explains a failed handshake, for people on the side of the daemon.
 fn words_of(error: &io::Error) -> String {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Tls>());
     match inner {
-        Some(Tls::NoCertificatesPresented) => "it has no certificate".into(),
-        Some(Tls::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension)) => {
-            "it has no token where one is needed, or a token instead of a certificate".into()
-        }
-        Some(Tls::InvalidCertificate(_) | Tls::AlertReceived(_)) => {
-            "it has a different token or certificate".into()
-        }
+        Some(
+            Tls::NoCertificatesPresented
+            | Tls::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension),
+        ) => "it has no token".into(),
+        Some(Tls::InvalidCertificate(_) | Tls::AlertReceived(_)) => "it has a different token".into(),
         Some(Tls::InvalidMessage(_)) => "it speaks no TLS".into(),
         Some(other) => format!("the TLS handshake failed: {other}"),
         None => format!("the handshake failed: {error}"),
     }
 }
 
-enum Wire {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-    Tls(Box<TlsStream<TcpStream>>),
-}
+/// Bytes in both directions.
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-/// A connection that has begun to speak HTTP/2. It ends when nothing goes on there for a while.
-pub(super) struct Connection {
-    wire: Wire,
-    /// How much of the preface was given on: it was read already.
-    replayed: usize,
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+
+/// The bytes of a connection, which end when it [expires](Connection::expires).
+pub(super) struct LimitedStream {
+    stream: Box<dyn Stream>,
     expiry: Pin<Box<Sleep>>,
-    idle_limit: Duration,
-    caller: Arc<Caller>,
+    connection: Arc<Connection>,
 }
 
-impl Connected for Connection {
-    type ConnectInfo = Arc<Caller>;
+impl Connected for LimitedStream {
+    type ConnectInfo = Arc<Connection>;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        Arc::clone(&self.caller)
+        Arc::clone(&self.connection)
     }
 }
 
-impl Connection {
-    /// Ready when the connection has been idle for too long, or its caller reads nothing.
+impl LimitedStream {
     fn poll_expired(&mut self, context: &mut Context<'_>) -> Poll<()> {
         while self.expiry.as_mut().poll(context).is_ready() {
             let now = Instant::now();
-            let idle = self.caller.idle_since().map(|since| since + self.idle_limit);
-            let unsent = self.caller.unsent_since().map(|since| since + UNSENT_TIMEOUT);
-            let ends = idle.into_iter().chain(unsent).min();
-            let next = ends.map_or(now + LOOK, |end| Instant::from_std(end).min(now + LOOK));
+            let look = now + LOOK;
+            let end = self.connection.expires().map(Instant::from_std);
+            let next = end.map_or(look, |end| end.min(look));
             if next <= now {
                 return Poll::Ready(());
             }
@@ -237,121 +319,102 @@ impl Connection {
     }
 }
 
-impl AsyncRead for Connection {
+impl AsyncRead for LimitedStream {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.replayed < PREFACE.len() {
-            let rest = &PREFACE[this.replayed..];
-            let part = &rest[..rest.len().min(buf.remaining())];
-            buf.put_slice(part);
-            this.replayed += part.len();
-            return Poll::Ready(Ok(()));
-        }
         if this.poll_expired(context).is_ready() {
             // As if the caller had closed it.
             return Poll::Ready(Ok(()));
         }
-        Pin::new(&mut this.wire).poll_read(context, buf)
+        Pin::new(&mut this.stream).poll_read(context, buf)
     }
 }
 
-impl AsyncWrite for Connection {
+impl AsyncWrite for LimitedStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let written = Pin::new(&mut this.wire).poll_write(context, buf);
+        let written = Pin::new(&mut this.stream).poll_write(context, buf);
         this.or_expired(written, context)
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let written = Pin::new(&mut this.wire).poll_flush(context);
+        let written = Pin::new(&mut this.stream).poll_flush(context);
         this.or_expired(written, context)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let written = Pin::new(&mut this.wire).poll_shutdown(context);
+        let written = Pin::new(&mut this.stream).poll_shutdown(context);
         this.or_expired(written, context)
-    }
-}
-
-impl AsyncRead for Wire {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_read(context, buf),
-            Self::Unix(stream) => Pin::new(stream).poll_read(context, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_read(context, buf),
-        }
-    }
-}
-
-impl AsyncWrite for Wire {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_write(context, buf),
-            Self::Unix(stream) => Pin::new(stream).poll_write(context, buf),
-            Self::Tls(stream) => Pin::new(stream).poll_write(context, buf),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_flush(context),
-            Self::Unix(stream) => Pin::new(stream).poll_flush(context),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(context),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(context),
-            Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
-            Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
-        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::Waker;
+
     use tokio::io::AsyncWriteExt as _;
 
-    use super::super::metrics::Metrics;
+    use super::super::connection_limits::tests::connection_of;
     use super::*;
 
-    /// One that sent pings and read no answer kept its place for ever: nothing was read from it any more.
+    /// A caller that sent pings and read no answer kept its connection for ever: nothing was read from it any more.
     #[tokio::test]
-    async fn who_reads_nothing_is_cut_while_it_is_written_to() {
+    async fn a_caller_that_reads_nothing_is_cut_while_the_daemon_writes_to_it() {
         const TIME: Duration = Duration::from_millis(50);
         let (own, _other) = UnixStream::pair().unwrap();
-        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let admission = Admission::new(&Config::default(), Arc::new(Metrics::new()), false);
-        let peer = Peer {
-            remote: here,
-            local: here,
+        let config = Config {
+            join_wait: TIME,
+            ..Config::default()
         };
-        let mut connection = Connection {
-            wire: Wire::Unix(own),
-            replayed: 0,
+        let mut stream = LimitedStream {
+            stream: Box::new(own),
             expiry: Box::pin(sleep_until(Instant::now() + TIME)),
-            idle_limit: TIME,
-            caller: Caller::new(peer, admission.enter(here).unwrap()),
+            connection: connection_of(&config),
         };
         let flood = async {
             loop {
-                if let Err(error) = connection.write_all(&[0; 4096]).await {
+                if let Err(error) = stream.write_all(&[0; 4096]).await {
                     break error;
                 }
             }
         };
         let ended = tokio::time::timeout(Duration::from_mins(1), flood).await;
         assert_eq!(ended.expect("it is cut").kind(), io::ErrorKind::TimedOut);
+    }
+
+    /// With the usual 128 the others came a second later.
+    #[tokio::test]
+    async fn hundreds_of_nodes_connect_before_the_first_is_accepted() {
+        const NODES: usize = 300;
+        let most = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap();
+        if most.trim().parse::<usize>().unwrap() < NODES {
+            println!("SKIPPED: this system lets {} connections wait", most.trim());
+            return;
+        }
+        let listener = listen(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+        let address = listener.local_addr().unwrap();
+        let patience = Duration::from_secs(20);
+        let connect = || std::net::TcpStream::connect_timeout(&address, patience).unwrap();
+        let connected: Vec<_> = (0..NODES).map(|_| connect()).collect();
+        assert_eq!(connected.len(), NODES);
+    }
+
+    /// The daemon once took a whole core for it.
+    #[tokio::test]
+    async fn a_lack_of_files_is_waited_out_and_other_errors_are_not() {
+        let comes_at_once = |errno: Errno| {
+            let mut accepted = [Err(io::Error::from(errno)), Ok(7)].into_iter();
+            let next = next_connection(move || std::future::ready(accepted.next().expect("asked twice")));
+            pin!(next).poll(&mut Context::from_waker(Waker::noop())) == Poll::Ready(7)
+        };
+        assert!(comes_at_once(Errno::ECONNABORTED), "nothing is lost");
+        assert!(!comes_at_once(Errno::EMFILE));
     }
 }

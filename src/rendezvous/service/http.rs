@@ -1,39 +1,42 @@
-//! HTTP for operators and their tools: liveness, readiness, metrics, and the status page.
+//! HTTP for people and their tools: liveness, readiness, metrics, and the status page.
 //!
-//! Anyone who reaches the port can open connections, so that everything has a bound: connections in all and of one
-//! address, the time to the end of the header, its size, the time of an answer. A connection carries one request.
+//! Anyone who reaches the port can open connections, so everything has a bound: connections in all and of one address,
+//! the time to the end of the header, its size, the time of an answer. A connection carries one request.
+//!
+//! The page and the names of jobs in metrics need the read token, or, where the daemon has none, a connection from its
+//! own machine. The daemon's own token is never taken here: HTTP would show it to the network.
 
-use std::collections::HashMap;
 use std::convert::Infallible;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt as _, Full};
+use axum::Router;
+use axum::extract::{Extension, State};
+use axum::http::header::{self, HeaderMap, HeaderValue};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use ddp_proto::trust::token::Token;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{self, HeaderMap, HeaderValue};
-use hyper::http::request::Parts;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Request, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::{Mutex, Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
+use tonic::codegen::Service as _;
 
 use super::actor;
-use super::admin::{Admin, Claim};
+use super::connection::{next_connection, peer_of};
+use super::connection_limits::ConnectionLimits;
 use super::metrics::{MAX_LABELLED_JOBS, Metrics};
 use super::page;
 use crate::rendezvous::event::Peer;
 use crate::rendezvous::report::Census;
-use crate::rendezvous::shares::network_of;
 
-/// Connections of one address, or half of all: what is left is for others.
-const MAX_CONNECTIONS_OF_ADDRESS: usize = 64;
 /// Time from a connection to the end of its request's header.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of a header, and its fields.
@@ -43,90 +46,75 @@ const MAX_HEADER_FIELDS: usize = 64;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for the actor.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
-/// What was seen of the daemon is told for so long: however many ask, a look at all nodes is taken once.
+/// Answers repeat what was seen of the daemon for this long: however many ask, one look at all nodes is taken.
 const FRESH: Duration = Duration::from_secs(1);
-/// After a connection that the system has no room for.
-const PAUSE: Duration = Duration::from_millis(200);
+/// Before the token in `authorization`.
+const SCHEME: &[u8] = b"Bearer ";
 
-/// What an answer consists of.
-pub(super) type Body = UnsyncBoxBody<Bytes, Infallible>;
-
-/// What is served, and to whom.
+/// What is served.
 #[derive(Debug)]
 pub(super) struct Http {
-    pub(super) requests: mpsc::Sender<actor::Request>,
-    pub(super) metrics: Arc<Metrics>,
-    pub(super) admin: Admin,
-    pub(super) viewers: page::Viewers,
+    requests: mpsc::Sender<actor::Request>,
+    metrics: Arc<Metrics>,
+    /// Hash of the read token: comparing hashes takes the same time wherever tokens differ.
+    read_token: Option<blake3::Hash>,
+    pub(super) page_slots: Arc<Semaphore>,
     /// Held during a look: others wait for it.
-    pub(super) seen: Mutex<Option<Seen>>,
+    seen: Mutex<Option<Seen>>,
 }
 
 /// What the daemon looked like.
 #[derive(Clone, Debug)]
-pub(super) struct Seen {
+struct Seen {
     at: Instant,
     why_unready: Option<String>,
-    /// For everyone, and for operators.
+    /// Without and with the names of jobs.
     metrics: [Bytes; 2],
 }
 
-/// Serves for ever, so many connections at a time.
-pub(super) async fn serve(listener: TcpListener, http: Arc<Http>, most: usize) {
-    let most_of_address = MAX_CONNECTIONS_OF_ADDRESS.min(most / 2);
+/// Serves for ever.
+pub(super) async fn serve(listener: TcpListener, http: Http, limits: Arc<ConnectionLimits>) {
+    let (metrics, router) = (Arc::clone(&http.metrics), router(http));
     let mut connections = JoinSet::new();
-    let mut of_address: HashMap<IpAddr, usize> = HashMap::new();
     loop {
-        // Cancel safe: `accept` takes no connection that it does not return, `join_next` likewise.
-        tokio::select! {
-            Some(ended) = connections.join_next() => {
-                let Ok(address) = ended else { continue };
-                if let Some(count) = of_address.get_mut(&address) {
-                    *count -= 1;
-                    if *count == 0 {
-                        of_address.remove(&address);
-                    }
-                }
-            }
-            accepted = listener.accept() => match accepted {
-                Ok((stream, peer)) => {
-                    let address = network_of(peer.ip());
-                    let of_peer = of_address.get(&address).copied().unwrap_or(0);
-                    if connections.len() >= most || of_peer >= most_of_address {
-                        http.metrics.refused("http");
-                        continue;
-                    }
-                    of_address.insert(address, of_peer + 1);
-                    connections.spawn(connection(stream, peer, http.clone()));
-                }
-                Err(error) => {
-                    tracing::debug!("cannot accept a connection for operators: {error}");
-                    sleep(PAUSE).await;
-                }
-            },
-        }
+        let (stream, _) = next_connection(|| listener.accept()).await;
+        while connections.try_join_next().is_some() {}
+        let Ok(peer) = peer_of(&stream) else { continue };
+        let Ok(slot) = limits.enter(peer.remote) else {
+            metrics.refused("http");
+            continue;
+        };
+        let serving = serve_request(stream, peer, router.clone());
+        connections.spawn(async move {
+            serving.await;
+            drop(slot);
+        });
     }
 }
 
-/// Serves one request; returns as whose it counts. None panics, so that every address is counted down again.
-async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpAddr {
-    let address = peer.ip().to_canonical();
-    // Where it cannot be told, a caller is of no machine in particular.
-    let local = stream
-        .local_addr()
-        .map_or(Ipv6Addr::UNSPECIFIED.into(), |local| local.ip());
-    let peer = Peer {
-        remote: address,
-        local: local.to_canonical(),
-    };
+async fn serve_request(stream: TcpStream, peer: Peer, router: Router) {
     let is_stream = Arc::new(AtomicBool::new(false));
-    let streams = is_stream.clone();
-    let service = service_fn(move |request: Request<Incoming>| {
-        let (http, streams) = (http.clone(), streams.clone());
+    let begins_stream = Arc::clone(&is_stream);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        let (mut router, begins_stream) = (router.clone(), Arc::clone(&begins_stream));
+        request.extensions_mut().insert(peer);
         async move {
-            // What a body holds is nobody's business here.
-            let (request, _) = request.into_parts();
-            let response = http.answer(peer, &request, &streams).await;
+            let asks_for_stream = request.uri().path() == page::STREAM_PATH;
+            let mut response = router.call(request).await?;
+            begins_stream.store(
+                asks_for_stream && response.status() == StatusCode::OK,
+                Ordering::Relaxed,
+            );
+            // No browser keeps or reinterprets an answer.
+            for (name, value) in [
+                (header::CACHE_CONTROL, "no-store"),
+                (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+                (header::REFERRER_POLICY, "no-referrer"),
+            ] {
+                response
+                    .headers_mut()
+                    .insert(name, HeaderValue::from_static(value));
+            }
             Ok::<_, Infallible>(response)
         }
     });
@@ -145,57 +133,98 @@ async fn connection(stream: TcpStream, peer: SocketAddr, http: Arc<Http>) -> IpA
     if is_late && is_stream.load(Ordering::Relaxed) {
         let _ = timeout(page::LONGEST_STREAM, &mut serving).await;
     }
-    network_of(address)
+}
+
+fn router(http: Http) -> Router {
+    Router::new()
+        .route("/livez", get(async || "ok\n"))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(metrics))
+        .route("/", get(page::page))
+        .route(page::STREAM_PATH, get(page::events))
+        .fallback(async || {
+            let words = "not found: /livez, /readyz, /metrics, /events and / are here\n";
+            (StatusCode::NOT_FOUND, words)
+        })
+        .with_state(Arc::new(http))
+}
+
+async fn readyz(State(http): State<Arc<Http>>) -> Response {
+    match http.look().await.map(|seen| seen.why_unready) {
+        Some(None) => "ok\n".into_response(),
+        Some(Some(why)) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")).into_response(),
+        None => busy(),
+    }
+}
+
+/// Without the names of jobs for a caller that shows no token. A wrong token is refused: the names would be missed.
+async fn metrics(
+    State(http): State<Arc<Http>>,
+    Extension(peer): Extension<Peer>,
+    headers: HeaderMap,
+) -> Response {
+    let is_reader = http.is_reader(peer, &headers);
+    if !is_reader && http.has_token() && headers.contains_key(header::AUTHORIZATION) {
+        return http.refusal();
+    }
+    let Some(seen) = http.look().await else {
+        return busy();
+    };
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    let [without_names, with_names] = seen.metrics;
+    let text = if is_reader { with_names } else { without_names };
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
 
 impl Http {
-    async fn answer(&self, peer: Peer, request: &Parts, is_stream: &AtomicBool) -> Response<Body> {
-        if !matches!(request.method, Method::GET | Method::HEAD) {
-            return plain(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
-        }
-        match request.uri.path() {
-            "/livez" => plain(StatusCode::OK, "ok\n"),
-            "/readyz" => match self.look().await.map(|seen| seen.why_unready) {
-                Some(None) => plain(StatusCode::OK, "ok\n"),
-                Some(Some(why)) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
-                None => busy(),
-            },
-            "/metrics" => self.measurements(peer, &request.headers).await,
-            // The page itself has no secret, and asks for the token.
-            "/" if self.admin.has_token() => page::page(true),
-            "/" => match self.refuse_stranger(peer, &request.headers) {
-                Some(refusal) => refusal,
-                None => page::page(false),
-            },
-            "/events" => {
-                if let Some(refusal) = self.refuse_stranger(peer, &request.headers) {
-                    return refusal;
-                }
-                is_stream.store(true, Ordering::Relaxed);
-                page::events(self, request.uri.query())
-            }
-            _ => plain(
-                StatusCode::NOT_FOUND,
-                "not found: /livez, /readyz, /metrics, /events and / are here\n",
-            ),
+    pub(super) fn new(
+        requests: mpsc::Sender<actor::Request>,
+        metrics: Arc<Metrics>,
+        read_token: Option<&Token>,
+    ) -> Self {
+        Self {
+            requests,
+            metrics,
+            read_token: read_token.map(|token| blake3::hash(token.reveal().as_bytes())),
+            page_slots: Arc::new(Semaphore::new(page::MAX_PAGES)),
+            seen: Mutex::default(),
         }
     }
 
-    /// With the names of jobs for operators only. A wrong token is refused: they would be missed.
-    async fn measurements(&self, peer: Peer, headers: &HeaderMap) -> Response<Body> {
-        let is_operator = self.is_operator(peer, headers);
-        if !is_operator && self.admin.has_token() && headers.contains_key(header::AUTHORIZATION) {
-            return self.refusal();
+    pub(super) fn has_token(&self) -> bool {
+        self.read_token.is_some()
+    }
+
+    /// The one place where this is decided.
+    fn is_reader(&self, peer: Peer, headers: &HeaderMap) -> bool {
+        match self.read_token {
+            Some(hash) => {
+                let shown = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
+                let token = shown.and_then(|shown| shown.strip_prefix(SCHEME));
+                token.is_some_and(|token| blake3::hash(token) == hash)
+            }
+            // Another site's page, in a browser of this machine, must not read this one under that site's name.
+            None => peer.is_here() && is_own_host(headers, peer.local),
         }
-        let Some(seen) = self.look().await else {
-            return busy();
+    }
+
+    /// The answer to a caller that may not see the page; none for one that may.
+    pub(super) fn refuse_stranger(&self, peer: Peer, headers: &HeaderMap) -> Option<Response> {
+        (!self.is_reader(peer, headers)).then(|| self.refusal())
+    }
+
+    fn refusal(&self) -> Response {
+        self.metrics.refused("forbidden");
+        let refused = if self.has_token() {
+            let words = "the read token is missing or wrong\n  \
+                         hint: send `Authorization: Bearer TOKEN`, with the token in the daemon's `--read-token-file`\n";
+            (StatusCode::UNAUTHORIZED, words)
+        } else {
+            let words = "the status page is for the daemon's own machine only, as the daemon has no read token\n  \
+                         hint: start it with `--read-token-file`\n";
+            (StatusCode::FORBIDDEN, words)
         };
-        let [for_all, for_operators] = seen.metrics;
-        text(
-            StatusCode::OK,
-            "application/openmetrics-text; version=1.0.0; charset=utf-8",
-            if is_operator { for_operators } else { for_all },
-        )
+        refused.into_response()
     }
 
     /// What the daemon looks like, a little ago at most; none if it has no time.
@@ -203,8 +232,9 @@ impl Http {
         let looking = async {
             let mut seen = self.seen.lock().await;
             if seen.as_ref().is_none_or(|seen| seen.at.elapsed() >= FRESH) {
-                let ask = |answer| actor::Request::Census(MAX_LABELLED_JOBS, answer);
-                let census = self.ask(ask).await?;
+                let census = self
+                    .ask(|answer| actor::Request::Census(MAX_LABELLED_JOBS, answer))
+                    .await?;
                 *seen = Some(Seen {
                     at: Instant::now(),
                     why_unready: census.why_unready(),
@@ -216,52 +246,18 @@ impl Http {
         timeout(ASK_TIMEOUT, looking).await.ok().flatten()
     }
 
-    /// What who is no operator gets; none for an operator.
-    fn refuse_stranger(&self, peer: Peer, headers: &HeaderMap) -> Option<Response<Body>> {
-        (!self.is_operator(peer, headers)).then(|| self.refusal())
-    }
-
-    fn is_operator(&self, peer: Peer, headers: &HeaderMap) -> bool {
-        let authorization = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
-        let claim = Claim {
-            peer: Some(peer),
-            authorization,
-        };
-        // Without a token, a page of somebody else's in a browser of this machine must not read it under its own name.
-        let is_own = self.admin.has_token() || is_own_host(headers, peer.local);
-        self.admin.is_admin(claim) && is_own
-    }
-
-    fn refusal(&self) -> Response<Body> {
-        self.metrics.refused("admin");
-        let status = if self.admin.has_token() {
-            StatusCode::UNAUTHORIZED
-        } else {
-            StatusCode::FORBIDDEN
-        };
-        plain(status, format!("{}\n", self.admin.refusal()))
-    }
-
     /// Asks the actor; none if it has no time, or is gone.
     pub(super) async fn ask<T>(
         &self,
         request: impl FnOnce(oneshot::Sender<T>) -> actor::Request,
     ) -> Option<T> {
-        ask(&self.requests, request).await
+        let (answer, answered) = oneshot::channel();
+        let asking = async {
+            self.requests.send(request(answer)).await.ok()?;
+            answered.await.ok()
+        };
+        timeout(ASK_TIMEOUT, asking).await.ok().flatten()
     }
-}
-
-/// Asks the actor; none if it has no time, or is gone.
-pub(super) async fn ask<T>(
-    requests: &mpsc::Sender<actor::Request>,
-    request: impl FnOnce(oneshot::Sender<T>) -> actor::Request,
-) -> Option<T> {
-    let (answer, answered) = oneshot::channel();
-    let asking = async {
-        requests.send(request(answer)).await.ok()?;
-        answered.await.ok()
-    };
-    timeout(ASK_TIMEOUT, asking).await.ok().flatten()
 }
 
 impl Census {
@@ -290,64 +286,23 @@ fn is_own_host(headers: &HeaderMap, own: IpAddr) -> bool {
             .is_ok_and(|ip| ip.is_loopback() || ip == own)
 }
 
-fn busy() -> Response<Body> {
-    plain(
-        StatusCode::SERVICE_UNAVAILABLE,
-        "the daemon did not answer in time\n",
-    )
-}
-
-pub(super) fn plain(status: StatusCode, words: impl Into<Bytes>) -> Response<Body> {
-    text(status, "text/plain; charset=utf-8", words)
-}
-
-/// An answer that no browser keeps or reinterprets.
-pub(super) fn text(status: StatusCode, content_type: &'static str, text: impl Into<Bytes>) -> Response<Body> {
-    let mut response = Response::new(Full::new(text.into()).boxed_unsync());
-    *response.status_mut() = status;
-    guard(response.headers_mut(), content_type);
-    response
-}
-
-pub(super) fn guard(headers: &mut HeaderMap, content_type: &'static str) {
-    for (name, value) in [
-        (header::CONTENT_TYPE, content_type),
-        (header::CACHE_CONTROL, "no-store"),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-        (header::REFERRER_POLICY, "no-referrer"),
-    ] {
-        headers.insert(name, HeaderValue::from_static(value));
-    }
-}
-
-/// Where operators look, and who they are.
-#[derive(Debug, Default)]
-pub struct Operators {
-    /// Serves liveness, readiness, metrics and the status page.
-    pub http: Option<TcpListener>,
-    /// Who may close and drain.
-    pub admin: Admin,
-    /// Who may see the page, and names of jobs in metrics.
-    pub viewers: Admin,
-    /// Notes carry job, generation and node apart from their words.
-    pub log_fields: bool,
-    /// Where metrics and generations are sent.
-    #[cfg(feature = "otlp")]
-    pub collector: Option<super::otlp::Collector>,
+fn busy() -> Response {
+    let words = "the daemon did not answer in time\n";
+    (StatusCode::SERVICE_UNAVAILABLE, words).into_response()
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicUsize;
 
-    use ddp_proto::trust::token::Token;
+    use http_body_util::{BodyExt as _, Empty};
 
     use super::*;
 
     const TOKEN: &str = "a-token-of-32-characters-or-more";
 
-    /// What operators see of a daemon with one job, and how often it was asked.
-    fn watched() -> (Http, Arc<AtomicUsize>) {
+    /// What readers see of a daemon with one job, and how often it was asked.
+    fn watched(token: Option<&str>) -> (Http, Arc<AtomicUsize>) {
         let (requests, mut asked) = mpsc::channel(8);
         let looks = Arc::new(AtomicUsize::new(0));
         let counted = looks.clone();
@@ -361,62 +316,95 @@ mod tests {
                 answer.send(census).unwrap();
             }
         });
-        let http = Http {
-            requests,
-            metrics: Arc::new(Metrics::new()),
-            admin: Admin::with_token(&Token::parse(TOKEN).unwrap()),
-            viewers: page::Viewers::default(),
-            seen: Mutex::default(),
-        };
+        let token = token.map(|token| Token::parse(token).unwrap());
+        let http = Http::new(requests, Arc::new(Metrics::new()), token.as_ref());
         (http, looks)
     }
 
-    /// What a caller with this `authorization` gets at `/metrics`.
-    async fn scrape(http: &Http, authorization: Option<String>) -> (StatusCode, String) {
-        let mut request = Request::get("/metrics");
-        if let Some(shown) = authorization {
-            request = request.header(header::AUTHORIZATION, shown);
+    fn peer(remote: &str) -> Peer {
+        Peer {
+            remote: remote.parse().unwrap(),
+            local: [10, 0, 0, 5].into(),
         }
-        let (request, ()) = request.body(()).unwrap().into_parts();
-        let peer = Peer {
-            remote: [192, 0, 2, 1].into(),
-            local: [192, 0, 2, 2].into(),
-        };
-        let answer = http.answer(peer, &request, &AtomicBool::new(false)).await;
-        let (head, body) = answer.into_parts();
+    }
+
+    fn headers(authorization: Option<&'static str>) -> HeaderMap {
+        let shown = authorization.map(|shown| (header::AUTHORIZATION, HeaderValue::from_static(shown)));
+        shown.into_iter().collect()
+    }
+
+    /// What a caller with this `authorization` gets at `/metrics`.
+    async fn scrape(router: &Router, authorization: Option<&'static str>) -> (StatusCode, String) {
+        let mut request = Request::get("/metrics").body(Empty::<Bytes>::new()).unwrap();
+        *request.headers_mut() = headers(authorization);
+        request.extensions_mut().insert(peer("192.0.2.1"));
+        let (head, body) = router.clone().call(request).await.unwrap().into_parts();
         let body = body.collect().await.unwrap().to_bytes();
         (head.status, String::from_utf8(body.to_vec()).unwrap())
     }
 
     #[tokio::test]
-    async fn names_of_jobs_are_measured_for_operators_only() {
-        let (http, _) = watched();
-        let (status, body) = scrape(&http, None).await;
+    async fn names_of_jobs_need_the_read_token() {
+        let router = router(watched(Some(TOKEN)).0);
+        let (status, body) = scrape(&router, None).await;
         assert_eq!(status, StatusCode::OK);
         assert!(
             body.contains("ddp_ready 1") && !body.contains("guarded"),
             "{body}"
         );
-        let (status, body) = scrape(&http, Some(format!("Bearer {TOKEN}"))).await;
+        let (status, body) = scrape(&router, Some("Bearer a-token-of-32-characters-or-more")).await;
         assert_eq!(status, StatusCode::OK);
         assert!(
             body.contains("ddp_job_generation{job_id=\"guarded\"} 7"),
             "{body}"
         );
-        let (status, body) = scrape(&http, Some("Bearer nonsense".into())).await;
+        let (status, body) = scrape(&router, Some("Bearer nonsense")).await;
         assert_eq!(status, StatusCode::UNAUTHORIZED);
         assert!(!body.contains("guarded"), "{body}");
     }
 
     #[tokio::test]
     async fn however_many_ask_the_daemon_is_looked_at_once_in_a_while() {
-        let (http, looks) = watched();
-        let all = tokio::join!(http.look(), scrape(&http, None), http.look(), scrape(&http, None));
-        assert!(all.0.is_some() && all.2.is_some() && all.1 == all.3);
+        let (http, looks) = watched(None);
+        let all = tokio::join!(http.look(), http.look(), http.look());
+        assert!(all.0.is_some() && all.1.is_some() && all.2.is_some());
         assert_eq!(looks.load(Ordering::Relaxed), 1);
         http.seen.lock().await.as_mut().unwrap().at -= FRESH;
         assert!(http.look().await.is_some());
         assert_eq!(looks.load(Ordering::Relaxed), 2);
+    }
+
+    #[tokio::test]
+    async fn without_a_token_only_callers_on_this_machine_may_read() {
+        let (http, _) = watched(None);
+        for (address, expected) in [
+            ("127.0.0.1", true),
+            ("::1", true),
+            ("::ffff:127.0.0.1", true),
+            ("10.0.0.5", true),
+            ("10.0.0.1", false),
+        ] {
+            let is_reader = http.is_reader(peer(address), &headers(Some("Bearer x")));
+            assert_eq!(is_reader, expected, "{address}");
+        }
+    }
+
+    #[tokio::test]
+    async fn with_a_token_only_callers_that_show_it_may_read() {
+        let (http, _) = watched(Some("0123456789abcdef0123456789abcdef"));
+        for (shown, expected) in [
+            (Some("Bearer 0123456789abcdef0123456789abcdef"), true),
+            (Some("Bearer 0123456789abcdef0123456789abcdeF"), false),
+            (Some("Bearer 0123456789abcdef0123456789abcdef "), false),
+            (Some("bearer 0123456789abcdef0123456789abcdef"), false),
+            (Some("0123456789abcdef0123456789abcdef"), false),
+            (Some("Bearer "), false),
+            (None, false),
+        ] {
+            let is_reader = http.is_reader(peer("127.0.0.1"), &headers(shown));
+            assert_eq!(is_reader, expected, "{shown:?}");
+        }
+        assert!(!format!("{http:?}").contains("0123456789abcdef0123456789abcdef"));
     }
 
     #[test]

@@ -76,6 +76,9 @@ pub struct Ledger {
     last_line: u64,
     /// Bytes appended since the file was written anew.
     grown: u64,
+    /// Each record waits for a message from it.
+    #[cfg(test)]
+    stalled_by: Option<std::sync::mpsc::Receiver<()>>,
 }
 
 impl Ledger {
@@ -115,6 +118,8 @@ impl Ledger {
             latest,
             last_line,
             grown: 0,
+            #[cfg(test)]
+            stalled_by: None,
         })
     }
 
@@ -126,6 +131,15 @@ impl Ledger {
         ledger
     }
 
+    /// One on a disk that takes a record for each message.
+    #[cfg(test)]
+    pub(in crate::rendezvous) fn on_a_slow_disk(dir: &Path) -> (Self, std::sync::mpsc::Sender<()>) {
+        let mut ledger = Self::open(dir).expect("writable");
+        let (proceed, stalled_by) = std::sync::mpsc::channel();
+        ledger.stalled_by = Some(stalled_by);
+        (ledger, proceed)
+    }
+
     /// What is known of each job, in the order in which it was written.
     pub fn records(&self) -> Vec<Record> {
         in_order(&self.latest).cloned().collect()
@@ -133,6 +147,10 @@ impl Ledger {
 
     /// Writes a record down; it is on the disk when this returns.
     pub(super) fn append(&mut self, record: &Record) -> Result<(), LedgerError> {
+        #[cfg(test)]
+        if let Some(stalled_by) = &self.stalled_by {
+            let _ = stalled_by.recv();
+        }
         self.last_line += 1;
         self.latest
             .insert(record.job.clone(), (self.last_line, record.clone()));
@@ -304,7 +322,6 @@ mod tests {
             run_token: "run".into(),
             attempt: 0,
             account: Account::default(),
-            token_proof: Vec::new(),
             stage: Stage::Running,
         }
     }

@@ -1,26 +1,20 @@
-//! What operators measure, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
+//! What Prometheus scrapes, as OpenMetrics. Counters and histograms grow with the actor's events; gauges are taken from
 //! the state when they are asked for. No label has more values than are written in this file, but for the names of the
-//! first [`MAX_LABELLED_JOBS`] jobs that run, which operators alone are told.
+//! first [`MAX_LABELLED_JOBS`] jobs that run, which need the same access as the status page.
 
 use std::fs;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body;
 use ddp_proto::rendezvous::refused::Code;
-#[cfg(feature = "otlp")]
-use prometheus_client::encoding::prometheus_protobuf::{encode, prometheus_data_model};
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-#[cfg(feature = "otlp")]
-use super::otlp::WaitingSpans;
 use crate::rendezvous::event::{Effect, KvError, Observation, RestartReason};
 use crate::rendezvous::report::Census;
 
@@ -33,7 +27,6 @@ const AGE_BUCKETS: [f64; 10] = [0.5, 1.0, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 9.0, 30.
 
 type Label = [(&'static str, &'static str); 1];
 type JobLabel = [(&'static str, String); 1];
-type Seconds = Gauge<f64, AtomicU64>;
 
 /// All of them.
 #[derive(Debug)]
@@ -44,22 +37,7 @@ pub(in crate::rendezvous) struct Metrics {
     refusals: Family<Label, Counter>,
     rounds: Histogram,
     heartbeat_age: Histogram,
-    jobs: Family<Label, Gauge>,
-    nodes: Family<Label, Gauge>,
-    ranks: Gauge,
-    kv_bytes: Gauge,
-    silence: Seconds,
-    gathering: Seconds,
     streams: Gauge,
-    is_ready: Gauge,
-    is_draining: Gauge,
-    descriptors: Gauge,
-    max_descriptors: Gauge,
-    /// Held while gauges are set and read, which belong together.
-    reading: Mutex<()>,
-    /// Generations that a collector is to have.
-    #[cfg(feature = "otlp")]
-    pub(super) spans: WaitingSpans,
 }
 
 impl Metrics {
@@ -71,27 +49,13 @@ impl Metrics {
             refusals: Family::default(),
             rounds: Histogram::new(ROUND_BUCKETS),
             heartbeat_age: Histogram::new(AGE_BUCKETS),
-            jobs: Family::default(),
-            nodes: Family::default(),
-            ranks: Gauge::default(),
-            kv_bytes: Gauge::default(),
-            silence: Seconds::default(),
-            gathering: Seconds::default(),
             streams: Gauge::default(),
-            is_ready: Gauge::default(),
-            is_draining: Gauge::default(),
-            descriptors: Gauge::default(),
-            max_descriptors: Gauge::default(),
-            reading: Mutex::default(),
-            #[cfg(feature = "otlp")]
-            spans: WaitingSpans::default(),
         };
-        metrics.register_counters();
-        metrics.register_gauges();
+        metrics.register();
         metrics
     }
 
-    fn register_counters(&mut self) {
+    fn register(&mut self) {
         let Self { registry, .. } = self;
         registry.register(
             "restarts",
@@ -114,6 +78,9 @@ impl Metrics {
             "Time between two heartbeats of a node",
             self.heartbeat_age.clone(),
         );
+        registry.register("streams", "Streams of agents that are open", self.streams.clone());
+        let version = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("build", "The program", version);
         // A counter that is absent until it grows looks as if it had grown by nothing.
         for reason in RESTART_REASONS {
             self.restarts
@@ -126,43 +93,6 @@ impl Metrics {
         for result in RESULTS {
             self.ended.get_or_create(&[("result", result)]).inc_by(0);
         }
-    }
-
-    fn register_gauges(&mut self) {
-        let Self { registry, .. } = self;
-        registry.register("jobs", "Jobs by state", self.jobs.clone());
-        registry.register("nodes", "Nodes of all jobs by connection", self.nodes.clone());
-        registry.register("ranks", "Ranks of running generations", self.ranks.clone());
-        registry.register("kv_bytes", "Bytes in the key-value stores", self.kv_bytes.clone());
-        registry.register(
-            "longest_silence_seconds",
-            "For how long the quietest node has sent nothing",
-            self.silence.clone(),
-        );
-        registry.register(
-            "longest_gathering_seconds",
-            "For how long nodes have been waited for, of the job that waits longest",
-            self.gathering.clone(),
-        );
-        registry.register("streams", "Streams of agents that are open", self.streams.clone());
-        registry.register("ready", "1 if `/readyz` answers 200", self.is_ready.clone());
-        registry.register(
-            "draining",
-            "1 if the daemon takes no new jobs",
-            self.is_draining.clone(),
-        );
-        registry.register(
-            "open_descriptors",
-            "Open file descriptors",
-            self.descriptors.clone(),
-        );
-        registry.register(
-            "max_descriptors",
-            "Limit of open file descriptors",
-            self.max_descriptors.clone(),
-        );
-        let version = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
-        registry.register("build", "The program", version);
     }
 
     /// Counts what the state machine has decided.
@@ -208,39 +138,12 @@ impl Metrics {
         self.streams.set(streams as i64);
     }
 
-    /// Sets the gauges to the numbers of now, until the result is dropped.
-    fn set(&self, census: &Census) -> MutexGuard<'_, ()> {
-        // Nothing panics that holds it.
-        let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
-        for (state, count) in [
-            ("gathering", census.gathering),
-            ("recovering", census.recovering),
-            ("running", census.running),
-            ("over", census.over),
-        ] {
-            self.jobs.get_or_create(&[("state", state)]).set(count as i64);
-        }
-        let away = census.nodes - census.connected;
-        for (state, count) in [("connected", census.connected), ("away", away)] {
-            self.nodes.get_or_create(&[("state", state)]).set(count as i64);
-        }
-        self.ranks.set(census.ranks as i64);
-        self.kv_bytes.set(census.kv_bytes as i64);
-        self.silence.set(census.longest_silence.as_secs_f64());
-        self.gathering.set(census.longest_gathering.as_secs_f64());
-        self.is_ready.set(i64::from(census.why_unready().is_none()));
-        self.is_draining.set(i64::from(census.is_draining));
-        self.descriptors.set(open_descriptors().unwrap_or(-1));
-        self.max_descriptors.set(max_descriptors().unwrap_or(-1));
-        reading
-    }
-
-    /// All of it as text with the numbers of now: for everyone, and for operators, who are told the names of jobs.
+    /// All of it as text with the numbers of now: for everyone, and with the names of jobs.
     pub(super) fn text(&self, census: &Census) -> [String; 2] {
-        let _reading = self.set(census);
         let mut text = String::new();
         // A `String` takes everything.
         let _ = encode_registry(&mut text, &self.registry);
+        let _ = encode_registry(&mut text, &gauges(census));
         let mut with_names = text.clone();
         let _ = encode_registry(&mut with_names, &generations(census));
         [text, with_names].map(|mut text| {
@@ -250,21 +153,62 @@ impl Metrics {
     }
 }
 
-/// What is sent to a collector.
-#[cfg(feature = "otlp")]
-impl Metrics {
-    /// All of it with the numbers of now and the names of jobs.
-    pub(super) fn families(&self, census: &Census) -> Vec<prometheus_data_model::MetricFamily> {
-        let _reading = self.set(census);
-        let registries = [&self.registry, &generations(census)];
-        let encoded = registries
-            .into_iter()
-            .filter_map(|registry| encode(registry).ok());
-        encoded.flatten().collect()
+/// What the daemon looks like now.
+fn gauges(census: &Census) -> Registry {
+    let mut registry = Registry::with_prefix("ddp");
+    let mut by_state = |name: &str, help: &str, counts: &[(&'static str, u64)]| {
+        let family = Family::<Label, Gauge>::default();
+        for (state, count) in counts {
+            family.get_or_create(&[("state", *state)]).set(*count as i64);
+        }
+        registry.register(name, help, family);
+    };
+    let jobs = [
+        ("gathering", census.gathering),
+        ("recovering", census.recovering),
+        ("running", census.running),
+        ("over", census.over),
+    ];
+    by_state("jobs", "Jobs by state", &jobs);
+    let away = census.nodes - census.connected;
+    let nodes = [("connected", census.connected), ("away", away)];
+    by_state("nodes", "Nodes of all jobs by connection", &nodes);
+    let is_ready = i64::from(census.why_unready().is_none());
+    for (name, help, value) in [
+        ("ranks", "Ranks of running generations", census.ranks as i64),
+        (
+            "kv_bytes",
+            "Bytes in the key-value stores",
+            census.kv_bytes as i64,
+        ),
+        ("ready", "1 if `/readyz` answers 200", is_ready),
+        (
+            "open_descriptors",
+            "Open file descriptors",
+            open_descriptors().unwrap_or(-1),
+        ),
+        (
+            "max_descriptors",
+            "Limit of open file descriptors",
+            max_descriptors().unwrap_or(-1),
+        ),
+    ] {
+        registry.register(name, help, ConstGauge::new(value));
     }
+    registry.register(
+        "longest_silence_seconds",
+        "For how long the quietest node has sent nothing",
+        ConstGauge::new(census.longest_silence.as_secs_f64()),
+    );
+    registry.register(
+        "longest_gathering_seconds",
+        "For how long nodes have been waited for, of the job that waits longest",
+        ConstGauge::new(census.longest_gathering.as_secs_f64()),
+    );
+    registry
 }
 
-/// What has the names of jobs, made anew each time: a job that is gone leaves nothing.
+/// The names of jobs.
 fn generations(census: &Census) -> Registry {
     let family = Family::<JobLabel, Gauge>::default();
     for (job, generation) in &census.generations {
@@ -287,20 +231,19 @@ const RESTART_REASONS: [RestartReason; 4] = [
     RestartReason::Membership,
 ];
 
-/// Of streams and nodes; of calls on the store; of calls of operators; of connections for operators, and for nodes.
-const REFUSAL_CODES: [&str; 14] = [
+/// Of streams and nodes; of calls on the store; of calls and pages that need a token; of connections to the status page, and
+/// of nodes.
+const REFUSAL_CODES: [&str; 12] = [
     "disagree",
     "timed_out",
-    "unauthenticated",
     "invalid",
     "job_over",
-    "draining",
     "unspecified",
     "kv_superseded",
     "kv_conflict",
     "kv_full",
     "kv_unknown",
-    "admin",
+    "forbidden",
     "http",
     "connection",
 ];
@@ -328,10 +271,8 @@ fn refusal_name(code: Code) -> &'static str {
     match code {
         Code::Disagree => "disagree",
         Code::TimedOut => "timed_out",
-        Code::Unauthenticated => "unauthenticated",
         Code::Invalid => "invalid",
         Code::JobOver => "job_over",
-        Code::Draining => "draining",
         Code::Unspecified => "unspecified",
     }
 }
@@ -419,7 +360,7 @@ mod tests {
             for_all.contains("ddp_restarts_total{reason=\"node_lost\"} 1") && for_all.ends_with("# EOF\n"),
             "{for_all}"
         );
-        assert!(!for_all.contains("job_id"), "names are for operators: {for_all}");
+        assert!(!for_all.contains("job_id"), "names need a token: {for_all}");
         for line in [
             "ddp_restarts_total{reason=\"node_lost\"} 1",
             "ddp_restarts_total{reason=\"worker_failed\"} 0",

@@ -1,27 +1,18 @@
-//! The daemon's I/O: the task that owns the state, its ledger, the gRPC server, and what operators look at. Nothing is
-//! decided here.
+//! The daemon's I/O: the task that owns the state, its ledger, the gRPC server, and the status page. Nothing is decided
+//! here.
 
 mod actor;
-mod admin;
-mod admission;
-mod arrivals;
 mod connection;
+mod connection_limits;
 mod http;
-mod incoming;
 mod ledger;
+mod ledger_queue;
 mod metrics;
-#[cfg(feature = "otlp")]
-mod otlp;
 mod page;
-mod replies;
 mod server;
 
 #[cfg(test)]
 pub(super) use actor::{Actor, Request};
-pub use admin::Admin;
-pub use http::Operators;
-pub use incoming::{Listener, OperatorTls, Transport, listen, listen_locally};
+pub use connection::{Listener, Transport, listen, listen_locally};
 pub use ledger::{Ledger, LedgerError};
-#[cfg(feature = "otlp")]
-pub use otlp::Collector;
-pub use server::{ServeError, serve, serve_with};
+pub use server::{Monitoring, ServeError, serve, serve_with};

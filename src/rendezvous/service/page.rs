@@ -4,21 +4,26 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::rendezvous::{JobsReply, StatusReply, StatusRequest};
-use http_body_util::{BodyExt as _, StreamBody};
-use hyper::body::{Bytes, Frame};
-use hyper::header::{CONTENT_SECURITY_POLICY, HeaderValue};
-use hyper::{Response, StatusCode};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use axum::extract::{Extension, RawQuery, State};
+use axum::http::HeaderMap;
+use axum::http::header::{CONTENT_SECURITY_POLICY, HeaderValue};
+use axum::response::sse::{Event, Sse};
+use axum::response::{Html, IntoResponse, Response};
+use ddp_proto::rendezvous::{JobsReply, StatusReply};
+use hyper::StatusCode;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::actor::Request;
-use super::http::{Body, Http, ask, guard, plain, text};
+use super::http::Http;
+use crate::rendezvous::event::Peer;
 use crate::rendezvous::report;
 
 /// Pages that are open at a time.
-const MAX_VIEWERS: usize = 16;
+pub(super) const MAX_PAGES: usize = 16;
+/// Where the page gets its snapshots.
+pub(super) const STREAM_PATH: &str = "/events";
 /// A page gets a snapshot so often.
 const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(1);
 /// A page that does not read its snapshots for so long is given up.
@@ -41,23 +46,25 @@ const NONCE: &str = "{{nonce}}";
 /// Stands in the page where an answer says whether it asks for a token.
 const WITH_TOKEN: &str = "{{token}}";
 
-/// Room for pages.
-#[derive(Clone, Debug)]
-pub(super) struct Viewers(Arc<Semaphore>);
-
-impl Default for Viewers {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MAX_VIEWERS)))
+/// The page. Where there is a read token, the page has no secret, and asks for the token itself.
+pub(super) async fn page(
+    State(http): State<Arc<Http>>,
+    Extension(peer): Extension<Peer>,
+    headers: HeaderMap,
+) -> Response {
+    if http.has_token() {
+        return html(true);
     }
+    http.refuse_stranger(peer, &headers)
+        .unwrap_or_else(|| html(false))
 }
 
-/// The page, which asks for the token if there is one.
-pub(super) fn page(with_token: bool) -> Response<Body> {
+fn html(with_token: bool) -> Response {
     let nonce = format!("{:032x}", rand::random::<u128>());
     let html = PAGE
         .replace(NONCE, &nonce)
         .replace(WITH_TOKEN, if with_token { "yes" } else { "no" });
-    let mut response = text(StatusCode::OK, "text/html; charset=utf-8", html);
+    let mut response = Html(html).into_response();
     let policy = format!(
         "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -69,54 +76,55 @@ pub(super) fn page(with_token: bool) -> Response<Body> {
 }
 
 /// Snapshots of all jobs, and of the one that the query names.
-pub(super) fn events(http: &Http, query: Option<&str>) -> Response<Body> {
-    let job = query.and_then(job_of);
-    let Ok(permit) = http.viewers.0.clone().try_acquire_owned() else {
-        let full = format!("{MAX_VIEWERS} status pages are open already, the maximum\n");
-        return plain(StatusCode::SERVICE_UNAVAILABLE, full);
+pub(super) async fn events(
+    State(http): State<Arc<Http>>,
+    Extension(peer): Extension<Peer>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+) -> Response {
+    if let Some(refusal) = http.refuse_stranger(peer, &headers) {
+        return refusal;
+    }
+    let job = query.as_deref().and_then(job_of);
+    let Ok(slot) = http.page_slots.clone().try_acquire_owned() else {
+        let full = format!("{MAX_PAGES} status pages are open already, the maximum\n");
+        return (StatusCode::SERVICE_UNAVAILABLE, full).into_response();
     };
     let (snapshots, receiver) = mpsc::channel(1);
-    tokio::spawn(send(http.requests.clone(), job, snapshots, permit));
-    let body = StreamBody::new(ReceiverStream::new(receiver)).boxed_unsync();
-    let mut response = Response::new(body);
-    guard(response.headers_mut(), "text/event-stream");
-    response
+    tokio::spawn(send(http, job, snapshots, slot));
+    Sse::new(ReceiverStream::new(receiver)).into_response()
 }
 
 /// Sends snapshots until the page is gone.
 async fn send(
-    requests: mpsc::Sender<Request>,
+    http: Arc<Http>,
     job: Option<String>,
-    snapshots: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
-    _permit: OwnedSemaphorePermit,
+    snapshots: mpsc::Sender<Result<Event, Infallible>>,
+    _slot: OwnedSemaphorePermit,
 ) {
     let until = Instant::now() + LONGEST_STREAM;
     let mut ticks = interval(SNAPSHOT_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while Instant::now() < until {
         ticks.tick().await;
-        let Some(jobs) = ask(&requests, Request::Jobs).await else {
+        let Some(jobs) = http.ask(Request::Jobs).await else {
             return;
         };
         let status = match chosen(job.as_deref(), &jobs) {
-            Some(job) => status(&requests, &job).await.map(|status| (job, status)),
+            Some(job) => status(&http, &job).await.map(|status| (job, status)),
             None => None,
         };
         let event = snapshot(&jobs, status.as_ref());
-        let sent = timeout(SEND_TIMEOUT, snapshots.send(Ok(Frame::data(event)))).await;
+        let sent = timeout(SEND_TIMEOUT, snapshots.send(Ok(event))).await;
         if !matches!(sent, Ok(Ok(()))) {
             return;
         }
     }
 }
 
-/// The job as operators see it, if there is one of this name.
-async fn status(requests: &mpsc::Sender<Request>, job: &str) -> Option<StatusReply> {
-    let request = StatusRequest {
-        job_id: job.to_owned(),
-        ..StatusRequest::default()
-    };
-    ask(requests, |answer| Request::Status(request, true, answer))
+/// All that the daemon knows of the job, if there is one of this name.
+async fn status(http: &Http, job: &str) -> Option<StatusReply> {
+    http.ask(|answer| Request::Status(job.to_owned(), answer))
         .await
         .flatten()
 }
@@ -130,12 +138,12 @@ fn chosen(asked: Option<&str>, jobs: &JobsReply) -> Option<String> {
     }
 }
 
-fn snapshot(jobs: &JobsReply, status: Option<&(String, StatusReply)>) -> Bytes {
+fn snapshot(jobs: &JobsReply, status: Option<&(String, StatusReply)>) -> Event {
     let mut value = report::jobs(jobs, BOUNDS);
     value["job"] = status.map_or(serde_json::Value::Null, |(job, status)| {
         report::job(job, status, BOUNDS)
     });
-    format!("data: {value}\n\n").into()
+    Event::default().data(value.to_string())
 }
 
 /// `job=NAME` of a query.
@@ -178,11 +186,11 @@ mod tests {
 
     #[test]
     fn every_answer_has_a_nonce_of_its_own_and_no_other_script_runs() {
-        let policy = |response: &Response<Body>| {
+        let policy = |response: &Response| {
             let policy = &response.headers()[CONTENT_SECURITY_POLICY];
             policy.to_str().unwrap().to_owned()
         };
-        let (first, second) = (page(true), page(true));
+        let (first, second) = (html(true), html(true));
         assert!(policy(&first).starts_with("default-src 'none'; script-src 'nonce-"));
         assert_ne!(policy(&first), policy(&second));
         for forbidden in [

@@ -8,30 +8,25 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
 use ddp_proto::rendezvous::{
-    AgentMessage, CloseReply, CloseRequest, DaemonMessage, DrainReply, DrainRequest, JobsReply, JobsRequest,
-    KvGatherReply, KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, NodeStatus,
-    StatusReply, StatusRequest,
+    AgentMessage, CloseReply, CloseRequest, DaemonMessage, JobsReply, JobsRequest, KvGatherReply,
+    KvGatherRequest, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply, StatusRequest,
 };
+use ddp_proto::trust::token::Token;
+use prost::bytes::Bytes;
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::metadata::MetadataValue;
 use tonic::{Response, Status, Streaming};
 
 use super::actor::{Actor, Request};
-use super::admin::{Admin, Claim};
-use super::admission::{Admission, AgentStreamPlace, Busy, Caller};
-use super::arrivals::{Bounded, Room};
-use super::http::{self, Http, Operators};
-use super::incoming::{Listener, accept_all};
+use super::connection::{Listener, accept_all};
+use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
+use super::http::{self, Http};
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
-#[cfg(feature = "otlp")]
-use super::otlp::Exporter;
-use super::page::Viewers;
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
 use crate::rendezvous::kv::clip;
@@ -44,7 +39,7 @@ const PART_BYTES: usize = 16 << 10;
 const MAX_REASON_BYTES: usize = 1024;
 /// Connections that have shaken hands and wait for the server.
 const READY_CONNECTIONS: usize = 64;
-/// After the drain: how long open connections may take to end.
+/// How long connections may take to end when no agent is left.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Why the daemon stopped serving.
@@ -65,7 +60,7 @@ pub enum ServeError {
 ///
 /// 1. bind an abstract socket or a port, spawn `serve`, connect the own agent to it;
 /// 2. when the own agent has left, make `shutdown` ready and await `serve`: it returns at once if no agent is
-///    left, else when the last one has left, at most [`Config::drain`] later.
+///    left, else when the last one has left, at most [`Config::shutdown_wait`] later.
 ///
 /// With a `ledger`, it takes up the jobs of an earlier daemon, and writes its own down before it sends what follows.
 ///
@@ -76,68 +71,81 @@ pub async fn serve(
     ledger: Option<Ledger>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    serve_with(listener, config, ledger, Operators::default(), shutdown).await
+    serve_with(listener, config, ledger, Monitoring::default(), shutdown).await
 }
 
-/// The same for operators who look at it. They may end it too: it returns when they have drained it and no job is left.
+/// How people and tools watch a daemon.
+#[derive(Debug, Default)]
+pub struct Monitoring {
+    /// Serves liveness, readiness, metrics and the status page.
+    pub http: Option<TcpListener>,
+    /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
+    pub read_token: Option<Token>,
+    /// Events carry job, generation and node apart from their words.
+    pub log_fields: bool,
+}
+
+/// The same for a daemon that is watched.
 pub async fn serve_with(
     listener: Listener,
     config: Config,
     ledger: Option<Ledger>,
-    operators: Operators,
+    monitoring: Monitoring,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let drain = config.drain;
     let (actor, requests) = Actor::new(config.clone(), ledger);
-    let service = Service::new(requests.clone(), config.clone(), operators.admin);
+    let metrics = Arc::new(Metrics::new());
     // It holds the state of agents, and ends with this function.
     let mut tasks = JoinSet::new();
-    #[cfg(feature = "otlp")]
-    let exporter = Exporter::start(operators.collector, &requests, &service.metrics, &mut tasks);
-    let actor = actor.observed_by(service.metrics.clone(), operators.log_fields);
+    let actor = actor.observed_by(metrics.clone(), monitoring.log_fields);
     tasks.spawn(actor.run());
-    let admission = Admission::new(&config, service.metrics.clone(), operators.http.is_some());
-    if let Some(listener) = operators.http {
-        service.show(listener, operators.viewers, admission.pages(), &mut tasks);
+    let has_page = monitoring.http.is_some();
+    let [limits, page_limits] = ConnectionLimits::of_ports(&config, &metrics, has_page);
+    if let Some(listener) = monitoring.http {
+        let http = Http::new(requests.clone(), metrics.clone(), monitoring.read_token.as_ref());
+        tasks.spawn(async move {
+            http::serve(listener, http, page_limits).await;
+            Ok(())
+        });
     }
-    let limit = config.kv.value_bytes + MESSAGE_MARGIN;
-    let rendezvous = RendezvousServer::new(service).max_decoding_message_size(limit);
-    let room = Room::new(limit);
+    let service = Service {
+        requests: requests.clone(),
+        last_conn: AtomicU64::new(0),
+        last_call: AtomicU64::new(0),
+        config: config.clone(),
+        metrics,
+    };
+    let longest = config.kv.value_bytes + MESSAGE_MARGIN;
+    let rendezvous = RendezvousServer::new(service).max_decoding_message_size(longest);
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<RendezvousServer<Service>>().await;
     let (admitted, incoming) = mpsc::channel(READY_CONNECTIONS);
     let mut accepting = JoinSet::new();
-    accepting.spawn(accept_all(listener, config.clone(), admission, admitted));
+    accepting.spawn(accept_all(listener, config.clone(), limits, admitted));
     let (close, closing) = oneshot::channel::<()>();
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(config.http2_keepalive_interval))
         .http2_keepalive_timeout(Some(config.http2_keepalive_timeout))
         .max_concurrent_streams(config.max_streams)
-        .add_service(Bounded::new(health_service, &room))
-        .add_service(Bounded::new(rendezvous, &room))
+        .add_service(Limited::new(health_service, longest))
+        .add_service(Limited::new(rendezvous, longest))
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), async {
             // An error means that the sender is gone: time to stop as well.
             let _ = closing.await;
         });
     tokio::pin!(server);
 
+    let stopped = async {
+        shutdown.await;
+        health.set_not_serving::<RendezvousServer<Service>>().await;
+        await_agents(&requests, &config).await;
+    };
     // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
         Some(ended) = tasks.join_next() => return result_of(ended),
-        () = shutdown => {}
-        () = answered(&requests, Request::Drained) => tracing::info!("no job is left on the drained daemon"),
+        () = stopped => {}
     }
-    health.set_not_serving::<RendezvousServer<Service>>().await;
-    tokio::select! {
-        ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
-        drained = tokio::time::timeout(drain, answered(&requests, Request::Drain)) => if drained.is_err() {
-            tracing::warn!("launchers are still connected {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
-        },
-    }
-    #[cfg(feature = "otlp")]
-    Exporter::finish(exporter).await;
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
     let ended = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
@@ -152,6 +160,18 @@ fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), Se
     }
 }
 
+/// Ends when every agent has left. Late ones are not waited for any longer.
+async fn await_agents(requests: &mpsc::Sender<Request>, config: &Config) {
+    let shutdown_wait = config.shutdown_wait;
+    let left = tokio::time::timeout(shutdown_wait, answered(requests, Request::AllLeft)).await;
+    if left.is_err() {
+        tracing::warn!(
+            "launchers are still connected {:.1} s after the daemon was asked to stop",
+            shutdown_wait.as_secs_f64()
+        );
+    }
+}
+
 /// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
 async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Sender<()>) -> Request) {
     let (answer, answered) = oneshot::channel();
@@ -163,31 +183,25 @@ async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Se
 #[derive(Debug)]
 struct Service {
     requests: mpsc::Sender<Request>,
-    last_conn: Arc<AtomicU64>,
-    last_call: Arc<AtomicU64>,
+    last_conn: AtomicU64,
+    last_call: AtomicU64,
     config: Config,
-    admin: Admin,
     metrics: Arc<Metrics>,
 }
 
 impl Service {
-    fn new(requests: mpsc::Sender<Request>, config: Config, admin: Admin) -> Self {
-        Self {
-            requests,
-            last_conn: Arc::new(AtomicU64::new(0)),
-            last_call: Arc::new(AtomicU64::new(0)),
-            config,
-            admin,
-            metrics: Arc::new(Metrics::new()),
-        }
-    }
-
-    fn begin_read(&self, job: &str) -> Read {
-        Read {
-            call: CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1),
-            job: Some(job.to_owned()),
+    /// Calls the store of a job. When the caller goes away, so does its place in the store.
+    async fn call_store(&self, job: String, event: impl FnOnce(CallId) -> Event) -> Result<Bytes, Status> {
+        let call = CallId(self.last_call.fetch_add(1, Ordering::Relaxed) + 1);
+        let mut abandoned = AbandonedCall {
+            call,
+            job: Some(job),
             requests: self.requests.clone(),
-        }
+        };
+        let (answer, result) = oneshot::channel();
+        let answered = self.ask(Request::Call(call, event(call), answer), result).await;
+        abandoned.job = None;
+        answered?.map_err(|error| status(&error))
     }
 
     async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
@@ -196,69 +210,14 @@ impl Service {
         answer.await.map_err(|_| stopping())
     }
 
-    /// Shows the same daemon in browsers, as one of `tasks`: to so many at a time.
-    fn show<E: Send + 'static>(
-        &self,
-        listener: TcpListener,
-        admin: Admin,
-        most: usize,
-        tasks: &mut JoinSet<Result<(), E>>,
-    ) {
-        let http = Http {
-            requests: self.requests.clone(),
-            metrics: self.metrics.clone(),
-            admin,
-            viewers: Viewers::default(),
-            seen: tokio::sync::Mutex::default(),
-        };
-        tasks.spawn(async move {
-            http::serve(listener, Arc::new(http), most).await;
-            Ok(())
-        });
-    }
-
-    fn is_admin<T>(&self, request: &tonic::Request<T>) -> bool {
-        // The other end of an abstract Unix socket is this machine. Where callers may be of several users, being here
-        // proves nothing.
-        let caller = caller(request)
-            .ok()
-            .filter(|_| self.config.callers == Callers::Proven);
-        let authorization = request.metadata().get("authorization");
-        self.admin.is_admin(Claim {
-            peer: caller.map(|caller| caller.peer),
-            authorization: authorization.map(MetadataValue::as_encoded_bytes),
-        })
-    }
-
-    /// Refuses all others. A connection with a node is in use until the result is dropped.
-    fn only_for_admin<T>(&self, request: &tonic::Request<T>) -> Result<Busy, Status> {
-        let busy = caller(request)?.is_used();
-        if self.is_admin(request) {
-            return Ok(busy);
+    /// Refuses callers of a daemon without a token, which does not know who they are.
+    fn only_for_authenticated(&self) -> Result<(), Status> {
+        if self.config.callers == Callers::Authenticated {
+            return Ok(());
         }
-        self.metrics.refused("admin");
-        Err(Status::permission_denied(self.admin.refusal()))
-    }
-}
-
-/// What is for operators only is left out.
-fn without_details(reply: StatusReply) -> StatusReply {
-    let nodes = reply.nodes.into_iter().map(|node| NodeStatus {
-        silent_ms: 0,
-        connected: false,
-        first_rank: 0,
-        ranks: Vec::new(),
-        log_dir: String::new(),
-        ..node
-    });
-    StatusReply {
-        generation: reply.generation,
-        phase: reply.phase,
-        restart_count: reply.restart_count,
-        nodes: nodes.collect(),
-        reason: reply.reason,
-        assignment_id: reply.assignment_id,
-        ..StatusReply::default()
+        self.metrics.refused("forbidden");
+        let words = "a daemon with `--insecure` neither lists nor shows nor closes jobs, as it does not know its callers";
+        Err(Status::permission_denied(words))
     }
 }
 
@@ -271,9 +230,9 @@ impl Rendezvous for Service {
         request: tonic::Request<Streaming<AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let conn = ConnId(self.last_conn.fetch_add(1, Ordering::Relaxed) + 1);
-        let caller = caller(&request)?;
+        let connection = connection(&request)?;
         let too_many = || Status::resource_exhausted("too many streams on one connection");
-        let place = caller.opens_stream().ok_or_else(too_many)?;
+        let slot = connection.open_stream().ok_or_else(too_many)?;
         let (agent, messages) = mpsc::channel(self.config.agent_queue);
         self.requests
             .send(Request::Opened(conn, agent))
@@ -282,8 +241,8 @@ impl Rendezvous for Service {
         let (sending, ended) = oneshot::channel::<()>();
         let stream = AgentSide {
             conn,
-            caller,
-            _place: place,
+            connection,
+            _slot: slot,
             ended,
             requests: self.requests.clone(),
             patience: self.config.join_wait,
@@ -299,25 +258,19 @@ impl Rendezvous for Service {
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
-        let busy = caller(&request)?.is_used();
-        let (answer, result) = oneshot::channel();
-        self.ask(Request::KvPut(request.into_inner(), answer), result)
-            .await?
-            .map_err(|error| status(&error))?;
-        busy.accepted();
+        let request = request.into_inner();
+        let job = request.job_id.clone();
+        self.call_store(job, |call| Event::KvPut { call, request })
+            .await?;
         Ok(Response::new(KvPutReply {}))
     }
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
-        let busy = caller(&request)?.is_used();
-        let (answer, result) = oneshot::channel();
         let request = request.into_inner();
-        let read = self.begin_read(&request.job_id);
-        let call = read.call();
-        let value = self.ask(Request::KvGet(call, request, answer), result).await;
-        read.finish();
-        let value = value?.map_err(|error| status(&error))?;
-        busy.accepted();
+        let job = request.job_id.clone();
+        let value = self
+            .call_store(job, |call| Event::KvGet { call, request })
+            .await?;
         Ok(Response::new(KvGetReply { value }))
     }
 
@@ -327,21 +280,13 @@ impl Rendezvous for Service {
         &self,
         request: tonic::Request<KvGatherRequest>,
     ) -> Result<Response<Self::KvGatherStream>, Status> {
-        let caller = caller(&request)?;
-        let busy = caller.is_used();
-        let (answer, result) = oneshot::channel();
         let request = request.into_inner();
-        let read = self.begin_read(&request.job_id);
-        let call = read.call();
-        let entries = self.ask(Request::KvGather(call, request, answer), result).await;
-        read.finish();
-        let mut rest = entries?.map_err(|error| status(&error))?;
-        let sending = caller.is_used();
-        busy.accepted();
+        let job = request.job_id.clone();
+        let mut rest = self
+            .call_store(job, |call| Event::KvGather { call, request })
+            .await?;
         // A part is copied when there is room for it: a caller that does not read has no copy of the whole.
         let parts = std::iter::from_fn(move || {
-            // Dropped with the stream.
-            let _ = &sending;
             let entries = rest.split_to(rest.len().min(PART_BYTES));
             (!entries.is_empty()).then_some(Ok(KvGatherReply { entries }))
         });
@@ -349,41 +294,26 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let busy = caller(&request)?.is_used();
-        let is_admin = self.is_admin(&request);
-        let request = request.into_inner();
-        // Who has the token may know whose port this is.
-        let refusal = self.config.refuses(&request.job_id);
-        if let Some(reason) = refusal.filter(|_| is_admin || self.config.callers == Callers::Proven) {
+        self.only_for_authenticated()?;
+        let StatusRequest { job_id } = request.into_inner();
+        if let Some(reason) = self.config.refuses(&job_id) {
             return Err(Status::failed_precondition(format!("it {reason}")));
         }
-        let unknown = format!(
-            "this daemon has no job `{}` that you may see",
-            clip(&request.job_id, 128)
-        );
+        let unknown = format!("this daemon has no job `{}`", clip(&job_id, 128));
         let (answer, reply) = oneshot::channel();
-        let reply = self
-            .ask(Request::Status(request, is_admin, answer), reply)
-            .await?
-            .ok_or_else(|| Status::not_found(unknown))?;
-        busy.accepted();
-        Ok(Response::new(if is_admin {
-            reply
-        } else {
-            without_details(reply)
-        }))
+        let reply = self.ask(Request::Status(job_id, answer), reply).await?;
+        reply.map(Response::new).ok_or_else(|| Status::not_found(unknown))
     }
 
-    async fn jobs(&self, request: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
-        let busy = self.only_for_admin(&request)?;
+    async fn jobs(&self, _: tonic::Request<JobsRequest>) -> Result<Response<JobsReply>, Status> {
+        self.only_for_authenticated()?;
         let (answer, reply) = oneshot::channel();
         let jobs = self.ask(Request::Jobs(answer), reply).await?;
-        busy.accepted();
         Ok(Response::new(jobs))
     }
 
     async fn close(&self, request: tonic::Request<CloseRequest>) -> Result<Response<CloseReply>, Status> {
-        let busy = self.only_for_admin(&request)?;
+        self.only_for_authenticated()?;
         let CloseRequest { job_id, reason } = request.into_inner();
         if reason.len() > MAX_REASON_BYTES {
             let words = format!("a reason has at most {MAX_REASON_BYTES} bytes");
@@ -392,7 +322,6 @@ impl Rendezvous for Service {
         let (answer, reply) = oneshot::channel();
         let close = Request::Close(job_id.clone(), reason, answer);
         if self.ask(close, reply).await? {
-            busy.accepted();
             Ok(Response::new(CloseReply {}))
         } else {
             let job = clip(&job_id, 128);
@@ -400,47 +329,23 @@ impl Rendezvous for Service {
             Err(Status::not_found(words))
         }
     }
-
-    async fn drain(&self, request: tonic::Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
-        let busy = self.only_for_admin(&request)?;
-        if let Some(owner) = &self.config.only_job {
-            let words = format!(
-                "it belongs to job `{0}` and ends with it\n  hint: `ddp-rendezvous close {0}` ends the job",
-                clip(owner, 128)
-            );
-            return Err(Status::failed_precondition(words));
-        }
-        let (answer, reply) = oneshot::channel();
-        let jobs = self.ask(Request::TakeNoJobs(answer), reply).await?;
-        busy.accepted();
-        Ok(Response::new(DrainReply { jobs }))
-    }
 }
 
-/// A read that waits. When its caller goes away, so does its place in the store.
-struct Read {
+/// Gives a call on the store up when it is dropped.
+struct AbandonedCall {
     call: CallId,
-    /// Empty once it is answered.
+    /// None once the call is answered.
     job: Option<String>,
     requests: mpsc::Sender<Request>,
 }
 
-impl Read {
-    fn call(&self) -> CallId {
-        self.call
-    }
-
-    fn finish(mut self) {
-        self.job = None;
-    }
-}
-
-impl Drop for Read {
+impl Drop for AbandonedCall {
     fn drop(&mut self) {
         let Some(job) = self.job.take() else {
             return;
         };
-        let cancel = Request::KvCancel(self.call, job);
+        let call = self.call;
+        let cancel = Request::Event(Event::KvCancel { call, job });
         if let Err(mpsc::error::TrySendError::Full(cancel)) = self.requests.try_send(cancel) {
             let requests = self.requests.clone();
             tokio::spawn(async move {
@@ -454,8 +359,8 @@ impl Drop for Read {
 /// What an agent says on its stream.
 struct AgentSide {
     conn: ConnId,
-    caller: Arc<Caller>,
-    _place: AgentStreamPlace,
+    connection: Arc<Connection>,
+    _slot: OwnedSemaphorePermit,
     /// Over when nothing is sent to the agent any more.
     ended: oneshot::Receiver<()>,
     requests: mpsc::Sender<Request>,
@@ -468,10 +373,10 @@ impl AgentSide {
     /// has joined ends in time, and so does one that the daemon has ended, whatever is said on it.
     async fn pump(mut self, mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin) {
         let conn = self.conn;
-        let peer = self.caller.peer;
+        let peer = self.connection.peer;
         let mut deadline = Some(Instant::now() + self.patience);
         let mut has_ended = false;
-        let mut joined: Option<Busy> = None;
+        let mut joined: Option<Active> = None;
         let clean = loop {
             // Cancel safe: a stream loses nothing that it has not returned, and the others only come once. Messages last:
             // there may always be one more.
@@ -485,7 +390,7 @@ impl AgentSide {
                 () = until(deadline) => {
                     if !has_ended {
                         let waited = self.patience.as_secs_f64();
-                        self.caller.refused(format!("no node joined on a stream within {waited:.1} s"));
+                        self.connection.refused(format!("no node joined on a stream within {waited:.1} s"));
                     }
                     break false;
                 }
@@ -500,8 +405,7 @@ impl AgentSide {
                         return;
                     };
                     if is_taken {
-                        self.caller.prove();
-                        joined = Some(self.caller.is_used());
+                        joined = Some(self.connection.begin_node());
                         deadline = deadline.filter(|_| has_ended);
                     }
                 }
@@ -536,10 +440,10 @@ async fn until(deadline: Option<Instant>) {
     }
 }
 
-/// The connection of a call. Every connection that is served has passed the admission.
-fn caller<T>(request: &tonic::Request<T>) -> Result<Arc<Caller>, Status> {
-    let caller = request.extensions().get::<Arc<Caller>>();
-    caller
+/// The connection of a call.
+fn connection<T>(request: &tonic::Request<T>) -> Result<Arc<Connection>, Status> {
+    let connection = request.extensions().get::<Arc<Connection>>();
+    connection
         .cloned()
         .ok_or_else(|| Status::internal("a call without a connection"))
 }
@@ -559,25 +463,20 @@ fn status(error: &KvError) -> Status {
 mod tests {
     use ddp_proto::rendezvous::Join;
 
+    use super::super::connection_limits::tests::connection_of;
     use super::*;
-    use crate::rendezvous::event::Peer;
 
     /// One that always had a message ready was never cut, and a `Join` with a wrong token kept its connection.
     #[tokio::test]
-    async fn who_is_refused_and_never_stops_talking_is_cut_in_time() {
-        let here = std::net::Ipv4Addr::LOCALHOST.into();
-        let peer = Peer {
-            remote: here,
-            local: here,
-        };
-        let admission = Admission::new(&Config::default(), Arc::new(Metrics::new()), false);
-        let caller = Caller::new(peer, admission.enter(here).unwrap());
+    async fn a_refused_caller_that_never_stops_talking_is_cut_in_time() {
+        let connection = connection_of(&Config::default());
+        let made = connection.expires();
         let (requests, mut inbox) = mpsc::channel(1);
         let (_sending, ended) = oneshot::channel();
         let side = AgentSide {
             conn: ConnId(1),
-            caller: caller.clone(),
-            _place: caller.opens_stream().unwrap(),
+            connection: connection.clone(),
+            _slot: connection.open_stream().unwrap(),
             ended,
             requests,
             patience: Duration::from_millis(50),
@@ -597,6 +496,6 @@ mod tests {
         }));
         let talked = tokio::time::timeout(Duration::from_mins(1), side.pump(joins));
         talked.await.expect("it is cut");
-        assert!(!caller.is_proven() && caller.idle_since().is_some());
+        assert_eq!(connection.expires(), made, "it counts as untrusted");
     }
 }

@@ -58,7 +58,7 @@ fn a_suspicion_ends_with_the_last_node() {
     });
     s.pass(2 * Config::default().linger, &[]);
     assert!(s.now < Config::default().outage_timeout);
-    assert_eq!(s.state.job_count(), 0);
+    assert_eq!(s.state.jobs(s.now).jobs.len(), 0);
     assert_eq!(s.state.census(s.now, 0).why_unready(), None);
 }
 

@@ -123,13 +123,6 @@ fn send(agent: &Agent, generation: u64, body: Body) {
     sender.send(Generation(generation), id, body).unwrap();
 }
 
-fn ask(incarnation: &str) -> StatusRequest {
-    StatusRequest {
-        job_id: JOB.into(),
-        incarnation: incarnation.into(),
-    }
-}
-
 async fn leave(agent: Agent) {
     assert!(
         agent
@@ -204,6 +197,7 @@ async fn two_agents_go_through_a_failure_to_success() {
         (second, again.node_rank, again.restart_count),
         (Generation(2), 1, 1)
     );
+    next_assignment(&mut a).await;
     send(&a, 2, Body::NodeSucceeded(NodeSucceeded {}));
     send(&b, 2, Body::NodeSucceeded(NodeSucceeded {}));
     for agent in [&mut a, &mut b] {
@@ -237,7 +231,7 @@ async fn a_broken_stream_is_opened_again_and_keeps_its_place() {
 #[tokio::test]
 async fn the_daemon_waits_for_its_agents_within_a_bound() {
     let daemon = Daemon::start(Config {
-        drain: PATIENCE,
+        shutdown_wait: PATIENCE,
         ..Config::default()
     })
     .await;
@@ -257,7 +251,7 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
         .unwrap();
 
     let daemon = Daemon::start(Config {
-        drain: Duration::from_millis(10),
+        shutdown_wait: Duration::from_millis(10),
         ..Config::default()
     })
     .await;
@@ -270,6 +264,54 @@ async fn the_daemon_waits_for_its_agents_within_a_bound() {
         .expect("the stream ends")
         .unwrap_err();
     assert!(gone.is_broken(), "{gone:?}");
+}
+
+/// A slow `fsync` kept heartbeats waiting until leases ended.
+#[tokio::test]
+async fn a_slow_disk_delays_assignments_and_no_heartbeats() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ledger, proceed) = Ledger::on_a_slow_disk(dir.path());
+    let (actor, requests) = Actor::new(Config::default(), Some(ledger));
+    let actor = tokio::spawn(actor.run());
+    let (queue, mut messages) = tokio::sync::mpsc::channel(64);
+    let message = |body| AgentMessage {
+        job_id: JOB.into(),
+        incarnation: "a".into(),
+        body: Some(body),
+        ..AgentMessage::default()
+    };
+    let event = |body| Event::Message {
+        conn: ConnId(1),
+        peer: Peer {
+            remote: [127, 0, 0, 1].into(),
+            local: [127, 0, 0, 1].into(),
+        },
+        message: Box::new(message(body)),
+    };
+    let joins = event(Body::Join(join("a", 1, 1)));
+    requests.send(Request::Opened(ConnId(1), queue)).await.unwrap();
+    let (answer, is_taken) = oneshot::channel();
+    requests
+        .send(Request::Join(ConnId(1), joins, answer))
+        .await
+        .unwrap();
+    assert!(is_taken.await.unwrap());
+    requests
+        .send(Request::Event(event(Body::Heartbeat(Heartbeat::default()))))
+        .await
+        .unwrap();
+    let (answer, status) = oneshot::channel();
+    requests.send(Request::Status(JOB.into(), answer)).await.unwrap();
+    let status = timeout(PATIENCE, status)
+        .await
+        .expect("the daemon is not stalled");
+    assert_eq!(status.unwrap().unwrap().phase, "running");
+    assert!(messages.try_recv().is_err(), "the record is not on disk");
+    proceed.send(()).unwrap();
+    let first = timeout(PATIENCE, messages.recv()).await.unwrap().unwrap();
+    assert!(matches!(first.body, Some(Reply::Assignment(_))), "{first:?}");
+    drop((requests, proceed));
+    timeout(PATIENCE, actor).await.unwrap().unwrap().unwrap();
 }
 
 #[tokio::test]
@@ -294,7 +336,7 @@ async fn what_cannot_be_written_down_is_not_sent() {
 async fn a_ledger_that_fails_while_the_daemon_stops_is_an_error_too() {
     let dir = tempfile::tempdir().unwrap();
     let config = Config {
-        drain: PATIENCE,
+        shutdown_wait: PATIENCE,
         ..Config::default()
     };
     let daemon = Daemon::with(config, Some(Ledger::on_a_full_disk(dir.path()))).await;
@@ -357,7 +399,7 @@ async fn calls_that_are_refused_keep_no_connection() {
     let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
     let mut client = RendezvousClient::new(channel.clone());
     ends_during(channel, async || {
-        client.status(ask("stranger")).await.unwrap_err();
+        client.status(StatusRequest::default()).await.unwrap_err();
     })
     .await;
     daemon.end().await;
@@ -367,21 +409,24 @@ async fn calls_that_are_refused_keep_no_connection() {
 #[tokio::test]
 async fn joins_that_are_refused_keep_no_connection() {
     let daemon = Daemon::start(Config {
-        callers: Callers::OfJobs,
+        callers: Callers::Anybody,
         join_wait: Duration::from_secs(2),
         ..Config::default()
     })
     .await;
     let channel = open_channel(&daemon.endpoint, &Access::Open).await.unwrap();
     let mut client = RendezvousClient::new(channel.clone());
-    let without_token = AgentMessage {
+    let invalid = AgentMessage {
         job_id: JOB.into(),
         incarnation: "a".into(),
-        body: Some(Body::Join(join("a", 1, 1))),
+        body: Some(Body::Join(Join {
+            protocol: 99,
+            ..join("a", 1, 1)
+        })),
         ..AgentMessage::default()
     };
     ends_during(channel, async || {
-        let messages = tokio_stream::once(without_token.clone()).chain(tokio_stream::pending());
+        let messages = tokio_stream::once(invalid.clone()).chain(tokio_stream::pending());
         // An error means that the connection has ended.
         if let Ok(stream) = client.agent(messages).await
             && let Ok(Some(answer)) = stream.into_inner().message().await
@@ -398,6 +443,7 @@ async fn joins_that_are_refused_keep_no_connection() {
 async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
     const CALLS: usize = 9;
     let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
         join_wait: PATIENCE,
         ..Config::default()
     })
@@ -441,26 +487,17 @@ async fn before_a_node_joins_calls_are_few_and_never_in_the_way_of_joining() {
 
 #[tokio::test]
 async fn status_and_health_answer() {
-    let daemon = Daemon::start(Config {
-        callers: Callers::Anybody,
-        ..Config::default()
-    })
-    .await;
+    let daemon = Daemon::start(Config::default()).await;
     let client = daemon.client().await;
-    let error = client
-        .status(ask("a"))
-        .await
-        .unwrap_err()
-        .to_string()
-        .replace(&daemon.endpoint, "HOST:PORT");
-    insta::assert_snapshot!(error, @r"
-    cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1` that you may see
-      hint: `ddp-rendezvous jobs` lists them for operators, with `DDP_ADMIN_TOKEN_FILE` if the daemon has an admin token
+    let error = client.status(JOB).await.unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(&daemon.endpoint, "HOST:PORT"), @r"
+    cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: this daemon has no job `job1`
+      hint: `ddp-rendezvous jobs` lists them
     ");
     let mut a = daemon.agent("a").await;
     send(&a, 0, Body::Join(join("a", 1, 1)));
     next_assignment(&mut a).await;
-    let status = client.status(ask("a")).await.unwrap();
+    let status = client.status(JOB).await.unwrap();
     assert_eq!(
         (status.phase.as_str(), status.generation, status.nodes.len()),
         ("running", 1, 1)
@@ -478,8 +515,30 @@ async fn status_and_health_answer() {
             tonic_health::pb::health_check_response::ServingStatus::Serving
         );
     }
-    let stranger = client.status(ask("b")).await.unwrap_err().to_string();
-    assert_eq!(stranger.replace(&daemon.endpoint, "HOST:PORT"), error);
+    leave(a).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn a_daemon_that_does_not_know_its_callers_shows_lists_and_closes_no_job() {
+    let daemon = Daemon::start(Config {
+        callers: Callers::Anybody,
+        ..Config::default()
+    })
+    .await;
+    let client = daemon.client().await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    for refused in [
+        client.status(JOB).await.map(drop),
+        client.status("no-job").await.map(drop),
+        client.jobs().await.map(drop),
+        client.close(JOB, "").await,
+    ] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.exit_code(), ddp_proto::exit::REFUSED, "{error}");
+    }
     leave(a).await;
     daemon.end().await;
 }
@@ -573,52 +632,6 @@ async fn a_large_gather_comes_in_parts_and_arrives_whole() {
 }
 
 #[tokio::test]
-async fn an_embedded_daemon_serves_its_own_agent_from_bind_to_end() {
-    let begun = Instant::now();
-    let daemon = Daemon::start(Config::default()).await;
-    let mut a = daemon.agent("a").await;
-    send(&a, 0, Body::Join(join("a", 1, 1)));
-    next_assignment(&mut a).await;
-    let assigned = begun.elapsed();
-    send(&a, 1, Body::NodeSucceeded(NodeSucceeded {}));
-    next(&mut a, |reply| matches!(reply, Reply::JobOver(_)).then_some(())).await;
-    leave(a).await;
-    daemon.end().await;
-    println!(
-        "assigned after {assigned:?}, all over after {:?}",
-        begun.elapsed()
-    );
-}
-
-#[tokio::test]
-async fn many_nodes_meet() {
-    const NODES: u32 = 256;
-    // All connect before the first joins.
-    let daemon = Daemon::start(Config {
-        join_wait: PATIENCE,
-        ..Config::default()
-    })
-    .await;
-    let mut agents = Vec::new();
-    for n in 0..NODES {
-        agents.push(daemon.agent(&format!("n{n}")).await);
-    }
-    let begun = Instant::now();
-    for (n, agent) in agents.iter().enumerate() {
-        send(agent, 0, Body::Join(join(&format!("n{n}"), NODES, NODES)));
-    }
-    for (n, agent) in agents.iter_mut().enumerate() {
-        let (_, assignment) = next_assignment(agent).await;
-        assert_eq!((assignment.node_rank as usize, assignment.node_count), (n, NODES));
-    }
-    println!("{NODES} nodes have met after {:?}", begun.elapsed());
-    for agent in agents {
-        drop(agent);
-    }
-    drop(daemon);
-}
-
-#[tokio::test]
 async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
     let (actor, requests) = Actor::new(Config::default(), None);
     let actor = tokio::spawn(actor.run());
@@ -654,11 +667,11 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
         .unwrap();
     for _ in 0..10 {
         requests
-            .send(say(1, "slow", Body::Heartbeat(Heartbeat::default())))
+            .send(say(1, "slow", Body::Join(join("slow", 3, 3))))
             .await
             .unwrap();
         requests
-            .send(say(2, "fast", Body::Heartbeat(Heartbeat::default())))
+            .send(say(2, "fast", Body::Join(join("fast", 3, 3))))
             .await
             .unwrap();
     }

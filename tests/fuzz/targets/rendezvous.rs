@@ -32,8 +32,7 @@ enum Step {
     Tick = 4,
     Gather = 5,
     Close = 6,
-    Drain = 7,
-    Cancel = 8,
+    Cancel = 7,
 }
 
 /// How many kinds there are.
@@ -222,14 +221,13 @@ fn recovery() -> Vec<Vec<u8>> {
     ]
 }
 
-/// A caller gives up a read; then an operator drains the daemon, and closes the job.
+/// A caller gives up a read; then an operator closes the job.
 fn operators() -> Vec<Vec<u8>> {
     // The read is the last one of these, and calls are numbered as steps.
     let mut steps = life()[..6].to_vec();
     let read = steps.len() as u8;
     steps.extend([
         step(Step::Cancel, read, 0, b"job".to_vec()),
-        step(Step::Drain, 0, 1, Vec::new()),
         step(Step::Close, 0, 1, b"job\nmaintenance".to_vec()),
         step(Step::Tick, 0, 100, Vec::new()),
     ]);
@@ -284,8 +282,7 @@ fn event_of(step: &[u8], call: CallId) -> Option<Event> {
                 reason: parts.next().unwrap_or_default(),
             })
         }
-        7 => Some(Event::Drain),
-        8 => Some(Event::KvCancel {
+        7 => Some(Event::KvCancel {
             call: CallId(u64::from(*number)),
             job: text().into_owned(),
         }),
@@ -302,8 +299,6 @@ struct Played {
     exit_code: Option<i32>,
     /// Calls that were answered.
     answers: usize,
-    /// The daemon takes no new jobs.
-    is_draining: bool,
 }
 
 /// Plays the steps to a daemon, as its streams would: who was sent away says nothing more.
@@ -352,7 +347,6 @@ fn play(bytes: &[u8]) -> Played {
         }
         state.status(now, "job");
     }
-    played.is_draining = state.census(now, 0).is_draining;
     played
 }
 
@@ -364,7 +358,6 @@ pub(crate) fn events() -> Target {
         exit_code: Some(i32::from(ddp_proto::exit::CLOSED)),
         // The write, and not the read.
         answers: 1,
-        is_draining: true,
     };
     assert_eq!(play(&seeds[2]), operated);
     Target {
@@ -413,7 +406,7 @@ fn recall(folder: &Path, header: &str, bytes: &[u8]) -> usize {
         return 0;
     };
     let mut state = State::recall(config(), ledger.records(), Duration::ZERO);
-    let count = state.job_count();
+    let count = state.jobs(Duration::ZERO).jobs.len();
     let at = At {
         now: state.next_wake().unwrap_or_default(),
         dice: 0.5,

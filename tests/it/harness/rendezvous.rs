@@ -39,6 +39,10 @@ impl Daemon {
         Self { running, endpoint }
     }
 
+    pub(crate) fn pid(&self) -> i32 {
+        self.running.pid()
+    }
+
     /// Waits for a line of its log.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, pattern: &str) {

@@ -99,7 +99,7 @@ impl World {
         let jobs = plan_jobs(&mut rng);
         let hosts = jobs.last().map_or(0, |job| job.hosts.end);
         let config = Config {
-            agent_queue: if rng.random_bool(0.2) { 4 } else { 64 },
+            agent_queue: if rng.random_bool(0.2) { 1 } else { 64 },
             ..Config::default()
         };
         let mut world = Self {

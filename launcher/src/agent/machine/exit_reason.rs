@@ -110,8 +110,7 @@ impl ExitReason {
     pub(super) fn of_refusal(refused: Refused) -> Self {
         let exit_code = match refused.code() {
             Code::Disagree => exit::NODES_DISAGREE,
-            Code::TimedOut | Code::JobOver | Code::Draining => exit::RENDEZVOUS_TIMED_OUT,
-            Code::Unauthenticated => exit::REFUSED,
+            Code::TimedOut | Code::JobOver => exit::RENDEZVOUS_TIMED_OUT,
             Code::Invalid => exit::USAGE,
             Code::Unspecified => exit::INTERNAL,
         };

@@ -1,0 +1,633 @@
+//! What callers can make a daemon hold, and for how long.
+//!
+//! A connection is *trusted* once its caller has shown the daemon's token or is a process of the daemon's user; at a
+//! daemon without a token, once a node has joined on it. An untrusted connection ends [`Config::join_wait`] after it
+//! was made, a trusted one when nothing has gone on there for as long.
+//!
+//! | what | bound |
+//! |---|---|
+//! | connections | [`Bounds`]: in all, of one address, and of one address while they are untrusted |
+//! | calls at a time | 8 on an untrusted connection, [`Config::max_streams`] on another |
+//! | streams of agents on one connection | 8, each with one message that is being read |
+//! | requests that arrive or wait for their answer | 64 MiB in all, of which untrusted connections get the first half; 4 KiB of each are free; 30 s to arrive |
+//! | replies that were not sent yet | 256 MiB in all; a connection that takes nothing for a minute ends |
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::fmt::Display;
+use std::future::poll_fn;
+use std::net::{IpAddr, Ipv6Addr};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_util::stream::unfold;
+use http_body_util::{BodyExt as _, BodyStream, StreamBody};
+use hyper::body::{Body as _, Bytes};
+use hyper::{Request, Response};
+use nix::sys::resource::{Resource, getrlimit};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+use tokio_stream::StreamExt as _;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service};
+use tonic::server::NamedService;
+
+use super::metrics::Metrics;
+use crate::rendezvous::config::{Callers, Config};
+use crate::rendezvous::event::Peer;
+
+/// Descriptors that a daemon needs for its ledger, its log and its sockets.
+const OWN_FILES: usize = 64;
+/// Most untrusted connections of one address.
+const MAX_UNTRUSTED: usize = 1024;
+/// Least bound of connections, however few descriptors there are.
+const MIN_CONNECTIONS: usize = 8;
+/// Most connections to the status page: in all, and of one address.
+const MAX_PAGE_CONNECTIONS: usize = 256;
+const MAX_PAGE_CONNECTIONS_OF_ADDRESS: usize = 64;
+/// Calls at a time on an untrusted connection.
+const UNTRUSTED_CALLS: usize = 8;
+/// Streams of agents on one connection: an agent has one, and for a moment the broken one before it.
+const AGENT_STREAMS: usize = 8;
+/// KiB of all requests of one daemon. Untrusted connections get no more of it once a half is taken.
+const REQUESTS_KIB: usize = 64 << 10;
+/// Bytes of a request that are not counted: the rest of a call takes as much.
+const FREE_BYTES: usize = 4 << 10;
+/// Bound of [`MessageLimits::timeout`].
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// KiB of all replies of one daemon that were not sent yet.
+const REPLIES_KIB: usize = 256 << 10;
+/// How long a connection may take nothing of the replies that wait for it.
+const UNSENT_TIMEOUT: Duration = Duration::from_mins(1);
+/// Shortest time between two lines of the log about refusals.
+const REFUSAL_INTERVAL: Duration = Duration::from_secs(10);
+/// The method whose request is a stream, which lasts as long as its node.
+const AGENT_METHOD: &str = "/Agent";
+
+/// How many connections there may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Bounds {
+    all: usize,
+    of_address: usize,
+    untrusted_of_address: usize,
+}
+
+impl Bounds {
+    /// For the gRPC port and for the status page, out of `files` descriptors: of a launcher's, all connections together
+    /// get a half.
+    fn of(config: &Config, files: usize, has_page: bool) -> [Self; 2] {
+        let is_embedded = config.host.is_some();
+        let own = if is_embedded {
+            files / 2
+        } else {
+            files.saturating_sub(OWN_FILES).max(files / 2)
+        };
+        let pages = if has_page {
+            (files / 16).clamp(MIN_CONNECTIONS, MAX_PAGE_CONNECTIONS)
+        } else {
+            0
+        };
+        let all = own
+            .saturating_sub(pages)
+            .min(config.max_connections)
+            .max(MIN_CONNECTIONS);
+        let of_address = MAX_PAGE_CONNECTIONS_OF_ADDRESS.min(pages / 2);
+        [
+            Self {
+                all,
+                // One machine must not keep all others out.
+                of_address: (all / 4 * 3).max(MIN_CONNECTIONS),
+                untrusted_of_address: (all / 2).clamp(MIN_CONNECTIONS, MAX_UNTRUSTED),
+            },
+            Self {
+                all: pages,
+                of_address,
+                untrusted_of_address: of_address,
+            },
+        ]
+    }
+}
+
+/// The limits of one port.
+#[derive(Debug)]
+pub(super) struct ConnectionLimits {
+    bounds: Bounds,
+    counts: Mutex<Counts>,
+    refusals: Mutex<Refusals>,
+    metrics: Arc<Metrics>,
+    /// KiB that are free.
+    requests: Arc<Semaphore>,
+    replies: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    all: usize,
+    /// By [`network_of`] their addresses: how many there are, and how many of these are untrusted.
+    by_address: HashMap<IpAddr, (usize, usize)>,
+}
+
+#[derive(Debug, Default)]
+struct Refusals {
+    all: u64,
+    unreported: u64,
+    reported: Option<Instant>,
+    /// Who was refused last, and why.
+    last: String,
+}
+
+/// What counts as one address: a host with IPv6 has a whole /64 of them.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
+        address @ IpAddr::V4(_) => address,
+    }
+}
+
+impl ConnectionLimits {
+    /// For the gRPC port, and for the status page if there is one.
+    pub(super) fn of_ports(config: &Config, metrics: &Arc<Metrics>, has_page: bool) -> [Arc<Self>; 2] {
+        // Where it cannot be read, there is no limit.
+        let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+        let files = usize::try_from(files).unwrap_or(usize::MAX);
+        Bounds::of(config, files, has_page).map(|bounds| {
+            Arc::new(Self {
+                bounds,
+                counts: Mutex::default(),
+                refusals: Mutex::default(),
+                metrics: Arc::clone(metrics),
+                requests: Arc::new(Semaphore::new(REQUESTS_KIB)),
+                replies: Arc::new(Semaphore::new(REPLIES_KIB)),
+            })
+        })
+    }
+
+    /// Counts a new, untrusted connection; or says why there may not be another one.
+    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Result<Slot, &'static str> {
+        let address = network_of(address);
+        let mut counts = lock(&self.counts);
+        let (of_this, untrusted) = counts.by_address.get(&address).copied().unwrap_or_default();
+        if counts.all >= self.bounds.all {
+            return Err("too many connections");
+        }
+        if of_this >= self.bounds.of_address || untrusted >= self.bounds.untrusted_of_address {
+            return Err("too many connections of one address");
+        }
+        counts.all += 1;
+        counts.by_address.insert(address, (of_this + 1, untrusted + 1));
+        drop(counts);
+        Ok(Slot {
+            limits: Arc::clone(self),
+            address,
+            is_trusted: AtomicBool::new(false),
+        })
+    }
+
+    /// Counts a refusal, and reports it: at once, or with all others [`REFUSAL_INTERVAL`] after the last report.
+    pub(super) fn refused(self: &Arc<Self>, who: impl Display, why: impl Display) {
+        self.metrics.refused("connection");
+        let mut refusals = lock(&self.refusals);
+        refusals.all += 1;
+        refusals.unreported += 1;
+        refusals.last = format!("{who}: {why}");
+        let is_first = refusals.unreported == 1;
+        let wait = refusals.reported.map_or(Duration::ZERO, |reported| {
+            REFUSAL_INTERVAL.saturating_sub(reported.elapsed())
+        });
+        drop(refusals);
+        if wait.is_zero() {
+            self.report_refusals();
+        } else if let Ok(runtime) = Handle::try_current()
+            && is_first
+        {
+            let limits = Arc::clone(self);
+            runtime.spawn(async move {
+                tokio::time::sleep(wait).await;
+                limits.report_refusals();
+            });
+        }
+    }
+
+    fn report_refusals(&self) {
+        let mut refusals = lock(&self.refusals);
+        let (all, new) = (refusals.all, std::mem::take(&mut refusals.unreported));
+        if new == 0 {
+            return;
+        }
+        refusals.reported = Some(Instant::now());
+        let last = std::mem::take(&mut refusals.last);
+        drop(refusals);
+        tracing::warn!("refused a connection from {last} ({new} since the last such line, {all} in all)");
+    }
+}
+
+/// No holder of these locks panics.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts as a connection until it is dropped.
+#[derive(Debug)]
+pub(super) struct Slot {
+    limits: Arc<ConnectionLimits>,
+    address: IpAddr,
+    is_trusted: AtomicBool,
+}
+
+impl Slot {
+    fn trust(&self) {
+        if !self.is_trusted.swap(true, Ordering::Relaxed)
+            && let Some((_, untrusted)) = lock(&self.limits.counts).by_address.get_mut(&self.address)
+        {
+            *untrusted -= 1;
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.trust();
+        let mut counts = lock(&self.limits.counts);
+        counts.all -= 1;
+        if let Some((all, _)) = counts.by_address.get_mut(&self.address) {
+            *all -= 1;
+            if *all == 0 {
+                counts.by_address.remove(&self.address);
+            }
+        }
+    }
+}
+
+/// Things that go on at the same time: how many, and when the first began or the last one ended.
+#[derive(Debug)]
+struct Activity(Mutex<(usize, Instant)>);
+
+impl Activity {
+    fn new() -> Self {
+        Self(Mutex::new((0, Instant::now())))
+    }
+
+    fn begin(&self) {
+        let mut activity = lock(&self.0);
+        if activity.0 == 0 {
+            activity.1 = Instant::now();
+        }
+        activity.0 += 1;
+    }
+
+    fn end(&self) {
+        let mut activity = lock(&self.0);
+        *activity = (activity.0 - 1, Instant::now());
+    }
+
+    fn get(&self) -> (usize, Instant) {
+        *lock(&self.0)
+    }
+}
+
+/// One connection, as the calls on it see it.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) peer: Peer,
+    slot: Slot,
+    made: Instant,
+    idle_limit: Duration,
+    /// Calls without an answer, and streams with a node.
+    work: Activity,
+    /// Parts of replies that the connection has not taken yet.
+    unsent: Activity,
+    untrusted_calls: Arc<Semaphore>,
+    agent_streams: Arc<Semaphore>,
+}
+
+impl Connection {
+    pub(super) fn new(peer: Peer, slot: Slot, config: &Config) -> Arc<Self> {
+        Arc::new(Self {
+            peer,
+            slot,
+            made: Instant::now(),
+            idle_limit: config.join_wait,
+            work: Activity::new(),
+            unsent: Activity::new(),
+            untrusted_calls: Arc::new(Semaphore::new(UNTRUSTED_CALLS)),
+            agent_streams: Arc::new(Semaphore::new(AGENT_STREAMS)),
+        })
+    }
+
+    /// Called after the handshake.
+    pub(super) fn trust_if_authenticated(&self, callers: Callers) {
+        if callers == Callers::Authenticated {
+            self.slot.trust();
+        }
+    }
+
+    /// Trusts the connection, as a node has joined on it: it is in use until the result is dropped.
+    pub(super) fn begin_node(self: &Arc<Self>) -> Active {
+        self.slot.trust();
+        Active::begin(self, |connection| &connection.work)
+    }
+
+    fn is_trusted(&self) -> bool {
+        self.slot.is_trusted.load(Ordering::Relaxed)
+    }
+
+    /// When it ends, unless something happens before; none while it is in use and takes its replies.
+    pub(super) fn expires(&self) -> Option<Instant> {
+        let idle = match self.work.get() {
+            _ if !self.is_trusted() => Some(self.made),
+            (0, since) => Some(since),
+            _ => None,
+        };
+        let (unsent, since) = self.unsent.get();
+        let stuck = (unsent > 0).then_some(since + UNSENT_TIMEOUT);
+        idle.map(|since| since + self.idle_limit)
+            .into_iter()
+            .chain(stuck)
+            .min()
+    }
+
+    pub(super) fn refused(&self, why: impl Display) {
+        self.slot.limits.refused(self.peer.remote, why);
+    }
+
+    /// Counts a stream of an agent until the result is dropped; none if there are too many.
+    pub(super) fn open_stream(&self) -> Option<OwnedSemaphorePermit> {
+        let permit = Arc::clone(&self.agent_streams).try_acquire_owned().ok();
+        if permit.is_none() {
+            self.refused("too many streams on one connection");
+        }
+        permit
+    }
+
+    /// Counts a call until the result is dropped; none if there are too many.
+    fn begin_call(self: &Arc<Self>) -> Option<Call> {
+        let permit = if self.is_trusted() {
+            None
+        } else {
+            Some(Arc::clone(&self.untrusted_calls).try_acquire_owned().ok()?)
+        };
+        Some(Call {
+            _permit: permit,
+            _active: Active::begin(self, |connection| &connection.work),
+        })
+    }
+}
+
+struct Call {
+    _permit: Option<OwnedSemaphorePermit>,
+    _active: Active,
+}
+
+/// Counts in an activity of a connection until it is dropped.
+#[derive(Debug)]
+pub(super) struct Active {
+    connection: Arc<Connection>,
+    activity: fn(&Connection) -> &Activity,
+}
+
+impl Active {
+    fn begin(connection: &Arc<Connection>, activity: fn(&Connection) -> &Activity) -> Self {
+        activity(connection).begin();
+        Self {
+            connection: Arc::clone(connection),
+            activity,
+        }
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        (self.activity)(&self.connection).end();
+    }
+}
+
+/// A service whose requests and replies are bounded. Its refusals say `UNAVAILABLE`: a node that has lost its connection
+/// repeats the calls of its workers while it joins.
+#[derive(Clone)]
+pub(super) struct Limited<S> {
+    inner: S,
+    messages: MessageLimits,
+}
+
+#[derive(Clone, Copy)]
+struct MessageLimits {
+    /// KiB of the longest request or reply.
+    longest_kib: u32,
+    /// How long a request may take to arrive, and a reply may wait for room.
+    timeout: Duration,
+}
+
+impl<S> Limited<S> {
+    /// The longest message has `longest` bytes.
+    pub(super) fn new(inner: S, longest: usize) -> Self {
+        Self {
+            inner,
+            messages: MessageLimits {
+                longest_kib: kib(longest),
+                timeout: MESSAGE_TIMEOUT,
+            },
+        }
+    }
+}
+
+impl<S: NamedService> NamedService for Limited<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<Request<Body>> for Limited<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Response<Body>, Infallible>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let Some(connection) = request.extensions().get::<Arc<Connection>>().cloned() else {
+            return refusal(Status::internal("a call without a connection"));
+        };
+        let (parts, body) = request.into_parts();
+        let mut held = HeldRequest::new(&connection);
+        if parts.uri.path().ends_with(AGENT_METHOD) {
+            let frames = BodyStream::new(body).map(move |frame| {
+                let frame = frame?;
+                held.count_message(frame.data_ref().map_or(0, Bytes::len))?;
+                Ok::<_, Status>(frame)
+            });
+            let body = Body::new(StreamBody::new(frames));
+            return Box::pin(self.inner.call(Request::from_parts(parts, body)));
+        }
+        let Some(call) = connection.begin_call() else {
+            let words = "too many calls at a time on a connection without a node";
+            return refusal(Status::unavailable(words));
+        };
+        let Self { mut inner, messages } = self.clone();
+        Box::pin(async move {
+            let received = match timeout(messages.timeout, receive(body, &mut held, messages)).await {
+                Ok(Ok(body)) => body,
+                Ok(Err(status)) => return Ok(status.into_http()),
+                Err(_) => {
+                    let words = format!("the request did not arrive within {:?}", messages.timeout);
+                    return Ok(Status::deadline_exceeded(words).into_http());
+                }
+            };
+            let answer = inner.call(Request::from_parts(parts, received)).await?;
+            drop(held);
+            Ok(answer.map(|body| limit_reply(body, connection, call, messages)))
+        })
+    }
+}
+
+fn refusal(status: Status) -> BoxFuture<Response<Body>, Infallible> {
+    Box::pin(std::future::ready(Ok(status.into_http())))
+}
+
+/// What one request holds of the daemon's room, until it is dropped.
+struct HeldRequest {
+    connection: Arc<Connection>,
+    arrived: usize,
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl HeldRequest {
+    fn new(connection: &Arc<Connection>) -> Self {
+        Self {
+            connection: Arc::clone(connection),
+            arrived: 0,
+            permit: None,
+        }
+    }
+
+    /// Counts bytes that have arrived, or refuses the request.
+    fn count(&mut self, bytes: usize) -> Result<(), Status> {
+        let before = self.arrived.saturating_sub(FREE_BYTES);
+        self.arrived += bytes;
+        let more = kib(self.arrived.saturating_sub(FREE_BYTES)) - kib(before);
+        if more == 0 {
+            return Ok(());
+        }
+        let room = &self.connection.slot.limits.requests;
+        let is_reserved =
+            !self.connection.is_trusted() && room.available_permits() < more as usize + REQUESTS_KIB / 2;
+        let permit = (!is_reserved).then(|| Arc::clone(room).try_acquire_many_owned(more).ok());
+        let words = "the rendezvous daemon has no room for more requests at the moment";
+        let permit = permit.flatten().ok_or_else(|| Status::unavailable(words))?;
+        match &mut self.permit {
+            Some(held) => held.merge(permit),
+            none => *none = Some(permit),
+        }
+        Ok(())
+    }
+
+    /// Counts bytes of an agent's stream. The daemon reads the messages of a trusted one by one.
+    fn count_message(&mut self, bytes: usize) -> Result<(), Status> {
+        if self.connection.is_trusted() {
+            self.permit = None;
+            return Ok(());
+        }
+        self.count(bytes)
+    }
+}
+
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX)
+}
+
+/// The whole of a request.
+async fn receive(mut body: Body, held: &mut HeldRequest, messages: MessageLimits) -> Result<Body, Status> {
+    let mut frames = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame?;
+        held.count(frame.data_ref().map_or(0, Bytes::len))?;
+        if kib(held.arrived) > messages.longest_kib {
+            return Err(Status::out_of_range("the request is too long"));
+        }
+        frames.push(Ok::<_, Status>(frame));
+    }
+    Ok(Body::new(StreamBody::new(tokio_stream::iter(frames))))
+}
+
+/// The reply to a call. HTTP/2 asks for the next part of a reply before its caller has room for it: without a bound, a
+/// caller that asks for thousands of values and reads none would have a copy of each. So a part is made when there is
+/// room for it, and counts until it was sent.
+fn limit_reply(
+    body: Body,
+    connection: Arc<Connection>,
+    call: Call,
+    MessageLimits {
+        longest_kib,
+        timeout: patience,
+    }: MessageLimits,
+) -> Body {
+    if body.is_end_stream() {
+        return body;
+    }
+    let frames = unfold(
+        (body, connection, call),
+        move |(mut body, connection, call)| async move {
+            let room = &connection.slot.limits.replies;
+            let frame = loop {
+                let entering = Arc::clone(room).acquire_many_owned(longest_kib);
+                let Ok(Ok(mut permit)) = timeout(patience, entering).await else {
+                    body = Body::default();
+                    let words = "replies to this address wait for too long to be read";
+                    break Err(Status::unavailable(words));
+                };
+                let polled = poll_fn(|context| Poll::Ready(Pin::new(&mut body).poll_frame(context))).await;
+                let Poll::Ready(frame) = polled else {
+                    // A frame that is not there yet waits without room, until the body wakes this task.
+                    drop(permit);
+                    let mut is_woken = false;
+                    poll_fn(|_| {
+                        if std::mem::replace(&mut is_woken, true) {
+                            Poll::Ready(())
+                        } else {
+                            Poll::Pending
+                        }
+                    })
+                    .await;
+                    continue;
+                };
+                break frame?.map(|frame| {
+                    frame.map_data(|data| {
+                        let size = kib(data.len()).min(longest_kib) as usize;
+                        Bytes::from_owner(UnsentPart {
+                            data,
+                            _permit: permit.split(size),
+                            _active: Active::begin(&connection, |connection| &connection.unsent),
+                        })
+                    })
+                });
+            };
+            Some((frame, (body, connection, call)))
+        },
+    );
+    Body::new(StreamBody::new(frames))
+}
+
+/// A part of a reply that was not sent yet, with what it counts for.
+struct UnsentPart {
+    data: Bytes,
+    _permit: Option<OwnedSemaphorePermit>,
+    _active: Active,
+}
+
+impl AsRef<[u8]> for UnsentPart {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+#[cfg(test)]
+#[path = "connection_limits_tests.rs"]
+pub(super) mod tests;

@@ -1,0 +1,326 @@
+//! The bounds of connections, requests and replies.
+
+use std::net::Ipv4Addr;
+
+use http_body_util::Full;
+use hyper::body::Frame;
+use tonic::Code;
+
+use super::*;
+use crate::rendezvous::report::Census;
+
+const SHORT: Duration = Duration::from_millis(100);
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn peer() -> Peer {
+    Peer {
+        remote: HERE,
+        local: HERE,
+    }
+}
+
+fn embedded() -> Arc<ConnectionLimits> {
+    let config = Config {
+        host: Some("a".into()),
+        max_connections: 16,
+        ..Config::default()
+    };
+    let [limits, _] = ConnectionLimits::of_ports(&config, &Arc::new(Metrics::new()), false);
+    limits
+}
+
+/// An untrusted connection to a daemon of its own.
+pub(in super::super) fn connection_of(config: &Config) -> Arc<Connection> {
+    let [limits, _] = ConnectionLimits::of_ports(config, &Arc::new(Metrics::new()), false);
+    Connection::new(peer(), limits.enter(HERE).unwrap(), config)
+}
+
+fn connection() -> Arc<Connection> {
+    connection_of(&Config::default())
+}
+
+fn trusted() -> Arc<Connection> {
+    let connection = connection();
+    connection.trust_if_authenticated(Callers::Authenticated);
+    connection
+}
+
+#[test]
+fn an_embedded_daemon_takes_half_of_the_descriptors() {
+    let mut config = Config::default();
+    assert_eq!(Bounds::of(&config, 1024, false)[0].all, 960);
+    config.host = Some("a".into());
+    let expected = Bounds {
+        all: 128,
+        of_address: 96,
+        untrusted_of_address: 64,
+    };
+    assert_eq!(Bounds::of(&config, 256, false)[0], expected);
+}
+
+/// The page took 256 descriptors more, and with them those of the workers.
+#[test]
+fn the_status_page_has_its_part_of_the_same_descriptors() {
+    let mut config = Config::default();
+    for host in [None, Some("a".to_owned())] {
+        config.host = host;
+        for files in [256, 1024, 4096, 65_536] {
+            let [with, pages] = Bounds::of(&config, files, true);
+            let [without, none] = Bounds::of(&config, files, false);
+            assert_eq!(with.all + pages.all, without.all, "{files} descriptors");
+            assert_eq!(
+                (pages.all, none.all),
+                ((files / 16).min(256), 0),
+                "{files} descriptors"
+            );
+        }
+    }
+}
+
+/// A host could take all places by one address after the other.
+#[test]
+fn the_addresses_of_one_host_count_as_one() {
+    let network = |address: &str| network_of(address.parse().unwrap());
+    assert_eq!(network("2001:db8:0:1::1"), network("2001:db8:0:1:ffff::2"));
+    assert_ne!(network("2001:db8:0:1::1"), network("2001:db8:0:2::1"));
+    assert_eq!(network("::ffff:192.0.2.1"), network("192.0.2.1"));
+    assert_ne!(network("192.0.2.1"), network("192.0.2.2"));
+    let limits = embedded();
+    let enter = |host: u16| limits.enter([0x2001, 0xdb8, 0, 1, 0, 0, 0, host].into());
+    let slots: Vec<_> = (0..100).map_while(|host| enter(host).ok()).collect();
+    assert_eq!(slots.len(), 8, "a half");
+}
+
+#[test]
+fn slots_come_back_and_trusted_connections_leave_room_for_untrusted_ones() {
+    let limits = embedded();
+    let enter = || {
+        Some(Connection::new(
+            peer(),
+            limits.enter(HERE).ok()?,
+            &Config::default(),
+        ))
+    };
+    let mut connections: Vec<_> = std::iter::from_fn(enter).collect();
+    assert_eq!(connections.len(), 8, "a half");
+    for connection in &connections[..1] {
+        connection.trust_if_authenticated(Callers::Anybody);
+    }
+    assert!(enter().is_none(), "nothing was proved");
+    connections[0].trust_if_authenticated(Callers::Authenticated);
+    drop(connections[0].begin_node());
+    connections.push(enter().unwrap());
+    assert!(enter().is_none());
+    let other = limits.enter([192, 0, 2, 1].into()).unwrap();
+    drop((connections, other));
+    assert_eq!(lock(&limits.counts).all, 0);
+    assert!(lock(&limits.counts).by_address.is_empty());
+}
+
+#[test]
+fn a_connection_is_idle_when_nothing_goes_on() {
+    let connection = trusted();
+    let made = connection.expires().unwrap();
+    let joined = connection.begin_node();
+    assert_eq!(connection.expires(), None);
+    drop(joined);
+    assert!(connection.expires().unwrap() > made);
+    let streams: Vec<_> = std::iter::from_fn(|| connection.open_stream()).collect();
+    assert_eq!(streams.len(), AGENT_STREAMS);
+    let [text, _] = connection.slot.limits.metrics.text(&Census::default());
+    assert!(
+        text.contains("ddp_refusals_total{code=\"connection\"} 1\n"),
+        "{text}"
+    );
+    drop(streams);
+    assert!(connection.open_stream().is_some());
+}
+
+/// A call that was refused every 4 s kept a connection for ever.
+#[test]
+fn before_a_node_joins_no_call_keeps_an_untrusted_connection() {
+    let connection = connection();
+    let end = connection.expires().unwrap();
+    let call = connection.begin_call().unwrap();
+    assert_eq!(connection.expires(), Some(end));
+    drop(call);
+    assert_eq!(connection.expires(), Some(end));
+}
+
+#[test]
+fn before_a_node_joins_there_are_few_calls_at_a_time() {
+    let connection = connection();
+    let mut calls: Vec<_> = std::iter::from_fn(|| connection.begin_call()).collect();
+    assert_eq!(calls.len(), UNTRUSTED_CALLS);
+    calls.pop();
+    calls.push(connection.begin_call().unwrap());
+    assert!(connection.begin_call().is_none());
+    drop(connection.begin_node());
+    calls.extend((0..100).filter_map(|_| connection.begin_call()));
+    assert_eq!(calls.len(), UNTRUSTED_CALLS + 100);
+}
+
+/// What a request of so many bytes holds when it has arrived.
+async fn arrived(bytes: usize, connection: &Arc<Connection>) -> Result<HeldRequest, Code> {
+    let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
+    let mut held = HeldRequest::new(connection);
+    let messages = MessageLimits {
+        longest_kib: u32::MAX,
+        timeout: SHORT,
+    };
+    let received = receive(body, &mut held, messages).await;
+    received.map(|_| held).map_err(|refused| refused.code())
+}
+
+#[tokio::test]
+async fn all_requests_share_one_room_and_trusted_connections_have_half_of_it_to_themselves() {
+    const HALF: usize = REQUESTS_KIB << 9;
+    let limits = embedded();
+    let enter = || Connection::new(peer(), limits.enter(HERE).unwrap(), &Config::default());
+    let (stranger, node) = (enter(), enter());
+    drop(node.begin_node());
+    let held = arrived(HALF, &stranger).await.unwrap();
+    let taken = || REQUESTS_KIB - limits.requests.available_permits();
+    assert_eq!(taken(), (HALF - FREE_BYTES) >> 10);
+    let refused = arrived(3 * FREE_BYTES, &stranger).await;
+    assert_eq!(refused.err(), Some(Code::Unavailable));
+    arrived(FREE_BYTES, &stranger).await.expect("small ones are free");
+    let others = arrived(HALF, &node).await.unwrap();
+    let refused = arrived(4 * FREE_BYTES, &node).await;
+    assert_eq!(refused.err(), Some(Code::Unavailable));
+    drop(others);
+    arrived(4 * FREE_BYTES, &node).await.unwrap();
+    drop(held);
+    assert_eq!(taken(), 0, "all is given back");
+}
+
+#[test]
+fn the_stream_of_a_node_is_counted_until_it_has_joined() {
+    let connection = connection();
+    let free = || connection.slot.limits.requests.available_permits();
+    let mut held = HeldRequest::new(&connection);
+    held.count_message(2 * FREE_BYTES).unwrap();
+    assert_eq!(free(), REQUESTS_KIB - (FREE_BYTES >> 10));
+    drop(connection.begin_node());
+    held.count_message(2 * FREE_BYTES).unwrap();
+    assert_eq!(free(), REQUESTS_KIB);
+}
+
+/// A service that is never asked.
+#[derive(Clone)]
+struct Unreached;
+
+impl Service<Request<Body>> for Unreached {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Response<Body>, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<Body>) -> Self::Future {
+        panic!("the request has not arrived")
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_never_ends_is_refused_in_time() {
+    let silence = StreamBody::new(tokio_stream::pending::<Result<Frame<Bytes>, Infallible>>());
+    let mut request = Request::new(Body::new(silence));
+    request.extensions_mut().insert(connection());
+    let mut service = Limited::new(Unreached, 1);
+    service.messages.timeout = SHORT;
+    let answer = service.call(request).await.unwrap();
+    let status = Status::from_header_map(answer.headers()).unwrap();
+    assert_eq!(status.code(), Code::DeadlineExceeded);
+}
+
+fn reply(bytes: usize, connection: &Arc<Connection>, longest: usize) -> Body {
+    let body = Body::new(Full::new(Bytes::from(vec![0; bytes])));
+    let call = connection.begin_call().unwrap();
+    limit_reply(
+        body,
+        Arc::clone(connection),
+        call,
+        MessageLimits {
+            longest_kib: kib(longest),
+            timeout: SHORT,
+        },
+    )
+}
+
+/// A caller that asked for thousands of values, and read none, had a copy of each.
+#[tokio::test]
+async fn replies_that_are_not_read_are_bounded_and_others_wait_for_room() {
+    const LONGEST: usize = 768 << 10;
+    let connection = trusted();
+    let mut held = Vec::new();
+    let refused = loop {
+        let mut reply = reply(LONGEST, &connection, LONGEST);
+        match reply.frame().await.expect("a part") {
+            Ok(frame) => held.push(frame.into_data().expect("data")),
+            Err(refused) => break refused,
+        }
+    };
+    assert_eq!(refused.code(), Code::Unavailable);
+    assert_eq!(held.len(), (256 << 20) / LONGEST);
+    assert!(connection.expires().is_some(), "it takes nothing");
+    let mut waiting = reply(5, &connection, LONGEST);
+    let mut next = waiting.frame();
+    tokio::select! {
+        biased;
+        _ = &mut next => panic!("there is no room"),
+        () = std::future::ready(()) => {}
+    }
+    held.pop();
+    let part = next.await.expect("a part").expect("room").into_data();
+    assert_eq!(part.expect("data").len(), 5);
+    drop((held, waiting));
+    let free = connection.slot.limits.replies.available_permits();
+    assert_eq!(free, REPLIES_KIB, "all is given back");
+    assert_eq!(connection.unsent.get().0, 0);
+}
+
+/// A caller that watched the health of the daemon would have kept the room of the longest reply.
+#[tokio::test]
+async fn a_part_that_is_not_there_yet_waits_without_room() {
+    let connection = trusted();
+    let free = || connection.slot.limits.replies.available_permits();
+    let (send, receive) = tokio::sync::mpsc::channel(1);
+    let frames = tokio_stream::wrappers::ReceiverStream::new(receive);
+    let body = Body::new(StreamBody::new(frames));
+    let messages = MessageLimits {
+        longest_kib: 768,
+        timeout: SHORT,
+    };
+    let call = connection.begin_call().unwrap();
+    let mut reply = limit_reply(body, Arc::clone(&connection), call, messages);
+    let mut next = reply.frame();
+    tokio::select! {
+        biased;
+        _ = &mut next => panic!("nothing was sent"),
+        () = std::future::ready(()) => {}
+    }
+    assert_eq!(free(), REPLIES_KIB);
+    let frame = Frame::data(Bytes::from_static(b"part"));
+    send.send(Ok::<_, Status>(frame)).await.unwrap();
+    let part = next.await.expect("a part").expect("room");
+    assert_eq!(free(), REPLIES_KIB - 1);
+    drop(part);
+    assert_eq!(free(), REPLIES_KIB);
+}
+
+#[tokio::test]
+async fn a_request_that_is_too_long_is_refused() {
+    let body = Body::new(Full::new(Bytes::from(vec![0; 2049])));
+    let messages = MessageLimits {
+        longest_kib: 2,
+        timeout: SHORT,
+    };
+    let received = receive(body, &mut HeldRequest::new(&trusted()), messages).await;
+    assert_eq!(
+        received.err().map(|refused| refused.code()),
+        Some(Code::OutOfRange)
+    );
+}
