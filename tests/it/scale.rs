@@ -15,6 +15,8 @@ use crate::harness::{Daemon, PATIENCE, token_file};
 /// Of 200 nodes, with all that their connections take. When each assignment held a list of all nodes, it was more.
 const BYTES_A_NODE: u64 = 80_000;
 const NODES: u32 = 200;
+/// Keys that the nodes agree on: about as many as of a real launch.
+const KEYS: u64 = 40;
 
 /// The most memory that a process has had so far.
 fn peak_bytes(pid: i32) -> u64 {
@@ -48,8 +50,9 @@ async fn meet(endpoint: String, access: Access, node: u32) -> (AgentStream, Assi
         workers: 8,
         local_addr: format!("10.0.0.{}", node % 250),
         master_port: 29_500,
-        takes_totals: true,
-        job_signature: "0123456789abcdef".repeat(4),
+        agreed: (0..KEYS)
+            .map(|key| (format!("a.key.of.the.job.{key}"), key))
+            .collect(),
         join_timeout_ms: PATIENCE.as_millis() as u32,
         ..Join::default()
     };
