@@ -93,7 +93,7 @@ fn flags(command: &Command, name: &str, depth: usize, text: &mut String) {
 
 fn row(arg: &Arg) -> String {
     let names = arg.get_value_names().unwrap_or_default().iter();
-    let names: Vec<&str> = names.map(|name| name.as_str()).collect();
+    let names: Vec<&str> = names.map(clap::builder::Str::as_str).collect();
     // The value of `--standalone` may be left out.
     let takes_value = arg.get_num_args().is_none_or(|count| count.min_values() > 0);
     let value = if takes_value {

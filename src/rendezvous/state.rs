@@ -280,7 +280,7 @@ impl Daemon {
                 "give all nodes of a job the same `--rdzv-id`, and other jobs a different `--rdzv-endpoint`";
             let reason = match context.config.callers {
                 Callers::Authenticated => format!("the rendezvous at this address {reason}"),
-                _ => format!(
+                Callers::Anybody => format!(
                     "the rendezvous at this address does not serve job `{}`",
                     clip(&speaker.job, 128)
                 ),

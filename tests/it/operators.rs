@@ -46,8 +46,9 @@ impl Watched {
         let args = args.iter().chain(flags).map(Into::into);
         let mut running = change(Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(args)).start();
         let before_port = |address: &str| address.rsplit_once(':').expect("an address").0.to_owned();
-        let endpoint = running.wait_for(&format!("{}:", before_port(listen)));
+        // The page's line first: it may name the address of `listen` too.
         let line = running.wait_for(&format!("http://{}:", before_port(http)));
+        let endpoint = running.wait_for(&format!("{}:", before_port(listen)));
         let (_, http) = line.split_once("http://").expect("an address");
         let http = http.chars().take_while(|c| *c != '/').collect();
         Self {

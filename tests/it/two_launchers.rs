@@ -100,10 +100,13 @@ fn two_jobs_that_nobody_named_are_refused_by_what_differs() {
     };
     let mut first = node("one").start();
     first.wait_for("waiting for 1 more");
-    for refused in [node("two").run(), first.finish()] {
+    for (refused, own) in [(node("two").run(), "two"), (first.finish(), "one")] {
         refused
             .expect_exit(76)
-            .expect_stderr("two jobs without `--rdzv-id` meet at one rendezvous: `arguments` is `-c echo one")
+            .expect_stderr(
+                "two jobs without `--rdzv-id` meet at one rendezvous: `arguments` differs between ",
+            )
+            .expect_stderr(&format!("`arguments` on this node: `-c echo {own} "))
             .expect_stderr(
                 "hint: give all nodes of a job the same `--rdzv-id`, and other jobs a different one",
             );

@@ -99,18 +99,15 @@ fn refuse_name(config: &Path) -> Result<(), CliError> {
 
 /// Shows a schedule from a configuration or a name, with unit times.
 fn planned(args: &ScheduleArgs) -> Result<String, CliError> {
-    let plan = match &args.config {
-        Some(config) => {
-            refuse_name(config)?;
-            Draft::read(config, &args.overrides)?.pipeline()?
-        }
-        None => {
-            let [ranks, micro_batches] = [args.stages, args.micro_batches].map(|count| count as usize);
-            let chunks = args.chunks.map(|chunks| chunks as usize);
-            let name = args.schedule.as_deref().unwrap_or_default();
-            PipelinePlan::named(name, ranks, chunks, micro_batches)
-                .map_err(|error| CliError::Config(with_flags(&error.to_string())))?
-        }
+    let plan = if let Some(config) = &args.config {
+        refuse_name(config)?;
+        Draft::read(config, &args.overrides)?.pipeline()?
+    } else {
+        let [ranks, micro_batches] = [args.stages, args.micro_batches].map(|count| count as usize);
+        let chunks = args.chunks.map(|chunks| chunks as usize);
+        let name = args.schedule.as_deref().unwrap_or_default();
+        PipelinePlan::named(name, ranks, chunks, micro_batches)
+            .map_err(|error| CliError::Config(with_flags(&error.to_string())))?
     };
     let (schedule, placement) = (plan.schedule(), plan.placement());
     let costs = vec![StageCosts::UNIT; placement.stages()];

@@ -93,7 +93,6 @@ pub(super) struct Job {
 
 /// What a job is doing.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "a job has one")]
 enum Phase {
     /// The job waits for nodes before it starts the next generation.
     Gathering(Gathering),

@@ -285,6 +285,11 @@ fn bad_requests_are_refused_and_change_nothing() {
     s.join_with("x", [10, 0, 0, 1], u64::MAX, join("x", 1, 1));
     assert!(s.words("x").starts_with("refused Invalid: "));
     assert!(s.state.is_idle());
+}
+
+#[test]
+fn a_refusal_says_what_was_bad() {
+    let mut s = Scene::new();
     s.join_with(
         "x",
         [10, 0, 0, 1],

@@ -151,7 +151,7 @@ impl DaemonConnection {
                     outage.meanwhile,
                     // To a millisecond: it is what a setting says, plus the time since it was read.
                     (outage.gives_up - outage.begun).as_millis() as f64 / 1e3,
-                    outage.exit_code(machine)
+                    Outage::exit_code(machine)
                 ));
                 self.outage = Some(outage);
             }
@@ -191,7 +191,7 @@ impl DaemonConnection {
             self.console.say(&format!(
                 "{meanwhile}; the rendezvous daemon is still unreachable; retrying for {:.0} s, then exiting with code {}",
                 left.as_secs_f64(),
-                outage.exit_code(machine)
+                Outage::exit_code(machine)
             ));
         }
     }
@@ -277,7 +277,7 @@ impl Outage {
     }
 
     /// Exit code if the daemon stays out of reach.
-    fn exit_code(&self, machine: &Machine) -> u8 {
+    fn exit_code(machine: &Machine) -> u8 {
         if machine.has_succeeded() {
             exit::SUCCESS
         } else {
