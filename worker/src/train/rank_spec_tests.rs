@@ -8,12 +8,12 @@ use crate::device::Arena;
 
 /// Every type of parameters with every recomputation, and dropout.
 const VARIANTS: [&[&str]; 9] = [
-    &["train.recompute=never"],
-    &["train.recompute=none"],
+    &["train.recompute=nothing"],
+    &["train.recompute=norms"],
     &["train.recompute=selective"],
     &["train.recompute=full"],
-    &["train.precision=bf16", "train.recompute=never"],
-    &["train.precision=bf16", "train.recompute=none"],
+    &["train.precision=bf16", "train.recompute=nothing"],
+    &["train.precision=bf16", "train.recompute=norms"],
     &["train.precision=bf16", "train.recompute=selective"],
     &["train.precision=bf16", "train.recompute=full"],
     &["model.dropout=0.1"],
