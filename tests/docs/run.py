@@ -2,7 +2,7 @@
 """Runs the shell commands of README.md, docs/ and the READMEs of examples/ and deploy/, and checks their flags.
 
     tests/docs/run.py --programs target/debug                  all pages
-    tests/docs/run.py --programs target/debug docs/metrics.md  some pages by name
+    tests/docs/run.py --programs target/debug docs/runs.md  some pages by name
     tests/docs/run.py --list                                   which block is run, and why the others are not
 
 Shell commands are indented blocks and fences of `sh` or `bash`. Everything else is in a fence of another language, such
