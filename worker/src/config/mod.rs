@@ -11,7 +11,7 @@
 //! | `problem.rs` | what is wrong with a value, and where it stands |
 //! | `keys.rs` | the pass that checks a file against the table |
 //! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
-//! | `reference.rs` | [`reference`]: the table of keys as Markdown |
+//! | `reference.rs` | [`reference()`]: the table of keys as Markdown |
 
 mod keys;
 mod load;
