@@ -215,12 +215,13 @@ fn a_host_without_the_token_or_with_another_one_learns_nothing() {
         .expect_exit(69)
         .expect_stderr("the daemon there expects TLS, and this node was started with `--insecure`");
     assert!(plain.stdout().is_empty(), "{}", plain.transcript());
+    let absent = temp_dir().path().join("token").display().to_string();
     intruder()
         .flag("--rdzv-conf", "is_host=0,connect_timeout=0.5")
-        .env("DDP_TOKEN_FILE", "/nonexistent/token")
+        .env("DDP_TOKEN_FILE", &absent)
         .run()
         .expect_exit(77)
-        .expect_stderr("there is no token at `/nonexistent/token` after ");
+        .expect_stderr(&format!("there is no token at `{absent}` after "));
     expect_unharmed(first, &endpoint, "guarded");
     let log = daemon.stop();
     log.expect_exit(0).expect_stderr("in all)");

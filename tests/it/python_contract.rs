@@ -28,7 +28,7 @@ fn an_unmodified_script_sees_the_contract() {
         .flag("--rdzv-id", "job-7")
         // What an outer launcher left behind must not reach the script.
         .env("RANK", "77")
-        .env("TORCHELASTIC_ERROR_FILE", "/nonexistent")
+        .env("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json")
         .target(repository(SCRIPT))
         .target_args(&["--lr", "3e-4", "--nnodes"])
         .run();
@@ -63,7 +63,7 @@ fn an_unmodified_script_sees_the_contract() {
         let number = |name: &str| contract[name].as_str().and_then(|text| text.parse::<u32>().ok());
         assert!(number("MASTER_PORT").is_some_and(|port| (1..=65_535).contains(&port)));
         assert!(number("OMP_NUM_THREADS").is_some_and(|threads| threads >= 1));
-        assert_ne!(contract["TORCHELASTIC_ERROR_FILE"], "/nonexistent");
+        assert_ne!(contract["TORCHELASTIC_ERROR_FILE"], "/dev/null/error.json");
     }
     let ports: BTreeSet<_> = seen
         .iter()

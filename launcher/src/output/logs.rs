@@ -228,7 +228,8 @@ mod tests {
     #[test]
     fn a_worker_has_its_folder_for_itself() {
         let dir = tempfile::tempdir().unwrap();
-        let create = || WorkerFiles::create(Some(dir.path()), Path::new("/nonexistent"), 2, GlobalRank(5));
+        let create =
+            || WorkerFiles::create(Some(dir.path()), Path::new("/dev/null/unused"), 2, GlobalRank(5));
         let files = create().unwrap();
         assert_eq!(files.error_file(), dir.path().join("attempt_2/5/error.json"));
         fs::write(files.error_file(), "last words").unwrap();

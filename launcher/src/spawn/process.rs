@@ -340,7 +340,7 @@ mod tests {
         for folder in [&forbidden, &right] {
             fs::create_dir(folder).unwrap();
         }
-        let path = std::env::join_paths([Path::new("/nonexistent"), &forbidden, &right]).unwrap();
+        let path = std::env::join_paths([&dir.path().join("absent"), &forbidden, &right]).unwrap();
         let run = || run(Path::new("mine"), &["mine", "x"], Path::new(&path));
         assert_eq!(errno_of(&run().unwrap_err()), Some(libc::ENOENT));
         fs::write(forbidden.join("mine"), "").unwrap();

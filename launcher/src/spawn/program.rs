@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_program_is_looked_up_as_exec_does() {
-        let path = OsString::from("/nonexistent:/bin:/usr/bin");
+        let path = OsString::from("/dev/null/absent:/bin:/usr/bin");
         assert_eq!(find_program(Path::new("sh"), Some(&path)), Ok(()));
         assert_eq!(find_program(Path::new("/bin/sh"), None), Ok(()));
         let missing = find_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn what_lies_in_the_current_folder_is_pointed_out() {
-        let path = OsString::from("/nonexistent");
+        let path = OsString::from("/dev/null/absent");
         let words = |name: &str| {
             find_program(Path::new(name), Some(&path))
                 .unwrap_err()

@@ -233,10 +233,11 @@ mod tests {
     fn the_guardian_forgets_a_worker_whose_program_could_not_be_started() {
         let (mut guardian, launcher) = UnixStream::pair().unwrap();
         let (events, mut news) = mpsc::channel(4);
+        let dir = tempfile::tempdir().unwrap();
         let batch = Batch {
             generation: Generation(1),
             command: WorkerCommand {
-                program: "/nonexistent".into(),
+                program: dir.path().join("absent"),
                 arg0: None,
                 args: Vec::new(),
                 env: BTreeMap::new(),

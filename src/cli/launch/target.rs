@@ -304,10 +304,19 @@ mod tests {
         `t.yaml` is a configuration and accepts no arguments, but `train.steps=5` follows it
           hint: override values with `--set`: `ddp-run t.yaml --set key=value`
         ");
-        let error = Target::read(TargetKind::Native, "/nonexistent/t.yaml".into(), vec![], vec![])
-            .expect_err("no such file");
+        let dir = tempfile::tempdir().expect("a directory");
+        let error = Target::read(
+            TargetKind::Native,
+            dir.path().join("t.yaml").into(),
+            vec![],
+            vec![],
+        )
+        .expect_err("no such file");
+        let error = error
+            .to_string()
+            .replace(&dir.path().display().to_string(), "[folder]");
         insta::assert_snapshot!(error, @r"
-        cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
+        cannot read target `[folder]/t.yaml`: No such file or directory (os error 2)
           hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
         ");
     }
