@@ -62,7 +62,7 @@ pub enum CliError {
         /// Why.
         source: std::io::Error,
         /// What to write instead.
-        hint: &'static str,
+        hint: String,
     },
     /// Options that exclude or need each other.
     #[error("{problem}\n  hint: {hint}")]

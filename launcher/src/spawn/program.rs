@@ -1,7 +1,8 @@
 //! The program of the workers: found as `exec` does, or an error that says what to do.
 
 use std::ffi::OsString;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,6 +17,8 @@ const NOT_FOUND: u8 = 127;
 const NOT_EXECUTABLE: u8 = 126;
 /// Variable that names the Python interpreter, as torchrun has it.
 const PYTHON_EXEC: &str = "PYTHON_EXEC";
+/// How much of a first line the kernel reads.
+const LONGEST_LINE: u64 = 256;
 
 /// A program cannot be started. Trying again would not help, so no restart is spent on it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,6 +28,16 @@ pub enum SpawnError {
     NotFound {
         /// As given.
         program: String,
+        /// What to do.
+        hint: String,
+    },
+    /// The file exists, but not what its `#!` line names.
+    #[error("program `{program}` cannot be started: {cause}\n  hint: {hint}")]
+    NoInterpreter {
+        /// As given.
+        program: String,
+        /// What is wrong with that line.
+        cause: String,
         /// What to do.
         hint: String,
     },
@@ -77,7 +90,7 @@ impl SpawnError {
     /// Exit code of the launcher, as shells do it.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::NotFound { .. } => NOT_FOUND,
+            Self::NotFound { .. } | Self::NoInterpreter { .. } => NOT_FOUND,
             Self::NotExecutable { .. } => NOT_EXECUTABLE,
             Self::Cores { .. } | Self::Stuck { .. } | Self::Machine { .. } => exit::INTERNAL,
         }
@@ -98,7 +111,7 @@ impl SpawnError {
                 "its interpreter or dynamic loader is missing: see `file` and `ldd`"
             }
             Some(libc::ENOENT | libc::ENOTDIR) => {
-                let hint = hint_for_missing(program);
+                let hint = what_is_there(program);
                 return Self::NotFound { program: name, hint };
             }
             Some(libc::EACCES | libc::EPERM) => "make it executable with `chmod +x`, or name its interpreter",
@@ -120,19 +133,30 @@ impl SpawnError {
     }
 }
 
-/// The hint for a program that was not found. Shells do not look for programs in the current folder either.
-fn hint_for_missing(program: &Path) -> String {
+/// What to write instead of the name of a program that is not in `PATH`: something of that name may lie in the current
+/// folder, where shells do not look for programs either, or the ending of a script or a configuration is missing.
+fn what_is_there(program: &Path) -> String {
     if std::env::var_os(PYTHON_EXEC).is_some_and(|python| python == program) {
         return format!("{PYTHON_EXEC} names it: set that variable to an interpreter, or unset it");
     }
+    let endings = ["py", "yaml", "yml"].map(|ending| program.with_added_extension(ending));
+    if let Some(file) = endings.iter().find(|file| file.is_file()) {
+        return format!("did you mean `{}`?", file.display());
+    }
     let here = Path::new(".").join(program);
-    if program.components().count() == 1 && here.is_file() {
-        return format!(
+    if program.components().count() != 1 || !here.exists() {
+        "give a path, or a name that is in `PATH`".to_owned()
+    } else if here.is_dir() {
+        format!(
+            "`{}` is a directory: give the path of a program in it",
+            here.display()
+        )
+    } else {
+        format!(
             "did you mean `{}`? Names without a directory are searched for in `PATH`",
             here.display()
-        );
+        )
     }
-    "give a path, or a name that is in `PATH`".to_owned()
 }
 
 /// Finds the program before the node joins, so that a typing error costs the other nodes nothing.
@@ -160,8 +184,8 @@ fn find_program(program: &Path, search_path: Option<&OsString>) -> Result<(), Sp
             .map(|directory| directory.join(program))
             .collect()
     };
-    if candidates.iter().any(|path| executable(path)) {
-        return Ok(());
+    if let Some(found) = candidates.iter().find(|path| executable(path)) {
+        return find_interpreter(found);
     }
     let errno = match candidates.iter().find(|path| path.exists()) {
         Some(path) if path.is_dir() => libc::EISDIR,
@@ -175,8 +199,39 @@ fn find_program(program: &Path, search_path: Option<&OsString>) -> Result<(), Sp
     ))
 }
 
+/// Looks for the interpreter of a script. What cannot be read, or names none, is left to `exec`.
+fn find_interpreter(script: &Path) -> Result<(), SpawnError> {
+    let mut line = Vec::new();
+    let read = File::open(script).and_then(|file| file.take(LONGEST_LINE).read_to_end(&mut line));
+    if read.is_err() || !line.starts_with(b"#!") {
+        return Ok(());
+    }
+    let line = line[2..].split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let line = String::from_utf8_lossy(line);
+    let name = script.display();
+    let interpreter = line.trim_start_matches([' ', '\t']).split([' ', '\t']).next();
+    let interpreter = interpreter.unwrap_or_default();
+    let (cause, hint) = if line.ends_with('\r') {
+        (
+            "its first line ends as on Windows".to_owned(),
+            format!("remove the carriage returns with `sed -i 's/\\r$//' {name}`"),
+        )
+    } else if interpreter.is_empty() || Path::new(interpreter).exists() {
+        return Ok(());
+    } else {
+        (
+            format!("its interpreter `{interpreter}` was not found"),
+            format!("correct the first line of `{name}`, or install the interpreter"),
+        )
+    };
+    let program = name.to_string();
+    Err(SpawnError::NoInterpreter { program, cause, hint })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use nix::sched::{CpuSet, sched_setaffinity};
     use nix::unistd::Pid;
 
@@ -203,9 +258,44 @@ mod tests {
                 .unwrap_err()
                 .to_string()
         };
+        assert!(
+            words("src").contains("hint: `./src` is a directory"),
+            "{}",
+            words("src")
+        );
         let file = words("Cargo.toml");
         assert!(file.contains("hint: did you mean `./Cargo.toml`?"), "{file}");
         assert!(words("").contains("hint: give a path"), "{}", words(""));
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("ddp.py"), "").unwrap();
+        let script = words(dir.path().join("ddp").to_str().unwrap());
+        assert!(script.ends_with("/ddp.py`?"), "{script}");
+    }
+
+    #[test]
+    fn a_script_whose_interpreter_is_missing_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("train");
+        let of = |text: &str| {
+            std::fs::write(&script, text).unwrap();
+            std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+            let found = find_program(&script, None);
+            found.map_err(|error| {
+                assert_eq!(error.exit_code(), 127);
+                error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+            })
+        };
+        insta::assert_snapshot!(of("#!/usr/bin/pyton3 -u\n").unwrap_err(), @r"
+        program `DIR/train` cannot be started: its interpreter `/usr/bin/pyton3` was not found
+          hint: correct the first line of `DIR/train`, or install the interpreter
+        ");
+        insta::assert_snapshot!(of("#! /usr/bin/env python3\r\nprint()\r\n").unwrap_err(), @r"
+        program `DIR/train` cannot be started: its first line ends as on Windows
+          hint: remove the carriage returns with `sed -i 's/\r$//' DIR/train`
+        ");
+        for good in ["#!/bin/sh\n", "#! /bin/sh -e\n", "#!\n", "echo\r\n", ""] {
+            assert_eq!(of(good), Ok(()), "{good:?}");
+        }
     }
 
     #[test]

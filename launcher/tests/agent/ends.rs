@@ -213,3 +213,17 @@ fn a_daemon_that_cannot_be_reached_is_named() {
         end.stderr
     );
 }
+
+#[test]
+fn a_missing_interpreter_is_noticed_before_the_node_joins() {
+    let daemon = Daemon::start(Policy::default());
+    let dir = tempfile::tempdir().unwrap();
+    let script = dir.path().join("script");
+    std::fs::write(&script, "#!/dev/null/interpreter\n").unwrap();
+    std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+    let end = launch(&daemon).program(script, &[]).start().wait();
+    assert_eq!(end.code, 127, "{}", end.stderr);
+    let words = "its interpreter `/dev/null/interpreter` was not found";
+    assert!(end.stderr.contains(words), "{}", end.stderr);
+    assert!(daemon.received().is_empty(), "it joined");
+}

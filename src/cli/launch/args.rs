@@ -161,7 +161,7 @@ pub fn command() -> clap::Command {
 
 fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
     let line = command.try_get_matches_from(argv);
-    let line = line.map_err(with_our_flag)?;
+    let line = line.map_err(|error| with_our_flag(with_two_dashes(error, argv)))?;
     let mut args = Args::from_arg_matches(&line)?;
     args.settings.keep_words(&line);
     let mut words = args.command.into_iter();
@@ -172,6 +172,34 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
         target: words.next().unwrap_or_default(),
         target_args: words.collect(),
     })
+}
+
+/// Names a long flag that was typed with one dash: the parser takes it for short ones.
+fn with_two_dashes(error: clap::Error, argv: &[OsString]) -> clap::Error {
+    let refused = match error.kind() {
+        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
+        // `-rdzv-endpoint` gives `--redirects` a value.
+        ErrorKind::ValueValidation => ContextKind::InvalidValue,
+        _ => return error,
+    };
+    let Some(ContextValue::String(refused)) = error.get(refused) else {
+        return error;
+    };
+    let refused = refused.trim_start_matches('-');
+    let meant = argv.iter().find_map(|word| {
+        let word = word.to_str().filter(|word| word.contains(refused))?;
+        let typed = word.split('=').next()?;
+        let flag = format!("-{}", typed.replace('_', "-"));
+        let is_known = flags_that_begin_with(&flag).contains(&flag);
+        is_known.then(|| [typed.to_owned(), flag].map(ContextValue::String))
+    });
+    let Some([typed, flag]) = meant else {
+        return error;
+    };
+    let mut named = clap::Error::new(ErrorKind::UnknownArgument).with_cmd(&command());
+    named.insert(ContextKind::InvalidArg, typed);
+    named.insert(ContextKind::SuggestedArg, flag);
+    named
 }
 
 /// Suggests what a flag of another launcher is called here, or which flags begin with one that is too short.
@@ -376,6 +404,33 @@ mod tests {
                 "{theirs}"
             );
         }
+    }
+
+    #[test]
+    fn a_long_flag_with_one_dash_leads_to_the_one_with_two() {
+        for (words, tip) in [
+            (
+                &["-nproc-per-node", "2", "x"][..],
+                "'-nproc-per-node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
+            ),
+            (
+                &["-nproc_per_node=2", "x"],
+                "'-nproc_per_node' found\n\n  tip: a similar argument exists: '--nproc-per-node'",
+            ),
+            (
+                &["-rdzv-endpoint", "a", "x"],
+                "'-rdzv-endpoint' found\n\n  tip: a similar argument exists: '--rdzv-endpoint'",
+            ),
+            (
+                &["t.yaml", "-max-restarts", "2"],
+                "'-max-restarts' found\n\n  tip: a similar argument exists: '--max-restarts'",
+            ),
+        ] {
+            let error = parse_words(words).expect_err("must be refused");
+            assert!(error.contains(tip), "{error}");
+        }
+        let error = parse_words(&["-x", "train.py"]).expect_err("must be refused");
+        assert!(error.contains("unexpected argument '-x'"), "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,14 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::WorkerCommand;
 use nix::unistd::{AccessFlags, access};
 
+use super::settings;
 use crate::cli::error::CliError;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
+
+/// Most files of a directory among which one of a similar name is looked for.
+const MAX_SIMILAR_FILES: usize = 1000;
 
 /// What interpreters are called, the preferred one first.
 const PYTHONS: [&str; 2] = ["python3", "python"];
@@ -147,7 +151,7 @@ impl Target {
             });
         }
         let unreadable = |source| CliError::Target {
-            hint: hint_for(Path::new(&name)),
+            hint: hint_for(Path::new(&name), &source),
             path: PathBuf::from(&name),
             source,
         };
@@ -217,13 +221,33 @@ impl Target {
     }
 }
 
-/// The hint for a target that cannot be read.
-fn hint_for(path: &Path) -> &'static str {
+/// The hint for a target that cannot be read for this reason.
+fn hint_for(path: &Path, why: &io::Error) -> String {
     if path.is_dir() {
-        "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
-    } else {
-        "give the path of a `.yaml` configuration, of a `.py` script, or a program"
+        return "a directory counts as a script only with a `__main__.py`; give the path of a file in it"
+            .to_owned();
     }
+    let is_missing = why.kind() == io::ErrorKind::NotFound;
+    match similar_file(path).filter(|_| is_missing) {
+        Some(file) => format!("did you mean `{}`?", file.display()),
+        None => "give the path of a `.yaml` configuration, of a `.py` script, or a program".to_owned(),
+    }
+}
+
+/// A file of the same kind beside it, of which it may be a misspelling.
+fn similar_file(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
+    let names = entries
+        .take(MAX_SIMILAR_FILES)
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let names: Vec<String> = names
+        .filter(|other| OsStr::new(other) != name && path.with_file_name(other).is_file())
+        .filter(|other| TargetKind::of(OsStr::new(other)) == TargetKind::of(name))
+        .collect();
+    let near = settings::nearest(name.to_str()?, names.iter().map(String::as_str))?;
+    Some(path.with_file_name(near))
 }
 
 #[cfg(test)]
@@ -336,5 +360,21 @@ mod tests {
         ");
         read(Path::new(".")).expect_err("a folder");
         read(Path::new("sh")).expect("a program");
+    }
+
+    #[test]
+    fn a_misspelt_target_leads_to_the_file_that_is_there() {
+        let dir = tempfile::tempdir().expect("a directory");
+        for file in ["ddp.py", "dpp.yaml", "other.py"] {
+            fs::write(dir.path().join(file), "").expect("writable");
+        }
+        let hint = |name: &str| {
+            let path = dir.path().join(name);
+            let error = Target::read(TargetKind::of(path.as_os_str()), path.into(), vec![], vec![]);
+            error.expect_err("no such file").to_string()
+        };
+        let meant = format!("hint: did you mean `{}`?", dir.path().join("ddp.py").display());
+        assert!(hint("dpp.py").ends_with(&meant), "{}", hint("dpp.py"));
+        assert!(hint("x.py").contains("hint: give the path"), "{}", hint("x.py"));
     }
 }
