@@ -241,7 +241,7 @@ fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
     expect_place(state_of("1").lines().next().unwrap_or_default(), 1);
     let waits = state_of("0");
     expect_place(waits.lines().next().unwrap_or_default(), 0);
-    // Behind its last action, a rank waits for what all stages share: the losses of the step.
+    // Behind its last action, a rank waits for what all stages share: the losses of the step, then the norm.
     let is_behind = waits
         .lines()
         .next()
@@ -249,7 +249,8 @@ fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
     let awaits = |line: &str| {
         line.ends_with(" for rank 1")
             && if is_behind {
-                line.contains("all-gather #") && line.contains("(losses, ")
+                let is_shared = line.contains("(losses, ") || line.contains("(partial norms, ");
+                line.contains("all-gather #") && is_shared
             } else {
                 line.contains("of micro-batch") && line.contains("stage 1")
             }
