@@ -212,9 +212,8 @@ pub(crate) fn names_action(line: &str, stage: u32) -> bool {
     (line.contains("phase training, step ") || line.contains(" at step ")) && is_action
 }
 
-/// The rank that waits says for which action of which stage and micro-batch, and for whom.
-#[test]
-fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
+/// Stops the last stage of a pipeline: the job, and what its launcher said of the lost rank.
+fn stopped_stage() -> (TinyJob, String) {
     let job = untied();
     let running = launched(&job, 2)
         .flag("--hang-timeout", "6")
@@ -228,12 +227,18 @@ fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
     kill(Pid::from_raw(victim), Signal::SIGSTOP).expect("a living worker");
     let finished = running.finish();
     finished.expect_exit(134).expect_stderr("first failure: rank 1");
-    let lost = finished.stderr();
-    let lost = lost
-        .lines()
-        .find(|line| line.contains("rank 1 hung: "))
-        .unwrap_or_default();
-    expect_place(lost, 1);
+    let output = finished.stderr();
+    let lost = output.lines().find(|line| line.contains("rank 1 hung: "));
+    (job, lost.unwrap_or_default().to_owned())
+}
+
+/// The rank that waits says for which action of which stage and micro-batch, and for whom.
+#[test]
+fn a_stage_that_is_stopped_is_named_with_the_action_that_waits_for_it() {
+    // A rank sends its action within 10 ms. A rank that is stopped before that at a new phase has sent none.
+    let mut tries = std::iter::repeat_with(stopped_stage).take(3);
+    let stopped = tries.find(|(_, lost)| names_action(lost, 1));
+    let (job, _) = stopped.expect("the launcher names the action in one of three tries");
     let state_of = |rank: &str| {
         let file = job.out().join("logs/attempt_0").join(rank).join("hang.txt");
         std::fs::read_to_string(file).expect("what the rank did")
