@@ -119,7 +119,8 @@ fn row(arg: &Arg) -> String {
         Some(named) => named.to_owned(),
         None => defaults.join(" "),
     };
-    format!("| `{}` | {default} | {help} |\n", flag.trim().replace('|', "\\|"))
+    let [flag, default, help] = [flag.trim(), &default, help].map(|cell| cell.replace('|', "\\|"));
+    format!("| `{flag}` | {default} | {help} |\n")
 }
 
 #[cfg(test)]

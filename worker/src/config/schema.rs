@@ -322,7 +322,7 @@ impl Default for Model {
 words! {
     /// `run.resume`
     Resume {
-        /// Refuse a directory that holds a run. (Restarts within a job always resume.)
+        /// Refuse a directory that holds a run of another job. (A job always resumes its own run.)
         Never = "never",
         /// Resume if there is a checkpoint, else start.
         Auto = "auto",

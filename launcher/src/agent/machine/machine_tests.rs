@@ -4,7 +4,7 @@ use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
 #[path = "spawning_tests.rs"]
 mod spawning;
 
-use super::stop::{LAST_WORDS, NATIVE_LAST_WORDS};
+use super::stop::LAST_WORDS;
 use super::*;
 
 const KILLED: Ending = Ending::Signal {
@@ -368,7 +368,7 @@ fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
     // The generation is over, and one worker does not end.
     let mut play = Play::running(true, 2);
     play.machine.set_listening(true);
-    assert!(play.exit(1, KILLED).does(&Effect::Arm(NATIVE_LAST_WORDS)));
+    assert!(play.exit(1, KILLED).does(&Effect::Arm(LAST_WORDS)));
     assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
 }
 

@@ -14,11 +14,9 @@ use super::event::Effect;
 use super::exit_reason::ExitReason;
 use crate::supervise::ending::signal_name;
 
-/// How long workers that listen on the control socket may take to report their own error when a generation is over.
-pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
-/// The same for native workers, which no signal comes to before SIGKILL: they end on their own, after what a device is
-/// computing.
-pub(super) const NATIVE_LAST_WORDS: Duration = Duration::from_secs(10);
+/// How long workers that listen on the control socket may take to report their own error when a generation is over: they
+/// end on their own, after what a device is computing.
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(10);
 /// How long before SIGKILL a program that listens gets the signal; half of the grace if that is less.
 const AFTER_SIGNAL: Duration = Duration::from_secs(5);
 /// How long processes may take to go after SIGKILL.
@@ -79,15 +77,10 @@ pub(super) struct Stop {
 impl Stop {
     /// Stops workers whose generation is over.
     pub(super) fn notify(cause: &str, then: Then, workers: Stopped) -> (Self, Vec<Effect>) {
-        let patience = if workers.native {
-            NATIVE_LAST_WORDS
-        } else {
-            LAST_WORDS
-        };
         let stage = Stage::Notified;
         let mut stop = Self { stage, then, workers };
         let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(stop.await_end(patience));
+        effects.extend(stop.await_end(LAST_WORDS));
         (stop, effects)
     }
 
