@@ -67,6 +67,8 @@ pub struct LaunchPlan {
     pub join_timeout: Duration,
     /// How long to wait for more nodes than the minimum; without it the daemon decides.
     pub last_call: Option<Duration>,
+    /// How long a node may train without the daemon where others can take its place; without it the daemon decides.
+    pub takeover: Option<Duration>,
     /// How long the daemon may stay unreachable before the agent gives up, while it has no workers that run.
     pub connect_timeout: Duration,
     /// The same while workers run.

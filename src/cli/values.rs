@@ -69,6 +69,8 @@ pub struct RdzvConf {
     pub connect_timeout: Option<Duration>,
     /// `outage_timeout`: the same while workers run.
     pub outage_timeout: Option<Duration>,
+    /// `takeover_timeout`: how long a node may train without the daemon where others can take its place.
+    pub takeover_timeout: Option<Duration>,
     /// `last_call_timeout`: how long to wait for more nodes once MIN are there.
     pub last_call_timeout: Option<Duration>,
     /// Other keys, which torchrun takes and its rendezvous may know: they change nothing here.
@@ -77,7 +79,7 @@ pub struct RdzvConf {
 
 /// Keys of [`RdzvConf`], for the message on others.
 pub const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `outage_timeout`, \
-     `last_call_timeout`";
+     `takeover_timeout`, `last_call_timeout`";
 
 /// `--rdzv-backend`: names that torchrun's users have; all mean the daemon of this program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +244,17 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     })
 }
 
+/// The shortest time in which a node can be told from one that is gone.
+const LEAST_TAKEOVER: Duration = Duration::from_secs(5);
+
+fn takeover(text: &str) -> Result<Duration, String> {
+    let time = seconds(text)?;
+    if time < LEAST_TAKEOVER {
+        return Err(format!("expected at least {} s", LEAST_TAKEOVER.as_secs()));
+    }
+    Ok(time)
+}
+
 /// Comma-separated `key=value` pairs, quoted or not; a key that is given more than once is refused, an unknown one is kept
 /// apart.
 pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
@@ -258,6 +271,7 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
             "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
             "join_timeout" => conf.join_timeout.replace(time()?).is_some(),
             "outage_timeout" => conf.outage_timeout.replace(time()?).is_some(),
+            "takeover_timeout" => conf.takeover_timeout.replace(takeover(value).map_err(in_key)?).is_some(),
             "last_call_timeout" => conf.last_call_timeout.replace(time()?).is_some(),
             "connect_timeout" | "timeout" => conf.connect_timeout.replace(time()?).is_some(),
             other => {

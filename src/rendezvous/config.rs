@@ -41,6 +41,8 @@ pub struct Config {
     pub reconnect_grace: Duration,
     /// A silent node is lost after this long at the latest, however much its peers advance.
     pub outage_timeout: Duration,
+    /// How long a node may train without the daemon where other nodes can take its place. See `job/takeover`.
+    pub takeover: Duration,
     /// A daemon that was restarted with its ledger waits so long for the nodes of a generation that runs.
     pub reattach_wait: Duration,
     /// A worker that names another rank as the cause of its failure is not blamed for this long.
@@ -126,6 +128,7 @@ impl Default for Config {
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
             outage_timeout: Duration::from_mins(10),
+            takeover: Duration::from_secs(15),
             reattach_wait: Duration::from_mins(1),
             culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),

@@ -179,6 +179,9 @@ pub struct Record {
     /// Nodes of that generation, in order of their ranks.
     pub(super) members: Vec<Member>,
     pub(super) run_token: String,
+    /// How long one of its nodes may train without the daemon; none: for the outage time-out.
+    #[serde(default)]
+    pub(super) takeover: Option<Duration>,
     pub(super) attempt: u32,
     /// What is left of the restarts.
     pub(super) account: Account,

@@ -149,6 +149,8 @@ pub(super) struct TimedOut<'a> {
     pub(super) missing_ranks: Vec<u32>,
     pub(super) min: u32,
     pub(super) max: u32,
+    /// Enough nodes came, but for this time a lost node may still train.
+    pub(super) may_train: Option<Duration>,
 }
 
 impl TimedOut<'_> {
@@ -162,6 +164,15 @@ impl TimedOut<'_> {
         );
         if came > 0 {
             let _ = write!(words, ": {}", list(self.came.iter().copied(), self.came.len()));
+        }
+        if let Some(left) = self.may_train {
+            let _ = write!(
+                words,
+                "; a node that was lost may still train for {:.0} s, and no other takes its place before\n  \
+                 hint: start this node again then; a launcher that is stopped or killed frees its place at once",
+                left.as_secs_f64()
+            );
+            return words;
         }
         let missing = self.min.saturating_sub(came);
         let _ = write!(words, "; missing: {}", nodes(missing));

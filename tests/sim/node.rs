@@ -6,7 +6,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use ddp_launcher::decisions::{Effect, Event, LEAVE_WAIT, Machine, Memory, SpawnEvent, VERDICT_WAIT};
+use ddp_launcher::decisions::{
+    Effect, Event, LEAVE_WAIT, Machine, Memory, SpawnEvent, TakeoverClock, VERDICT_WAIT,
+};
 use ddp_launcher::{Ending, ExitReason};
 use ddp_proto::client::ATTEMPT_TIMEOUT;
 use ddp_proto::exit;
@@ -36,6 +38,7 @@ pub(crate) struct Node {
     pub(crate) join: Join,
     pub(crate) machine: Machine,
     pub(crate) memory: Memory,
+    pub(crate) takeover: TakeoverClock,
     /// The stream that it believes to have.
     pub(crate) conn: Option<ConnId>,
     /// It has had a stream.
@@ -120,6 +123,8 @@ pub(crate) enum NodeEvent {
     Prepared(Generation),
     /// Its pings on this stream are not answered.
     Pings(ConnId),
+    /// Other nodes may soon take its place, if the daemon has stayed silent.
+    Replaceable,
 }
 
 impl Node {
@@ -189,13 +194,14 @@ impl World {
         if node.stalled.is_some() {
             return node.backlog.push(event);
         }
+        self.check_takeover(number);
+        let node = &mut self.nodes[number];
         match event {
             NodeEvent::Connects => self.connect(number),
             NodeEvent::Heartbeats(conn) => {
                 if node.conn == Some(conn) && !node.is_leaving {
-                    let generation = node.machine.generation();
                     if !node.is_broken && node.has_client {
-                        self.report(number, generation, Body::Heartbeat(Heartbeat::default()));
+                        self.beat(number, Heartbeat::default());
                     }
                     let interval = self.config.heartbeat_interval();
                     self.later_at(number, interval, NodeEvent::Heartbeats(conn));
@@ -209,7 +215,7 @@ impl World {
                 node.alarm = None;
                 self.decide(number, Event::Alarm);
             }
-            NodeEvent::Alarm(_) => {}
+            NodeEvent::Alarm(_) | NodeEvent::Replaceable => {}
             NodeEvent::GivesUp => self.give_up_daemon(number),
             NodeEvent::Receives(conn, message) => self.receive(number, conn, message),
             NodeEvent::Reads(restored, message) => self.read(number, restored, message),
@@ -234,6 +240,9 @@ impl World {
         }
         let node = &mut self.nodes[number];
         let run_token = node.run_token();
+        node.takeover.receive(&message);
+        self.watch_takeover(number);
+        let node = &mut self.nodes[number];
         match &message.body {
             Some(Reply::JobOver(over)) => {
                 // Another daemon may have another verdict; the first one stands.
@@ -246,6 +255,49 @@ impl World {
             _ => {}
         }
         self.decide(number, Event::Daemon(message));
+    }
+
+    /// Sends a heartbeat.
+    fn beat(&mut self, number: usize, heartbeat: Heartbeat) {
+        let sent_ms = self.clock(number).as_millis() as u64;
+        let generation = self.nodes[number].machine.generation();
+        self.report(number, generation, Body::Heartbeat(Heartbeat { sent_ms, ..heartbeat }));
+    }
+
+    /// As the driver and the guardian do: sets when the workers stop if the daemon stays silent.
+    fn watch_takeover(&mut self, number: usize) {
+        let (clock, takeover) = (self.clock(number), self.nodes[number].takeover);
+        for at in [takeover.stops_at(), takeover.ends_at()].into_iter().flatten() {
+            self.later_at(number, at.saturating_sub(clock), NodeEvent::Replaceable);
+        }
+        if let Some(at) = takeover.ends_at() {
+            self.guard_later(number, at.saturating_sub(clock));
+        }
+    }
+
+    /// As the driver does before each event.
+    fn check_takeover(&mut self, number: usize) {
+        let clock = self.clock(number);
+        let node = &self.nodes[number];
+        let left = |at: Option<Duration>| at.map(|at| at.saturating_sub(clock));
+        let (Some(stop_in), Some(end_in)) = (left(node.takeover.stops_at()), left(node.takeover.ends_at())) else {
+            return;
+        };
+        let is_due = end_in.is_zero() || stop_in.is_zero() && node.machine.is_running();
+        if node.has_live_workers() && is_due {
+            self.decide(number, Event::Replaceable { end_in });
+        }
+    }
+
+    /// The guardian kills the workers of an agent that may be stopped itself.
+    pub(crate) fn guard(&mut self, number: usize) {
+        let is_over = self.nodes[number].takeover.ends_at() <= Some(self.clock(number));
+        for id in self.live_workers(number) {
+            if is_over {
+                self.note("workers that the guardian killed");
+                self.worker_ends(number, id, killed(9), false);
+            }
+        }
     }
 
     /// Lets the agent decide, and carries out what it wants.
@@ -271,6 +323,9 @@ impl World {
         let generation = node.machine.generation();
         match effect {
             Effect::Join => {
+                let clock = self.clock(number);
+                let node = &mut self.nodes[number];
+                node.takeover.join(clock);
                 let mut join = node.join.clone();
                 join.run_token = node.run_token();
                 self.report(number, generation, Body::Join(join));
@@ -429,7 +484,7 @@ impl World {
             self.ids += 1;
             let worker = self.ids;
             let rank = own.first_rank + local_rank;
-            self.witness.born(worker, &origin, rank);
+            self.witness.born(worker, &origin, rank, &assignment);
             // Some failures only follow from another rank's, real or not.
             let by_code = number.is_multiple_of(2);
             self.nodes[number].group.workers.push(Worker {
@@ -572,7 +627,7 @@ impl World {
                 lost_rank: Some(lost_rank),
                 ..Heartbeat::default()
             };
-            self.report(number, node.machine.generation(), Body::Heartbeat(heartbeat));
+            self.beat(number, heartbeat);
         }
     }
 

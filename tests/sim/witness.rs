@@ -54,6 +54,20 @@ pub(crate) struct Witness {
     assignments: BTreeMap<(String, u64), BTreeSet<AssignmentId>>,
     /// Two living holders of one place, or a value from another assignment.
     pub(crate) breaches: Vec<String>,
+    /// Two assignments of one job that could train at the same time.
+    pub(crate) overlaps: Vec<String>,
+    /// Each assignment with a living worker: what it belongs to, and how many of its ranks live.
+    living: BTreeMap<AssignmentId, Living>,
+}
+
+/// The living workers of one assignment.
+#[derive(Debug)]
+struct Living {
+    job: String,
+    ranks: u32,
+    world_size: u32,
+    /// Others may take the place of a node that is silent for this long.
+    is_replaceable: bool,
 }
 
 impl Witness {
@@ -69,7 +83,15 @@ impl Witness {
     }
 
     /// A worker begins to live.
-    pub(crate) fn born(&mut self, worker: u64, origin: &Origin, rank: u32) {
+    pub(crate) fn born(&mut self, worker: u64, origin: &Origin, rank: u32, assignment: &Assignment) {
+        self.find_overlaps(origin, rank);
+        let living = self.living.entry(origin.id.clone()).or_insert_with(|| Living {
+            job: origin.job.clone(),
+            ranks: 0,
+            world_size: assignment.world_size,
+            is_replaceable: assignment.takeover_ms > 0,
+        });
+        living.ranks += 1;
         let (job, run) = (origin.job.clone(), origin.run_token.clone());
         self.generations.insert((job, run, origin.generation));
         let number = (origin.job.clone(), origin.generation);
@@ -84,8 +106,31 @@ impl Witness {
         }
     }
 
+    /// No worker is born while the same rank of another assignment lives; in a job of fixed size without standbys, while
+    /// all ranks of that assignment live, without which none of them makes a step.
+    fn find_overlaps(&mut self, origin: &Origin, rank: u32) {
+        for (id, living) in &self.living {
+            let holders = self.holders.get(&(id.clone(), rank));
+            let holds = holders.is_some_and(|holders| !holders.is_empty());
+            let trains = living.ranks == living.world_size;
+            if *id != origin.id
+                && living.job == origin.job
+                && if living.is_replaceable { holds } else { trains }
+            {
+                let words = format!("rank {rank} of {origin:?} begins while {id:?} lives: {living:?}");
+                self.overlaps.push(words);
+            }
+        }
+    }
+
     /// A worker is gone.
     pub(crate) fn died(&mut self, worker: u64, origin: &Origin, rank: u32) {
+        if let Some(living) = self.living.get_mut(&origin.id) {
+            living.ranks -= 1;
+            if living.ranks == 0 {
+                self.living.remove(&origin.id);
+            }
+        }
         if let Some(holders) = self.holders.get_mut(&(origin.id.clone(), rank)) {
             holders.remove(&worker);
         }

@@ -53,6 +53,8 @@ pub(crate) enum SimEvent {
     Receives(usize, Call),
     /// A new agent process on a host.
     Starts(usize),
+    /// The guardian of a node looks at its clock.
+    Guards(usize),
     /// A stopped agent goes on.
     NodeWakes(usize),
     /// A stopped daemon goes on.
@@ -215,7 +217,11 @@ impl World {
         let counted_twice = self.witness.counted_twice();
         let must_know = self.has_ledgers && !self.faults.contains_key("two daemons");
         assert!(!must_know || counted_twice == 0, "a generation was counted twice");
-        let breaches = std::mem::take(&mut self.witness.breaches);
+        let mut breaches = std::mem::take(&mut self.witness.breaches);
+        let is_one_daemon = !self.faults.contains_key("two daemons");
+        if is_one_daemon && (self.has_ledgers || !self.faults.contains_key("daemon killed")) {
+            breaches.append(&mut self.witness.overlaps);
+        }
         Outcome {
             exit_codes,
             generations: self.witness.generations(),
@@ -302,6 +308,7 @@ impl World {
                     }
                 }
             }
+            SimEvent::Guards(number) => self.guard(number),
             SimEvent::DaemonWakes(number) => self.daemon_wakes(number),
             SimEvent::DaemonStarts(dead) => self.start_daemon(Some(dead)),
             SimEvent::DaemonLeaves(number) => self.daemon_leaves(number),
@@ -444,6 +451,17 @@ impl World {
     pub(crate) fn later_at(&mut self, number: usize, delay: Duration, event: NodeEvent) {
         let delay = scale(delay, MILLION, self.nodes[number].pace);
         self.later(delay, SimEvent::Node(number, event));
+    }
+
+    /// The time by the clock of a node.
+    pub(crate) fn clock(&self, number: usize) -> Duration {
+        scale(self.now, self.nodes[number].pace, MILLION)
+    }
+
+    /// The guardian of a node looks at its clock after this time.
+    pub(crate) fn guard_later(&mut self, number: usize, delay: Duration) {
+        let delay = scale(delay, MILLION, self.nodes[number].pace) + Duration::from_millis(1);
+        self.later(delay, SimEvent::Guards(number));
     }
 
     /// After some time of at most so many milliseconds.

@@ -21,7 +21,7 @@ mod signals;
 mod workers;
 
 pub use context::LaunchError;
-pub use daemon::Memory;
+pub use daemon::{Memory, TakeoverClock};
 pub use launch::{Outcome, run};
 pub use machine::{Effect, Event, ExitReason, LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 pub use signals::is_ignored;

@@ -9,16 +9,20 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use ddp_proto::env::DDP_JOB_MARKER;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork};
 
+use crate::boot_clock::since_boot;
 use crate::cgroup;
 use crate::supervise::sweep::KillTargets;
 
@@ -29,8 +33,13 @@ const FAREWELL_BOUND: Duration = Duration::from_secs(2);
 
 const WATCH: u8 = b'+';
 const FORGET: u8 = b'-';
+const DEADLINE: u8 = b'd';
 const QUIT: u8 = b'q';
 const RECORD_BYTES: usize = 5;
+/// In which a deadline is counted.
+const DEADLINE_TICK: Duration = Duration::from_millis(10);
+/// How often the guardian looks at the clock that counts the sleep of the machine.
+const DEADLINE_POLL: Duration = Duration::from_millis(200);
 
 /// The launcher's side of its guardian.
 ///
@@ -43,6 +52,8 @@ pub struct Guardian {
     marker: String,
     scratch_dir: PathBuf,
     group: Option<PathBuf>,
+    /// In ticks, as the guardian knows it.
+    deadline: AtomicI32,
 }
 
 impl Guardian {
@@ -65,6 +76,7 @@ impl Guardian {
                 marker,
                 scratch_dir,
                 group,
+                deadline: AtomicI32::new(i32::MAX),
             }),
             ForkResult::Child => {
                 drop(socket);
@@ -74,6 +86,7 @@ impl Guardian {
                     scratch_dir,
                     group,
                     sessions: BTreeSet::new(),
+                    deadline: None,
                 };
                 let watch = AssertUnwindSafe(|| watch.run());
                 let _ = std::panic::catch_unwind(watch);
@@ -126,6 +139,16 @@ impl Guardian {
     pub(crate) fn registrar(&self) -> Registrar {
         Registrar {
             socket: self.socket.as_raw_fd(),
+        }
+    }
+
+    /// The guardian kills the workers at this time since boot, which counts the sleep of the machine, though the launcher
+    /// may be stopped; `None`: it does not.
+    pub(crate) fn set_deadline(&self, at: Option<Duration>) {
+        let ticks = at.and_then(|at| i32::try_from(at.as_millis() / DEADLINE_TICK.as_millis()).ok());
+        let ticks = ticks.unwrap_or(i32::MAX);
+        if self.deadline.swap(ticks, Ordering::Relaxed) != ticks {
+            send_record(self.socket.as_raw_fd(), DEADLINE, ticks);
         }
     }
 
@@ -196,21 +219,58 @@ struct Watch {
     scratch_dir: PathBuf,
     group: Option<PathBuf>,
     sessions: BTreeSet<i32>,
+    /// Until when the workers may live, as time since boot.
+    deadline: Option<Duration>,
 }
 
 impl Watch {
     fn run(mut self) {
         self.detach();
         let mut record = [0; RECORD_BYTES];
-        while self.socket.read_exact(&mut record).is_ok() {
+        while self.await_record() && self.socket.read_exact(&mut record).is_ok() {
             let session = i32::from_le_bytes([record[1], record[2], record[3], record[4]]);
             match record[0] {
                 WATCH => drop(self.sessions.insert(session)),
                 FORGET => drop(self.sessions.remove(&session)),
+                DEADLINE => {
+                    let ticks = u32::try_from(session).ok().filter(|_| session != i32::MAX);
+                    self.deadline = ticks.map(|ticks| DEADLINE_TICK * ticks);
+                }
                 QUIT => return,
                 _ => {}
             }
         }
+        self.kill_workers(HUNT_BOUND);
+        // No process is left to report to.
+        if let Some(group) = &self.group {
+            let _ = cgroup::remove(group);
+        }
+        let _ = fs::remove_dir_all(&self.scratch_dir);
+    }
+
+    /// Waits for a record, or for the end of the launcher. False if that cannot be waited for.
+    ///
+    /// While the deadline is over, workers are killed: also those that a launcher starts which was stopped until then.
+    fn await_record(&self) -> bool {
+        loop {
+            let is_over = self.deadline.is_some_and(|deadline| deadline <= since_boot());
+            if is_over && !self.sessions.is_empty() {
+                self.kill_workers(DEADLINE_POLL);
+            }
+            let timeout = match self.deadline {
+                Some(_) => PollTimeout::try_from(DEADLINE_POLL).unwrap_or(PollTimeout::MAX),
+                None => PollTimeout::NONE,
+            };
+            let mut sockets = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut sockets, timeout) {
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    fn kill_workers(&self, bound: Duration) {
         if let Some(group) = &self.group {
             cgroup::kill_members(group);
         }
@@ -218,12 +278,7 @@ impl Watch {
             sessions: &self.sessions,
             launcher_id: &self.launcher_id,
         };
-        targets.kill_all(HUNT_BOUND);
-        // No process is left to report to.
-        if let Some(group) = &self.group {
-            let _ = cgroup::remove(group);
-        }
-        let _ = fs::remove_dir_all(&self.scratch_dir);
+        targets.kill_all(bound);
     }
 
     /// Lets go of all that is the launcher's: terminal, signals, directory, descriptors.

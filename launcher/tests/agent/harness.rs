@@ -215,6 +215,7 @@ impl Launch {
             agreed: BTreeMap::new(),
             join_timeout: DEADLINE,
             last_call: None,
+            takeover: None,
             hang_timeout: (self.hang_timeout_ms > 0).then(|| Duration::from_millis(self.hang_timeout_ms)),
             connect_timeout: Duration::from_millis(self.connect_timeout_ms),
             outage_timeout: Duration::from_millis(self.outage_timeout_ms),

@@ -173,12 +173,14 @@ fn conf(launch: &Launch) -> String {
     let Launch { plan, host, .. } = launch;
     let seconds = |key: &str, time: Duration| format!("{key}={}", time.as_secs_f64());
     let is_host = host.is_host.map(|is_host| format!("is_host={is_host}"));
+    let takeover = plan.takeover.map(|time| seconds("takeover_timeout", time));
     let last_call = plan.last_call.map(|time| seconds("last_call_timeout", time));
     [
         is_host,
         Some(seconds("join_timeout", plan.join_timeout)),
         Some(seconds("connect_timeout", plan.connect_timeout)),
         Some(seconds("outage_timeout", plan.outage_timeout)),
+        takeover,
         last_call,
     ]
     .into_iter()

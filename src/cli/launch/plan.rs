@@ -117,6 +117,7 @@ pub fn resolve(
         agreed: job.agreed,
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
         last_call: conf.last_call_timeout,
+        takeover: conf.takeover_timeout,
         hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
         connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
         outage_timeout: outage_timeout(&conf),

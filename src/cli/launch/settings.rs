@@ -109,7 +109,7 @@ settings! {
     rdzv_id: String = values::job_id => "TORCHELASTIC_RUN_ID",
 
     /// Rendezvous options: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `outage_timeout=S`
-    /// (600), `last_call_timeout=S` (10)
+    /// (600), `takeover_timeout=S` (15), `last_call_timeout=S` (10)
     #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES, hide_short_help = true)]
     rdzv_conf: RdzvConf = values::rdzv_conf,
 

@@ -30,6 +30,7 @@ impl Job {
             context.observe(Observation::Assigned(gathering.waited(context.at.now)));
         }
         let (assignment, nodes) = self.assignment(context, reason);
+        self.takeover.begin(&assignment);
         self.begin_period(context, &assignment.reason);
         context.decided(format!("job `{}`: {}", self.id, assignment.reason));
         let running = Running::new(assignment, nodes, context.at.now, Duration::ZERO);
@@ -84,6 +85,7 @@ impl Job {
             run_token: self.counter.run_token().to_owned(),
             assignment_id: self.counter.assignment_id().to_owned(),
             data_key: context.data_key(self.counter.assignment_id()),
+            takeover_ms: self.takeover_ms(context.config),
             ..Assignment::default()
         };
         self.account.write_to(&mut assignment);

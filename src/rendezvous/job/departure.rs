@@ -68,6 +68,8 @@ impl Job {
             }
         }
         self.table.dismiss(context, incarnation);
+        self.takeover.ended(incarnation);
+        self.takeover.peer_ended();
         self.consider_start(context);
     }
 
@@ -164,6 +166,7 @@ impl Job {
                 self.table.name_of(&incarnation)
             );
             self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+            self.takeover.ended(&incarnation);
         }
     }
 
@@ -176,6 +179,7 @@ impl Job {
         exit_code: u8,
     ) {
         self.note_node_gone(context, incarnation, cause);
+        self.await_end_of(context, incarnation);
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery.lose(context, incarnation);
         }
@@ -191,6 +195,8 @@ impl Job {
         } else {
             context.decided(format!("job `{}`: {cause}", self.id));
         }
+        // The others do not wait for it, if they are enough.
+        self.table.mark_left(incarnation);
         self.table.lose(context, incarnation);
     }
 }

@@ -170,6 +170,10 @@ impl Job {
         let confirm = |node: &mut Node| node.confirm_stopped(from.generation);
         if self.table.change(&from.incarnation, confirm) == Some(true) {
             self.failures.count(stopped.more_failures, stopped.more_victims);
+            self.takeover.ended(&from.incarnation);
+            if from.generation == self.counter.generation() {
+                self.takeover.peer_ended();
+            }
         } else {
             self.ignore(context, from, "NodeStopped");
         }

@@ -23,6 +23,8 @@ pub(super) struct Gathering {
     not_before: Duration,
     /// MIN nodes are there: the generation starts at this time.
     last_call: Option<Duration>,
+    /// A lost node may still train until then.
+    replaces_at: Option<Duration>,
 }
 
 /// What the daemon does next.
@@ -41,6 +43,7 @@ impl Gathering {
             until: not_before.saturating_add(timeout),
             not_before,
             last_call: None,
+            replaces_at: None,
         }
     }
 
@@ -67,7 +70,7 @@ impl Gathering {
     pub(super) fn next_step(&self) -> Duration {
         // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
         let backoff = (self.not_before > self.began).then_some(self.not_before);
-        [backoff, self.last_call]
+        [backoff, self.last_call, self.replaces_at]
             .into_iter()
             .flatten()
             .fold(self.until, Duration::min)
@@ -85,8 +88,11 @@ impl Gathering {
         let ready = table.ready();
         let (min, max) = table.limits();
         let some_joined = || messages::joined(ready, min, max);
-        if ready < min || min == 0 || (ready < max && is_stopping && !is_late) {
+        if ready < min || min == 0 || (is_stopping && !is_late) {
             self.last_call = None;
+            return if is_late { Step::TimedOut } else { Step::Wait };
+        }
+        if self.replaces_at.is_some() {
             return if is_late { Step::TimedOut } else { Step::Wait };
         }
         if ready >= max {
@@ -129,6 +135,9 @@ impl Job {
                 words,
                 "; waiting for the workers of generation {generation} to exit"
             );
+        } else if let Some(until) = gathering.replaces_at.filter(|until| *until > now) {
+            let left = until.saturating_sub(now).as_secs_f64();
+            let _ = write!(words, "; a lost node may still train: waiting up to {left:.1} s for its end");
         } else if let Some(last_call) = gathering.last_call {
             // To a tenth of a second.
             let left = (last_call.saturating_sub(now).as_secs_f64() * 10.0).round() / 10.0;
@@ -156,6 +165,7 @@ impl Job {
         let Phase::Gathering(gathering) = &mut self.phase else {
             return;
         };
+        gathering.replaces_at = self.takeover.until(context.at.now);
         match gathering.decide(context, &self.table, self.counter.generation()) {
             Step::Start(reason) => self.start(context, &reason),
             Step::TimedOut if !self.is_forgotten(context.at.now) => self.gathering_timed_out(context),
@@ -169,7 +179,9 @@ impl Job {
             return;
         };
         let (min, max) = self.table.limits();
+        let may_train = gathering.replaces_at.filter(|_| self.table.ready() >= min);
         let reason = messages::TimedOut {
+            may_train: may_train.map(|until| until.saturating_sub(context.at.now)),
             job: &self.id,
             waited: context.at.now.saturating_sub(gathering.began),
             came: self.table.ready_hosts().collect(),

@@ -48,6 +48,8 @@ impl Job {
         let is_left = is_new && self.table.is_deserted(context);
         if is_left {
             context.decided(format!("job `{}`: no node of the last run is left", self.id));
+            let nodes: Vec<String> = self.table.nodes().keys().cloned().collect();
+            nodes.iter().for_each(|node| self.await_end_of(context, node));
             self.table.dismiss_all(context);
         }
         is_left
@@ -60,7 +62,9 @@ impl Job {
             // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
             self.kv.end(context, "a new run of the job has started");
+            let takeover = std::mem::take(&mut self.takeover);
             *self = Self::new(&self.id, self.counter.highest(), context.at.now);
+            self.takeover = takeover;
         }
         self.lose_if_assigned_elsewhere(context, &joining);
         let admitted = match self.phase {
@@ -285,6 +289,9 @@ impl Job {
             gathering.wait_until(context.at.now + timeout);
         }
         let is_free = !node.is_stopping();
+        if is_free && from.generation == 0 {
+            self.takeover.ended(&from.incarnation);
+        }
         self.table.add(&from.incarnation, node);
         context.decided(format!(
             "job `{}`: node `{hostname}` joined from {address}",
@@ -377,6 +384,7 @@ impl Job {
             }
             Readiness::Joined | Readiness::Stopped => {
                 self.table.change(&incarnation, Node::become_free);
+                self.takeover.ended(&incarnation);
                 self.joined(context, &incarnation);
             }
         }

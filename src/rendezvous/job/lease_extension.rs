@@ -138,6 +138,9 @@ impl Job {
             return false;
         };
         let extension = running.extend_lease(context.config, node);
+        // A node that others can replace stops its workers at that time.
+        let last = node.last_word() + self.takeover.after().unwrap_or(Duration::MAX / 2);
+        let extension = extension.map(|(extension, until)| (extension, until.min(last)));
         let Some((extension, until)) = extension.filter(|(_, until)| *until > context.at.now) else {
             return false;
         };

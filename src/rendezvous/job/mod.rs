@@ -20,6 +20,7 @@
 //! | `outcome` | the end of a generation | failures, success, restarts |
 //! | `departure` | nodes that go | nodes that leave, that are lost, and that peers report lost |
 //! | `scale` | growing | nodes that come to a job that runs |
+//! | `takeover` | replacing a lost node | until when its workers may still train |
 //! | `lease_extension` | silent members | extends their leases while their peers make progress |
 //! | `record` | the ledger | writes [`Record`]s, and takes a job up from one |
 
@@ -37,6 +38,7 @@ mod record;
 mod recovery;
 mod running;
 mod scale;
+mod takeover;
 mod verdict;
 
 use std::time::Duration;
@@ -45,7 +47,7 @@ use ddp_proto::exit;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    GenerationOver, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
+    GenerationOver, Heard, Heartbeat, JobSummary, KvGatherRequest, KvGetRequest, KvPutRequest, NodeStopped,
     StatusReply,
 };
 
@@ -65,6 +67,7 @@ use node::Node;
 use node_table::NodeTable;
 use recovery::Recovery;
 use running::Running;
+use takeover::Takeover;
 use verdict::Over;
 
 #[cfg(test)]
@@ -79,6 +82,7 @@ pub(super) struct Job {
     counter: GenerationCounter,
     table: NodeTable,
     phase: Phase,
+    takeover: Takeover,
     account: Account,
     failures: Failures,
     /// Why the last generation ended; none before the first assignment.
@@ -138,6 +142,7 @@ impl Job {
             counter: GenerationCounter::after(floor),
             table: NodeTable::default(),
             phase: Phase::Gathering(Gathering::new(now, now, Duration::MAX)),
+            takeover: Takeover::default(),
             account: Account::default(),
             failures: Failures::default(),
             last_over: None,
@@ -227,6 +232,7 @@ impl Job {
                 node.note_progress(context, heartbeat);
             });
         }
+        self.acknowledge(context, from, heartbeat.sent_ms);
         self.note_loss(from, heartbeat);
         self.note_lost_peer(context, from, heartbeat.lost_rank);
         if self.is_of_member(from)
@@ -239,6 +245,14 @@ impl Job {
             && let Some(limits) = RankLimits::of(heartbeat)
         {
             self.limit_sizes(context, limits);
+        }
+    }
+
+    /// Tells a node that others could replace that its heartbeat has arrived.
+    fn acknowledge(&self, context: &mut ApplyContext<'_>, from: &Origin, sent_ms: u64) {
+        let node = self.table.get(&from.incarnation);
+        if let Some(node) = node.filter(|_| sent_ms > 0 && self.has_replacements()) {
+            node.send(context, self.counter.generation(), Reply::Heard(Heard { sent_ms }));
         }
     }
 
@@ -260,7 +274,10 @@ impl Job {
     /// workers are gone, or that it leaves.
     fn without_claims(&mut self, context: &mut ApplyContext<'_>, from: &Origin, body: Body) -> Option<Body> {
         match body {
-            Body::Heartbeat(_) => Some(Body::Heartbeat(Heartbeat::default())),
+            Body::Heartbeat(heartbeat) => Some(Body::Heartbeat(Heartbeat {
+                sent_ms: heartbeat.sent_ms,
+                ..Heartbeat::default()
+            })),
             Body::NodeStopped(_) => Some(Body::NodeStopped(NodeStopped::default())),
             Body::Leave(leave) => Some(Body::Leave(leave)),
             Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeLeaving(_) | Body::Join(_) => {
@@ -376,7 +393,9 @@ impl Job {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
                 Phase::Gathering(gathering) => {
-                    !self.counter.has_begun() && (self.earlier.is_none() || gathering.is_timed_out(now))
+                    let may_train = self.takeover.until(now).is_some();
+                    let is_new = self.earlier.is_none() || gathering.is_timed_out(now);
+                    !self.counter.has_begun() && is_new && !may_train
                 }
                 Phase::Recovering(_) | Phase::Running(_) => false,
             }

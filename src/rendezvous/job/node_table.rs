@@ -295,9 +295,11 @@ impl NodeTable {
         self.ready >= self.members.len() - left && self.are_members(Node::is_ready)
     }
 
-    /// All nodes of the last generation are there, ready or not, unless they have left.
+    /// All nodes of the last generation are there, ready or not, unless they have left; and they are enough.
     pub(super) fn are_all_there(&self) -> bool {
-        self.are_members(|_| true)
+        let left = self.members.iter().filter(|member| member.has_left).count();
+        let are_enough = self.members.len() - left >= self.limits().0 as usize;
+        are_enough && self.are_members(|_| true)
     }
 
     fn are_members(&self, wanted: impl Fn(&Node) -> bool) -> bool {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::generation_counter::GenerationCounter;
 use super::recovery::Recovery;
+use super::takeover::Takeover;
 use super::{Job, Phase};
 use crate::rendezvous::config::Config;
 use crate::rendezvous::event::{ApplyContext, Effect, Record, Stage};
@@ -34,6 +35,7 @@ impl Job {
             assignment_id,
             members,
             run_token: counter.run_token().to_owned(),
+            takeover: self.takeover.after(),
             attempt: counter.attempts(),
             account: self.account,
             stage,
@@ -47,6 +49,7 @@ impl Job {
         job.counter = GenerationCounter::recalled(&record);
         job.account = record.account;
         job.earlier = Some(record.clone());
+        job.takeover = Takeover::recalled(config, record.takeover, &record.members, now);
         if record.stage == Stage::Running {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));
         } else if let Phase::Gathering(gathering) = &mut job.phase {

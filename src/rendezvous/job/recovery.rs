@@ -410,6 +410,9 @@ impl Job {
         }
         let generation = recovery.generation;
         let held = self.take_up(context);
+        if let Some(running) = self.phase.running() {
+            self.takeover.begin(running.assignment());
+        }
         context.decided(format!(
             "job `{}`: generation {generation} of an earlier daemon continues: all {} nodes reconnected",
             self.id,
@@ -521,7 +524,10 @@ impl Job {
             self.phase = Phase::Gathering(Gathering::new(now, now, timeout));
             return self.consider_start(context);
         }
-        for (from, body) in self.take_up(context) {
+        let began = recovery.began;
+        let held = self.take_up(context);
+        self.await_missing(context, began);
+        for (from, body) in held {
             self.message(context, &from, body);
         }
         // Unless a worker has failed, which is worse.

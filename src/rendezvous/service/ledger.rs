@@ -320,6 +320,7 @@ mod tests {
             assignment_id: format!("{generation:032x}"),
             members: vec![Member::new("i0".into(), "a".into())],
             run_token: "run".into(),
+            takeover: None,
             attempt: 0,
             account: Account::default(),
             stage: Stage::Running,

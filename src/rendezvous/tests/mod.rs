@@ -453,5 +453,6 @@ fn short(received: &Received) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
+        Reply::Heard(heard) => format!("heard {} ms", heard.sent_ms),
     }
 }

@@ -107,6 +107,7 @@ fn heartbeat() -> Heartbeat {
             silent_ms: 3,
         }],
         log_dir: "logs".into(),
+        sent_ms: 7,
     }
 }
 

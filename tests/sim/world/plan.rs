@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use ddp_launcher::decisions::{Machine, Memory, Rules};
+use ddp_launcher::decisions::{Machine, Memory, Rules, TakeoverClock};
 use ddp_proto::rendezvous::Join;
 use ddp_run::rendezvous::{Config, State};
 use rand::rngs::StdRng;
@@ -220,6 +220,7 @@ impl World {
             join,
             machine,
             memory: Memory::default(),
+            takeover: TakeoverClock::default(),
             conn: None,
             has_client: false,
             is_known: false,

@@ -10,12 +10,13 @@ use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Leave, Refused};
-use nix::time::{ClockId, clock_gettime};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::super::machine::{Event, LEAVE_WAIT, Machine};
 use super::link::{Link, LinkEvent};
+use super::takeover::TakeoverClock;
+use crate::boot_clock::since_boot;
 use crate::output::console::Console;
 use crate::plan::{BoundPlan, LaunchPlan};
 
@@ -40,6 +41,19 @@ pub(in crate::agent) struct DaemonConnection {
     last_heartbeat: Duration,
     /// This process was stopped or its machine suspended, and no stream was opened since.
     was_stalled: bool,
+    /// When the workers have to stop if the daemon says nothing, by [`since_boot`].
+    takeover: TakeoverClock,
+}
+
+/// The time that is left to workers while the daemon says nothing.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::agent) struct WorkersEnd {
+    /// They are asked to stop after this time.
+    pub(in crate::agent) stop_in: Duration,
+    /// They are gone after this time.
+    pub(in crate::agent) end_in: Duration,
+    /// The same moment, as time since boot.
+    pub(in crate::agent) ends_at: Duration,
 }
 
 /// The daemon is out of reach.
@@ -76,6 +90,7 @@ impl DaemonConnection {
             lease: None,
             last_heartbeat: since_boot(),
             was_stalled: false,
+            takeover: TakeoverClock::default(),
         };
         (connection, events)
     }
@@ -91,14 +106,19 @@ impl DaemonConnection {
 
     /// How often the daemon wants a heartbeat, once that is known.
     pub(in crate::agent) fn heartbeat_interval(&self) -> Option<Duration> {
-        self.lease.map(|lease| lease / 3)
+        let by_takeover = self.takeover.heartbeat_interval();
+        self.lease.map(|lease| by_takeover.map_or(lease / 3, |interval| interval.min(lease / 3)))
     }
 
-    pub(in crate::agent) fn report(&self, generation: Generation, report: Report) {
+    pub(in crate::agent) fn report(&mut self, generation: Generation, report: Report) {
+        if let Report::Join(_) = report {
+            self.takeover.join(since_boot());
+        }
         self.link.report(generation, report);
     }
 
-    pub(in crate::agent) fn beat(&self, generation: Generation, heartbeat: Heartbeat) {
+    pub(in crate::agent) fn beat(&self, generation: Generation, mut heartbeat: Heartbeat) {
+        heartbeat.sent_ms = since_boot().as_millis() as u64;
         self.link.beat(generation, heartbeat);
     }
 
@@ -121,6 +141,7 @@ impl DaemonConnection {
         match event {
             LinkEvent::Connected(client) => self.client = Some(client),
             LinkEvent::Message(mut message) => {
+                self.takeover.receive(&message);
                 self.note_message(&message, machine);
                 if let Some(Word::Refused(refused)) = &mut message.body {
                     self.add_own_values(refused);
@@ -172,6 +193,16 @@ impl DaemonConnection {
             LinkEvent::Left => return Some(Event::Left),
         }
         None
+    }
+
+    /// When the workers have to be asked to stop, and when they have to be gone; none if no node could take the place of
+    /// this one.
+    pub(in crate::agent) fn takeover(&self) -> Option<WorkersEnd> {
+        Some(WorkersEnd {
+            stop_in: self.takeover.stops_at()?.saturating_sub(since_boot()),
+            end_in: self.takeover.ends_at()?.saturating_sub(since_boot()),
+            ends_at: self.takeover.ends_at()?,
+        })
     }
 
     /// Notices that workers of this node have come to an end while the daemon is out of reach, which alone decides what
@@ -284,9 +315,4 @@ impl Outage {
             exit::DAEMON_UNREACHABLE
         }
     }
-}
-
-/// Time since the machine was started, its sleep included.
-fn since_boot() -> Duration {
-    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }

@@ -30,6 +30,8 @@ pub(super) struct Inbox {
     /// When to look for hung workers, if `--hang-timeout` is set.
     watch: Option<Interval>,
     alarm: Option<Instant>,
+    /// When the workers have to stop if the daemon stays silent.
+    takeover: Option<Instant>,
 }
 
 /// One event of the loop.
@@ -43,6 +45,8 @@ pub(super) enum LoopEvent {
     /// Look for hung workers.
     Watch,
     Alarm,
+    /// The time that [`Inbox::watch_takeover`] has set is over.
+    Replaceable,
     /// The files and pipes of a generation's workers, or the error of making them.
     Prepared(Generation, Box<Result<Prepared, PrepareError>>),
     /// No more control messages of a worker will come.
@@ -85,19 +89,15 @@ impl Inbox {
             heartbeat: every(FIRST_HEARTBEAT),
             watch: watch.map(every),
             alarm: None,
+            takeover: None,
         };
         (inbox, spawn_sender, control_sender)
     }
 
     /// The next of whatever comes. Cancel safe.
     pub(super) async fn next(&mut self) -> LoopEvent {
-        let alarm = self.alarm;
-        let ring = async {
-            match alarm {
-                Some(at) => sleep_until(at).await,
-                None => std::future::pending().await,
-            }
-        };
+        let ring = at(self.alarm);
+        let takeover = at(self.takeover);
         let watch = async {
             match &mut self.watch {
                 Some(ticks) => ticks.tick().await,
@@ -116,6 +116,7 @@ impl Inbox {
                 self.alarm = None;
                 LoopEvent::Alarm
             }
+            () = takeover => LoopEvent::Replaceable,
             _ = self.heartbeat.tick() => LoopEvent::Heartbeat,
             _ = watch => LoopEvent::Watch,
         }
@@ -147,11 +148,24 @@ impl Inbox {
         self.alarm = None;
     }
 
+    /// Gives [`LoopEvent::Replaceable`] after this time, instead of any set before.
+    pub(super) fn watch_takeover(&mut self, after: Option<Duration>) {
+        self.takeover = after.map(|after| Instant::now() + after);
+    }
+
     /// Changes the interval of heartbeats.
     pub(super) fn beat_every(&mut self, interval: Duration) {
         if !interval.is_zero() && interval != self.heartbeat.period() {
             self.heartbeat = every(interval);
         }
+    }
+}
+
+/// Ends at this moment; never without one.
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -26,7 +26,7 @@ use ddp_proto::rendezvous::Assignment;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 
 use super::context::{LaunchContext, LaunchError};
-use super::daemon::{DaemonConnection, LinkEvent};
+use super::daemon::{DaemonConnection, LinkEvent, WorkersEnd};
 use super::machine::{Effect, Event, ExitReason, Machine, Rules, VERDICT_WAIT};
 use super::signals::{SignalAction, Signals};
 use super::workers::{HangWatch, PrepareError, Prepared, WorkerGroup};
@@ -96,13 +96,10 @@ impl<'a> Driver<'a> {
     pub(super) async fn run(mut self) -> (ExitReason, Option<String>) {
         loop {
             while let Some(event) = self.events.pop_front() {
-                self.machine.set_listening(self.control.has_listeners());
-                self.machine.set_finishing(self.worker_group.is_finishing());
-                for effect in self.machine.on(event) {
-                    self.carry_out(effect);
-                }
+                self.decide(event);
             }
             self.daemon.reconsider(&self.machine);
+            self.watch_takeover();
             if let Some(exit_reason) = self.finished.take() {
                 let ended = Ended {
                     launch: &self.launch,
@@ -115,6 +112,8 @@ impl<'a> Driver<'a> {
             }
             let event = self.inbox.next().await;
             self.daemon.check_stall();
+            // Before anything else: this process may have been stopped until now.
+            self.check_takeover();
             self.handle(event);
         }
     }
@@ -140,6 +139,8 @@ impl<'a> Driver<'a> {
                 self.inbox.arm(VERDICT_WAIT);
             }
             LoopEvent::Alarm => self.events.push_back(Event::Alarm),
+            // It was checked before.
+            LoopEvent::Replaceable => {}
             LoopEvent::Prepared(generation, prepared) => self.on_prepared(generation, *prepared),
             LoopEvent::ControlDrained(generation, local_rank) => {
                 self.read_control();
@@ -169,6 +170,34 @@ impl<'a> Driver<'a> {
                 }
                 self.events.push_back(Event::Swept { stuck });
             }
+        }
+    }
+
+    /// Sets when the workers stop if the daemon stays silent, for this loop and for the guardian.
+    fn watch_takeover(&mut self) {
+        let end = self.daemon.takeover().filter(|_| self.machine.has_workers());
+        self.launch.guardian.set_deadline(end.map(|end| end.ends_at));
+        let is_running = self.machine.is_running();
+        let after = end.map(|end| if is_running { end.stop_in } else { end.end_in });
+        self.inbox.watch_takeover(after);
+    }
+
+    /// Stops the workers if other nodes may take their places soon.
+    fn check_takeover(&mut self) {
+        let end = self.daemon.takeover().filter(|_| self.machine.has_workers());
+        let Some(WorkersEnd { stop_in, end_in, .. }) = end else {
+            return;
+        };
+        if end_in.is_zero() || stop_in.is_zero() && self.machine.is_running() {
+            self.decide(Event::Replaceable { end_in });
+        }
+    }
+
+    fn decide(&mut self, event: Event) {
+        self.machine.set_listening(self.control.has_listeners());
+        self.machine.set_finishing(self.worker_group.is_finishing());
+        for effect in self.machine.on(event) {
+            self.carry_out(effect);
         }
     }
 

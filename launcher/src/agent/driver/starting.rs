@@ -78,6 +78,9 @@ impl Starter {
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
             free_attempt,
+            takeover_ms: plan
+                .takeover
+                .map_or(0, |time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX)),
             ..Join::default()
         }
     }

@@ -22,6 +22,11 @@ pub enum Event {
         /// In words.
         error: String,
     },
+    /// The daemon has been silent for so long that other nodes may soon take the place of this one.
+    Replaceable {
+        /// The workers have to be gone after this time.
+        end_in: Duration,
+    },
     /// How the start of the workers goes.
     Spawn(SpawnEvent),
     /// Something that the generation needs failed before any worker was started.

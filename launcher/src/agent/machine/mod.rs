@@ -155,6 +155,11 @@ impl Machine {
         matches!(self.phase, Phase::Running(_))
     }
 
+    /// True while workers may live.
+    pub(super) fn has_workers(&self) -> bool {
+        matches!(self.phase, Phase::Running(_) | Phase::Stopping(_)) && !self.members.are_gone()
+    }
+
     /// True while the daemon decides what follows a failure on this node.
     pub fn is_undecided(&self) -> bool {
         self.phase == Phase::Undecided
@@ -206,6 +211,7 @@ impl Machine {
         match event {
             Event::Daemon(message) => self.on_daemon(message),
             Event::DaemonGone { exit_code, error } => self.on_daemon_gone(exit_code, error),
+            Event::Replaceable { end_in } => self.on_replaceable(end_in),
             Event::Spawn(event) => self.on_spawn(event),
             Event::CannotBegin { exit_code, error } => {
                 self.members.spawn_ended();
@@ -240,7 +246,7 @@ impl Machine {
             // long as the job runs.
             Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
             // An empty body is a message of another build.
-            Some(Word::Waiting(_)) | None => Vec::new(),
+            Some(Word::Waiting(_) | Word::Heard(_)) | None => Vec::new(),
         }
     }
 
@@ -290,6 +296,26 @@ impl Machine {
         let mut effects = vec![succeeded_without_daemon(&error)];
         effects.extend(self.end(ExitReason::Succeeded));
         effects
+    }
+
+    /// Stops the workers before other nodes take their places, and joins again.
+    fn on_replaceable(&mut self, end_in: Duration) -> Vec<Effect> {
+        let grace = self.rules.shutdown_timeout.min(end_in);
+        match &mut self.phase {
+            Phase::Running(_) => {
+                let cause = "the rendezvous daemon is silent, and other nodes may go on without this one";
+                let workers = Stopped { grace, ..self.workers() };
+                let (stop, mut effects) = Stop::ask(cause, Then::Rejoin, workers);
+                self.phase = Phase::Stopping(stop);
+                effects.push(Effect::Say(format!(
+                    "{cause}: stopping the workers within {:.1} s; they start again when the daemon answers",
+                    grace.as_secs_f64()
+                )));
+                effects
+            }
+            Phase::Stopping(stop) if end_in.is_zero() => stop.kill_now(),
+            _ => Vec::new(),
+        }
     }
 
     fn on_generation_over(&mut self, generation: Generation, over: &GenerationOver) -> Vec<Effect> {

@@ -152,6 +152,14 @@ impl Stop {
             .unwrap_or(libc::SIGTERM)
     }
 
+    /// No time is left.
+    pub(super) fn kill_now(&mut self) -> Vec<Effect> {
+        if self.stage >= Stage::Killed {
+            return Vec::new();
+        }
+        self.kill()
+    }
+
     fn kill(&mut self) -> Vec<Effect> {
         self.stage = Stage::Killed;
         vec![Effect::SignalAll(libc::SIGKILL), Effect::Arm(KILL_WAIT)]

@@ -353,6 +353,7 @@ impl WorkerGroup {
             }),
             ranks: self.progress(),
             log_dir: self.reported_log_dir(),
+            ..Heartbeat::default()
         }
     }
 

@@ -1,0 +1,134 @@
+//! When other nodes may take the place of a lost one.
+//!
+//! A node that does not reach the daemon may train on. Where other nodes can go on without it (nodes may come and go, or
+//! one is on standby), its assignment says for how long: [`Config::takeover`]. The agent stops its workers before that
+//! time has passed since the last message that it knows to be received. The daemon starts no generation before it has
+//! passed since the last message that it received, unless the workers are gone for certain: the node says so, or two
+//! witnesses saw it die.
+//!
+//! In a job of fixed size without standbys the time is [`Config::outage_timeout`], and one peer is witness enough: a step
+//! needs every rank, so no node makes another one when a node of its generation has stopped its workers.
+//!
+//! [`Config::takeover`]: crate::rendezvous::Config
+//! [`Config::outage_timeout`]: crate::rendezvous::Config
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::Assignment;
+
+use super::Job;
+use super::node::Node;
+use crate::rendezvous::config::Config;
+use crate::rendezvous::event::ApplyContext;
+use crate::rendezvous::ranks::Member;
+
+/// The nodes whose workers may still train though the daemon has lost them.
+#[derive(Debug, Default)]
+pub(super) struct Takeover {
+    /// How long a node of the last generation may train without the daemon; none: for the outage time-out, with its
+    /// peers.
+    after: Option<Duration>,
+    /// By incarnation: when the workers are gone at the latest.
+    ends: BTreeMap<String, Duration>,
+}
+
+impl Takeover {
+    /// What the ledger has of a generation whose nodes have not reconnected.
+    pub(super) fn recalled(config: &Config, after: Option<Duration>, members: &[Member], now: Duration) -> Self {
+        let until = now + after.unwrap_or(config.outage_timeout);
+        let ends = members.iter().map(|member| (member.incarnation.clone(), until));
+        let ends = ends.collect();
+        Self { after, ends }
+    }
+
+    /// A generation runs with all of its nodes.
+    pub(super) fn begin(&mut self, assignment: &Assignment) {
+        let after = Duration::from_millis(assignment.takeover_ms.into());
+        self.after = (!after.is_zero()).then_some(after);
+        self.ends.clear();
+    }
+
+    /// As the assignment says it; none in a job of fixed size without standbys.
+    pub(super) fn after(&self) -> Option<Duration> {
+        self.after
+    }
+
+    /// The node is lost; it spoke last at this time.
+    pub(super) fn await_end(&mut self, config: &Config, incarnation: &str, last_word: Duration) {
+        let until = last_word + self.after.unwrap_or(config.outage_timeout);
+        self.ends.insert(incarnation.to_owned(), until);
+    }
+
+    /// The workers of this node are gone.
+    pub(super) fn ended(&mut self, incarnation: &str) {
+        self.ends.remove(incarnation);
+    }
+
+    /// The workers of a peer are gone.
+    pub(super) fn peer_ended(&mut self) {
+        if self.after.is_none() {
+            self.ends.clear();
+        }
+    }
+
+    /// When the last of them is gone; none if that is so already.
+    pub(super) fn until(&self, now: Duration) -> Option<Duration> {
+        self.ends.values().copied().max().filter(|until| *until > now)
+    }
+}
+
+impl Job {
+    /// Other nodes could go on without one of the nodes.
+    pub(super) fn has_replacements(&self) -> bool {
+        let (min, max) = self.table.limits();
+        min < max || self.table.nodes().len() > max as usize
+    }
+
+    /// How long a node may train without the daemon, for the assignment; 0: for the outage time-out.
+    pub(super) fn takeover_ms(&self, config: &Config) -> u32 {
+        let wanted = self.table.nodes().values().map(|node| node.join().takeover_ms).max();
+        let own = u32::try_from(config.takeover.as_millis()).unwrap_or(u32::MAX);
+        match wanted.filter(|_| self.has_replacements()) {
+            None => 0,
+            Some(0) => own,
+            Some(wanted) => wanted,
+        }
+    }
+
+    /// A generation of an earlier daemon is taken up without some of its nodes, which may train.
+    pub(super) fn await_missing(&mut self, context: &ApplyContext<'_>, began: Duration) {
+        let Some(running) = self.phase.running() else {
+            return;
+        };
+        self.takeover.begin(running.assignment());
+        for (rank, member) in self.table.members().iter().enumerate() {
+            if self.table.get(&member.incarnation).is_none() {
+                // Without a ledger, its incarnation is not known.
+                let name = format!("{}#{rank}", member.incarnation);
+                let name = if member.incarnation.is_empty() { &name } else { &member.incarnation };
+                self.takeover.await_end(context.config, name, began);
+            }
+        }
+    }
+
+    /// A node is lost whose workers may live on.
+    pub(super) fn await_end_of(&mut self, context: &ApplyContext<'_>, incarnation: &str) {
+        let Some(node) = self.table.get(incarnation) else {
+            return;
+        };
+        let mut peers = self.table.members_there().filter(|(peer, _)| *peer != incarnation);
+        let peer_ended = self.phase.running().is_none() && peers.any(|(_, node)| !node.has_workers());
+        let is_proven = self.takeover.after().is_none() && peer_ended;
+        if !is_proven && (self.is_at_work(incarnation) || node.has_workers()) {
+            self.takeover.await_end(context.config, incarnation, node.last_word());
+        }
+    }
+}
+
+impl Node {
+    /// Workers of a generation that is over may still run there.
+    fn has_workers(&self) -> bool {
+        matches!(self.readiness(), super::node::Readiness::Stopping(_))
+    }
+}
