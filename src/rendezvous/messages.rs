@@ -264,6 +264,7 @@ mod tests {
             missing_ranks: vec![1, 3],
             min: 4,
             max: 4,
+            may_train: None,
         };
         insta::assert_snapshot!(first.words(), @r"
         rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes joined: `a`, `b`; missing: 2 nodes (node ranks 1, 3)

@@ -248,7 +248,10 @@ impl World {
             _ => false,
         };
         let owed = self.witness.owed(&node.incarnation);
-        let owed = owed.filter(|(daemon, _)| self.still_knows(*daemon));
+        // The ledger has the nodes of a generation, not its standbys.
+        let is_in_ledger = !node.run_token().is_empty();
+        let knows = |daemon: usize| self.daemons[daemon].is_alive || is_in_ledger && self.still_knows(daemon);
+        let owed = owed.filter(|(daemon, _)| knows(*daemon));
         let verdict = node.told.or(owed.map(|(_, code)| code));
         if let Some(verdict) = verdict
             && !has_own_end

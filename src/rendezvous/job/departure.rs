@@ -131,6 +131,11 @@ impl Job {
         let why = node.lease_words(context);
         let cause = format!("{} was lost: {why}", self.table.name_of(incarnation));
         self.node_lost(context, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        if matches!(self.phase, Phase::Gathering(_)) && self.takeover.until(context.at.now).is_some() {
+            for node in self.table.candidates() {
+                self.tell_waiting(context, &node.incarnation, self.waiting_words(context.at.now));
+            }
+        }
     }
 
     /// A member of the running generation reports that a worker lost its connection to a rank of another node.

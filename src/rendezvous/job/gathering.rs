@@ -70,9 +70,9 @@ impl Gathering {
     pub(super) fn next_step(&self) -> Duration {
         // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
         let backoff = (self.not_before > self.began).then_some(self.not_before);
-        [backoff, self.last_call, self.replaces_at]
-            .into_iter()
-            .flatten()
+        let steps = [backoff, self.last_call, self.replaces_at].into_iter().flatten();
+        steps
+            .map(|step| step.max(self.replaces_at.unwrap_or_default()))
             .fold(self.until, Duration::min)
     }
 
@@ -87,12 +87,11 @@ impl Gathering {
         let (is_stopping, is_late) = (table.is_stopping(), self.is_timed_out(now));
         let ready = table.ready();
         let (min, max) = table.limits();
+        // Nodes beyond MAX need not have joined again, but their workers are gone.
+        let waits_for_workers = is_stopping && (ready < max || table.have_workers());
         let some_joined = || messages::joined(ready, min, max);
-        if ready < min || min == 0 || (is_stopping && !is_late) {
+        if ready < min || min == 0 || (waits_for_workers && !is_late) {
             self.last_call = None;
-            return if is_late { Step::TimedOut } else { Step::Wait };
-        }
-        if self.replaces_at.is_some() {
             return if is_late { Step::TimedOut } else { Step::Wait };
         }
         if ready >= max {
@@ -135,7 +134,7 @@ impl Job {
                 words,
                 "; waiting for the workers of generation {generation} to exit"
             );
-        } else if let Some(until) = gathering.replaces_at.filter(|until| *until > now) {
+        } else if let Some(until) = self.takeover.until(now) {
             let left = until.saturating_sub(now).as_secs_f64();
             let _ = write!(words, "; a lost node may still train: waiting up to {left:.1} s for its end");
         } else if let Some(last_call) = gathering.last_call {
@@ -166,7 +165,15 @@ impl Job {
             return;
         };
         gathering.replaces_at = self.takeover.until(context.at.now);
-        match gathering.decide(context, &self.table, self.counter.generation()) {
+        if let Some(until) = gathering.replaces_at.filter(|_| self.table.nodes().is_empty()) {
+            // It is known no earlier that no node comes back.
+            gathering.until = gathering.until.max(until);
+        }
+        let step = gathering.decide(context, &self.table, self.counter.generation());
+        let (is_held_up, is_late) = (gathering.replaces_at.is_some(), gathering.is_timed_out(context.at.now));
+        match step {
+            Step::Start(_) if is_held_up && is_late => self.gathering_timed_out(context),
+            Step::Start(_) if is_held_up => {}
             Step::Start(reason) => self.start(context, &reason),
             Step::TimedOut if !self.is_forgotten(context.at.now) => self.gathering_timed_out(context),
             // None of the nodes that an earlier daemon knew has come back, or it is not decided yet.

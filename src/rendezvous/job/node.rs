@@ -132,6 +132,11 @@ impl Node {
         self.readiness != Readiness::Joined
     }
 
+    /// Workers of a generation that is over may still run there.
+    pub(super) fn has_workers(&self) -> bool {
+        matches!(self.readiness, Readiness::Stopping(_))
+    }
+
     /// Free for the next generation, and connected.
     pub(super) fn is_ready(&self) -> bool {
         self.readiness == Readiness::Joined && self.conn.is_some()

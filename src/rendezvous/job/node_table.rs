@@ -327,6 +327,11 @@ impl NodeTable {
         self.stopping > 0
     }
 
+    /// The same, and some node has not said yet that they are gone.
+    pub(super) fn have_workers(&self) -> bool {
+        self.nodes.values().any(Node::has_workers)
+    }
+
     /// Hosts of the nodes that are free for the next generation.
     pub(super) fn ready_hosts(&self) -> impl Iterator<Item = &str> {
         let ready = self.nodes.values().filter(|node| node.is_ready());

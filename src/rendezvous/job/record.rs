@@ -49,7 +49,7 @@ impl Job {
         job.counter = GenerationCounter::recalled(&record);
         job.account = record.account;
         job.earlier = Some(record.clone());
-        job.takeover = Takeover::recalled(config, record.takeover, &record.members, now);
+        job.takeover = Takeover::recalled(config, &record, now);
         if record.stage == Stage::Running {
             job.phase = Phase::Recovering(Recovery::recorded(record, now, config.reattach_wait));
         } else if let Phase::Gathering(gathering) = &mut job.phase {

@@ -6,8 +6,8 @@
 //! passed since the last message that it received, unless the workers are gone for certain: the node says so, or two
 //! witnesses saw it die.
 //!
-//! In a job of fixed size without standbys the time is [`Config::outage_timeout`], and one peer is witness enough: a step
-//! needs every rank, so no node makes another one when a node of its generation has stopped its workers.
+//! In a job of fixed size without standbys the time is [`Config::outage_timeout`]. There it is enough that the node closed
+//! its connection and did not come back, or that the workers of a peer are gone: a step needs every rank.
 //!
 //! [`Config::takeover`]: crate::rendezvous::Config
 //! [`Config::outage_timeout`]: crate::rendezvous::Config
@@ -18,10 +18,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::Assignment;
 
 use super::Job;
-use super::node::Node;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::ApplyContext;
-use crate::rendezvous::ranks::Member;
+use crate::rendezvous::event::{ApplyContext, Record, Stage};
 
 /// The nodes whose workers may still train though the daemon has lost them.
 #[derive(Debug, Default)]
@@ -35,10 +33,15 @@ pub(super) struct Takeover {
 
 impl Takeover {
     /// What the ledger has of a generation whose nodes have not reconnected.
-    pub(super) fn recalled(config: &Config, after: Option<Duration>, members: &[Member], now: Duration) -> Self {
+    pub(super) fn recalled(config: &Config, record: &Record, now: Duration) -> Self {
+        let after = record.takeover;
         let until = now + after.unwrap_or(config.outage_timeout);
-        let ends = members.iter().map(|member| (member.incarnation.clone(), until));
-        let ends = ends.collect();
+        let mut ends = BTreeMap::new();
+        // Without standbys, a generation ends only when a worker or a node of it does.
+        if after.is_some() || record.stage == Stage::Running {
+            let members = record.members.iter();
+            ends.extend(members.map(|member| (member.incarnation.clone(), until)));
+        }
         Self { after, ends }
     }
 
@@ -117,18 +120,15 @@ impl Job {
         let Some(node) = self.table.get(incarnation) else {
             return;
         };
+        if !self.is_at_work(incarnation) && !node.has_workers() {
+            return;
+        }
         let mut peers = self.table.members_there().filter(|(peer, _)| *peer != incarnation);
         let peer_ended = self.phase.running().is_none() && peers.any(|(_, node)| !node.has_workers());
-        let is_proven = self.takeover.after().is_none() && peer_ended;
-        if !is_proven && (self.is_at_work(incarnation) || node.has_workers()) {
+        if self.takeover.after().is_none() && (node.was_closed() || peer_ended) {
+            self.takeover.peer_ended();
+        } else {
             self.takeover.await_end(context.config, incarnation, node.last_word());
         }
-    }
-}
-
-impl Node {
-    /// Workers of a generation that is over may still run there.
-    fn has_workers(&self) -> bool {
-        matches!(self.readiness(), super::node::Readiness::Stopping(_))
     }
 }

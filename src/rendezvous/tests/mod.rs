@@ -13,6 +13,7 @@ mod server;
 mod silence;
 mod store;
 mod strangers;
+mod takeover;
 mod witnesses;
 
 use std::collections::BTreeMap;

@@ -414,8 +414,8 @@ fn an_elastic_job_goes_on_with_fewer_nodes() {
     insta::assert_snapshot!(s.words("c"), @r"
     assignment 1: node rank 2 of 3, first rank 4, master 10.0.0.1:29500, restart 0/3: generation 1: all 3 nodes joined; node ranks by host name
     generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not reconnect within 5.0 s (no restart spent)
-    waiting: 2 nodes joined (`a`, `c`), enough to start; waiting up to 10 s for more
-    assignment 2: node rank 1 of 2, first rank 2, master 10.0.0.1:29500, restart 0/3: generation 2: 2 nodes joined (of 2 to 3) within `last_call_timeout`; node ranks: 1 kept from before, 1 by host name
+    waiting: 2 nodes joined (of 2 to 3): `a`, `c`; a lost node may still train: waiting up to 9.0 s for its end
+    assignment 2: node rank 1 of 2, first rank 2, master 10.0.0.1:29500, restart 0/3: generation 2: all 2 nodes rejoined after generation 1; node ranks: 1 kept from before, 1 by host name
     ");
 }
 

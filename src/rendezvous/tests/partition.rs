@@ -82,6 +82,8 @@ fn a_new_launcher_does_not_join_the_run_of_nodes_that_all_died_without_a_word() 
     s.pass(30 * SECOND, &[]).break_stream("a").break_stream("b");
     s.pass(30 * SECOND, &[]);
     s.join("a'", 2, 2).join("b'", 2, 2);
+    // The first two may train without the daemon, and do not know of these.
+    s.pass(575 * SECOND, &["a'", "b'"]);
     let (generation, assignment) = s.assignment("a'");
     assert_eq!(
         (generation, assignment.node_count, assignment.restart_count),

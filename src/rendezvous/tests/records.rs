@@ -98,7 +98,9 @@ fn a_daemon_with_a_ledger_waits_for_the_nodes_that_it_knows_of() {
 #[test]
 fn no_number_of_the_ledger_is_used_again() {
     let mut r = Restart::of(&["x"]);
-    r.scene.join("y", 1, 1).pass(60 * SECOND, &["y"]);
+    r.scene.join("y", 1, 1).pass(599 * SECOND, &["y"]);
+    assert_eq!(r.phase(), ("gathering".into(), 0), "`x` may train without a daemon");
+    r.scene.pass(2 * SECOND, &["y"]);
     assert_eq!(r.scene.assignment("y").0, 2);
     // It comes too late.
     r.back("x");
@@ -202,7 +204,7 @@ fn a_verdict_before_the_first_generation_outlives_the_daemon_too() {
 #[test]
 fn a_job_whose_nodes_are_all_gone_ends_silently() {
     let mut r = Restart::of(&["x"]);
-    r.scene.pass(61 * SECOND, &[]);
+    r.scene.pass(601 * SECOND, &[]);
     assert!(r.scene.state.status(r.scene.now, JOB).is_none());
     r.scene.join("z", 1, 1);
     assert_eq!(r.scene.assignment("z").0, 2);
@@ -311,7 +313,7 @@ fn a_job_whose_nodes_never_come_back_is_closed_in_the_ledger_too() {
 
     // It ran.
     let mut r = Restart::of(&["x"]);
-    r.scene.pass(61 * SECOND, &[]);
+    r.scene.pass(601 * SECOND, &[]);
     assert_eq!(r.scene.records[JOB].stage, Stage::Abandoned);
     r.restart();
     r.scene.join("z", 1, 1);

@@ -1,0 +1,94 @@
+//! When other nodes take the place of a lost one.
+
+use super::*;
+
+/// An elastic job in which `a` trains alone, and falls silent when `b` comes.
+fn alone() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).pass(10 * SECOND, &["a"]);
+    let (generation, assignment) = s.assignment("a");
+    assert_eq!((generation, assignment.takeover_ms), (1, 15_000));
+    s.pass(2 * SECOND, &[]).join("b", 1, 2);
+    s
+}
+
+#[test]
+fn a_silent_node_is_replaced_when_its_workers_have_stopped() {
+    let mut s = alone();
+    // Its last heartbeat came at 9 s.
+    s.pass(11 * SECOND, &["b"]);
+    assert_eq!(s.now, 23 * SECOND);
+    assert!(s.words("b").contains("a lost node may still train: waiting up to "));
+    s.pass(2 * SECOND, &["b"]);
+    let (generation, assignment) = s.assignment("b");
+    assert_eq!((generation, assignment.node_count), (2, 1));
+}
+
+#[test]
+fn a_lost_node_that_comes_back_and_stops_is_not_waited_for() {
+    let mut s = alone();
+    s.pass(9 * SECOND, &["b"]).words("b");
+    s.join_with("a", [10, 0, 0, 1], 1, join("a", 1, 2));
+    assert!(s.words("a").contains("generation 1 over: "));
+    assert_eq!(s.words("b"), "");
+    s.rejoin("a", 1, 1, 2);
+    let (generation, assignment) = s.assignment("b");
+    assert_eq!((generation, assignment.node_count), (2, 2));
+}
+
+#[test]
+fn a_node_that_others_could_replace_learns_that_its_heartbeats_arrive() {
+    let beat = |s: &mut Scene, node: &str| {
+        let heartbeat = Heartbeat {
+            sent_ms: 77,
+            ..Heartbeat::default()
+        };
+        s.words(node);
+        s.say(node, 1, Body::Heartbeat(heartbeat)).words(node)
+    };
+    assert_eq!(beat(&mut alone(), "b"), "heard 77 ms");
+    let mut fixed = Scene::new();
+    fixed.join("a", 2, 2).join("b", 2, 2);
+    assert_eq!(fixed.assignment("a").1.takeover_ms, 0);
+    assert_eq!(beat(&mut fixed, "a"), "");
+    // A standby could take its place.
+    fixed.join("c", 2, 2);
+    assert_eq!(beat(&mut fixed, "a"), "heard 77 ms");
+}
+
+#[test]
+fn survivors_of_an_elastic_job_start_without_a_last_call() {
+    let mut s = Scene::new();
+    s.join("a", 2, 4).join("b", 2, 4).join("c", 2, 4).pass(10 * SECOND, &["a", "b", "c"]);
+    s.words("a");
+    s.leave("c", None, "broken");
+    s.rejoin("a", 1, 2, 4).rejoin("b", 1, 2, 4);
+    let (generation, assignment) = s.assignment("a");
+    assert_eq!((generation, assignment.node_count), (2, 2));
+}
+
+#[test]
+fn a_node_of_a_fixed_job_is_replaced_when_a_peer_has_stopped() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2).pass(12 * SECOND, &["a"]);
+    assert!(s.words("a").contains("generation 1 over: "));
+    s.rejoin("a", 1, 2, 2).join("b'", 2, 2);
+    let (generation, assignment) = s.assignment("b'");
+    assert_eq!((generation, assignment.node_count), (2, 2));
+}
+
+#[test]
+fn a_daemon_that_was_restarted_gives_the_nodes_in_its_ledger_their_time() {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).pass(11 * SECOND, &["a"]).words("a");
+    let records = s.records.values().cloned().collect();
+    let config = Config {
+        reattach_wait: 5 * SECOND,
+        ..Config::default()
+    };
+    (s.state, s.now) = (State::recall(config, records, Duration::ZERO), Duration::ZERO);
+    s.join("b", 1, 2).pass(14 * SECOND, &["b"]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "gathering");
+    s.pass(2 * SECOND, &["b"]);
+    assert_eq!(s.assignment("b").0, 2);
+}
