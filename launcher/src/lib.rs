@@ -44,9 +44,7 @@ pub use supervise::guardian::Guardian;
 
 /// The pure decisions of the agent, as `tests/sim` runs them: without I/O, clock or processes.
 pub mod decisions {
-    pub use crate::agent::{
-        Effect, Event, LEAVE_WAIT, Machine, Memory, Rules, TakeoverClock, VERDICT_WAIT,
-    };
+    pub use crate::agent::{Effect, Event, LEAVE_WAIT, Machine, Memory, Rules, TakeoverClock, VERDICT_WAIT};
     pub use crate::spawn::spawner::SpawnEvent;
 }
 

@@ -271,7 +271,10 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
             "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
             "join_timeout" => conf.join_timeout.replace(time()?).is_some(),
             "outage_timeout" => conf.outage_timeout.replace(time()?).is_some(),
-            "takeover_timeout" => conf.takeover_timeout.replace(takeover(value).map_err(in_key)?).is_some(),
+            "takeover_timeout" => conf
+                .takeover_timeout
+                .replace(takeover(value).map_err(in_key)?)
+                .is_some(),
             "last_call_timeout" => conf.last_call_timeout.replace(time()?).is_some(),
             "connect_timeout" | "timeout" => conf.connect_timeout.replace(time()?).is_some(),
             other => {

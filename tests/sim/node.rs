@@ -261,7 +261,11 @@ impl World {
     fn beat(&mut self, number: usize, heartbeat: Heartbeat) {
         let sent_ms = self.clock(number).as_millis() as u64;
         let generation = self.nodes[number].machine.generation();
-        self.report(number, generation, Body::Heartbeat(Heartbeat { sent_ms, ..heartbeat }));
+        self.report(
+            number,
+            generation,
+            Body::Heartbeat(Heartbeat { sent_ms, ..heartbeat }),
+        );
     }
 
     /// As the driver and the guardian do: sets when the workers stop if the daemon stays silent.
@@ -280,7 +284,8 @@ impl World {
         let clock = self.clock(number);
         let node = &self.nodes[number];
         let left = |at: Option<Duration>| at.map(|at| at.saturating_sub(clock));
-        let (Some(stop_in), Some(end_in)) = (left(node.takeover.stops_at()), left(node.takeover.ends_at())) else {
+        let (Some(stop_in), Some(end_in)) = (left(node.takeover.stops_at()), left(node.takeover.ends_at()))
+        else {
             return;
         };
         let is_due = end_in.is_zero() || stop_in.is_zero() && node.machine.is_running();

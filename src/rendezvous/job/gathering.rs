@@ -136,7 +136,10 @@ impl Job {
             );
         } else if let Some(until) = self.takeover.until(now) {
             let left = until.saturating_sub(now).as_secs_f64();
-            let _ = write!(words, "; a lost node may still train: waiting up to {left:.1} s for its end");
+            let _ = write!(
+                words,
+                "; a lost node may still train: waiting up to {left:.1} s for its end"
+            );
         } else if let Some(last_call) = gathering.last_call {
             // To a tenth of a second.
             let left = (last_call.saturating_sub(now).as_secs_f64() * 10.0).round() / 10.0;
@@ -170,7 +173,10 @@ impl Job {
             gathering.until = gathering.until.max(until);
         }
         let step = gathering.decide(context, &self.table, self.counter.generation());
-        let (is_held_up, is_late) = (gathering.replaces_at.is_some(), gathering.is_timed_out(context.at.now));
+        let (is_held_up, is_late) = (
+            gathering.replaces_at.is_some(),
+            gathering.is_timed_out(context.at.now),
+        );
         match step {
             Step::Start(_) if is_held_up && is_late => self.gathering_timed_out(context),
             Step::Start(_) if is_held_up => {}

@@ -115,32 +115,41 @@ impl Job {
         let refused = other.and_then(|(_, node)| disagreement(&self.id, node.join(), join));
         let refused = refused.or_else(|| self.met_by_chance(context.config, joining));
         let mistaken = || {
-            self.mistaken_for(joining)
-                .map(|reason| refusal(Code::Disagree, reason))
+            let is_successor = self
+                .table
+                .holder_of_rank(join.node_rank, &from.incarnation)
+                .is_some();
+            let reason = self.mistaken_for(joining).filter(|_| !is_successor);
+            reason.map(|reason| refusal(Code::Disagree, reason))
         };
         if let Some(refused) = refused.or_else(mistaken) {
             return Err(refused);
         }
-        let Some(asked) = join.node_rank else {
+        if join.node_rank.is_none() {
             self.replace_restarted(context, joining);
-            return Ok(());
-        };
-        let Some((incarnation, node)) = self.table.other_with_rank(asked, &from.incarnation) else {
-            return Ok(());
-        };
-        if node.is_connected() {
-            return invalid(messages::same_rank(
-                &self.id,
-                asked,
-                &join.hostname,
-                node.hostname(),
-            ));
         }
-        // Its connection is gone and its place is claimed: a new process took over.
-        let cause = format!("node `{}` was restarted", node.hostname());
-        let incarnation = incarnation.clone();
-        self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        // A node whose connection is gone, and whose place is claimed: a new process took over.
+        let holder = self.table.holder_of_rank(join.node_rank, &from.incarnation);
+        if let Some((incarnation, node)) = holder.filter(|(_, node)| !node.is_connected()) {
+            let cause = format!("node `{}` was restarted", node.hostname());
+            let incarnation = incarnation.clone();
+            self.node_lost(context, &incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        }
         Ok(())
+    }
+
+    /// A node lives: the one that waits to take its place is one too many.
+    pub(super) fn refuse_successor(&mut self, context: &mut ApplyContext<'_>, incarnation: &str) {
+        let successor = self.table.successor_of(incarnation).cloned();
+        let nodes = successor.map(|name| (self.table.get(&name), self.table.get(incarnation), name));
+        if let Some((Some(newcomer), Some(holder), name)) = nodes {
+            let rank = newcomer.join().node_rank.unwrap_or_default();
+            let words = messages::same_rank(&self.id, rank, newcomer.hostname(), holder.hostname());
+            context.decided(format!("refused node `{}`: {words}", newcomer.hostname()));
+            let refused = Reply::Refused(refusal(Code::Invalid, words));
+            newcomer.send(context, self.counter.generation(), refused);
+            self.table.dismiss(context, &name);
+        }
     }
 
     /// A node of the recorded generation comes back. Refuses earlier newcomers that conflict with it.
@@ -273,7 +282,7 @@ impl Job {
             self.place_of(context, &from, join)
         };
         self.counter.learn_of(from.generation, &join.run_token);
-        let max_restarts = join.max_restarts;
+        let (max_restarts, node_rank) = (join.max_restarts, join.node_rank);
         let mut node = Node::new(context, joining, arrival);
         if let Err(cause) = place {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
@@ -297,7 +306,12 @@ impl Job {
             "job `{}`: node `{hostname}` joined from {address}",
             self.id
         ));
-        if done && is_free {
+        let holder = self.table.holder_of_rank(node_rank, &from.incarnation);
+        if let Some((holder, words)) = holder.map(|(holder, node)| (holder.clone(), node.succession_words()))
+        {
+            self.table.wait_for(&from.incarnation, holder);
+            self.tell_waiting(context, &from.incarnation, words);
+        } else if done && is_free {
             self.send_assignment(context, &from.incarnation);
         } else if matches!(&self.phase, Phase::Recovering(recovery) if recovery.has(&from.incarnation)) {
             self.consider_recovered(context, &from.incarnation);

@@ -209,6 +209,7 @@ impl Job {
             return;
         };
         self.tell_back(context, &from.incarnation, silence);
+        self.refuse_successor(context, &from.incarnation);
         let Some(body) = self.hold(context, from, body) else {
             return;
         };
@@ -252,7 +253,11 @@ impl Job {
     fn acknowledge(&self, context: &mut ApplyContext<'_>, from: &Origin, sent_ms: u64) {
         let node = self.table.get(&from.incarnation);
         if let Some(node) = node.filter(|_| sent_ms > 0 && self.has_replacements()) {
-            node.send(context, self.counter.generation(), Reply::Heard(Heard { sent_ms }));
+            node.send(
+                context,
+                self.counter.generation(),
+                Reply::Heard(Heard { sent_ms }),
+            );
         }
     }
 

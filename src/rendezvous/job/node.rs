@@ -32,6 +32,8 @@ pub(super) struct Node {
     /// Why it is not lost although its lease has ended.
     extension: Option<LeaseExtension>,
     readiness: Readiness,
+    /// Another node has the rank that it asks for.
+    waits_for_place: bool,
     step: Option<u64>,
     /// The progress of each of its workers, for the status, and when it was reported.
     ranks: Vec<RankProgress>,
@@ -74,6 +76,7 @@ impl Node {
             was_closed: false,
             extension: None,
             readiness: Readiness::Joined,
+            waits_for_place: false,
             step: place.and_then(|place| place.heartbeat?.step),
             ranks: Vec::new(),
             ranks_at: Duration::ZERO,
@@ -139,7 +142,7 @@ impl Node {
 
     /// Free for the next generation, and connected.
     pub(super) fn is_ready(&self) -> bool {
-        self.readiness == Readiness::Joined && self.conn.is_some()
+        self.readiness == Readiness::Joined && self.conn.is_some() && !self.waits_for_place
     }
 
     /// The node as a candidate for the next generation.
@@ -282,6 +285,19 @@ impl Node {
             self.readiness = Readiness::Stopped;
         }
         self.heard(context)
+    }
+
+    pub(super) fn wait_for_place(&mut self, waits: bool) {
+        self.waits_for_place = waits;
+    }
+
+    /// What a node waits for that asks for the rank of this one.
+    pub(super) fn succession_words(&self) -> String {
+        let rank = self.join.node_rank.unwrap_or_default();
+        format!(
+            "node `{}` has node rank {rank}: this node takes its place if it is lost",
+            self.hostname()
+        )
     }
 
     pub(super) fn become_free(&mut self) {

@@ -36,6 +36,8 @@ pub(super) struct NodeTable {
     members: Vec<Member>,
     /// Lost nodes, newest last: they may come back when the job is over.
     lost: VecDeque<String>,
+    /// By the holder of a rank: the node that takes its place when it is lost.
+    successors: BTreeMap<String, String>,
     /// Number of nodes that ever joined: the next arrival number.
     arrivals: u64,
     /// The longest `--rdzv-conf join_timeout` of all nodes so far: used while no node is there.
@@ -128,6 +130,10 @@ impl NodeTable {
         if let Some(node) = self.nodes.remove(incarnation) {
             self.count(incarnation, NodeFlags::of(Some(&node)));
             node.close(context);
+            self.successors.retain(|_, successor| successor != incarnation);
+        }
+        if let Some(successor) = self.successors.remove(incarnation) {
+            self.change(&successor, |node| node.wait_for_place(false));
         }
     }
 
@@ -225,9 +231,20 @@ impl NodeTable {
     }
 
     /// Another node that asked for this rank.
-    pub(super) fn other_with_rank(&self, rank: u32, incarnation: &str) -> Option<(&String, &Node)> {
+    pub(super) fn holder_of_rank(&self, asked: Option<u32>, incarnation: &str) -> Option<(&String, &Node)> {
         let mut others = self.others(incarnation);
-        others.find(|(_, node)| node.join().node_rank == Some(rank))
+        others.find(|(_, node)| asked.is_some() && node.join().node_rank == asked)
+    }
+
+    /// The first node takes part only when the holder of its rank is lost.
+    pub(super) fn wait_for(&mut self, successor: &str, holder: String) {
+        self.change(successor, |node| node.wait_for_place(true));
+        self.successors.insert(holder, successor.to_owned());
+    }
+
+    /// The node that waits to take the place of this one.
+    pub(super) fn successor_of(&self, holder: &str) -> Option<&String> {
+        self.successors.get(holder)
     }
 
     /// Number of connected nodes.

@@ -90,7 +90,12 @@ impl Job {
 
     /// How long a node may train without the daemon, for the assignment; 0: for the outage time-out.
     pub(super) fn takeover_ms(&self, config: &Config) -> u32 {
-        let wanted = self.table.nodes().values().map(|node| node.join().takeover_ms).max();
+        let wanted = self
+            .table
+            .nodes()
+            .values()
+            .map(|node| node.join().takeover_ms)
+            .max();
         let own = u32::try_from(config.takeover.as_millis()).unwrap_or(u32::MAX);
         match wanted.filter(|_| self.has_replacements()) {
             None => 0,
@@ -109,7 +114,11 @@ impl Job {
             if self.table.get(&member.incarnation).is_none() {
                 // Without a ledger, its incarnation is not known.
                 let name = format!("{}#{rank}", member.incarnation);
-                let name = if member.incarnation.is_empty() { &name } else { &member.incarnation };
+                let name = if member.incarnation.is_empty() {
+                    &name
+                } else {
+                    &member.incarnation
+                };
                 self.takeover.await_end(context.config, name, began);
             }
         }
@@ -123,12 +132,16 @@ impl Job {
         if !self.is_at_work(incarnation) && !node.has_workers() {
             return;
         }
-        let mut peers = self.table.members_there().filter(|(peer, _)| *peer != incarnation);
+        let mut peers = self
+            .table
+            .members_there()
+            .filter(|(peer, _)| *peer != incarnation);
         let peer_ended = self.phase.running().is_none() && peers.any(|(_, node)| !node.has_workers());
         if self.takeover.after().is_none() && (node.was_closed() || peer_ended) {
             self.takeover.peer_ended();
         } else {
-            self.takeover.await_end(context.config, incarnation, node.last_word());
+            self.takeover
+                .await_end(context.config, incarnation, node.last_word());
         }
     }
 }

@@ -127,6 +127,8 @@ fn a_rank_that_is_taken_or_out_of_range_is_refused_by_name() {
     };
     s.join_with("a", [10, 0, 0, 1], 0, asks("a", 1));
     s.join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
+    insta::assert_snapshot!(s.words("b"), @"waiting: node `a` has node rank 1: this node takes its place if it is lost");
+    s.heartbeat("a", 0);
     insta::assert_snapshot!(s.words("b"), @r"
     refused Invalid: node rank 1 of job `job1` is requested by node `b`, but node `a` already has it
       hint: give each node a different `--node-rank`, or omit the flag on all nodes

@@ -99,7 +99,11 @@ fn a_daemon_with_a_ledger_waits_for_the_nodes_that_it_knows_of() {
 fn no_number_of_the_ledger_is_used_again() {
     let mut r = Restart::of(&["x"]);
     r.scene.join("y", 1, 1).pass(599 * SECOND, &["y"]);
-    assert_eq!(r.phase(), ("gathering".into(), 0), "`x` may train without a daemon");
+    assert_eq!(
+        r.phase(),
+        ("gathering".into(), 0),
+        "`x` may train without a daemon"
+    );
     r.scene.pass(2 * SECOND, &["y"]);
     assert_eq!(r.scene.assignment("y").0, 2);
     // It comes too late.

@@ -18,7 +18,10 @@ fn a_silent_node_is_replaced_when_its_workers_have_stopped() {
     // Its last heartbeat came at 9 s.
     s.pass(11 * SECOND, &["b"]);
     assert_eq!(s.now, 23 * SECOND);
-    assert!(s.words("b").contains("a lost node may still train: waiting up to "));
+    assert!(
+        s.words("b")
+            .contains("a lost node may still train: waiting up to ")
+    );
     s.pass(2 * SECOND, &["b"]);
     let (generation, assignment) = s.assignment("b");
     assert_eq!((generation, assignment.node_count), (2, 1));
@@ -59,7 +62,10 @@ fn a_node_that_others_could_replace_learns_that_its_heartbeats_arrive() {
 #[test]
 fn survivors_of_an_elastic_job_start_without_a_last_call() {
     let mut s = Scene::new();
-    s.join("a", 2, 4).join("b", 2, 4).join("c", 2, 4).pass(10 * SECOND, &["a", "b", "c"]);
+    s.join("a", 2, 4)
+        .join("b", 2, 4)
+        .join("c", 2, 4)
+        .pass(10 * SECOND, &["a", "b", "c"]);
     s.words("a");
     s.leave("c", None, "broken");
     s.rejoin("a", 1, 2, 4).rejoin("b", 1, 2, 4);
@@ -91,4 +97,33 @@ fn a_daemon_that_was_restarted_gives_the_nodes_in_its_ledger_their_time() {
     assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "gathering");
     s.pass(2 * SECOND, &["b"]);
     assert_eq!(s.assignment("b").0, 2);
+}
+
+/// With the same `--node-rank`, as Kubernetes gives it to the pod that takes the place of one whose machine lost power.
+#[test]
+fn the_successor_of_a_silent_node_takes_its_rank_when_the_node_is_lost() {
+    for seconds in [1, 3, 10] {
+        let asks = |node: &str, rank| Join {
+            node_rank: Some(rank),
+            ..join(node, 2, 2)
+        };
+        let mut s = Scene::new();
+        s.join_with("a", [10, 0, 0, 1], 0, asks("a", 0));
+        s.join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
+        s.words("a");
+        s.pass(seconds * SECOND, &["a"]);
+        s.join_with("b'", [10, 0, 0, 3], 0, asks("b'", 1));
+        let is_waiting = s.words("b'").starts_with("waiting: ");
+        assert!(is_waiting, "after {seconds} s");
+        if seconds < 9 {
+            s.pass(10 * SECOND, &["a", "b'"]);
+        }
+        assert!(
+            s.words("a")
+                .contains("generation 1 over: node `b` (node rank 1) was lost")
+        );
+        s.rejoin("a", 1, 2, 2);
+        let (generation, assignment) = s.assignment("b'");
+        assert_eq!((generation, assignment.node_rank), (2, 1), "after {seconds} s");
+    }
 }

@@ -107,7 +107,8 @@ impl DaemonConnection {
     /// How often the daemon wants a heartbeat, once that is known.
     pub(in crate::agent) fn heartbeat_interval(&self) -> Option<Duration> {
         let by_takeover = self.takeover.heartbeat_interval();
-        self.lease.map(|lease| by_takeover.map_or(lease / 3, |interval| interval.min(lease / 3)))
+        self.lease
+            .map(|lease| by_takeover.map_or(lease / 3, |interval| interval.min(lease / 3)))
     }
 
     pub(in crate::agent) fn report(&mut self, generation: Generation, report: Report) {

@@ -304,12 +304,18 @@ impl Machine {
         match &mut self.phase {
             Phase::Running(_) => {
                 let cause = "the rendezvous daemon is silent, and other nodes may go on without this one";
-                let workers = Stopped { grace, ..self.workers() };
+                let workers = Stopped {
+                    grace,
+                    ..self.workers()
+                };
                 let (stop, mut effects) = Stop::ask(cause, Then::Rejoin, workers);
                 self.phase = Phase::Stopping(stop);
+                let how = match grace.as_secs_f64() {
+                    0.0 => "the workers were stopped".to_owned(),
+                    grace => format!("stopping the workers within {grace:.1} s"),
+                };
                 effects.push(Effect::Say(format!(
-                    "{cause}: stopping the workers within {:.1} s; they start again when the daemon answers",
-                    grace.as_secs_f64()
+                    "{cause}: {how}; they start again when the daemon answers"
                 )));
                 effects
             }
