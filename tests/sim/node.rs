@@ -289,7 +289,7 @@ impl World {
             return;
         };
         let is_due = end_in.is_zero() || stop_in.is_zero() && node.machine.is_running();
-        if node.has_live_workers() && is_due {
+        if node.machine.has_workers() && is_due {
             self.decide(number, Event::Replaceable { end_in });
         }
     }
@@ -583,26 +583,26 @@ impl World {
         if let Some(conn) = self.nodes[number].conn.take() {
             self.send_up(conn, |conn| SimEvent::Ends(conn, false));
         }
+        let rank = self.nodes[number]
+            .group
+            .workers
+            .iter()
+            .find(|worker| worker.is_alive);
+        let rank = rank.map(|worker| worker.rank);
+        let delay = self.pause(300);
         for id in self.live_workers(number) {
-            let delay = self.pause(300);
             self.later(delay, SimEvent::WorkerEnds(number, id, killed(9), false));
         }
-        if self.happens(0.5) {
-            self.peers_fail(number);
+        if let Some(rank) = rank
+            && self.happens(0.5)
+        {
+            self.later(delay, SimEvent::PeersFail(number, rank));
         }
     }
 
     /// Data connections break with the workers of a node: one of each peer fails of that, and says to which rank.
-    fn peers_fail(&mut self, dead: usize) {
+    pub(crate) fn peers_fail(&mut self, dead: usize, lost_rank: u32) {
         let group = &self.nodes[dead].group;
-        let Some(lost_rank) = group
-            .workers
-            .iter()
-            .find(|worker| worker.is_alive)
-            .map(|worker| worker.rank)
-        else {
-            return;
-        };
         let origin = group.assignment.as_ref().map(|(origin, _)| origin.clone());
         for number in (0..self.nodes.len()).filter(|number| *number != dead) {
             let group = &mut self.nodes[number].group;

@@ -64,6 +64,7 @@ pub(crate) struct Witness {
 #[derive(Debug)]
 struct Living {
     job: String,
+    generation: u64,
     ranks: u32,
     world_size: u32,
     /// Others may take the place of a node that is silent for this long.
@@ -84,14 +85,15 @@ impl Witness {
 
     /// A worker begins to live.
     pub(crate) fn born(&mut self, worker: u64, origin: &Origin, rank: u32, assignment: &Assignment) {
-        self.find_overlaps(origin, rank);
         let living = self.living.entry(origin.id.clone()).or_insert_with(|| Living {
             job: origin.job.clone(),
+            generation: origin.generation,
             ranks: 0,
             world_size: assignment.world_size,
             is_replaceable: assignment.takeover_ms > 0,
         });
         living.ranks += 1;
+        self.find_overlaps(origin, rank);
         let (job, run) = (origin.job.clone(), origin.run_token.clone());
         self.generations.insert((job, run, origin.generation));
         let number = (origin.job.clone(), origin.generation);
@@ -106,18 +108,24 @@ impl Witness {
         }
     }
 
-    /// No worker is born while the same rank of another assignment lives; in a job of fixed size without standbys, while
-    /// all ranks of that assignment live, without which none of them makes a step.
+    /// A worker is born: the same rank lives in no other assignment. In a job of fixed size without standbys, not all ranks
+    /// of an earlier one live, without which none of them makes a step.
     fn find_overlaps(&mut self, origin: &Origin, rank: u32) {
-        for (id, living) in &self.living {
+        let Some(own) = self.living.get(&origin.id) else {
+            return;
+        };
+        let others = self.living.iter().filter(|(id, _)| **id != origin.id);
+        for (id, other) in others.filter(|(_, other)| other.job == own.job) {
             let holders = self.holders.get(&(id.clone(), rank));
             let holds = holders.is_some_and(|holders| !holders.is_empty());
-            let trains = living.ranks == living.world_size;
-            if *id != origin.id
-                && living.job == origin.job
-                && if living.is_replaceable { holds } else { trains }
-            {
-                let words = format!("rank {rank} of {origin:?} begins while {id:?} lives: {living:?}");
+            let earlier = if other.generation < own.generation {
+                other
+            } else {
+                own
+            };
+            let trains = earlier.ranks == earlier.world_size;
+            if if earlier.is_replaceable { holds } else { trains } {
+                let words = format!("rank {rank} of {origin:?} begins while {id:?} lives: {other:?}");
                 self.overlaps.push(words);
             }
         }

@@ -53,6 +53,8 @@ pub(crate) enum SimEvent {
     Receives(usize, Call),
     /// A new agent process on a host.
     Starts(usize),
+    /// The workers of a node have died, among them the one of this rank; its peers lose their data connections.
+    PeersFail(usize, u32),
     /// The guardian of a node looks at its clock.
     Guards(usize),
     /// A stopped agent goes on.
@@ -311,6 +313,7 @@ impl World {
                     }
                 }
             }
+            SimEvent::PeersFail(number, rank) => self.peers_fail(number, rank),
             SimEvent::Guards(number) => self.guard(number),
             SimEvent::DaemonWakes(number) => self.daemon_wakes(number),
             SimEvent::DaemonStarts(dead) => self.start_daemon(Some(dead)),

@@ -156,7 +156,7 @@ impl Machine {
     }
 
     /// True while workers may live.
-    pub(super) fn has_workers(&self) -> bool {
+    pub fn has_workers(&self) -> bool {
         matches!(self.phase, Phase::Running(_) | Phase::Stopping(_)) && !self.members.are_gone()
     }
 
