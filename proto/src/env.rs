@@ -64,7 +64,7 @@ pub const SCRUBBED: &[&str] = &[
 ];
 
 /// A worker's place in the job and how to reach its agent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// `RANK`
     pub rank: GlobalRank,
@@ -133,26 +133,15 @@ impl WorkerEnv {
     /// The place of a program that was started alone, without a launcher.
     pub fn single() -> Self {
         Self {
-            rank: GlobalRank(0),
-            local_rank: LocalRank(0),
-            node_rank: NodeRank(0),
             world_size: WorldSize(1),
             local_world_size: 1,
             node_count: 1,
             role: "default".into(),
-            role_rank: 0,
             role_world_size: 1,
             master_addr: "127.0.0.1".into(),
-            master_port: 0,
-            restart_count: 0,
-            max_restarts: 0,
             run_id: "single".into(),
-            agent_store: false,
-            run_token: None,
-            error_file: None,
             generation: Generation(1),
-            control: None,
-            worker_ports: None,
+            ..Self::default()
         }
     }
 
@@ -249,23 +238,19 @@ impl WorkerEnv {
     }
 
     fn check(&self) -> Result<(), EnvError> {
-        if self.rank.0 >= self.world_size.0 {
-            return Err(EnvError::Inconsistent(format!(
-                "`RANK` is {}, but `WORLD_SIZE` is {}",
-                self.rank, self.world_size
-            )));
+        let (ranks, local_ranks) = (self.world_size.0, self.local_world_size);
+        let conflict = |name, value: u32, bound, most: u32| {
+            let words = format!("`{name}` is {value}, but `{bound}` is {most}");
+            Err(EnvError::Inconsistent(words))
+        };
+        if self.rank.0 >= ranks {
+            return conflict("RANK", self.rank.0, "WORLD_SIZE", ranks);
         }
-        if self.local_world_size > self.world_size.0 {
-            return Err(EnvError::Inconsistent(format!(
-                "`LOCAL_WORLD_SIZE` is {}, but `WORLD_SIZE` is {}",
-                self.local_world_size, self.world_size
-            )));
+        if local_ranks > ranks {
+            return conflict("LOCAL_WORLD_SIZE", local_ranks, "WORLD_SIZE", ranks);
         }
-        if self.local_rank.0 >= self.local_world_size {
-            return Err(EnvError::Inconsistent(format!(
-                "`LOCAL_RANK` is {}, but `LOCAL_WORLD_SIZE` is {}",
-                self.local_rank, self.local_world_size
-            )));
+        if self.local_rank.0 >= local_ranks {
+            return conflict("LOCAL_RANK", self.local_rank.0, "LOCAL_WORLD_SIZE", local_ranks);
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::os::linux::net::SocketAddrExt as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::ServerName;
@@ -15,14 +16,15 @@ use tokio_rustls::client::TlsStream;
 use tonic::codegen::http::Uri;
 use tower_service::Service;
 
-use super::attempts::ATTEMPT_TIMEOUT;
 use crate::look_up::look_up;
-use crate::trust::tls::{self, HandshakeFailure, SERVER_NAME, TlsError};
+use crate::trust::tls::{self, SERVER_NAME, TlsError};
 use crate::trust::token::Token;
 
 /// What an endpoint begins with that is an abstract Unix socket of this machine: `unix:@NAME`.
 pub const UNIX_PREFIX: &str = "unix:@";
 
+/// Longest single attempt to open a connection.
+pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes that wait for more before they become a TLS record. HTTP/2 writes its preface and its settings apart.
 const SMALL_WRITES: usize = 256;
 
@@ -159,14 +161,6 @@ impl Service<Uri> for Connector {
         let connecting = self.clone().open();
         Box::pin(async move { connecting.await.map(TokioIo::new) })
     }
-}
-
-/// The failure of a handshake below an error, if that is what it was.
-pub(super) fn handshake_failure<'a>(
-    error: &'a (dyn std::error::Error + 'static),
-) -> Option<&'a HandshakeFailure> {
-    std::iter::successors(Some(error), |error| error.source())
-        .find_map(|error| error.downcast_ref::<HandshakeFailure>())
 }
 
 fn expects_tls() -> io::Error {

@@ -281,7 +281,7 @@ impl Side {
             };
             self.memory.note(generation, &body);
             let assignment_id = self.memory.assignment_id(generation);
-            match stream.sender().send(generation, assignment_id, body) {
+            match stream.send(generation, assignment_id, body) {
                 Err(_) if self.memory.is_refused() => return self.await_leave().await,
                 Err(error) => return Stop::Broken(error),
                 Ok(()) => {}
@@ -294,7 +294,7 @@ impl Side {
         let (generation, greeting) = self.memory.greeting(Instant::now());
         let assignment_id = self.memory.assignment_id(generation);
         let mut bodies = greeting.into_iter();
-        bodies.try_for_each(|body| stream.sender().send(generation, assignment_id, body))
+        bodies.try_for_each(|body| stream.send(generation, assignment_id, body))
     }
 
     async fn take(&mut self, message: DaemonMessage) {
