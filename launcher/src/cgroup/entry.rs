@@ -15,23 +15,6 @@ use nix::unistd::Pid;
 /// Of `clone3`.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
-/// `struct clone_args` of the kernel, as far as Linux 5.7 knows it.
-#[repr(C)]
-#[derive(Default)]
-struct CloneArgs {
-    flags: u64,
-    pidfd: u64,
-    child_tid: u64,
-    parent_tid: u64,
-    exit_signal: u64,
-    stack: u64,
-    stack_size: u64,
-    tls: u64,
-    set_tid: u64,
-    set_tid_size: u64,
-    cgroup: u64,
-}
-
 /// A way into a group, valid as long as the descriptor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CgroupEntry {
@@ -77,15 +60,16 @@ impl CgroupEntry {
 pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<Forked> {
     let pid = match entry {
         Some(CgroupEntry::Birth(folder)) => {
-            let args = CloneArgs {
-                flags: CLONE_INTO_CGROUP,
-                exit_signal: libc::SIGCHLD as u64,
-                cgroup: folder as u64,
-                ..CloneArgs::default()
-            };
+            // SAFETY: all zeroes ask for nothing.
+            let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+            args.flags = CLONE_INTO_CGROUP;
+            args.exit_signal = libc::SIGCHLD as u64;
+            args.cgroup = folder as u64;
             // SAFETY: without CLONE_VM the child has its own copy of all memory, this stack included. The structure
             // is valid for its size.
-            unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) as libc::pid_t }
+            unsafe {
+                libc::syscall(libc::SYS_clone3, &raw const args, size_of::<libc::clone_args>()) as libc::pid_t
+            }
         }
         // SAFETY: as the caller promises.
         _ => unsafe { libc::fork() },

@@ -35,6 +35,12 @@ pub(crate) struct KvError {
     pub(crate) words: String,
 }
 
+impl KvError {
+    pub(crate) fn new(why: KvRefusal, words: String) -> Self {
+        Self { why, words }
+    }
+}
+
 /// One key that workers of this node read.
 #[derive(Default)]
 struct Cell {
@@ -95,10 +101,7 @@ impl Store {
 
     /// Stores an entry; `value` is base64. Tried for [`PUT_BOUND`] while the daemon is away.
     pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), KvError> {
-        let invalid = |words| KvError {
-            why: KvRefusal::Other,
-            words,
-        };
+        let invalid = |words| KvError::new(KvRefusal::Other, words);
         let value = STANDARD
             .decode(value)
             .map_err(|error| invalid(format!("value of `{key}` is not base64: {error}")))?;
@@ -257,10 +260,8 @@ impl Store {
                 // The daemon has a longest wait of its own.
                 Ok(None) if Instant::now() < deadline => {}
                 Ok(None) => {
-                    return Err(KvError {
-                        why: KvRefusal::NotWritten,
-                        words: format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64()),
-                    });
+                    let words = format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64());
+                    return Err(KvError::new(KvRefusal::NotWritten, words));
                 }
                 Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
             }
@@ -289,18 +290,14 @@ async fn fetch_all(
 
 fn too_few(prefix: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    KvError {
-        why: KvRefusal::NotWritten,
-        words: format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s"),
-    }
+    let words = format!("not all ranks wrote a key with `{prefix}` within {waited:.1} s");
+    KvError::new(KvRefusal::NotWritten, words)
 }
 
 fn no_answer(key: &str, waited: Duration) -> KvError {
     let waited = waited.as_secs_f64();
-    KvError {
-        why: KvRefusal::Unavailable,
-        words: format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s"),
-    }
+    let words = format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s");
+    KvError::new(KvRefusal::Unavailable, words)
 }
 
 /// The client opens a broken connection again, and a daemon that was restarted learns of the generation from
@@ -317,8 +314,7 @@ async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Kv
         _ => KvRefusal::Other,
     };
     if why != KvRefusal::Unavailable || Instant::now() + RETRY_PAUSE >= deadline {
-        let words = error.to_string();
-        return Err(KvError { why, words });
+        return Err(KvError::new(why, error.to_string()));
     }
     tokio::time::sleep(RETRY_PAUSE).await;
     Ok(())

@@ -180,10 +180,10 @@ impl Shared {
 
     /// Waits for something to write.
     fn next_batch(&self) -> Batch {
-        let mut state = self.lock();
-        while state.queue.is_empty() && state.progress.is_none() && !state.closing {
-            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        let is_idle =
+            |state: &mut State| state.queue.is_empty() && state.progress.is_none() && !state.closing;
+        let filled = self.filled.wait_while(self.lock(), is_idle);
+        let mut state = filled.unwrap_or_else(PoisonError::into_inner);
         let mut batch = Batch {
             chunks: Vec::new(),
             progress: state.progress.take(),

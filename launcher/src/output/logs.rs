@@ -124,25 +124,22 @@ impl WorkerFiles {
         attempt: u32,
         rank: GlobalRank,
     ) -> Result<Self, LogError> {
-        let (directory, files) = if let Some(root) = log_dir {
-            let directory = root.join(format!("attempt_{attempt}")).join(rank.to_string());
-            (directory.clone(), Self::Logged(directory))
-        } else {
-            let file = scratch.join(format!("attempt_{attempt}_rank_{rank}_error.json"));
-            (scratch.to_owned(), Self::Scratch(file))
-        };
-        let claimed = match (&files, directory.parent()) {
-            // It is new, or belongs to another run that began at the same moment.
-            (Self::Logged(_), Some(attempt)) => {
-                fs::create_dir_all(attempt).and_then(|()| fs::create_dir(&directory))
-            }
-            _ => fs::create_dir_all(&directory),
-        };
-        claimed.map_err(|cause| LogError {
-            path: directory,
+        let failed = |path: &Path, cause| LogError {
+            path: path.to_owned(),
             cause,
-        })?;
-        Ok(files)
+        };
+        let Some(root) = log_dir else {
+            fs::create_dir_all(scratch).map_err(|cause| failed(scratch, cause))?;
+            let file = format!("attempt_{attempt}_rank_{rank}_error.json");
+            return Ok(Self::Scratch(scratch.join(file)));
+        };
+        let attempt = root.join(format!("attempt_{attempt}"));
+        let directory = attempt.join(rank.to_string());
+        // It is new, or belongs to another run that began at the same moment.
+        fs::create_dir_all(&attempt)
+            .and_then(|()| fs::create_dir(&directory))
+            .map_err(|cause| failed(&directory, cause))?;
+        Ok(Self::Logged(directory))
     }
 
     /// `TORCHELASTIC_ERROR_FILE`.

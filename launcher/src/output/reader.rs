@@ -15,7 +15,6 @@ use std::time::Duration;
 use ddp_proto::ids::GlobalRank;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
@@ -23,11 +22,14 @@ use crate::output::console::Console;
 use crate::output::lines::{End, LineBuffer, Segment};
 use crate::output::repeated_errors::RankErrors;
 use crate::output::streams::{Chunk, Source, Stream};
+use crate::runtime_thread;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;
 /// Longest line kept for the failure report.
 const TAIL_LINE_BYTES: usize = 1000;
+/// Stack of the reading thread.
+const STACK_BYTES: usize = 512 << 10;
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 /// Pipes that may wait for the thread: two for each worker that is being started.
@@ -83,27 +85,15 @@ impl OutputReader {
     /// Starts the thread.
     pub(crate) fn start(console: Console) -> io::Result<Self> {
         let (streams, mut queue) = mpsc::channel::<WorkerStream>(PIPE_QUEUE);
-        let (runtime, handed_over) = std::sync::mpsc::channel::<Runtime>();
-        std::thread::Builder::new()
-            .name("reader".into())
-            .stack_size(512 << 10)
-            .spawn(move || {
-                let Ok(runtime) = handed_over.recv() else {
-                    return;
-                };
-                runtime.block_on(async move {
-                    let pending = Arc::<AtomicUsize>::default();
-                    while let Some(stream) = queue.recv().await {
-                        let lines = LineBuffer::new(pending.clone());
-                        tokio::spawn(read(stream, lines, console.clone()));
-                    }
-                });
-            })?;
-        // Made when there is a thread for it: here, on the agent's own runtime, it could not even be dropped.
-        let made = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        runtime.send(made).expect("a thread that waits for it");
+        runtime_thread::start("reader", STACK_BYTES, move || {
+            Ok(async move {
+                let pending = Arc::<AtomicUsize>::default();
+                while let Some(stream) = queue.recv().await {
+                    let lines = LineBuffer::new(pending.clone());
+                    tokio::spawn(read(stream, lines, console.clone()));
+                }
+            })
+        })?;
         Ok(Self { streams })
     }
 

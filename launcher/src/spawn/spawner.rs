@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 
 use crate::cgroup::CgroupEntry;
 use crate::plan::WorkerCommand;
-use crate::spawn::process::{self, Image, Start, StartError, Streams};
+use crate::spawn::process::{self, Image, Start, StartError};
 use crate::spawn::program::SpawnError;
 use crate::supervise::guardian::Registrar;
 
@@ -162,18 +162,13 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
     } else {
         Some(File::open("/dev/null")?)
     };
-    let (stdout, stderr) = worker
-        .output
-        .as_ref()
-        .map(|[stdout, stderr]| (stdout, stderr))
-        .unzip();
+    let [stdout, stderr] = match &worker.output {
+        Some([stdout, stderr]) => [Some(stdout.as_fd()), Some(stderr.as_fd())],
+        None => [None, None],
+    };
     let start = Start {
         image,
-        streams: Streams {
-            stdin: nothing.as_ref().map(AsFd::as_fd),
-            stdout: stdout.map(AsFd::as_fd),
-            stderr: stderr.map(AsFd::as_fd),
-        },
+        streams: [nothing.as_ref().map(AsFd::as_fd), stdout, stderr],
         entry,
         patience: START_PATIENCE,
         ignored: &batch.ignored,

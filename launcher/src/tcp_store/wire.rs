@@ -371,23 +371,11 @@ impl Fields<'_> {
     }
 }
 
-/// The answers of one byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
-    Ready,
-    NotReady,
-    StopWaiting,
-    WaitCanceled,
-}
-
-impl Answer {
-    pub(super) fn encode(self) -> Vec<u8> {
-        vec![match self {
-            Self::Ready | Self::StopWaiting => 0,
-            Self::NotReady | Self::WaitCanceled => 1,
-        }]
-    }
-}
+/// Answers of one byte.
+pub(super) const READY: u8 = 0;
+pub(super) const NOT_READY: u8 = 1;
+pub(super) const STOP_WAITING: u8 = 0;
+pub(super) const WAIT_CANCELED: u8 = 1;
 
 pub(super) fn put_number(answer: &mut Vec<u8>, number: i64) {
     answer.extend(number.to_le_bytes());
