@@ -31,7 +31,7 @@ mod spawn;
 mod supervise;
 mod tcp_store;
 
-pub use agent::{ExitReason, LaunchError, Outcome, is_ignored, run};
+pub use agent::{ExitReason, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use output::logs::LogError;
 pub use output::plan::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};

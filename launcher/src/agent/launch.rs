@@ -4,11 +4,10 @@ use std::io::{self, Write as _};
 use std::path::Path;
 use std::time::Duration;
 
-use ddp_proto::exit;
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, tcgetpgrp};
 
-use super::context::{LaunchContext, LaunchError};
+use super::context::LaunchContext;
 use super::driver::Driver;
 use super::machine::ExitReason;
 use super::signals::{SignalAction, Signals};
@@ -35,20 +34,6 @@ pub struct Outcome {
     pub report: Option<String>,
 }
 
-impl From<LaunchError> for ExitReason {
-    fn from(error: LaunchError) -> Self {
-        let exit_code = match error {
-            LaunchError::Program(error) => return Self::CannotStart(error),
-            LaunchError::Log(_) => exit::USAGE,
-            LaunchError::Thread(_) | LaunchError::Files(_) | LaunchError::System(_) => exit::INTERNAL,
-        };
-        Self::Broken {
-            exit_code,
-            error: error.to_string(),
-        }
-    }
-}
-
 /// Runs this node's part of a job until it is over, restarts included.
 ///
 /// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
@@ -69,9 +54,9 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
     } = launch.clone();
     let (exit_reason, report) = match Driver::start(launch) {
         Ok(driver) => driver.run().await,
-        Err(error) => {
-            let report = format!("error: {error}");
-            (ExitReason::from(error), Some(report))
+        Err(exit_reason) => {
+            let report = format!("error: {exit_reason}");
+            (exit_reason, Some(report))
         }
     };
     if let Some(terminal) = terminal {
@@ -125,14 +110,13 @@ async fn is_closed<T>(
 }
 
 /// The end of a launch that has not even a console.
-fn refuse(error: LaunchError, guardian: Guardian) -> Outcome {
-    let report = format!("error: {error}");
+fn refuse(exit_reason: ExitReason, guardian: Guardian) -> Outcome {
+    let report = format!("error: {exit_reason}");
     for line in report.lines() {
         // Nothing is left to do when that fails too.
         let _ = writeln!(io::stderr(), "{OWN_PREFIX}{line}");
     }
     dismiss(guardian);
-    let exit_reason = ExitReason::from(error);
     Outcome {
         exit_code: exit_reason.exit_code(),
         exit_reason,

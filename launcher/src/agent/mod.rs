@@ -20,7 +20,6 @@ mod machine;
 mod signals;
 mod workers;
 
-pub use context::LaunchError;
 pub use daemon::Memory;
 pub use launch::{Outcome, run};
 pub use machine::{Effect, Event, ExitReason, LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};

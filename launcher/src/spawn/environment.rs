@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
 
 use crate::cgroup::usable_cores;
+use crate::plan::LaunchPlan;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
@@ -26,6 +27,19 @@ pub(crate) struct Common<'a> {
     pub(crate) progress_bar: bool,
     /// Every worker is local rank 0 and sees its own GPU only.
     pub(crate) virtual_local_rank: bool,
+}
+
+impl<'a> Common<'a> {
+    pub(crate) fn new(plan: &'a LaunchPlan, inherited: &'a [(OsString, OsString)], marker: &'a str) -> Self {
+        Self {
+            inherited,
+            extra: &plan.command.env,
+            marker,
+            threads: threads_per_worker(plan.workers),
+            progress_bar: plan.progress_bar,
+            virtual_local_rank: plan.virtual_local_rank,
+        }
+    }
 }
 
 /// In rising order of precedence: defaults, inherited variables, the plan's, the contract.
