@@ -11,7 +11,7 @@ use crate::spawn::program::{SpawnError, check_program};
 
 /// Why the workers could not be started; none if their program is there.
 pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {
-    check_program(&plan.command, std::env::var_os("PATH").as_ref()).err()
+    check_program(&plan.command.program, std::env::var_os("PATH").as_ref()).err()
 }
 
 /// A variable of a worker.

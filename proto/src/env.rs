@@ -3,6 +3,7 @@
 //! This file is the only one that writes or parses these variables.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
 use crate::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 use crate::ports::PortRange;
@@ -192,20 +193,10 @@ impl WorkerEnv {
     /// `DDP_GENERATION`, `DDP_CONTROL`, `GROUP_*` and `TORCHELASTIC_*` may be missing, so that a worker
     /// also starts under another launcher.
     pub fn parse(get: impl Fn(&str) -> Option<String>) -> Result<Self, EnvError> {
-        let number = |name: &'static str| -> Result<Option<u32>, EnvError> {
-            get(name)
-                .map(|value| {
-                    value.parse().map_err(|_| EnvError::Malformed {
-                        name,
-                        value,
-                        expected: "a whole number",
-                    })
-                })
-                .transpose()
-        };
+        let number = |name| -> Result<Option<u32>, EnvError> { parsed(name, get(name), "a whole number") };
         let required = |name: &'static str| number(name).and_then(|n| n.ok_or(EnvError::Missing(name)));
 
-        let master_port = required("MASTER_PORT")?;
+        let master_port = parsed("MASTER_PORT", get("MASTER_PORT"), "a port below 65536")?;
         let (rank, world_size) = (required("RANK")?, required("WORLD_SIZE")?);
         let env = Self {
             rank: GlobalRank(rank),
@@ -218,11 +209,7 @@ impl WorkerEnv {
             role_rank: number("ROLE_RANK")?.unwrap_or(rank),
             role_world_size: number("ROLE_WORLD_SIZE")?.unwrap_or(world_size),
             master_addr: get("MASTER_ADDR").ok_or(EnvError::Missing("MASTER_ADDR"))?,
-            master_port: u16::try_from(master_port).map_err(|_| EnvError::Malformed {
-                name: "MASTER_PORT",
-                value: master_port.to_string(),
-                expected: "a port below 65536",
-            })?,
+            master_port: master_port.ok_or(EnvError::Missing("MASTER_PORT"))?,
             restart_count: number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
             max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?.unwrap_or(0),
             run_id: get("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".into()),
@@ -231,7 +218,7 @@ impl WorkerEnv {
             error_file: get("TORCHELASTIC_ERROR_FILE"),
             generation: Generation(u64::from(number(DDP_GENERATION)?.unwrap_or(1))),
             control: get(DDP_CONTROL),
-            worker_ports: get(DDP_WORKER_PORTS).map(worker_ports).transpose()?,
+            worker_ports: parsed(DDP_WORKER_PORTS, get(DDP_WORKER_PORTS), "`FIRST-LAST`")?,
         };
         env.check()?;
         Ok(env)
@@ -256,12 +243,20 @@ impl WorkerEnv {
     }
 }
 
-fn worker_ports(value: String) -> Result<PortRange, EnvError> {
-    value.parse().map_err(|_| EnvError::Malformed {
-        name: DDP_WORKER_PORTS,
-        value,
-        expected: "`FIRST-LAST`",
-    })
+/// The value of a variable that may be missing.
+fn parsed<T: FromStr>(
+    name: &'static str,
+    value: Option<String>,
+    expected: &'static str,
+) -> Result<Option<T>, EnvError> {
+    let parse = |value: String| {
+        value.parse().map_err(|_| EnvError::Malformed {
+            name,
+            value,
+            expected,
+        })
+    };
+    value.map(parse).transpose()
 }
 
 #[cfg(test)]

@@ -44,7 +44,9 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
         Ok(launch) => launch,
         Err(error) => return refuse(error.into(), guardian),
     };
-    let terminal = launch.plan.output.direct.then(TerminalSettings::read).flatten();
+    // Standard input may be no terminal.
+    let terminal = || tcgetattr(io::stdin()).ok();
+    let terminal = launch.plan.output.direct.then(terminal).flatten();
     let LaunchContext {
         plan,
         console,
@@ -60,7 +62,7 @@ pub async fn run(plan: BoundPlan, guardian: Guardian) -> Outcome {
         }
     };
     if let Some(terminal) = terminal {
-        terminal.restore();
+        restore(&terminal);
     }
     if let Some(report) = &report {
         console.say(report);
@@ -145,24 +147,14 @@ fn remove_group(dir: &Path) -> Option<String> {
     ))
 }
 
-/// Settings of the terminal at standard input, which a worker may be given.
-struct TerminalSettings(Termios);
-
-impl TerminalSettings {
-    /// The present ones; none if standard input is no terminal.
-    fn read() -> Option<Self> {
-        tcgetattr(io::stdin()).ok().map(Self)
-    }
-
-    /// Puts them back: a worker that was killed while it edited a line leaves a terminal that does not echo. In the
-    /// background the terminal belongs to another process.
-    fn restore(&self) {
-        let stdin = io::stdin();
-        let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != self.0);
-        if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
-            // The terminal has gone, if this fails.
-            let _ = tcsetattr(&stdin, SetArg::TCSANOW, &self.0);
-        }
+/// Puts back the settings of the terminal at standard input: a worker that was given it, and was killed while it edited a
+/// line, leaves a terminal that does not echo. In the background the terminal belongs to another process.
+fn restore(terminal: &Termios) {
+    let stdin = io::stdin();
+    let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != *terminal);
+    if is_changed && tcgetpgrp(&stdin) == Ok(getpgrp()) {
+        // The terminal has gone, if this fails.
+        let _ = tcsetattr(&stdin, SetArg::TCSANOW, terminal);
     }
 }
 

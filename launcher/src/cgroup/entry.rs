@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{ForkResult, Pid};
 
 /// Of `clone3`.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
@@ -22,14 +22,6 @@ pub(crate) enum CgroupEntry {
     Birth(RawFd),
     /// A new process moves itself, by a write to this file.
     Move(RawFd),
-}
-
-/// Which side of a fork this is.
-pub(crate) enum Forked {
-    /// The new process.
-    Child,
-    /// The old one, with the number of the new one.
-    Parent(Pid),
 }
 
 impl CgroupEntry {
@@ -57,7 +49,7 @@ impl CgroupEntry {
 /// # Safety
 /// The child may make async-signal-safe calls only, and must never return. It may not even allocate: where it is born
 /// in a group, the C library has not prepared its locks for the fork.
-pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<Forked> {
+pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<ForkResult> {
     let pid = match entry {
         Some(CgroupEntry::Birth(folder)) => {
             // SAFETY: all zeroes ask for nothing.
@@ -76,20 +68,22 @@ pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<Forked> {
     };
     match pid {
         -1 => Err(io::Error::last_os_error()),
-        0 => Ok(Forked::Child),
-        pid => Ok(Forked::Parent(Pid::from_raw(pid))),
+        0 => Ok(ForkResult::Child),
+        pid => Ok(ForkResult::Parent {
+            child: Pid::from_raw(pid),
+        }),
     }
 }
 
 fn try_entry(entry: CgroupEntry) -> io::Result<()> {
     // SAFETY: the child makes two async-signal-safe calls and never returns.
     match unsafe { fork(Some(entry)) }? {
-        Forked::Child => {
+        ForkResult::Child => {
             let code = i32::from(!entry.enter());
             // SAFETY: plain system call.
             unsafe { libc::_exit(code) }
         }
-        Forked::Parent(child) => match wait_for(child)? {
+        ForkResult::Parent { child } => match wait_for(child)? {
             WaitStatus::Exited(_, 0) => Ok(()),
             _ => Err(io::ErrorKind::PermissionDenied.into()),
         },

@@ -1,6 +1,7 @@
 //! Key-value calls of the workers: forwarded to the daemon, reads shared by all workers of the node.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -156,7 +157,7 @@ impl Store {
     /// Reads an entry as base64, waiting up to `bound` until a rank writes it; looks at least once.
     pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, KvError> {
         let deadline = Instant::now() + bound;
-        let cell = self.cell(key);
+        let cell = shared(&self.read, key.to_owned(), MAX_CACHED);
         // A reader that waited in vain for its turn looks itself: "not written" holds at the deadline, not when another
         // reader asked.
         let turn = timeout_at(deadline, cell.turn.lock()).await;
@@ -181,7 +182,7 @@ impl Store {
         } else {
             deadline
         };
-        let gathered = self.gathered(prefix, count);
+        let gathered = shared(&self.gathered, (prefix.to_owned(), count), MAX_GATHERED);
         let in_vain = || {
             if count == 0 || gathered.is_away.load(Ordering::Relaxed) {
                 no_answer(prefix, bound)
@@ -224,34 +225,6 @@ impl Store {
         Ok(gathered.entries.get_or_init(|| entries).clone())
     }
 
-    fn gathered(&self, prefix: &str, count: u32) -> Arc<Gathered> {
-        let mut all = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (prefix.to_owned(), count);
-        if let Some(gathered) = all.get(&key) {
-            return gathered.clone();
-        }
-        let gathered = Arc::<Gathered>::default();
-        if all.len() >= MAX_GATHERED {
-            all.retain(|_, gathered| Arc::strong_count(gathered) > 1);
-        }
-        if all.len() < MAX_GATHERED {
-            all.insert(key, gathered.clone());
-        }
-        gathered
-    }
-
-    fn cell(&self, key: &str) -> Arc<Cell> {
-        let mut cells = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(cell) = cells.get(key) {
-            return cell.clone();
-        }
-        let cell = Arc::<Cell>::default();
-        if cells.len() < MAX_CACHED {
-            cells.insert(key.to_owned(), cell.clone());
-        }
-        cell
-    }
-
     async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, KvError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -267,6 +240,22 @@ impl Store {
             }
         }
     }
+}
+
+/// The value of a key, which callers share while there is room for `most`.
+fn shared<K: Eq + Hash, V: Default>(all: &Mutex<HashMap<K, Arc<V>>>, key: K, most: usize) -> Arc<V> {
+    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(value) = all.get(&key) {
+        return value.clone();
+    }
+    let value = Arc::<V>::default();
+    if all.len() >= most {
+        all.retain(|_, value| Arc::strong_count(value) > 1);
+    }
+    if all.len() < most {
+        all.insert(key, value.clone());
+    }
+    value
 }
 
 /// Asks until there is an answer; it ends with the generation's store.

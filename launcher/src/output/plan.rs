@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{GlobalRank, LocalRank};
 
 use crate::output::streams::Stream;
@@ -123,14 +124,6 @@ fn among(filter: Option<&BTreeSet<u32>>, rank: u32) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefixTemplate(String);
 
-/// The worker whose lines get a prefix.
-pub(crate) struct LineSource<'a> {
-    pub(crate) rank: GlobalRank,
-    pub(crate) local_rank: LocalRank,
-    pub(crate) role: &'a str,
-    pub(crate) hostname: &'a str,
-}
-
 impl Default for PrefixTemplate {
     fn default() -> Self {
         Self("[${rank}] ".into())
@@ -144,7 +137,7 @@ impl PrefixTemplate {
     }
 
     /// The prefix of one worker, with all that stands between it and the text.
-    pub(crate) fn of(&self, source: &LineSource<'_>) -> String {
+    pub(crate) fn of(&self, worker: &WorkerEnv, hostname: &str) -> String {
         let (mut prefix, mut rest) = (String::new(), self.0.as_str());
         while let Some((text, after)) = rest.split_once('$') {
             prefix.push_str(text);
@@ -155,10 +148,10 @@ impl PrefixTemplate {
             }
             let name = variable(after);
             match name.trim_matches(['{', '}']) {
-                "rank" => prefix.push_str(&source.rank.to_string()),
-                "local_rank" => prefix.push_str(&source.local_rank.to_string()),
-                "role_name" => prefix.push_str(source.role),
-                "hostname" => prefix.push_str(source.hostname),
+                "rank" => prefix.push_str(&worker.rank.to_string()),
+                "local_rank" => prefix.push_str(&worker.local_rank.to_string()),
+                "role_name" => prefix.push_str(&worker.role),
+                "hostname" => prefix.push_str(hostname),
                 _ => prefix.extend(["$", name]),
             }
             rest = &after[name.len()..];
@@ -249,19 +242,19 @@ mod tests {
 
     #[test]
     fn prefixes_follow_their_template() {
-        let source = LineSource {
+        let worker = WorkerEnv {
             rank: GlobalRank(11),
             local_rank: LocalRank(3),
-            role: "trainer",
-            hostname: "node7",
+            role: "trainer".into(),
+            ..WorkerEnv::single()
         };
-        let of = |template: &str| PrefixTemplate::new(template).of(&source);
+        let of = |template: &str| PrefixTemplate::new(template).of(&worker, "node7");
         assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
         assert_eq!(of("${rank}"), "11");
         assert_eq!(of("${hostname}:${rank}: "), "node7:11: ");
         assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
         assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");
         assert_eq!(of("${} ${a b}$"), "${} ${a b}$");
-        assert_eq!(PrefixTemplate::default().of(&source), "[11] ");
+        assert_eq!(PrefixTemplate::default().of(&worker, "node7"), "[11] ");
     }
 }

@@ -12,13 +12,16 @@ use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
 const MAX_REPORTED: usize = 4;
+/// The kind of a node or worker that failed.
+const FAILED: &str = "failed";
 
 /// One of `failures` in `error.json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct Record<'a> {
     generation: u64,
     node: &'a str,
-    kind: Kind,
+    /// `failed`, or `stopped` by its launcher after a failure of another one.
+    kind: &'static str,
     /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
@@ -29,14 +32,6 @@ pub(crate) struct Record<'a> {
     /// When it happened, by the same clock and from the same origin: less than 0 if the first report of the list came
     /// later.
     happened_ns: Option<i64>,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Kind {
-    Failed,
-    /// Its launcher stopped it, after a failure of another one.
-    Stopped,
 }
 
 /// How one worker ended, in `error.json`.
@@ -65,7 +60,7 @@ impl<'a> Record<'a> {
         Self {
             generation: failure.generation,
             node: &failure.hostname,
-            kind: Kind::of(failure.exit.as_ref()),
+            kind: failure.exit.as_ref().map_or(FAILED, kind_of),
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
             worker: failure.exit.as_ref().map(WorkerRecord::new),
             arrived_ns: Some(failure.arrived_ns),
@@ -78,7 +73,7 @@ impl<'a> Record<'a> {
         Self {
             generation,
             node,
-            kind: Kind::of(Some(exit)),
+            kind: kind_of(exit),
             node_gone: None,
             worker: Some(WorkerRecord::new(exit)),
             arrived_ns: None,
@@ -92,14 +87,8 @@ impl<'a> Record<'a> {
     }
 }
 
-impl Kind {
-    /// Of a worker, or of a node that is gone.
-    fn of(exit: Option<&WorkerExit>) -> Self {
-        match exit.and_then(|exit| exit.stopped_with) {
-            Some(_) => Self::Stopped,
-            None => Self::Failed,
-        }
-    }
+fn kind_of(exit: &WorkerExit) -> &'static str {
+    exit.stopped_with.map_or(FAILED, |_| "stopped")
 }
 
 impl<'a> WorkerRecord<'a> {

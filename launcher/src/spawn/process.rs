@@ -19,9 +19,9 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
-use nix::unistd::{Pid, pipe2};
+use nix::unistd::{ForkResult, Pid, pipe2};
 
-use crate::cgroup::{self, CgroupEntry, Forked};
+use crate::cgroup::{self, CgroupEntry};
 
 /// Searched for programs where there is no `PATH`, as shells do.
 const DEFAULT_PATH: &str = "/bin:/usr/bin";
@@ -110,7 +110,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
     // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
     let forked = unsafe { cgroup::fork(given.entry) };
-    if let Ok(Forked::Child) = forked {
+    if let Ok(ForkResult::Child) = forked {
         let outcome = redirect(given.streams)
             .and_then(|()| prepare())
             .and_then(|()| reset_signals(given.ignored));
@@ -129,7 +129,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     drop(report_end);
     // Without its number: there is no process, so it says nothing about the program.
     let forked = forked.map_err(|error| io::Error::other(format!("no new process: {error}")))?;
-    let Forked::Parent(child) = forked else {
+    let ForkResult::Parent { child } = forked else {
         unreachable!("the child has ended above");
     };
     let report = File::from(report);

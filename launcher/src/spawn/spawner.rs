@@ -218,7 +218,6 @@ fn enter_session(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
@@ -235,7 +234,6 @@ mod tests {
                 program: dir.path().join("absent"),
                 arg0: None,
                 args: Vec::new(),
-                env: BTreeMap::new(),
                 display_name: "x".into(),
                 agent_store: false,
                 native: false,

@@ -62,7 +62,7 @@ impl<'a> Driver<'a> {
     pub(super) fn start(launch: LaunchContext<'a>) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
         let path = launch.inherited.iter().find(|(name, _)| name == "PATH");
-        check_program(&plan.command, path.map(|(_, value)| value))?;
+        check_program(&plan.command.program, path.map(|(_, value)| value))?;
         let records = Records::open(&launch)?;
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;

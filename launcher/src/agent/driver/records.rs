@@ -39,9 +39,8 @@ impl Records {
     pub(super) fn open(launch: &LaunchContext<'_>) -> Result<Self, ExitReason> {
         let plan = &launch.plan;
         let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
-        let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
         Ok(Self {
-            event_log: EventLog::start(event_log, &plan.job_id, &launch.hostname)?,
+            event_log: EventLog::start(plan.event_log.as_deref(), &plan.job_id, &launch.hostname)?,
             made: made.unwrap_or_default(),
             free_attempt: plan.log_dir.as_deref().map_or(0, free_attempt),
             local_failure: None,

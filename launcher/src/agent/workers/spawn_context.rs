@@ -10,7 +10,6 @@ use ddp_proto::rendezvous::Assignment;
 use nix::sched::CpuSet;
 
 use crate::output::logs::{LogError, claim_attempt, open_filtered};
-use crate::output::plan::LineSource;
 use crate::output::reader::Duplicate;
 use crate::output::streams::Stream;
 use crate::plan::{BoundPlan, CoreSet};
@@ -93,16 +92,6 @@ impl SpawnContext {
             .log_dir
             .as_deref()
             .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
-    }
-
-    /// What precedes the lines of one worker.
-    pub(super) fn prefix(&self, contract: &WorkerEnv) -> String {
-        self.plan.output.prefix.of(&LineSource {
-            rank: contract.rank,
-            local_rank: contract.local_rank,
-            role: &contract.role,
-            hostname: &self.hostname,
-        })
     }
 
     /// The cores of one worker as the system takes them.
