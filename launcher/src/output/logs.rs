@@ -29,6 +29,16 @@ pub struct LogError {
     pub cause: io::Error,
 }
 
+impl LogError {
+    /// The error of making this file or directory.
+    pub(crate) fn at(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        |cause| Self {
+            path: path.to_owned(),
+            cause,
+        }
+    }
+}
+
 fn hint(cause: &io::Error) -> &'static str {
     match cause.kind() {
         io::ErrorKind::AlreadyExists => "another run writes there: give each run its own `--log-dir`",
@@ -40,16 +50,12 @@ fn hint(cause: &io::Error) -> &'static str {
 pub(crate) fn create_log_dir(path: &Path) -> Result<Vec<PathBuf>, LogError> {
     let missing = path.ancestors().take_while(|folder| !folder.exists());
     let missing = missing.map(Path::to_owned).collect();
-    fs::create_dir_all(path)
-        .map(|()| missing)
-        .map_err(|cause| LogError {
-            path: path.to_owned(),
-            cause: match cause.kind() {
-                // A directory may be there already; this is something else.
-                io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
-                _ => cause,
-            },
-        })
+    let made = fs::create_dir_all(path).map_err(|cause| match cause.kind() {
+        // A directory may be there already; this is something else.
+        io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
+        _ => cause,
+    });
+    made.map(|()| missing).map_err(LogError::at(path))
 }
 
 /// Removes folders that are empty, the innermost first.
@@ -68,7 +74,7 @@ pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<
             drop(truncated);
             File::options().append(true).open(&path)
         })
-        .map_err(|cause| LogError { path, cause })
+        .map_err(LogError::at(&path))
 }
 
 /// The first attempt that has no folder in `log_dir`, nor has any after it.
@@ -124,12 +130,8 @@ impl WorkerFiles {
         attempt: u32,
         rank: GlobalRank,
     ) -> Result<Self, LogError> {
-        let failed = |path: &Path, cause| LogError {
-            path: path.to_owned(),
-            cause,
-        };
         let Some(root) = log_dir else {
-            fs::create_dir_all(scratch).map_err(|cause| failed(scratch, cause))?;
+            fs::create_dir_all(scratch).map_err(LogError::at(scratch))?;
             let file = format!("attempt_{attempt}_rank_{rank}_error.json");
             return Ok(Self::Scratch(scratch.join(file)));
         };
@@ -138,7 +140,7 @@ impl WorkerFiles {
         // It is new, or belongs to another run that began at the same moment.
         fs::create_dir_all(&attempt)
             .and_then(|()| fs::create_dir(&directory))
-            .map_err(|cause| failed(&directory, cause))?;
+            .map_err(LogError::at(&directory))?;
         Ok(Self::Logged(directory))
     }
 
@@ -165,8 +167,8 @@ impl WorkerFiles {
         let (Some(stdout), Some(stderr)) = (self.logged("stdout.log"), self.logged("stderr.log")) else {
             return Ok(None);
         };
-        let open = |path: PathBuf| File::create(&path).map_err(|cause| LogError { path, cause });
-        Ok(Some((open(stdout)?, open(stderr)?)))
+        let open = |path: &Path| File::create(path).map_err(LogError::at(path));
+        Ok(Some((open(&stdout)?, open(&stderr)?)))
     }
 
     fn logged(&self, name: &str) -> Option<PathBuf> {

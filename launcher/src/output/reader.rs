@@ -103,32 +103,27 @@ impl OutputReader {
     }
 }
 
-async fn read(worker: WorkerStream, mut lines: LineBuffer, console: Console) {
-    let WorkerStream {
-        rank,
-        stream,
-        pipe,
-        mut log,
-        mut tail,
-        prefix,
-        errors,
-        mut duplicate,
-    } = worker;
-    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
+async fn read(mut worker: WorkerStream, mut lines: LineBuffer, console: Console) {
+    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(worker.pipe) else {
         return;
     };
-    let id = u64::from(rank.0);
-    let source = Source { stream, id };
-    let mut shown = prefix.map(|prefix| ShownStream::new(console.clone(), source, &prefix, errors));
+    let rank = worker.rank;
+    let source = Source {
+        stream: worker.stream,
+        id: u64::from(rank.0),
+    };
+    let new = |prefix: String| ShownStream::new(console.clone(), source, &prefix, worker.errors);
+    let mut shown = worker.prefix.map(new);
     let mut take = |segment: &Segment<'_>, shown: &mut Option<ShownStream>| {
-        tail.push(segment);
+        worker.tail.push(segment);
         if let Some(shown) = shown {
             shown.take(segment);
         }
+        let duplicate = &mut worker.duplicate;
         let copied = duplicate.as_ref().map_or(Ok(()), |file| file.copy(segment.text));
         if let Err(error) = copied {
             console.say(&format!("stopped copying filtered lines of rank {rank}: {error}"));
-            duplicate = None;
+            *duplicate = None;
         }
     };
     let mut buffer = vec![0; READ_BYTES];
@@ -149,11 +144,11 @@ async fn read(worker: WorkerStream, mut lines: LineBuffer, console: Console) {
             break;
         };
         let bytes = &buffer[..read];
-        if let Some(file) = &mut log
+        if let Some(file) = &mut worker.log
             && let Err(error) = file.write_all(bytes)
         {
             console.say(&format!("stopped writing the log files of rank {rank}: {error}"));
-            log = None;
+            worker.log = None;
         }
         lines.push(bytes, |segment| take(segment, &mut shown));
         if let Some(shown) = &mut shown {
@@ -178,16 +173,15 @@ struct ShownStream {
 
 impl ShownStream {
     fn new(console: Console, source: Source, prefix: &str, errors: Option<RankErrors>) -> Self {
-        let next = Chunk {
-            source,
-            prefix: prefix.into(),
-            bytes: Vec::new(),
-            continues: false,
-        };
         Self {
             console,
             errors,
-            next,
+            next: Chunk {
+                source,
+                prefix: prefix.into(),
+                bytes: Vec::new(),
+                continues: false,
+            },
             deadline: None,
         }
     }

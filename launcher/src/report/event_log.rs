@@ -135,10 +135,7 @@ impl EventLog {
 impl Writer {
     fn start(path: &Path) -> Result<Self, ExitReason> {
         let file = File::options().create(true).append(true).open(path);
-        let mut file = file.map_err(|cause| LogError {
-            path: path.to_owned(),
-            cause,
-        })?;
+        let mut file = file.map_err(LogError::at(path))?;
         let (lines, queue) = sync_channel::<Vec<u8>>(QUEUE);
         let (open, ended) = oneshot::channel();
         std::thread::Builder::new()

@@ -12,8 +12,6 @@ use crate::supervise::ending::Ending;
 
 /// Failures of other nodes that the report tells one by one.
 const MAX_REPORTED: usize = 4;
-/// The kind of a node or worker that failed.
-const FAILED: &str = "failed";
 
 /// One of `failures` in `error.json`.
 #[derive(Debug, Serialize)]
@@ -57,25 +55,24 @@ pub(crate) struct WorkerRecord<'a> {
 
 impl<'a> Record<'a> {
     pub(crate) fn new(failure: &'a Failure) -> Self {
+        let exit = failure.exit.as_ref();
         Self {
-            generation: failure.generation,
-            node: &failure.hostname,
-            kind: failure.exit.as_ref().map_or(FAILED, kind_of),
-            node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
-            worker: failure.exit.as_ref().map(WorkerRecord::new),
+            node_gone: exit.is_none().then_some(&*failure.node_gone),
             arrived_ns: Some(failure.arrived_ns),
             happened_ns: Some(failure.happened_ns),
+            ..Self::of_node(failure.generation, &failure.hostname, exit)
         }
     }
 
     /// The end of a worker that the daemon did not list.
-    pub(crate) fn of_node(generation: u64, node: &'a str, exit: &'a WorkerExit) -> Self {
+    pub(crate) fn of_node(generation: u64, node: &'a str, exit: Option<&'a WorkerExit>) -> Self {
+        let is_stopped = exit.is_some_and(|exit| exit.stopped_with.is_some());
         Self {
             generation,
             node,
-            kind: kind_of(exit),
+            kind: if is_stopped { "stopped" } else { "failed" },
             node_gone: None,
-            worker: Some(WorkerRecord::new(exit)),
+            worker: exit.map(WorkerRecord::new),
             arrived_ns: None,
             happened_ns: None,
         }
@@ -85,10 +82,6 @@ impl<'a> Record<'a> {
     pub(crate) fn is_of(&self, generation: u64, rank: u32) -> bool {
         self.generation == generation && self.worker.as_ref().is_some_and(|worker| worker.rank == rank)
     }
-}
-
-fn kind_of(exit: &WorkerExit) -> &'static str {
-    exit.stopped_with.map_or(FAILED, |_| "stopped")
 }
 
 impl<'a> WorkerRecord<'a> {

@@ -109,7 +109,7 @@ impl Verdict<'_> {
     fn records(&self) -> (Vec<Record<'_>>, u32, u32) {
         let facts = self.facts;
         let generation = facts.generation.0;
-        let of_node = |exit, node| Record::of_node(generation, node, exit);
+        let of_node = |exit, node| Record::of_node(generation, node, Some(exit));
         let listed = &facts.failures.failures;
         let mut records: Vec<Record<'_>> = listed.iter().map(Record::new).collect();
         if listed.is_empty() {

@@ -81,36 +81,26 @@ pub enum SpawnEvent {
     },
 }
 
-/// The spawning thread.
-pub(crate) struct Spawner {
-    batches: mpsc::Sender<Batch>,
-}
-
-impl Spawner {
-    /// Starts the thread; the results of the batches go to `events`.
-    pub(crate) fn start(registrar: Registrar, events: mpsc::Sender<SpawnEvent>) -> io::Result<Self> {
-        let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
-        std::thread::Builder::new()
-            .name("spawner".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || {
-                while let Some(batch) = requests.blocking_recv() {
-                    let generation = batch.generation;
-                    let failure = start_batch(batch, registrar, &events);
-                    let ended = SpawnEvent::Ended { generation, failure };
-                    if events.blocking_send(ended).is_err() {
-                        return;
-                    }
-                }
-                // The launcher is about to exit. Its workers are gone: it does not end before them.
-            })?;
-        Ok(Self { batches })
-    }
-
-    /// Asks for the workers of a generation, after those that were asked for before; false if too many batches wait.
-    pub(crate) fn request(&self, batch: Batch) -> bool {
-        self.batches.try_send(batch).is_ok()
-    }
+/// Starts the spawning thread, which takes one batch after the other; its results go to `events`.
+pub(crate) fn start(
+    registrar: Registrar,
+    events: mpsc::Sender<SpawnEvent>,
+) -> io::Result<mpsc::Sender<Batch>> {
+    let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
+    let run = move || {
+        while let Some(batch) = requests.blocking_recv() {
+            let generation = batch.generation;
+            let failure = start_batch(batch, registrar, &events);
+            let ended = SpawnEvent::Ended { generation, failure };
+            if events.blocking_send(ended).is_err() {
+                return;
+            }
+        }
+        // The launcher is about to exit. Its workers are gone: it does not end before them.
+    };
+    let thread = std::thread::Builder::new().name("spawner".into());
+    thread.stack_size(STACK_BYTES).spawn(run)?;
+    Ok(batches)
 }
 
 fn start_batch(

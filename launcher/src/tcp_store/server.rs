@@ -206,19 +206,16 @@ async fn serve(client: ClientId, stream: TcpStream, peer: SocketAddr, hub: Arc<H
         tracing::warn!("the store cannot set options of the connection from {peer}: {error}");
     }
     let waker = hub.enter(client);
-    let ended = match hub.hold(0) {
-        Ok(held) => {
-            let hub = &*hub;
-            let connection = Connection {
-                client,
-                stream,
-                hub,
-                held,
-            };
-            connection.run(&waker).await
-        }
-        Err(error) => Err(error),
+    let serving = async {
+        let connection = Connection {
+            client,
+            stream,
+            hub: &hub,
+            held: hub.hold(0)?,
+        };
+        connection.run(&waker).await
     };
+    let ended = serving.await;
     hub.leave(client);
     if let Err(error) = ended {
         hub.complain(peer, &error);

@@ -243,12 +243,8 @@ impl Store {
     }
 
     fn wake_all(&mut self, key: &[u8]) {
-        for client in self
-            .waiters
-            .remove(key)
-            .into_iter()
-            .flat_map(BTreeMap::into_values)
-        {
+        let waiters = self.waiters.remove(key).unwrap_or_default();
+        for client in waiters.into_values() {
             self.key_came(client, key);
         }
     }

@@ -180,16 +180,15 @@ impl Decoder {
             if !scan.is_complete(bytes)? {
                 return Ok(None);
             }
-            let fields = Fields {
+            let mut fields = Fields {
                 bytes,
                 parts: scan.parts.iter(),
             };
             let (kind, length) = (scan.kind, scan.at);
-            let command = if kind == kind::VALIDATE {
-                fields.check_magic()?;
-                None
-            } else {
-                fields.command(kind)
+            let command = match kind {
+                kind::VALIDATE if fields.word() != Some(MAGIC) => return Err(WireError::NotAClient),
+                kind::VALIDATE => None,
+                kind => fields.command(kind),
             };
             self.scan = None;
             self.start += length;
@@ -307,14 +306,6 @@ struct Fields<'a> {
 }
 
 impl Fields<'_> {
-    fn check_magic(mut self) -> Result<(), WireError> {
-        if self.word() == Some(MAGIC) {
-            Ok(())
-        } else {
-            Err(WireError::NotAClient)
-        }
-    }
-
     /// None only if the fields are not those of the layout.
     fn command(mut self, kind: u8) -> Option<Command> {
         Some(match kind {

@@ -106,7 +106,7 @@ impl Target {
         if let Some(name) = endpoint.strip_prefix(UNIX_PREFIX) {
             return Ok(Self {
                 endpoint: with_patience(Endpoint::from_static("http://localhost")),
-                connector: Connector::unix(name),
+                connector: Connector::Unix(name.to_owned()),
             });
         }
         let bad = |cause: String| ClientError::BadEndpoint {

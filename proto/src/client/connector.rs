@@ -53,43 +53,33 @@ impl Access {
 
 /// Opens connections to one daemon.
 #[derive(Clone)]
-pub(super) struct Connector {
-    place: Place,
-    tls: Option<TlsConnector>,
-}
-
-#[derive(Clone)]
-enum Place {
-    Tcp { host: String, port: u16 },
+pub(super) enum Connector {
+    /// To a name or an address.
+    Tcp {
+        host: String,
+        port: u16,
+        tls: Option<TlsConnector>,
+    },
+    /// To an abstract socket.
     Unix(String),
 }
 
 impl Connector {
-    /// To a name or an address.
     pub(super) fn tcp(host: &str, port: u16, access: &Access) -> Result<Self, TlsError> {
-        let place = Place::Tcp {
+        let tls = access.token().map(tls::client_of_token).transpose()?;
+        Ok(Self::Tcp {
             host: host.to_owned(),
             port,
-        };
-        let tls = access.token().map(tls::client_of_token).transpose()?;
-        let tls = tls.map(|config| TlsConnector::from(Arc::new(config)));
-        Ok(Self { place, tls })
-    }
-
-    /// To an abstract socket.
-    pub(super) fn unix(name: &str) -> Self {
-        Self {
-            place: Place::Unix(name.to_owned()),
-            tls: None,
-        }
+            tls: tls.map(|config| TlsConnector::from(Arc::new(config))),
+        })
     }
 
     async fn open(self) -> Result<Connection, tonic::codegen::StdError> {
-        let stream = match self.place {
-            Place::Tcp { host, port } => open_tcp(&host, port).await?,
-            Place::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
+        let (stream, tls) = match self {
+            Self::Tcp { host, port, tls } => (open_tcp(&host, port).await?, tls),
+            Self::Unix(name) => return Ok(Connection::Unix(open_unix(&name)?)),
         };
-        let Some(tls) = self.tls else {
+        let Some(tls) = tls else {
             let is_first = true;
             return Ok(Connection::Tcp { stream, is_first });
         };

@@ -93,12 +93,7 @@ impl Inbox {
     /// The next of whatever comes. Cancel safe.
     pub(super) async fn next(&mut self) -> LoopEvent {
         let alarm = self.alarm;
-        let ring = async {
-            match alarm {
-                Some(at) => sleep_until(at).await,
-                None => std::future::pending().await,
-            }
-        };
+        let ring = sleep_until(alarm.unwrap_or_else(Instant::now));
         let watch = async {
             match &mut self.watch {
                 Some(ticks) => ticks.tick().await,
@@ -113,7 +108,7 @@ impl Inbox {
             Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
             Some(event) = self.link.recv() => LoopEvent::Link(event),
-            () = ring => {
+            () = ring, if alarm.is_some() => {
                 self.alarm = None;
                 LoopEvent::Alarm
             }

@@ -15,7 +15,7 @@ use super::super::workers::{SpawnContext, WorkerGroup, no_pipes};
 use super::inbox::LoopEvent;
 use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::output::reader::OutputReader;
-use crate::spawn::spawner::{Batch, SpawnEvent, Spawner, WorkerSpec};
+use crate::spawn::spawner::{self, Batch, SpawnEvent, WorkerSpec};
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -26,7 +26,7 @@ const PANICKED: &str =
 /// Starts the workers of one generation after the other.
 pub(super) struct Starter {
     reader: OutputReader,
-    spawner: Spawner,
+    spawner: mpsc::Sender<Batch>,
     /// Address of the control socket.
     control: String,
     /// Files and pipes of the current generation are being made.
@@ -48,7 +48,7 @@ impl Starter {
     ) -> io::Result<Self> {
         Ok(Self {
             reader: OutputReader::start(launch.console.clone())?,
-            spawner: Spawner::start(launch.guardian.registrar(), events)?,
+            spawner: spawner::start(launch.guardian.registrar(), events)?,
             control: control.to_owned(),
             preparing: false,
             entry: None,
@@ -150,7 +150,7 @@ impl Starter {
             entry: self.entry.take(),
             cancelled,
         };
-        if !self.spawner.request(batch) {
+        if self.spawner.try_send(batch).is_err() {
             let busy = "workers of the last generation are still being started";
             return Err(no_pipes(io::Error::other(busy)));
         }

@@ -685,10 +685,8 @@ fn restart_notice(over: &GenerationOver) -> String {
         (true, Some(_)) => format!("{}; restarting without using up a restart", over.cause),
         (false, _) => format!("{}; restarting {when} ({count}/{max})", over.cause),
     };
-    if let Some(failure) = over
-        .first_failure
-        .as_ref()
-        .filter(|failure| !failure.log_file.is_empty())
+    if let Some(failure) = &over.first_failure
+        && !failure.log_file.is_empty()
     {
         notice.push_str("\n  log file: ");
         notice.push_str(&failure.log_file);
