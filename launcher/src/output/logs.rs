@@ -70,8 +70,7 @@ pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<
     let path = directory.join(name);
     fs::create_dir_all(&directory)
         .and_then(|()| {
-            let truncated = File::create(&path)?;
-            drop(truncated);
+            fs::write(&path, "")?;
             File::options().append(true).open(&path)
         })
         .map_err(LogError::at(&path))

@@ -97,14 +97,6 @@ impl OutputPlan {
         shown.min(most) as u32
     }
 
-    /// Lines of a stream that are written a second time contain one of these.
-    pub(crate) fn filters(&self, stream: Stream) -> &[String] {
-        match stream {
-            Stream::Stdout => &self.stdout_filters,
-            Stream::Stderr => &self.stderr_filters,
-        }
-    }
-
     /// True if something goes to log files that the console does not show.
     pub fn needs_files(&self) -> bool {
         let none = StreamsByRank::default();

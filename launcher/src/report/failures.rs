@@ -190,9 +190,6 @@ fn is_elsewhere(facts: &ReportFacts, failure: &Failure) -> bool {
 /// "0.2 s later"
 fn when(after_ns: i64) -> String {
     let time = seconds(Duration::from_nanos(after_ns.unsigned_abs()));
-    if after_ns < 0 {
-        format!("{time} earlier")
-    } else {
-        format!("{time} later")
-    }
+    let order = if after_ns < 0 { "earlier" } else { "later" };
+    format!("{time} {order}")
 }

@@ -109,11 +109,9 @@ fn describe_failure(text: &mut String, facts: &ReportFacts, failure: &WorkerExit
     }
     if failure.stderr_tail.is_empty() {
         // What was not seen is right above.
-        text.push_str(if facts.output_unseen {
-            ""
-        } else {
-            "\n    no output on stderr"
-        });
+        if !facts.output_unseen {
+            text.push_str("\n    no output on stderr");
+        }
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of stderr:");
         for line in &failure.stderr_tail {
