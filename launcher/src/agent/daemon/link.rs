@@ -218,8 +218,8 @@ impl Side {
         }
     }
 
-    /// Uses a stream until it breaks, which is an error, or the agent leaves or is gone. What is opened is the daemon's only when it says something,
-    /// which it does at once; the `attempts` end when it did not.
+    /// Uses a stream until it breaks, which is an error, or the agent leaves or is gone. What is opened is the daemon's
+    /// only when it says something, which it does at once; the `attempts` end when it did not.
     async fn serve(
         &mut self,
         mut stream: AgentStream,
@@ -231,31 +231,31 @@ impl Side {
             let is_silent = self.is_lost || !self.is_known;
             // Cancel safe: `recv` and `next` lose nothing that they have not returned.
             let command = tokio::select! {
-                           command = self.queue.recv() => command,
-                           message = stream.next() => {
-                               match message {
-                                   Ok(message) => self.take(message).await,
-                                   Err(_) if self.memory.is_refused() => {
-            self.await_leave().await;
-            return Ok(());
-            }
-                                   Err(error) => return Err(error),
-                               }
-                               continue;
-                           }
-                           () = changed(&mut self.gives_up), if is_silent => {
-                               *attempts = self.attempts_left(client);
-                               continue;
-                           }
-                           () = tokio::time::sleep_until(attempts.deadline()), if is_silent => {
-                               let silence = ClientError::Broken {
-                                   endpoint: self.plan.endpoint.clone(),
-                                   cause: "the daemon said nothing on the stream".into(),
-                               };
-                               *attempts = give_up(client, attempts, silence)?;
-                               continue;
-                           }
-                       };
+                command = self.queue.recv() => command,
+                message = stream.next() => {
+                    match message {
+                        Ok(message) => self.take(message).await,
+                        Err(_) if self.memory.is_refused() => {
+                            self.await_leave().await;
+                            return Ok(());
+                        }
+                        Err(error) => return Err(error),
+                    }
+                    continue;
+                }
+                () = changed(&mut self.gives_up), if is_silent => {
+                    *attempts = self.attempts_left(client);
+                    continue;
+                }
+                () = tokio::time::sleep_until(attempts.deadline()), if is_silent => {
+                    let silence = ClientError::Broken {
+                        endpoint: self.plan.endpoint.clone(),
+                        cause: "the daemon said nothing on the stream".into(),
+                    };
+                    *attempts = give_up(client, attempts, silence)?;
+                    continue;
+                }
+            };
             let (generation, body) = match command {
                 None => return Ok(()),
                 Some(Command::Report(generation, body)) => (generation, body),

@@ -149,6 +149,7 @@ impl Records {
         report
     }
 
+    /// All that is known of how the launch ended.
     fn facts(
         &self,
         launch: &LaunchContext<'_>,

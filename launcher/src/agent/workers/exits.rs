@@ -89,7 +89,7 @@ impl Worker {
                 .files
                 .stderr_log()
                 .map_or_else(String::new, |path| path.display().to_string()),
-            consequence: self.reports.consequence,
+            consequence: self.consequence,
             out_of_memory: end.out_of_memory,
             activity: self.place_in_training().unwrap_or_default(),
             stopped_with: self.sent,

@@ -77,9 +77,7 @@ impl HangWatch {
         }
         if let Some((local_rank, _, silent)) = self.silent(group, bound) {
             let worker = group.get_mut(local_rank);
-            if silent.waits
-                && worker.is_some_and(|worker| worker.reports.found_waiting == Some(silent.beat.step))
-            {
+            if silent.waits && worker.is_some_and(|worker| worker.found_waiting == Some(silent.beat.step)) {
                 return false;
             }
             self.asking = Some(generation);
@@ -90,10 +88,10 @@ impl HangWatch {
             return false;
         };
         if let Some(worker) = group.get_mut(local_rank)
-            && worker.reports.called_slow != Some(beat.step)
+            && worker.called_slow != Some(beat.step)
         {
-            worker.reports.called_slow = Some(beat.step);
-            let slowness = beat.slowness(&worker.reports.activity, Instant::now(), bound);
+            worker.called_slow = Some(beat.step);
+            let slowness = beat.slowness(&worker.activity, Instant::now(), bound);
             self.console.say(&format!("rank {} {slowness}", worker.rank));
         }
         false
@@ -135,10 +133,7 @@ impl HangWatch {
                 .console
                 .say("the silent worker made progress again: it was slow, not hung");
         };
-        if group
-            .get_mut(local_rank)
-            .is_some_and(|worker| worker.reports.aborted)
-        {
+        if group.get_mut(local_rank).is_some_and(|worker| worker.aborted) {
             return group.end_hung(local_rank, Signal::SIGKILL);
         }
         let states = self
@@ -151,30 +146,24 @@ impl HangWatch {
         };
         let rank = worker.rank;
         if silent.waits {
-            let wait = worker
-                .reports
-                .waits
-                .first()
-                .map_or_else(String::new, PeerWait::to_string);
+            let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
             group.found_waiting();
             return self.console.say(&format!(
                 "rank {rank} makes no progress but is not stopped: {wait}, and this wait ends after \
                  `parallel.timeout_s`{states}"
             ));
         }
-        worker.reports.aborted = true;
-        let mut words = silent
-            .beat
-            .trouble(&worker.reports.activity, Instant::now(), bound);
+        worker.aborted = true;
+        let mut words = silent.beat.trouble(&worker.activity, Instant::now(), bound);
         let threads = threads.get(&pid).map_or("", String::as_str);
-        for line in summary(worker.reports.state.as_deref(), threads) {
+        for line in summary(worker.state.as_deref(), threads) {
             let _ = write!(words, "\n  {line}");
         }
         words.push_str(&states);
         if !self.believes_waits {
             words.push_str(SCRIPT_HINT);
         }
-        worker.reports.message.get_or_insert_with(|| words.clone());
+        worker.message.get_or_insert_with(|| words.clone());
         self.console.say(&format!("rank {rank} {words}"));
         group.end_hung(local_rank, Signal::SIGABRT);
     }
@@ -186,17 +175,14 @@ impl HangWatch {
         let mut states = Vec::new();
         for (pid, worker) in group.live() {
             let place = worker.place().unwrap_or_else(|| "no heartbeat yet".to_owned());
-            let silence = worker
-                .reports
-                .beat
-                .map_or(0.0, |beat| beat.silence(now).as_secs_f64());
+            let silence = worker.beat.map_or(0.0, |beat| beat.silence(now).as_secs_f64());
             let mut text = format!(
                 "rank {}, pid {pid}: {place}, no progress for {silence:.1} s\n",
                 worker.rank
             );
             let line = |wait: &PeerWait| format!("{wait}\n");
-            let waits = || worker.reports.waits.iter().map(line).collect();
-            let state = worker.reports.state.clone().unwrap_or_else(waits);
+            let waits = || worker.waits.iter().map(line).collect();
+            let state = worker.state.clone().unwrap_or_else(waits);
             if !state.is_empty() {
                 let _ = write!(text, "\nreported by the worker:\n{state}");
             }

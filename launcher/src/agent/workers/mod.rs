@@ -52,21 +52,10 @@ const MAX_MESSAGE_CHARS: usize = 4000;
 
 /// One worker.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
 struct Worker {
     rank: GlobalRank,
     pid: Option<i32>,
-    reports: WorkerReports,
-    files: WorkerFiles,
-    stdout: TailReader,
-    stderr: TailReader,
-    sent: Option<i32>,
-    end: Option<End>,
-}
-
-/// What a worker reported, and what was made of it.
-#[derive(Debug, Default)]
-#[expect(clippy::struct_excessive_bools, reason = "independent of each other")]
-struct WorkerReports {
     /// Its last sign of life.
     beat: Option<Beat>,
     pace: Pace,
@@ -96,6 +85,11 @@ struct WorkerReports {
     lost_rank: Option<u32>,
     /// The message in its error file, once that has been read.
     in_file: Option<String>,
+    files: WorkerFiles,
+    stdout: TailReader,
+    stderr: TailReader,
+    sent: Option<i32>,
+    end: Option<End>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -217,16 +211,9 @@ impl WorkerGroup {
                 cores: context.cores_of(local_rank),
             });
             contracts.push(contract);
-            worker_group.workers.push(Worker {
-                rank,
-                pid: None,
-                reports: WorkerReports::default(),
-                files,
-                stdout,
-                stderr,
-                sent: None,
-                end: None,
-            });
+            worker_group
+                .workers
+                .push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             worker_group,
@@ -279,26 +266,26 @@ impl WorkerGroup {
             } => {
                 let at = Instant::now();
                 let fresh = at.checked_sub(Duration::from_millis(quiet_ms)).unwrap_or(at);
-                (worker.reports.waits, worker.reports.activity) = (waits, activity);
+                (worker.waits, worker.activity) = (waits, activity);
                 let loss = loss.or_else(|| progress.map(|progress| progress.loss));
-                worker.reports.pace.note(fresh, step, phase, loss);
-                worker.reports.beat = Some(Beat {
+                worker.pace.note(fresh, step, phase, loss);
+                worker.beat = Some(Beat {
                     at,
                     fresh,
                     step,
                     phase,
                 });
-                worker.reports.is_watched = true;
+                worker.is_watched = true;
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
             }
             // Should this node be lost before its next heartbeat, the others have to know.
-            ToAgent::Sizes(sizes) => is_urgent = worker.reports.sizes.replace(sizes) != Some(sizes),
+            ToAgent::Sizes(sizes) => is_urgent = worker.sizes.replace(sizes) != Some(sizes),
             // The daemon may have seen that rank's node go, and wait for a second witness.
             ToAgent::PeerLost { rank } => {
-                worker.reports.lost_rank = Some(rank);
+                worker.lost_rank = Some(rank);
                 is_urgent = true;
             }
-            ToAgent::State { text } => worker.reports.state = Some(text),
+            ToAgent::State { text } => worker.state = Some(text),
             ToAgent::Failure {
                 message,
                 hint,
@@ -308,8 +295,8 @@ impl WorkerGroup {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
                 };
-                worker.reports.consequence = consequence;
-                worker.reports.message = Some(words.chars().take(MAX_MESSAGE_CHARS).collect());
+                worker.consequence = consequence;
+                worker.message = Some(words.chars().take(MAX_MESSAGE_CHARS).collect());
             }
             // Answered by the connection.
             ToAgent::Hello { .. }
@@ -323,23 +310,20 @@ impl WorkerGroup {
     /// A worker has no connection any more: that it says nothing new means nothing, until it reports again.
     pub(super) fn disconnected(&mut self, local_rank: LocalRank) {
         if let Some(worker) = self.get_mut(local_rank) {
-            worker.reports.is_watched = false;
+            worker.is_watched = false;
         }
     }
 
     /// The rank of a worker of which a connection was refused for the first time.
     pub(super) fn first_refused(&mut self, local_rank: LocalRank) -> Option<GlobalRank> {
-        let worker = self
-            .get_mut(local_rank)
-            .filter(|worker| !worker.reports.was_refused)?;
-        worker.reports.was_refused = true;
+        let worker = self.get_mut(local_rank).filter(|worker| !worker.was_refused)?;
+        worker.was_refused = true;
         Some(worker.rank)
     }
 
     /// The worker says that it failed only because another rank did.
     pub(super) fn is_consequence(&self, local_rank: LocalRank) -> bool {
-        self.get(local_rank)
-            .is_some_and(|worker| worker.reports.consequence)
+        self.get(local_rank).is_some_and(|worker| worker.consequence)
     }
 
     /// The control group that its workers are in, where there is one.
@@ -354,7 +338,7 @@ impl WorkerGroup {
 
     /// What a number of ranks has to divide for the job to go on, as the workers say; none if none has said it.
     pub(super) fn sizes(&self) -> Option<Sizes> {
-        self.workers.iter().find_map(|worker| worker.reports.sizes)
+        self.workers.iter().find_map(|worker| worker.sizes)
     }
 
     /// What each heartbeat tells the daemon about the workers.
@@ -367,7 +351,7 @@ impl WorkerGroup {
             lost_rank: self.workers.iter().find_map(|worker| {
                 // How ranks of this node ended is reported by itself.
                 let is_own = |rank: &u32| self.workers.iter().any(|own| own.rank.0 == *rank);
-                let rank = worker.reports.lost_rank.filter(|rank| !is_own(rank))?;
+                let rank = worker.lost_rank.filter(|rank| !is_own(rank))?;
                 let witness = worker.rank.0;
                 Some(LostRank { rank, witness })
             }),
@@ -380,9 +364,9 @@ impl WorkerGroup {
     fn progress(&self) -> Vec<RankProgress> {
         let now = Instant::now();
         let told = self.workers.iter().filter_map(|worker| {
-            let beat = worker.reports.beat?;
+            let beat = worker.beat?;
             let silence = now.saturating_duration_since(beat.fresh);
-            Some(worker.reports.pace.report(worker.rank.0, beat.step, silence))
+            Some(worker.pace.report(worker.rank.0, beat.step, silence))
         });
         told.take(pace::MAX_REPORTED).collect()
     }
@@ -397,12 +381,7 @@ impl WorkerGroup {
 
     /// All workers have said that they are done with the last step.
     pub(super) fn is_finishing(&self) -> bool {
-        let finishes = |worker: &Worker| {
-            worker
-                .reports
-                .beat
-                .is_some_and(|beat| beat.phase == Phase::Finishing)
-        };
+        let finishes = |worker: &Worker| worker.beat.is_some_and(|beat| beat.phase == Phase::Finishing);
         !self.workers.is_empty() && self.workers.iter().all(finishes)
     }
 
@@ -410,7 +389,7 @@ impl WorkerGroup {
     fn step(&self) -> Option<u64> {
         self.workers
             .iter()
-            .filter_map(|worker| Some(worker.reports.beat?.step))
+            .filter_map(|worker| Some(worker.beat?.step))
             .max()
     }
 
@@ -428,7 +407,7 @@ impl WorkerGroup {
                 .find(|(_, worker)| worker.pid == Some(pid));
             if let Some((local_rank, worker)) = worker {
                 // One that hung and was killed for it got no signal that counts as `sent`.
-                let out_of_memory = !worker.reports.aborted && self.oom.explains(ending, worker.sent);
+                let out_of_memory = !worker.aborted && self.oom.explains(ending, worker.sent);
                 worker.end = Some(End {
                     ending,
                     at,
@@ -487,7 +466,7 @@ impl WorkerGroup {
     pub(super) fn wait_messages(&mut self) -> Vec<String> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         let waits: Vec<_> = live
-            .map(|worker| (worker.rank.0, worker.reports.waits.as_slice()))
+            .map(|worker| (worker.rank.0, worker.waits.as_slice()))
             .collect();
         self.reported_waits.update(&waits, Instant::now())
     }
@@ -495,14 +474,14 @@ impl WorkerGroup {
     /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
     fn found_waiting(&mut self) {
         for worker in &mut self.workers {
-            worker.reports.found_waiting = worker.reports.beat.map(|beat| beat.step);
+            worker.found_waiting = worker.beat.map(|beat| beat.step);
         }
     }
 
     /// What the workers said that they do is not what they do now.
     fn forget_states(&mut self) {
         for worker in &mut self.workers {
-            worker.reports.state = None;
+            worker.state = None;
         }
     }
 
@@ -518,10 +497,10 @@ impl WorkerGroup {
             .workers
             .iter()
             .enumerate()
-            .filter(|(_, worker)| worker.reports.is_watched && worker.end.is_none());
+            .filter(|(_, worker)| worker.is_watched && worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
-            let waits = worker.reports.waits.iter().any(|wait| !wait.peers.is_empty());
-            Some((local_rank, worker.reports.beat?, waits))
+            let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
+            Some((local_rank, worker.beat?, waits))
         });
         let (local_rank, silent) = longest_silence(beats, Instant::now(), bound)?;
         Some((
@@ -534,7 +513,7 @@ impl WorkerGroup {
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
     fn is_unwatched(&self, bound: Duration) -> bool {
         let began = !self.workers.is_empty() && self.began.elapsed() > bound;
-        began && self.workers.iter().all(|worker| worker.reports.beat.is_none())
+        began && self.workers.iter().all(|worker| worker.beat.is_none())
     }
 
     /// Passes a signal of the user's on to the workers themselves, which go on.
@@ -591,7 +570,7 @@ impl WorkerGroup {
     /// Keeps what a worker wrote into its error file before it ended.
     pub(super) fn note_error_file(&mut self, local_rank: LocalRank, words: String) {
         if let Some(worker) = self.get_mut(local_rank) {
-            worker.reports.in_file = Some(words);
+            worker.in_file = Some(words);
         }
     }
 
@@ -611,8 +590,8 @@ impl WorkerGroup {
                 ending: end.ending,
                 sent: worker.sent,
                 after: end.at.checked_duration_since(zero),
-                message: worker.reports.message.clone(),
-                consequence: worker.reports.consequence,
+                message: worker.message.clone(),
+                consequence: worker.consequence,
             })
         };
         self.workers.iter().filter_map(end).collect()
@@ -626,20 +605,47 @@ pub(super) fn no_pipes(error: io::Error) -> ExitReason {
 }
 
 impl Worker {
+    /// One that is about to be started.
+    fn new(rank: GlobalRank, files: WorkerFiles, stdout: TailReader, stderr: TailReader) -> Self {
+        Self {
+            rank,
+            pid: None,
+            beat: None,
+            pace: Pace::default(),
+            is_watched: false,
+            was_refused: false,
+            sizes: None,
+            called_slow: None,
+            state: None,
+            waits: Vec::new(),
+            activity: String::new(),
+            found_waiting: None,
+            aborted: false,
+            message: None,
+            consequence: false,
+            lost_rank: None,
+            in_file: None,
+            files,
+            stdout,
+            stderr,
+            sent: None,
+            end: None,
+        }
+    }
+
     /// Where it was, by its last heartbeat; none if it has sent none.
     fn place(&self) -> Option<String> {
-        Some(self.reports.beat?.place(&self.reports.activity))
+        Some(self.beat?.place(&self.activity))
     }
 
     /// The same, once it has got beyond its start: before that a place says nothing that the failure does not.
     fn place_in_training(&self) -> Option<String> {
-        let beat = self.reports.beat.filter(|beat| beat.phase != Phase::Starting)?;
-        Some(beat.place(&self.reports.activity))
+        let beat = self.beat.filter(|beat| beat.phase != Phase::Starting)?;
+        Some(beat.place(&self.activity))
     }
 
     /// The worker's message about its failure: from the control socket, or from its error file.
     fn failure_message(&self) -> Option<String> {
-        let reports = &self.reports;
-        reports.message.clone().or_else(|| reports.in_file.clone())
+        self.message.clone().or_else(|| self.in_file.clone())
     }
 }
