@@ -5,12 +5,12 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::blocking_thread::BlockingThread;
 use crate::cgroup::WorkerCgroup;
 use crate::output::console::Console;
 use crate::output::streams::Output;
 use crate::plan::BoundPlan;
 use crate::supervise::guardian::Guardian;
+use crate::threads::BlockingThread;
 
 /// What a launch has from its beginning to its very end.
 #[derive(Clone)]

@@ -22,7 +22,7 @@ use crate::output::console::Console;
 use crate::output::lines::{End, LineBuffer, Segment};
 use crate::output::repeated_errors::RankErrors;
 use crate::output::streams::{Chunk, Source, Stream};
-use crate::runtime_thread;
+use crate::threads;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;
@@ -85,7 +85,7 @@ impl OutputReader {
     /// Starts the thread.
     pub(crate) fn start(console: Console) -> io::Result<Self> {
         let (streams, mut queue) = mpsc::channel::<WorkerStream>(PIPE_QUEUE);
-        runtime_thread::start("reader", STACK_BYTES, move || {
+        threads::start_runtime("reader", STACK_BYTES, move || {
             Ok(async move {
                 let pending = Arc::<AtomicUsize>::default();
                 while let Some(stream) = queue.recv().await {

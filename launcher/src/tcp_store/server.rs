@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::store::{ClientId, Refused, Store};
 use super::wire::{Command, Decoder, STOP_WAITING, WireError};
 use crate::output::console::Console;
-use crate::runtime_thread;
+use crate::threads;
 
 /// Connections at one time, and no more than a quarter of the descriptors of this process: a rendezvous may take half, and
 /// workers need some. A rank has a few for each process group.
@@ -73,7 +73,7 @@ impl TcpStoreServer {
                 }
             })
         };
-        runtime_thread::start("tcp-store", STACK_BYTES, serve)?;
+        threads::start_runtime("tcp-store", STACK_BYTES, serve)?;
         Ok(Self {
             listener,
             _open: open,

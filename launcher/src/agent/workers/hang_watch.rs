@@ -9,11 +9,11 @@ use ddp_proto::ids::{Generation, LocalRank};
 use nix::sys::signal::Signal;
 use tokio::time::{sleep, timeout};
 
-use super::super::blocking_thread::BlockingThread;
 use super::WorkerGroup;
 use crate::output::console::Console;
 use crate::plan::LaunchPlan;
 use crate::supervise::hang::{self, Silent};
+use crate::threads::BlockingThread;
 
 /// Looks within one `--hang-timeout`.
 const LOOKS: u32 = 10;
