@@ -172,7 +172,7 @@ pub fn text(text: &str) -> Result<String, String> {
 
 /// A prefix of lines, in which everything means something.
 pub fn prefix_template(text: &str) -> Result<PrefixTemplate, String> {
-    Ok(PrefixTemplate::parse(text))
+    Ok(PrefixTemplate::new(text))
 }
 
 /// `N` or `MIN:MAX`.

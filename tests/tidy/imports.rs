@@ -220,7 +220,7 @@ fn circles(imports: &BTreeMap<Path, BTreeSet<Path>>) -> BTreeSet<BTreeSet<Path>>
 /// Where the code of each package is, and how many circles its files still form. The number only goes down.
 const PACKAGES: [(&str, usize); 4] = [
     ("launcher/src/", 0),
-    ("proto/src/", 1),
+    ("proto/src/", 0),
     ("src/", 5),
     ("worker/src/", 0),
 ];

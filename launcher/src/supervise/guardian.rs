@@ -249,9 +249,7 @@ impl Watch {
         // Names it in `ps`; best effort.
         let _ = nix::sys::prctl::set_name(c"ddp-guardian");
         let _ = std::env::set_current_dir("/");
-        let fd = self.socket.as_raw_fd();
-        close_range(0, fd - 1);
-        close_range(fd + 1, i32::MAX);
+        close_all_but(self.socket.as_raw_fd());
         for _ in 0..3 {
             // SAFETY: plain system call with a constant path. Descriptors 0 to 2 stay taken, so that no file
             // opened later becomes a program's standard output.
@@ -260,23 +258,17 @@ impl Watch {
     }
 }
 
-/// Closes descriptors `first..=last`, on kernels without the system call one by one.
-fn close_range(first: RawFd, last: RawFd) {
-    if first > last {
-        return;
-    }
-    // SAFETY: this process uses none of these descriptors any more; the one it uses is not in the range.
-    if unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0 {
-        return;
-    }
+/// Closes all descriptors but one.
+fn close_all_but(kept: RawFd) {
     let open: Vec<RawFd> = fs::read_dir("/proc/self/fd")
         .into_iter()
         .flatten()
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|fd| (first..=last).contains(fd))
+        .filter(|fd| *fd != kept)
         .collect();
     for fd in open {
-        // SAFETY: as above. The descriptor of the directory just read is closed already, which only gives EBADF.
+        // SAFETY: this process uses no other descriptor any more. That of the directory just read is closed already,
+        // which only gives EBADF.
         unsafe { libc::close(fd) };
     }
 }

@@ -225,7 +225,6 @@ impl Launch {
                 program: self.program,
                 arg0: None,
                 args: self.args.into_iter().map(Into::into).collect(),
-                env: self.env,
                 display_name: "the program".into(),
                 native: self.native,
                 agent_store: self.agent_store,
@@ -269,8 +268,13 @@ pub(crate) fn run_launcher() {
     // The tests send SIGHUP, which stays ignored where they run under `nohup`.
     // SAFETY: the default disposition runs no code of ours.
     unsafe { nix::sys::signal::signal(Signal::SIGHUP, nix::sys::signal::SigHandler::SigDfl) }.unwrap();
-    let guardian = Guardian::fork().unwrap();
     let launch: Launch = serde_json::from_str(&plan).unwrap();
+    for (name, value) in &launch.env {
+        // Workers inherit it.
+        // SAFETY: no other thread of this process looks at the environment now.
+        unsafe { std::env::set_var(name, value) };
+    }
+    let guardian = Guardian::fork().unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

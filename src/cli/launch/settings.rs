@@ -435,7 +435,7 @@ mod tests {
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(
             settings.log_line_prefix_template,
-            Some(PrefixTemplate::parse("${rank}: "))
+            Some(PrefixTemplate::new("${rank}: "))
         );
         assert_eq!(settings.shutdown_timeout, Some(Duration::from_secs(7)));
         let both = |name: &str| name.ends_with("SHUTDOWN_TIMEOUT").then(|| name.to_owned());

@@ -1,6 +1,5 @@
 //! What every worker runs: the kinds of target, and their commands.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
@@ -204,7 +203,6 @@ impl Target {
             program,
             arg0,
             args,
-            env: BTreeMap::new(),
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,
             agent_store,

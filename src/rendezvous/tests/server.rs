@@ -119,8 +119,8 @@ async fn next_assignment(agent: &mut Agent) -> (Generation, Assignment) {
 fn send(agent: &Agent, generation: u64, body: Body) {
     let (assigned, id) = &agent.assigned;
     let id = if generation == *assigned { id } else { "" };
-    let sender = agent.stream.sender();
-    sender.send(Generation(generation), id, body).unwrap();
+    let sent = agent.stream.send(Generation(generation), id, body);
+    sent.unwrap();
 }
 
 async fn leave(agent: Agent) {

@@ -7,8 +7,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at, sleep_until};
 
 use super::super::daemon::LinkEvent;
+use super::super::machine::ExitReason;
 use super::super::signals::{SignalAction, Signals};
-use super::super::workers::{PrepareError, Prepared, Threads};
+use super::super::workers::{Prepared, Threads};
 use crate::control::ControlEvent;
 use crate::spawn::spawner::SpawnEvent;
 
@@ -44,7 +45,7 @@ pub(super) enum LoopEvent {
     Watch,
     Alarm,
     /// The files and pipes of a generation's workers, or the error of making them.
-    Prepared(Generation, Box<Result<Prepared, PrepareError>>),
+    Prepared(Generation, Box<Result<Prepared, ExitReason>>),
     /// No more control messages of a worker will come.
     ControlDrained(Generation, LocalRank),
     /// The last output of a failed worker was read, with the message of its error file.
@@ -92,12 +93,7 @@ impl Inbox {
     /// The next of whatever comes. Cancel safe.
     pub(super) async fn next(&mut self) -> LoopEvent {
         let alarm = self.alarm;
-        let ring = async {
-            match alarm {
-                Some(at) => sleep_until(at).await,
-                None => std::future::pending().await,
-            }
-        };
+        let ring = sleep_until(alarm.unwrap_or_else(Instant::now));
         let watch = async {
             match &mut self.watch {
                 Some(ticks) => ticks.tick().await,
@@ -112,7 +108,7 @@ impl Inbox {
             Some(event) = self.spawns.recv() => LoopEvent::Spawn(event),
             Some(result) = self.results.recv() => result,
             Some(event) = self.link.recv() => LoopEvent::Link(event),
-            () = ring => {
+            () = ring, if alarm.is_some() => {
                 self.alarm = None;
                 LoopEvent::Alarm
             }
