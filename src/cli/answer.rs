@@ -50,10 +50,7 @@ pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
 pub(super) fn given(written: io::Result<()>) -> ExitCode {
     match written {
         Err(source) if source.kind() != ErrorKind::BrokenPipe => {
-            let error = CliError::Machine {
-                what: "cannot write the answer to standard output",
-                source,
-            };
+            let error = CliError::machine("cannot write the answer to standard output")(source);
             fail(&error, error.exit_code())
         }
         _ => ExitCode::SUCCESS,

@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ddp_proto::client::ClientError;
 use ddp_proto::exit;
 use ddp_proto::look_up::LookUpError;
 use ddp_proto::trust::tls::TlsError;
@@ -169,9 +170,9 @@ pub enum CliError {
     /// Certificates that cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The daemon at the endpoint cannot prove that it is this user's.
-    #[error("{0}")]
-    Untrusted(String),
+    /// A call on a daemon failed.
+    #[error(transparent)]
+    Client(#[from] ClientError),
     /// The default directory for log files cannot be made.
     #[error("cannot create a directory for log files in `{}`: {source}\n  hint: set `--log-dir`, or a different temporary directory with TMPDIR", path.display())]
     TemporaryLogs {
@@ -216,9 +217,18 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// Names what the machine refused, for `map_err`.
+    pub fn machine<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> Self {
+        move |source| Self::Machine {
+            what,
+            source: source.into(),
+        }
+    }
+
     /// The documented exit code of this class.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::Client(error) => error.exit_code(),
             Self::BadVariable { .. }
             | Self::Yaml { .. }
             | Self::BadLaunchKey { .. }
@@ -230,9 +240,7 @@ impl CliError {
             | Self::Tls(_)
             | Self::Ledger(LedgerError::Damaged { .. }) => exit::USAGE,
             Self::Listen { source, .. } if source.kind() != ErrorKind::AddrInUse => exit::USAGE,
-            Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } | Self::Untrusted(_) => {
-                exit::REFUSED
-            }
+            Self::NoToken { .. } | Self::BadToken { .. } | Self::MakeToken { .. } => exit::REFUSED,
             Self::FolderInUse(_) | Self::Ledger(LedgerError::InUse(_)) => exit::FOLDER_IN_USE,
             Self::Disk(_) => exit::DISK,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } | Self::Listen { .. } => {

@@ -265,10 +265,9 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     }
     let request = session.stop_request();
     let listening = Interrupts::listen(move |cause| request.ask(cause));
-    listening.map(Some).map_err(|source| CliError::Machine {
-        what: "cannot listen to signals",
-        source,
-    })
+    listening
+        .map(Some)
+        .map_err(CliError::machine("cannot listen to signals"))
 }
 
 /// The error at the place of the key whose value it refuses.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::{GenerationStatus, LossPoint, StatusReply};
 
-use super::kv::clip;
+use super::messages::clip;
 
 /// Generations that are kept, the last ones.
 const MAX_GENERATIONS: usize = 64;

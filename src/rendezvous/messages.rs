@@ -10,6 +10,11 @@ use nix::sys::signal::Signal;
 /// Most hosts that are named one by one.
 const MAX_NAMED: usize = 8;
 
+/// At most `bytes` bytes of `text`, cut at a character.
+pub(super) fn clip(text: &str, bytes: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes)]
+}
+
 /// Why a node is refused that asks for the rank of another one.
 pub(super) fn same_rank(job: &str, rank: u32, asks: &str, has: &str) -> String {
     format!(

@@ -13,11 +13,10 @@ use ddp_proto::rendezvous::{
 use prost::bytes::Bytes;
 
 use super::config::{Callers, Config};
-use super::event::{
-    About, ApplyContext, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal,
-};
+use super::context::ApplyContext;
+use super::event::{About, At, CallId, ConnId, Effect, Event, KvError, Origin, Peer, Record, refusal};
 use super::job::{Finished, Job, Joining};
-use super::kv::clip;
+use super::messages::clip;
 use super::nodes::deadlines::Deadlines;
 use super::partition::PartitionSuspicion;
 use super::report::Census;
@@ -62,11 +61,7 @@ struct Speaker {
 impl State {
     /// A daemon without jobs.
     pub fn new(config: Config) -> Self {
-        Self {
-            config,
-            daemon: Daemon::default(),
-            answers: Answers::default(),
-        }
+        Self::recall(config, Vec::new(), Duration::ZERO)
     }
 
     /// A daemon that starts with the records of its ledger, oldest first.
@@ -81,11 +76,10 @@ impl State {
                 daemon.replan(&id);
             }
         }
-        let answers = Answers::default();
         Self {
             config,
             daemon,
-            answers,
+            answers: Answers::default(),
         }
     }
 

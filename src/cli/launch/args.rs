@@ -7,8 +7,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use clap_complete::Shell;
 
-use super::settings::{NAMES, Settings, nearest};
 use super::target::TargetKind;
+use crate::cli::settings::{NAMES, Settings, nearest};
 use crate::cli::values;
 
 /// Launch distributed training and restart it after failures.

@@ -6,15 +6,15 @@ use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, SpawnError, Variable, WorkerCommand, parent_of_workers};
+use ddp_launcher::{CoreSet, LaunchPlan, SpawnError, Variable, WorkerCommand, parent_of_workers};
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::{counted, quoted};
 
 use super::agreement::{shown_value, shown_words};
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
 use super::layers::{Given, Source};
-use super::plan::Launch;
-use super::settings::DECIDED;
+use super::plan::{Launch, range};
+use crate::cli::settings::DECIDED;
 
 /// Columns of values, at least and at most; a source follows a longer value at once.
 const VALUE_WIDTH: std::ops::RangeInclusive<usize> = 32..=48;
@@ -90,14 +90,6 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
 fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
     let given = launch.given.iter().find(|given| given.name == name);
     given.map(|given| &given.source)
-}
-
-pub(super) fn range(nodes: NodeRange) -> String {
-    if nodes.min == nodes.max {
-        nodes.max.to_string()
-    } else {
-        format!("{} to {}", nodes.min, nodes.max)
-    }
 }
 
 /// Settings that every job has, as they are decided, and those that were given.

@@ -7,10 +7,10 @@ use ddp_launcher::NodeRange;
 
 use super::args::ParsedArgs;
 use super::scheduler;
-use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind, in_path};
 use crate::cli::error::CliError;
 use crate::cli::native::Validated;
+use crate::cli::settings::{Settings, variable};
 use crate::cli::train;
 use crate::cli::values::{self, Endpoint};
 

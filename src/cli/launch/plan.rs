@@ -13,19 +13,18 @@ use ddp_proto::utc;
 use ddp_proto::words::counted;
 
 use super::args::ParsedArgs;
-use super::dry_run::range;
 use super::host::{HostFacts, Protection};
 use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
-use super::settings::Settings;
-use super::streams::Signals;
 use super::target::{SelfExe, Target, TargetKind, python};
 use crate::cli::error::CliError;
 use crate::cli::machine::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
 use crate::cli::machine::numa::bind;
 use crate::cli::machine::topology::Topology;
 use crate::cli::native::{self, Backend, Validated};
-use crate::cli::values::{EventLog, ProcCount, RdzvConf};
+use crate::cli::settings::Settings;
+use crate::cli::streams::Signals;
+use crate::cli::values::{ProcCount, RdzvConf};
 use crate::rendezvous::DEFAULT_JOB_ID;
 
 /// How long to wait for the other nodes, as torchrun.
@@ -81,6 +80,15 @@ fn nodes(settings: &Settings) -> NodeRange {
     settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 })
 }
 
+/// `4`, or `1 to 4`.
+pub(super) fn range(nodes: NodeRange) -> String {
+    if nodes.min == nodes.max {
+        nodes.max.to_string()
+    } else {
+        format!("{} to {}", nodes.min, nodes.max)
+    }
+}
+
 /// Merges the layers, looks at the target and at the machine.
 pub fn resolve(
     args: ParsedArgs,
@@ -131,7 +139,7 @@ pub fn resolve(
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
         signals,
         cores,
-        event_log: event_log(&settings),
+        event_log: settings.event_log_handler.clone().and_then(|log| log.0),
         command: target.command(exe, python, agent_store(&target, &settings, &get_env)),
     };
     Ok(Launch {
@@ -302,14 +310,6 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
     };
     let scope = settings.signal_scope.unwrap_or_default();
     Ok(SignalPlan { stop, forward, scope })
-}
-
-fn event_log(settings: &Settings) -> Option<PathBuf> {
-    match settings.event_log_handler.clone()? {
-        EventLog::Nowhere => None,
-        EventLog::Console => Some("/dev/stderr".into()),
-        EventLog::File(path) => Some(path),
-    }
 }
 
 /// Each native worker of a job of several nodes listens at one port at a time.

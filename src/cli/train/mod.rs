@@ -18,7 +18,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::cli::launch::settings::nearest;
+use crate::cli::settings::nearest;
 use crate::cli::{answer, native, values};
 use doctor::gpus;
 

@@ -9,7 +9,8 @@ use ddp_proto::rendezvous::{Waiting, refused::Code};
 use super::node::Node;
 use super::node_table::NodeTable;
 use super::{Job, Phase};
-use crate::rendezvous::event::{ApplyContext, refusal};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::refusal;
 use crate::rendezvous::messages;
 use crate::rendezvous::ranks;
 

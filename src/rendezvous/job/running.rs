@@ -9,7 +9,7 @@ use super::lease_extension::Progress;
 use super::node::{LeaseExtension, Node};
 use super::outcome::GenerationEnd;
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::ApplyContext;
+use crate::rendezvous::context::ApplyContext;
 use crate::rendezvous::nodes::list::NodeList;
 
 /// The running generation.

@@ -5,6 +5,7 @@ mod actor;
 mod connection;
 mod connection_limits;
 mod http;
+mod http_state;
 mod ledger;
 mod ledger_queue;
 mod metrics;

@@ -24,12 +24,13 @@ use tonic::{Response, Status, Streaming};
 use super::actor::{Actor, Request};
 use super::connection::{Listener, accept_all};
 use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
-use super::http::{self, Http};
+use super::http;
+use super::http_state::Http;
 use super::ledger::{Ledger, LedgerError};
 use super::metrics::Metrics;
 use crate::rendezvous::config::{Callers, Config};
 use crate::rendezvous::event::{CallId, ConnId, Event, KvError};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::messages::clip;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
