@@ -267,7 +267,7 @@ fn serve(args: &ServeArgs) -> Result<u8, CliError> {
             read_token,
             log_fields: args.log_format == LogFormat::Json,
         };
-        rendezvous::serve_with(listener, config, ledger, monitoring, stops.stop())
+        rendezvous::serve(listener, config, ledger, monitoring, stops.stop())
             .await
             .map_err(std::io::Error::other)
             .map_err(CliError::machine("the rendezvous ended"))?;

@@ -175,17 +175,10 @@ impl TimedOut<'_> {
             let ranks = self.missing_ranks.iter().copied();
             details.push(node_ranks(ranks, self.missing_ranks.len()));
         }
-        if !self.gone.is_empty() {
-            details.push(format!(
-                "lost: {}",
-                list(self.gone.iter().copied(), self.gone.len())
-            ));
-        }
-        if !self.stopping.is_empty() {
-            details.push(format!(
-                "still stopping: {}",
-                list(self.stopping.iter().copied(), self.stopping.len())
-            ));
+        for (what, hosts) in [("lost", &self.gone), ("still stopping", &self.stopping)] {
+            if !hosts.is_empty() {
+                details.push(format!("{what}: {}", list(hosts.iter().copied(), hosts.len())));
+            }
         }
         if !details.is_empty() {
             let _ = write!(words, " ({})", details.join("; "));

@@ -52,6 +52,5 @@ pub use policy::EndReason;
 pub use report::Census;
 pub use service::{
     Ledger, LedgerError, Listener, Monitoring, ServeError, Transport, listen, listen_locally, serve,
-    serve_with,
 };
 pub use state::{State, apply};

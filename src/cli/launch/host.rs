@@ -209,19 +209,18 @@ pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
         }
     }
     match last_error {
-        // The address belongs to another machine: its daemon is there, or will be.
-        Some(error) if error.kind() == ErrorKind::AddrNotAvailable && facts.is_host.is_none() => {
-            join(facts, endpoint).await
+        Some(source) if source.kind() != ErrorKind::AddrNotAvailable || facts.is_host.is_some() => {
+            Err(CliError::Host {
+                endpoint: endpoint.to_string(),
+                hint: match source.kind() {
+                    ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
+                    _ => "give the address at which the other nodes reach this one",
+                },
+                source,
+            })
         }
-        None => join(facts, endpoint).await,
-        Some(source) => Err(CliError::Host {
-            endpoint: endpoint.to_string(),
-            hint: match source.kind() {
-                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher port",
-                _ => "give the address at which the other nodes reach this one",
-            },
-            source,
-        }),
+        // The address belongs to another machine: its daemon is there, or will be.
+        _ => join(facts, endpoint).await,
     }
 }
 

@@ -215,7 +215,7 @@ impl Daemon {
                 // A dropped sender means the same.
                 let _ = stopped.await;
             };
-            if let Err(error) = rendezvous::serve_with(listener, config, None, monitoring, shutdown).await {
+            if let Err(error) = rendezvous::serve(listener, config, None, monitoring, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
         });

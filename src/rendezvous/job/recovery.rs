@@ -36,7 +36,7 @@ use crate::rendezvous::size::RankLimits;
 const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
 
 /// A generation of an earlier daemon, as far as its nodes have come back.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Recovery {
     generation: u64,
     /// Id of its assignment; empty while no node has reported it.
@@ -79,15 +79,9 @@ impl Recovery {
     fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,
-            assignment_id: String::new(),
-            run: None,
-            claims: BTreeMap::new(),
-            ranks: HashMap::new(),
-            held: Vec::new(),
             began,
             until: began + wait,
-            recorded: Vec::new(),
-            recorded_names: HashSet::new(),
+            ..Self::default()
         }
     }
 

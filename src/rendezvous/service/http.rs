@@ -103,7 +103,7 @@ async fn serve_request(stream: TcpStream, peer: Peer, router: Router) {
     }
 }
 
-fn router(http: Http) -> Router {
+pub(super) fn router(http: Http) -> Router {
     Router::new()
         .route("/livez", get(async || "ok\n"))
         .route("/readyz", get(readyz))
@@ -147,45 +147,4 @@ async fn metrics(
 fn busy() -> Response {
     let words = "the daemon did not answer in time\n";
     (StatusCode::SERVICE_UNAVAILABLE, words).into_response()
-}
-
-#[cfg(test)]
-mod tests {
-    use http_body_util::{BodyExt as _, Empty};
-    use hyper::body::Bytes;
-
-    use super::super::http_state::tests::{headers, peer, watched};
-    use super::*;
-
-    const TOKEN: &str = "a-token-of-32-characters-or-more";
-
-    /// What a caller with this `authorization` gets at `/metrics`.
-    async fn scrape(router: &Router, authorization: Option<&'static str>) -> (StatusCode, String) {
-        let mut request = Request::get("/metrics").body(Empty::<Bytes>::new()).unwrap();
-        *request.headers_mut() = headers(authorization);
-        request.extensions_mut().insert(peer("192.0.2.1"));
-        let (head, body) = router.clone().call(request).await.unwrap().into_parts();
-        let body = body.collect().await.unwrap().to_bytes();
-        (head.status, String::from_utf8(body.to_vec()).unwrap())
-    }
-
-    #[tokio::test]
-    async fn names_of_jobs_need_the_read_token() {
-        let router = router(watched(Some(TOKEN)).0);
-        let (status, body) = scrape(&router, None).await;
-        assert_eq!(status, StatusCode::OK);
-        assert!(
-            body.contains("ddp_ready 1") && !body.contains("guarded"),
-            "{body}"
-        );
-        let (status, body) = scrape(&router, Some("Bearer a-token-of-32-characters-or-more")).await;
-        assert_eq!(status, StatusCode::OK);
-        assert!(
-            body.contains("ddp_job_generation{job_id=\"guarded\"} 7"),
-            "{body}"
-        );
-        let (status, body) = scrape(&router, Some("Bearer nonsense")).await;
-        assert_eq!(status, StatusCode::UNAUTHORIZED);
-        assert!(!body.contains("guarded"), "{body}");
-    }
 }

@@ -146,14 +146,22 @@ fn is_own_host(headers: &HeaderMap, own: IpAddr) -> bool {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use axum::Router;
+    use http_body_util::{BodyExt as _, Empty};
+    use hyper::Request;
+    use tonic::codegen::Service as _;
+
+    use super::super::http::router;
     use super::*;
     use crate::rendezvous::report::Census;
 
+    const TOKEN: &str = "a-token-of-32-characters-or-more";
+
     /// What readers see of a daemon with one job, and how often it was asked.
-    pub(in super::super) fn watched(token: Option<&str>) -> (Http, Arc<AtomicUsize>) {
+    fn watched(token: Option<&str>) -> (Http, Arc<AtomicUsize>) {
         let (requests, mut asked) = mpsc::channel(8);
         let looks = Arc::new(AtomicUsize::new(0));
         let counted = looks.clone();
@@ -172,14 +180,14 @@ pub(super) mod tests {
         (http, looks)
     }
 
-    pub(in super::super) fn peer(remote: &str) -> Peer {
+    fn peer(remote: &str) -> Peer {
         Peer {
             remote: remote.parse().unwrap(),
             local: [10, 0, 0, 5].into(),
         }
     }
 
-    pub(in super::super) fn headers(authorization: Option<&'static str>) -> HeaderMap {
+    fn headers(authorization: Option<&'static str>) -> HeaderMap {
         let shown = authorization.map(|shown| (header::AUTHORIZATION, HeaderValue::from_static(shown)));
         shown.into_iter().collect()
     }
@@ -246,5 +254,35 @@ pub(super) mod tests {
             headers.insert(header::HOST, host.parse().unwrap());
             assert_eq!(is_own_host(&headers, [10, 0, 0, 5].into()), expected, "`{host}`");
         }
+    }
+
+    /// What a caller with this `authorization` gets at `/metrics`.
+    async fn scrape(router: &Router, authorization: Option<&'static str>) -> (StatusCode, String) {
+        let mut request = Request::get("/metrics").body(Empty::<Bytes>::new()).unwrap();
+        *request.headers_mut() = headers(authorization);
+        request.extensions_mut().insert(peer("192.0.2.1"));
+        let (head, body) = router.clone().call(request).await.unwrap().into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        (head.status, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn names_of_jobs_need_the_read_token() {
+        let router = router(watched(Some(TOKEN)).0);
+        let (status, body) = scrape(&router, None).await;
+        assert_eq!(status, StatusCode::OK);
+        assert!(
+            body.contains("ddp_ready 1") && !body.contains("guarded"),
+            "{body}"
+        );
+        let (status, body) = scrape(&router, Some("Bearer a-token-of-32-characters-or-more")).await;
+        assert_eq!(status, StatusCode::OK);
+        assert!(
+            body.contains("ddp_job_generation{job_id=\"guarded\"} 7"),
+            "{body}"
+        );
+        let (status, body) = scrape(&router, Some("Bearer nonsense")).await;
+        assert_eq!(status, StatusCode::UNAUTHORIZED);
+        assert!(!body.contains("guarded"), "{body}");
     }
 }

@@ -16,4 +16,4 @@ mod server;
 pub(super) use actor::{Actor, Request};
 pub use connection::{Listener, Transport, listen, listen_locally};
 pub use ledger::{Ledger, LedgerError};
-pub use server::{Monitoring, ServeError, serve, serve_with};
+pub use server::{Monitoring, ServeError, serve};

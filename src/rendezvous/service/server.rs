@@ -54,6 +54,17 @@ pub enum ServeError {
     Ledger(#[from] LedgerError),
 }
 
+/// How people and tools watch a daemon.
+#[derive(Debug, Default)]
+pub struct Monitoring {
+    /// Serves liveness, readiness, metrics and the status page.
+    pub http: Option<TcpListener>,
+    /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
+    pub read_token: Option<Token>,
+    /// Events carry job, generation and node apart from their words.
+    pub log_fields: bool,
+}
+
 /// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
 ///
 /// The caller binds the socket, so it knows the port and reports a bind that fails. It needs a tokio runtime with
@@ -67,27 +78,6 @@ pub enum ServeError {
 ///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
-    listener: Listener,
-    config: Config,
-    ledger: Option<Ledger>,
-    shutdown: impl Future<Output = ()>,
-) -> Result<(), ServeError> {
-    serve_with(listener, config, ledger, Monitoring::default(), shutdown).await
-}
-
-/// How people and tools watch a daemon.
-#[derive(Debug, Default)]
-pub struct Monitoring {
-    /// Serves liveness, readiness, metrics and the status page.
-    pub http: Option<TcpListener>,
-    /// Shows the page and the names of jobs in metrics. Without one, they are for the daemon's own machine.
-    pub read_token: Option<Token>,
-    /// Events carry job, generation and node apart from their words.
-    pub log_fields: bool,
-}
-
-/// The same for a daemon that is watched.
-pub async fn serve_with(
     listener: Listener,
     config: Config,
     ledger: Option<Ledger>,

@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 
-use comfy_table::{CellAlignment, Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
+use crate::cli::table;
 
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
@@ -289,15 +289,7 @@ pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
 
 /// A table with the numbers aligned right.
 pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    for row in rows {
-        table.add_row(row);
-    }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt() + "\n"
+    table::text(rows, |column| column > 0)
 }
 
 /// `12.3 ms`, `12.3 s`
