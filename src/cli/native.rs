@@ -36,8 +36,8 @@ use super::{init_tracing, machine::limits};
 /// The log filter of a worker without `RUST_LOG`: an aborted communicator leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
 
-/// Exit code of a worker that failed in training, as of most programs.
-const FAILED: u8 = 1;
+/// Exit code where the machine or the training failed, and not what was asked for.
+pub const FAILED: u8 = 1;
 
 /// Exit code of a worker that panicked, as of any program in Rust.
 const PANICKED: u8 = 101;

@@ -85,7 +85,7 @@ impl State {
 
     /// When [`Event::Tick`] is due; earlier is harmless.
     pub fn next_wake(&self) -> Option<Duration> {
-        self.daemon.next_wake()
+        self.daemon.wakes.next()
     }
 
     /// The status of a job.
@@ -191,10 +191,6 @@ impl Daemon {
     /// No job has nodes.
     fn is_idle(&self) -> bool {
         self.jobs.values().all(Job::is_idle)
-    }
-
-    fn next_wake(&self) -> Option<Duration> {
-        self.wakes.next()
     }
 
     /// Updates the deadline of a job after a change.
@@ -324,7 +320,7 @@ impl Daemon {
         let now = context.at.now;
         // A timer that is very late means that the daemon itself was stalled (a stopped process, a paused
         // machine): heartbeats may wait unread.
-        if let Some(late) = self.next_wake().and_then(|due| now.checked_sub(due))
+        if let Some(late) = self.wakes.next().and_then(|due| now.checked_sub(due))
             && late > context.config.heartbeat_interval()
         {
             context.decided(format!(

@@ -12,7 +12,7 @@ use ddp_proto::words::{counted, quoted};
 
 use super::agreement::{shown_value, shown_words};
 use super::host::{HostFacts, HostRole, host_role, is_own_address};
-use super::layers::{Given, Source};
+use super::layers::Given;
 use super::plan::{Launch, range};
 use crate::cli::settings::DECIDED;
 
@@ -43,7 +43,7 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
         .unwrap_or_default()
         .clamp(*VALUE_WIDTH.start(), *VALUE_WIDTH.end());
     for (name, value) in rows {
-        let source = source_of(name, launch).unwrap_or(&Source::Default);
+        let source = source_of(name, launch).unwrap_or("default");
         let _ = writeln!(text, "  {name:<18} {value:<width$}  {source}");
     }
     let group = match parent_of_workers() {
@@ -87,9 +87,9 @@ pub fn describe(launch: &Launch, missing: Option<&SpawnError>) -> String {
 }
 
 /// Where a setting comes from that was given.
-fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a Source> {
+fn source_of<'a>(name: &str, launch: &'a Launch) -> Option<&'a str> {
     let given = launch.given.iter().find(|given| given.name == name);
-    given.map(|given| &given.source)
+    given.map(|given| given.source.as_str())
 }
 
 /// Settings that every job has, as they are decided, and those that were given.

@@ -37,7 +37,7 @@ use crate::cli::machine::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use crate::cli::machine::limits;
 use crate::cli::{answer, event_loop, init_launcher_tracing, native};
 use crate::rendezvous::{self, Monitoring};
-use args::ParsedArgs;
+use args::Args;
 use host::{HostFacts, OwnDaemon};
 use plan::Launch;
 use target::{SelfExe, WORKER_SUBCOMMAND};
@@ -85,7 +85,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 }
 
 /// `--dry-run`, with the exit code of a launch whose workers cannot be started.
-fn show(args: ParsedArgs) -> ExitCode {
+fn show(args: Args) -> ExitCode {
     let exe = match SelfExe::open() {
         Ok(exe) => exe,
         Err(error) => return fail(&error),
@@ -113,7 +113,7 @@ fn dismiss(guardian: Guardian) {
     }
 }
 
-fn run(args: ParsedArgs, guardian: Guardian) -> ExitCode {
+fn run(args: Args, guardian: Guardian) -> ExitCode {
     let launched = SelfExe::open().and_then(|exe| {
         let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
         let open_files = limits::raise_open_files(&launch.plan)?;

@@ -83,12 +83,7 @@ pub struct NewLogs<'a> {
     pub dry_run: bool,
 }
 
-impl<'a> NewLogs<'a> {
-    /// For the job of this name.
-    pub fn of(job: &'a str, dry_run: bool) -> Self {
-        Self { job, dry_run }
-    }
-
+impl NewLogs<'_> {
     /// As torchrun. It is new and only this user may read it, whatever other users of the machine have put beside it.
     fn directory(self) -> Result<PathBuf, CliError> {
         let parent = absolute(std::env::temp_dir())?;

@@ -12,7 +12,7 @@ use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
 use ddp_proto::words::counted;
 
-use super::args::ParsedArgs;
+use super::args::Args;
 use super::host::{HostFacts, Protection};
 use super::layers::{Given, check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::output::{NewLogs, hand_over_terminal, log_dir, output_plan};
@@ -58,12 +58,14 @@ pub struct Launch {
 type Merged = (Target, Option<Validated>, Settings, Vec<Given>);
 
 /// The target, and what all layers ask for.
-fn merge(args: ParsedArgs, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
+fn merge(args: Args, get_env: &impl Fn(&str) -> Option<String>) -> Result<Merged, CliError> {
     refuse_standalone_with_nodes(&args.settings)?;
     let variables = Settings::from_env(get_env)?;
     let kind = kind(&args, &variables)?;
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
-    let validated = validate(&target)?;
+    let is_native = target.kind == TargetKind::Native;
+    let validated = is_native.then(|| native::validate(Path::new(&target.name), &target.overrides));
+    let validated = validated.transpose()?;
     let (settings, given) = layers(args.settings, variables, &target, validated.as_ref(), get_env)?;
     check_nodes(nodes(&settings), &settings)?;
     check_target(&target, &settings, get_env)?;
@@ -91,7 +93,7 @@ pub(super) fn range(nodes: NodeRange) -> String {
 
 /// Merges the layers, looks at the target and at the machine.
 pub fn resolve(
-    args: ParsedArgs,
+    args: Args,
     get_env: impl Fn(&str) -> Option<String>,
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
@@ -102,13 +104,28 @@ pub fn resolve(
     let job = job(&settings, &target, validated.as_ref(), nodes);
     let python = python(&get_env);
     let (workers, cores) = places(&settings, validated.as_ref())?;
-    check_ranks(validated.as_ref(), alone, workers)?;
+    // Workers of several nodes decide on their number of ranks themselves: other nodes may have other numbers of them.
+    if let Some(refusal) = validated
+        .as_ref()
+        .filter(|_| alone)
+        .and_then(|config| config.refusal(workers))
+    {
+        return Err(refusal);
+    }
     let mut output = output_plan(&settings, alone, workers)?;
     check_ports(&settings, &target, alone, workers)?;
     let mut signals = signals(&settings)?;
     let out_dir = claim_out_dir(validated.as_ref(), &job.run_id, alone && !dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let log_dir = log_dir(&settings, out_dir, &output, NewLogs::of(&job.id, dry_run))?;
+    let log_dir = log_dir(
+        &settings,
+        out_dir,
+        &output,
+        NewLogs {
+            job: &job.id,
+            dry_run,
+        },
+    )?;
     let native = target.kind == TargetKind::Native;
     if alone && workers == 1 && !native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
@@ -196,14 +213,6 @@ fn job(settings: &Settings, target: &Target, config: Option<&Validated>, nodes: 
         agreed,
         max_restarts,
     }
-}
-
-/// Refuses a number of ranks with which the workers of one node cannot train. Several nodes may have other numbers of
-/// workers, so their workers decide.
-fn check_ranks(config: Option<&Validated>, alone: bool, workers: u32) -> Result<(), CliError> {
-    let config = config.filter(|_| alone);
-    let refusal = config.and_then(|config| config.refusal(workers));
-    refusal.map_or(Ok(()), Err)
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan, get_env: &impl Fn(&str) -> Option<String>) -> HostFacts {
@@ -328,14 +337,6 @@ fn check_ports(settings: &Settings, target: &Target, alone: bool, workers: u32) 
         hint: "choose a larger range, with a few more than workers: ports that others have are skipped"
             .into(),
     })
-}
-
-/// The configuration of a native target, checked as its workers will check it.
-fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
-    match target.kind {
-        TargetKind::Native => native::validate(Path::new(&target.name), &target.overrides).map(Some),
-        TargetKind::Python | TargetKind::Module | TargetKind::Program => Ok(None),
-    }
 }
 
 /// Sees that a native run can begin, makes its folder where no other node could, and says where it is.

@@ -326,12 +326,6 @@ impl NodeTable {
         self.stopping > 0
     }
 
-    /// Hosts of the nodes that are free for the next generation.
-    pub(super) fn ready_hosts(&self) -> impl Iterator<Item = &str> {
-        let ready = self.nodes.values().filter(|node| node.is_ready());
-        ready.map(Node::hostname)
-    }
-
     /// Number of nodes that are free for the next generation.
     pub(super) fn ready(&self) -> u32 {
         self.ready as u32

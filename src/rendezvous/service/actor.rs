@@ -282,7 +282,8 @@ impl Actor {
     }
 }
 
-async fn sleep_until(wake: Option<Instant>) {
+/// Never ends without a time.
+pub(super) async fn sleep_until(wake: Option<Instant>) {
     match wake {
         Some(wake) => tokio::time::sleep_until(wake).await,
         None => std::future::pending().await,

@@ -16,12 +16,12 @@ use prost::bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Response, Status, Streaming};
 
-use super::actor::{Actor, Request};
+use super::actor::{Actor, Request, sleep_until};
 use super::connection::{Listener, accept_all};
 use super::connection_limits::{Active, Connection, ConnectionLimits, Limited};
 use super::http;
@@ -154,20 +154,18 @@ fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), Se
 /// Ends when every agent has left. Late ones are not waited for any longer.
 async fn await_agents(requests: &mpsc::Sender<Request>, config: &Config) {
     let shutdown_wait = config.shutdown_wait;
-    let left = tokio::time::timeout(shutdown_wait, answered(requests, Request::AllLeft)).await;
-    if left.is_err() {
+    let (answer, answered) = oneshot::channel();
+    let left = async {
+        if requests.send(Request::AllLeft(answer)).await.is_err() || answered.await.is_err() {
+            // The actor is gone, and says nothing of its agents any more.
+            std::future::pending::<()>().await;
+        }
+    };
+    if tokio::time::timeout(shutdown_wait, left).await.is_err() {
         tracing::warn!(
             "launchers are still connected {:.1} s after the daemon was asked to stop",
             shutdown_wait.as_secs_f64()
         );
-    }
-}
-
-/// Asks the actor, and ends with its answer. If the actor is gone, it never ends.
-async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Sender<()>) -> Request) {
-    let (answer, answered) = oneshot::channel();
-    if requests.send(ask(answer)).await.is_err() || answered.await.is_err() {
-        std::future::pending::<()>().await;
     }
 }
 
@@ -378,7 +376,7 @@ impl AgentSide {
                     deadline = Some(Instant::now() + self.patience);
                     continue;
                 }
-                () = until(deadline) => {
+                () = sleep_until(deadline) => {
                     if !has_ended {
                         let waited = self.patience.as_secs_f64();
                         self.connection.refused(format!("no node joined on a stream within {waited:.1} s"));
@@ -421,13 +419,6 @@ impl AgentSide {
         let join = Request::Join(self.conn, event, answer);
         self.requests.send(join).await.ok()?;
         is_taken.await.ok()
-    }
-}
-
-async fn until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => sleep_until(deadline).await,
-        None => std::future::pending().await,
     }
 }
 

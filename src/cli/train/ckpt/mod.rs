@@ -18,9 +18,8 @@ use ddp_proto::exit;
 use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
+use crate::cli::native::FAILED;
 
-/// Exit code where a checkpoint is damaged, or could not be rewritten.
-const FAILED: u8 = 1;
 /// Damages that are named one by one.
 const MAX_NAMED: usize = 20;
 
