@@ -249,10 +249,18 @@ fn serve(args: &ServeArgs) -> Result<u8, CliError> {
     let runtime = threaded_event_loop().map_err(CliError::machine("cannot start the event loop"))?;
     runtime.block_on(async {
         let mut stops = Stops::handle()?;
+        let binding = async {
+            let listener = bind_at(&args.listen).await?;
+            let http = match &args.metrics_addr {
+                Some(endpoint) => Some(bind_at(endpoint).await?),
+                None => None,
+            };
+            Ok::<_, CliError>((listener, http))
+        };
         // Cancel safe: a signal ends the process, so no connection is lost with the listeners.
         let (listener, http) = tokio::select! {
             code = stops.next() => return Ok(code),
-            bound = bind_all(&args.listen, args.metrics_addr.as_ref()) => bound?,
+            bound = binding => bound?,
         };
         let address = announce(&listener)?;
         if let Some(reach) = reach(address).filter(|_| callers == Callers::Anybody) {
@@ -307,19 +315,6 @@ impl Stops {
             std::process::exit(i32::from(self.next().await));
         });
     }
-}
-
-/// The daemon's socket, and that of the status page if there is one.
-async fn bind_all(
-    listen: &Endpoint,
-    http: Option<&Endpoint>,
-) -> Result<(TcpListener, Option<TcpListener>), CliError> {
-    let listener = bind_at(listen).await?;
-    let http = match http {
-        Some(endpoint) => Some(bind_at(endpoint).await?),
-        None => None,
-    };
-    Ok((listener, http))
 }
 
 async fn bind_at(endpoint: &Endpoint) -> Result<TcpListener, CliError> {

@@ -86,19 +86,14 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 
 /// `--dry-run`, with the exit code of a launch whose workers cannot be started.
 fn show(args: Args) -> ExitCode {
-    let exe = match SelfExe::open() {
-        Ok(exe) => exe,
-        Err(error) => return fail(&error),
-    };
-    // Whether the workers' program is there is looked at while it is open.
-    match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
-        Ok(launch) => {
-            let missing = ddp_launcher::missing_program(&launch.plan);
-            let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
-            missing.map_or(given, |error| ExitCode::from(error.exit_code()))
-        }
-        Err(error) => fail(&error),
-    }
+    let shown = SelfExe::open().and_then(|exe| {
+        let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+        // Whether the workers' program is there is looked at while `exe` is open.
+        let missing = ddp_launcher::missing_program(&launch.plan);
+        let given = answer::give(dry_run::describe(&launch, missing.as_ref()) + "\n");
+        Ok(missing.map_or(given, |error| ExitCode::from(error.exit_code())))
+    });
+    shown.unwrap_or_else(|error| fail(&error))
 }
 
 fn fail(error: &CliError) -> ExitCode {

@@ -15,7 +15,7 @@ use ddp_proto::trust::token::Token;
 use prost::bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
@@ -134,21 +134,16 @@ pub async fn serve(
     // Cancel safe: `server` is polled to its end or dropped for good, and `join_next` loses nothing.
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        Some(ended) = tasks.join_next() => return result_of(ended),
+        Some(ended) = tasks.join_next() => match ended {
+            Ok(written) => return Ok(written?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        },
         () = stopped => {}
     }
     drop((tasks, accepting, close));
     // A peer that keeps its connection open does not keep the daemon.
     let ended = tokio::time::timeout(CLOSE_TIMEOUT, server).await;
     Ok(ended.unwrap_or(Ok(()))?)
-}
-
-/// An actor that ends by itself could not write its ledger.
-fn result_of(ended: Result<Result<(), LedgerError>, JoinError>) -> Result<(), ServeError> {
-    match ended {
-        Ok(written) => Ok(written?),
-        Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-    }
 }
 
 /// Ends when every agent has left. Late ones are not waited for any longer.

@@ -266,19 +266,21 @@ fn advice(comparison: &Comparison, machines: &Machines, is_best: bool) -> String
             "{none} fits into {}, not even with recomputation and an offloaded optimizer: use a smaller `train.micro_batch` or more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(Some(adjustment)) => {
-            let flags = adjustment
-                .settings
-                .iter()
-                .map(|setting| format!(" --set {setting}"));
-            format!(
-                "{none} fits into {}. `zero3` would need {}:\n {}\n",
-                bytes(memory),
-                bytes(adjustment.held),
-                flags.collect::<String>()
-            )
-        }
+        Advice::Change(Some(adjustment)) => format!(
+            "{none} fits into {}. `zero3` would need {}:\n {}\n",
+            bytes(memory),
+            bytes(adjustment.held),
+            flags(&adjustment.settings)
+        ),
     }
+}
+
+/// ` --set KEY=VALUE` for each of the settings.
+pub(super) fn flags(settings: &[String]) -> String {
+    settings
+        .iter()
+        .map(|setting| format!(" --set {setting}"))
+        .collect()
 }
 
 /// Removes rows without information.
