@@ -16,37 +16,7 @@ use crate::rendezvous::LedgerError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CliError {
-    /// A `PET_*` variable has a value that its flag would refuse.
-    #[error("environment variable `{variable}` is `{value}`: {message}")]
-    BadVariable {
-        /// Name of the variable.
-        variable: String,
-        /// What it is set to.
-        value: String,
-        /// What was expected.
-        message: String,
-    },
-    /// The file is not YAML.
-    #[error("{}: {message}", file.display())]
-    Yaml {
-        /// Path as given.
-        file: PathBuf,
-        /// The parser's words, with line and column.
-        message: String,
-    },
-    /// A key or value of the `launch` section is refused.
-    #[error("{}:{line}: `launch.{key}`{problem}", file.display())]
-    BadLaunchKey {
-        /// Path as given.
-        file: PathBuf,
-        /// Line of the value.
-        line: u64,
-        /// Key below `launch`.
-        key: String,
-        /// What follows the key: its value and what was expected, or that there is no such key.
-        problem: String,
-    },
-    /// The native worker refuses its configuration.
+    /// A file, a key or a variable has a value that is refused, and the text says which.
     #[error("{0}")]
     Config(String),
     /// Another job has the folder of the run.
@@ -217,6 +187,13 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// A variable has a value that its flag would refuse.
+    pub(super) fn bad_variable(variable: &str, value: &str, message: &str) -> Self {
+        Self::Config(format!(
+            "environment variable `{variable}` is `{value}`: {message}"
+        ))
+    }
+
     /// Names what the machine refused, for `map_err`.
     pub fn machine<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> Self {
         move |source| Self::Machine {
@@ -229,10 +206,7 @@ impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),
-            Self::BadVariable { .. }
-            | Self::Yaml { .. }
-            | Self::BadLaunchKey { .. }
-            | Self::Config(_)
+            Self::Config(_)
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }

@@ -302,29 +302,20 @@ impl Settings {
             };
             settings
                 .set(name, &value)
-                .map_err(|message| CliError::BadVariable {
-                    variable,
-                    value,
-                    message,
-                })?;
+                .map_err(|message| CliError::bad_variable(&variable, &value, &message))?;
         }
         Ok(settings)
     }
 
     /// The `launch` section of `text`, the contents of `file`. Other sections are the worker's business.
     pub fn from_yaml(file: &std::path::Path, text: &str) -> Result<Self, CliError> {
-        let document: Document = serde_saphyr::from_str(text).map_err(|error| CliError::Yaml {
-            file: file.to_owned(),
-            message: error.to_string(),
-        })?;
+        let document: Document = serde_saphyr::from_str(text)
+            .map_err(|error| CliError::Config(format!("{}: {error}", file.display())))?;
         let mut settings = Self::default();
         for (key, value) in document.launch.unwrap_or_default() {
             let line = value.defined.line();
-            let refused = |problem: String| CliError::BadLaunchKey {
-                file: file.to_owned(),
-                line,
-                key: key.clone(),
-                problem,
+            let refused = |problem: String| {
+                CliError::Config(format!("{}:{line}: `launch.{key}`{problem}", file.display()))
             };
             if !NAMES.contains(&key.replace('-', "_").as_str()) {
                 return Err(refused(format!(": {}", unknown_key(&key))));

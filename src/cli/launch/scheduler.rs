@@ -56,11 +56,7 @@ impl Layer {
         self.variables.push((name, variable));
         self.settings
             .set(name, &value)
-            .map_err(|message| CliError::BadVariable {
-                variable: variable.to_owned(),
-                value,
-                message,
-            })
+            .map_err(|message| CliError::bad_variable(variable, &value, &message))
     }
 }
 
