@@ -175,10 +175,7 @@ pub fn check_target(
             hint: format!("`ddp-train {name}`"),
         });
     }
-    if target.kind != TargetKind::Native {
-        return Ok(());
-    }
-    if settings.virtual_local_rank == Some(true) {
+    if target.kind == TargetKind::Native && settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {
             problem:
                 "`--virtual-local-rank` needs a program: the native worker chooses its GPU by its local rank"
@@ -192,16 +189,13 @@ pub fn check_target(
 /// `--standalone` beats what the layers below it say of several nodes, but a command line that asks for
 /// both is a mistake.
 pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
-    let Some(other) = asks_for_others(typed) else {
-        return Ok(());
-    };
-    if typed.standalone != Some(true) {
-        return Ok(());
+    match asks_for_others(typed) {
+        Some(other) if typed.standalone == Some(true) => Err(CliError::Conflict {
+            problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
+            hint: "omit one of the two flags".to_owned(),
+        }),
+        _ => Ok(()),
     }
-    Err(CliError::Conflict {
-        problem: format!("`--standalone` means one node with a private rendezvous, but {other}"),
-        hint: "omit one of the two flags".to_owned(),
-    })
 }
 
 /// Several nodes need a place to meet, and their ranks must be below their number.

@@ -298,25 +298,19 @@ fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
     let numbers = |signals: &Option<Signals>| signals.clone().map(|signals| signals.0);
     let forward = numbers(&settings.forward_signals).unwrap_or_default();
     let is_forwarded = |number: &i32| forward.contains(number);
-    let stop = match numbers(&settings.signals_to_handle) {
-        Some(asked) => match asked.iter().copied().find(is_forwarded) {
-            Some(both) => {
-                return Err(CliError::Conflict {
-                    problem: format!(
-                        "{} is in both `--signals-to-handle` and `--forward-signals`",
-                        signal_name(both)
-                    ),
-                    hint: "remove it from one of them: a signal either stops the job or is passed on to the workers".to_owned(),
-                });
-            }
-            None => asked,
-        },
-        None => SignalPlan::default()
-            .stop
-            .into_iter()
-            .filter(|number| !is_forwarded(number))
-            .collect(),
-    };
+    let asked = numbers(&settings.signals_to_handle);
+    if let Some(both) = asked.iter().flatten().copied().find(is_forwarded) {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "{} is in both `--signals-to-handle` and `--forward-signals`",
+                signal_name(both)
+            ),
+            hint: "remove it from one of them: a signal either stops the job or is passed on to the workers"
+                .to_owned(),
+        });
+    }
+    let by_default = SignalPlan::default().stop.into_iter();
+    let stop = asked.unwrap_or_else(|| by_default.filter(|number| !is_forwarded(number)).collect());
     let scope = settings.signal_scope.unwrap_or_default();
     Ok(SignalPlan { stop, forward, scope })
 }
