@@ -12,7 +12,6 @@
 //! | [`token`] | where the token of a job comes from |
 //! | [`settings`] | the settings of a launch: flags, `PET_*` and the `launch` section of a YAML |
 //! | [`values`], [`streams`] | parsers of single values |
-//! | `table` | tables of plain text |
 //! | [`answer`] | what a program prints: its answer, or its error |
 //! | [`error`] | what can go wrong before the agent takes over |
 
@@ -26,7 +25,6 @@ mod operators;
 pub mod serve;
 pub mod settings;
 pub mod streams;
-mod table;
 pub mod token;
 pub mod train;
 pub mod values;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::{GenerationStatus, JobsReply, NodeStatus, StatusReply};
 use ddp_proto::words::{bytes, counted, duration};
 
-use crate::cli::table;
+use crate::cli::answer;
 use crate::rendezvous::report::is_straggler;
 
 /// The cell of an unknown number.
@@ -173,7 +173,7 @@ fn period(period: &GenerationStatus) -> String {
 
 fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>>) -> String {
     let title = title.iter().map(ToString::to_string).collect();
-    table::text(std::iter::once(title).chain(rows), |column| {
+    answer::table(std::iter::once(title).chain(rows), |column| {
         right.contains(&column)
     })
 }

@@ -6,7 +6,7 @@ use ddp_proto::words::counted;
 use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord};
 use serde_json::Value;
 
-use crate::cli::table;
+use crate::cli::answer;
 
 /// Keys of the configuration that are shown, by section.
 const SHOWN: [(&str, &[&str]); 4] = [
@@ -114,7 +114,7 @@ fn settings(section: &Value, keys: &[&str]) -> String {
 
 /// Columns as wide as their widest cell, two blanks between them, and none at the end of a line.
 fn aligned(rows: Vec<Vec<String>>) -> String {
-    let table = table::text(rows, |_| false);
+    let table = answer::table(rows, |_| false);
     // Without the padding of the first column.
     table
         .lines()

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use ddp_proto::words::{bytes, counted, grouped};
 
 use super::device::Planned;
+use crate::cli::answer;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
 use crate::cli::native::{Advice, Axis, Candidate, Comparison, Machines, Strategy};
-use crate::cli::table;
 
 /// The cell of an unknown number.
 const UNKNOWN: &str = "–";
@@ -291,7 +291,7 @@ pub(super) fn without_nothing(mut rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
 
 /// A table with the numbers aligned right.
 pub(super) fn columns(rows: Vec<Vec<String>>) -> String {
-    table::text(rows, |column| column > 0)
+    answer::table(rows, |column| column > 0)
 }
 
 /// `12.3 ms`, `12.3 s`
