@@ -172,7 +172,7 @@ fn period(period: &GenerationStatus) -> String {
 }
 
 fn table(title: &[&str], right: &[usize], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let title = title.iter().map(ToString::to_string).collect();
+    let title = title.iter().map(|cell| (*cell).to_owned()).collect();
     answer::table(std::iter::once(title).chain(rows), |column| {
         right.contains(&column)
     })
