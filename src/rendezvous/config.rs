@@ -6,6 +6,8 @@ use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
 use ddp_proto::ids::{MAX_NODES, MAX_WORKERS};
 
+use super::messages::clip;
+
 /// Name of a job of several nodes whose nodes were given none, as with torchrun.
 pub const DEFAULT_JOB_ID: &str = "none";
 
@@ -174,10 +176,10 @@ impl Config {
     /// Why `job` is not served here, without the subject "the daemon"; none if it is.
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
-        let owner = super::kv::clip(owner, 128);
+        let owner = clip(owner, 128);
         Some(format!(
             "belongs to job `{owner}` and ends with it: it does not serve job `{}`",
-            super::kv::clip(job, 128)
+            clip(job, 128)
         ))
     }
 

@@ -12,8 +12,9 @@ use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, Wor
 
 use super::Job;
 use super::node::Node;
-use crate::rendezvous::event::{ApplyContext, Origin};
-use crate::rendezvous::kv::clip;
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::Origin;
+use crate::rendezvous::messages::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
 pub(in crate::rendezvous) const MAX_LISTED: usize = 16;

@@ -14,7 +14,8 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use super::Job;
 use super::node::{LeaseExtension, Node};
 use crate::rendezvous::config::Config;
-use crate::rendezvous::event::{ApplyContext, shared};
+use crate::rendezvous::context::ApplyContext;
+use crate::rendezvous::event::shared;
 
 /// Peers have to report progress within the time of this many steps.
 const PATIENCE_STEPS: u32 = 3;

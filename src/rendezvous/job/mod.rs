@@ -49,7 +49,8 @@ use ddp_proto::rendezvous::{
     StatusReply,
 };
 
-use super::event::{About, ApplyContext, CallId, ConnId, KvError, Origin, Record, regrouping};
+use super::context::ApplyContext;
+use super::event::{About, CallId, ConnId, KvError, Origin, Record, regrouping};
 use super::history::History;
 use super::kv::KvStore;
 use super::policy::Account;
