@@ -6,7 +6,7 @@ use crate::harness::{Program, ReservedPort, TinyJob, launch, metrics, parameters
 /// The message for a job that is refused before a worker starts.
 #[track_caller]
 fn refused(job: &TinyJob) -> String {
-    let finished = launch().nproc(2).dir(job.dir()).target("tiny.yaml").run();
+    let finished = job.launch().nproc(2).run();
     finished.expect_exit(2);
     let errors = finished.stderr().matches("error:").count();
     assert_eq!(errors, 1, "one message, not one a rank:\n{}", finished.stderr());
@@ -26,22 +26,16 @@ fn expect_nothing_written(job: &TinyJob) {
 #[test]
 fn a_folder_that_holds_a_run_is_never_resumed_by_a_restart() {
     let job = TinyJob::new();
-    launch()
-        .nproc(2)
-        .dir(job.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(2).run().expect_exit(0);
     let before = (parameters(&job.out()), metrics(&job.out()));
     let port = ReservedPort::new();
-    let finished = launch()
+    let finished = job
+        .launch()
         .nproc(2)
         .flag("--nnodes", "1:2")
         .flag("--rdzv-endpoint", &port.endpoint)
         .flag("--max-restarts", "3")
-        .dir(job.dir())
         .set("train.steps=50")
-        .target("tiny.yaml")
         .run();
     finished.expect_exit(2).expect_stderr("already holds a run");
     let words = finished.stderr();
@@ -73,11 +67,7 @@ fn an_unknown_key_of_the_launch_section() {
 #[test]
 fn an_override_of_a_key_that_does_not_exist() {
     let job = TinyJob::new();
-    let finished = launch()
-        .dir(job.dir())
-        .set("train.step=3")
-        .target("tiny.yaml")
-        .run();
+    let finished = job.launch().set("train.step=3").run();
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
         [ddp-run] error: `--set train.step`: unknown key `train.step`
@@ -109,13 +99,7 @@ fn a_run_to_resume_that_is_not_there() {
 #[test]
 fn an_out_dir_that_holds_a_run() {
     let job = TinyJob::new();
-    let run = || {
-        launch()
-            .dir(job.dir())
-            .set("train.steps=2")
-            .target("tiny.yaml")
-            .run()
-    };
+    let run = || job.launch().set("train.steps=2").run();
     run().expect_exit(0);
     let before = std::fs::read(job.out().join("metrics.jsonl")).expect("metrics");
     run()
@@ -127,11 +111,9 @@ fn an_out_dir_that_holds_a_run() {
         before, after,
         "a refused run must not touch the one that is there"
     );
-    launch()
-        .dir(job.dir())
+    job.launch()
         .set("train.steps=2")
         .set("run.overwrite=true")
-        .target("tiny.yaml")
         .run()
         .expect_exit(0);
 }
@@ -140,12 +122,11 @@ fn an_out_dir_that_holds_a_run() {
 #[test]
 fn ranks_that_are_no_groups_are_not_tried_again() {
     let job = TinyJob::new();
-    let finished = launch()
+    let finished = job
+        .launch()
         .nproc(3)
-        .dir(job.dir())
         .set("parallel.strategy=zero2")
         .set("parallel.shard_group=2")
-        .target("tiny.yaml")
         .run();
     finished.expect_exit(2).expect_stderr(
         "`parallel.shard_group` is 2, but 3 data-parallel ranks cannot be divided into groups of 2",
@@ -158,16 +139,15 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
 fn what_all_ranks_say_alike_is_shown_once() {
     let job = TinyJob::new();
     let port = ReservedPort::new();
-    let finished = launch()
+    let finished = job
+        .launch()
         .nproc(7)
         .flag("--nnodes", "1:2")
         .flag("--rdzv-endpoint", &port.endpoint)
         .flag("--rdzv-conf", "last_call_timeout=0.1")
         .flag("--log-dir", "logs")
-        .dir(job.dir())
         .set("parallel.strategy=zero2")
         .set("parallel.shard_group=2")
-        .target("tiny.yaml")
         .run();
     let words = "`parallel.shard_group` is 2, but 7 data-parallel ranks cannot be divided into groups of 2";
     finished
@@ -191,12 +171,7 @@ fn what_all_ranks_say_alike_is_shown_once() {
 #[test]
 fn a_loss_that_is_no_number_ends_the_run_for_good() {
     let job = TinyJob::new();
-    let finished = launch()
-        .nproc(2)
-        .dir(job.dir())
-        .set("train.optimizer.lr=1e38")
-        .target("tiny.yaml")
-        .run();
+    let finished = job.launch().nproc(2).set("train.optimizer.lr=1e38").run();
     finished
         .expect_exit(93)
         .expect_stderr("hint: lower `train.optimizer.lr`");
@@ -206,10 +181,8 @@ fn a_loss_that_is_no_number_ends_the_run_for_good() {
 #[test]
 fn a_parameter_group_without_parameters_is_refused_at_its_place() {
     let job = TinyJob::new();
-    launch()
-        .dir(job.dir())
+    job.launch()
         .set("train.optimizer.groups=[{params: \"h.*.mpl.*\"}]")
-        .target("tiny.yaml")
         .run()
         .expect_exit(2)
         .expect_stderr(
@@ -220,12 +193,7 @@ fn a_parameter_group_without_parameters_is_refused_at_its_place() {
 #[test]
 fn a_truncated_checkpoint() {
     let job = TinyJob::new();
-    launch()
-        .dir(job.dir())
-        .set("train.steps=5")
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    job.launch().set("train.steps=5").run().expect_exit(0);
     let pieces: Vec<_> = crate::harness::parameters(&job.out()).into_iter().collect();
     let (name, bytes) = pieces
         .iter()
@@ -248,7 +216,7 @@ fn exhausted_shared_memory() {
     let job = TinyJob::with(|yaml| yaml.replace("n_embd: 32", "n_embd: 256"));
     let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 tiny.yaml";
     let finished = Program::new("/bin/sh")
-        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-run")].map(Into::into))
+        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-run")])
         .dir(job.dir())
         .run();
     finished
@@ -271,7 +239,7 @@ fn memory_that_a_limit_refuses_is_not_asked_for_again() {
     });
     let script = "ulimit -v 700000; exec \"$0\" run tiny.yaml";
     let finished = Program::new("/bin/sh")
-        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-train")].map(Into::into))
+        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-train")])
         .dir(job.dir())
         .run();
     finished

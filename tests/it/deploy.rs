@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::harness::{Program, children, launch, repository, temp_dir};
+use crate::harness::{Program, children, ddp_rendezvous, launch, repository, temp_dir};
 
 /// Starts its program as a step of two nodes, which are both this machine, with the variables that Slurm sets for each
 /// task, and ends with the largest code, as `srun` does.
@@ -56,7 +56,7 @@ fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
     let path = std::env::var("PATH").unwrap_or_default();
     program
         .env("PATH", &format!("{}:{built}:{path}", bin.display()))
-        .env("ASKED", &bin.join("asked").display().to_string())
+        .env("ASKED", &bin.join("asked"))
         .env("SLURM_JOB_ID", job)
 }
 
@@ -68,7 +68,7 @@ fn job_with_a_free_port() -> String {
             .env("SLURM_STEP_ID", "0")
             .env("SLURM_STEP_NUM_NODES", "2")
             .env("SLURM_STEP_NODELIST", "127.0.0.[1-2]")
-            .words(&["--dry-run"])
+            .words(["--dry-run"])
             .target("true")
             .run();
         let shown = dry.expect_exit(0).stdout().join("\n");
@@ -92,7 +92,7 @@ fn batch(bin: &Path, job: &str, script: &str) -> Program {
 
 /// The batch script with these arguments.
 fn batch_of(bin: &Path, job: &str, arguments: &[&str]) -> Program {
-    let arguments = arguments.iter().map(Into::into);
+    let arguments = arguments.iter();
     let program = Program::new(repository("deploy/slurm/train.sbatch")).args(arguments);
     under_slurm(bin, job, program)
         .env("SLURM_JOB_NUM_NODES", "2")
@@ -211,7 +211,7 @@ fn step(bin: &Path, options: &str) -> Program {
     let place = "echo place $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $TORCHELASTIC_RUN_ID";
     let line = format!("exec srun {options} ddp-run --nproc-per-node 2 sh -c '{place}'");
     let job = job_with_a_free_port();
-    under_slurm(bin, &job, Program::new("sh").args(["-c".into(), line.into()]))
+    under_slurm(bin, &job, Program::new("sh").args(["-c", &line]))
 }
 
 #[test]
@@ -334,7 +334,7 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     let words: Vec<_> = words.iter().map(String::as_str).collect();
     launch()
         .env("JOB_COMPLETION_INDEX", "3")
-        .words(&["--dry-run"])
+        .words(["--dry-run"])
         .words(&words)
         .run()
         .expect_exit(0)
@@ -428,7 +428,7 @@ fn a_jobset_and_a_training_runtime_start_the_same_job() {
         .env("PET_MASTER_ADDR", "gpt-node-0-0.gpt")
         .env("PET_MASTER_PORT", "29400")
         .env("PET_RDZV_ID", "gpt")
-        .words(&["--dry-run"])
+        .words(["--dry-run"])
         .words(&flags)
         .target("true")
         .run()
@@ -578,11 +578,8 @@ fn alerts_and_dashboard_ask_for_metrics_that_exist() {
         "127.0.0.1:0",
         "--metrics-addr",
         "127.0.0.2:0",
-    ]
-    .map(Into::into);
-    let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-        .args(args)
-        .start();
+    ];
+    let mut daemon = ddp_rendezvous().args(args).start();
     let line = daemon.wait_for("http://127.0.0.2:");
     let (_, address) = line.split_once("http://").expect("an address");
     let served = crate::operators::get(address.trim_end_matches('/'), "/metrics", "").body;
@@ -726,9 +723,7 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
             "/state" | "/var/lib/ddp-rendezvous" => state.to_owned(),
             word => word.replace(":29400", ":0").replace(":9400", ":0"),
         });
-        let mut daemon = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
-            .args(words.map(Into::into))
-            .start();
+        let mut daemon = ddp_rendezvous().args(words).start();
         daemon.wait_for("[::]:");
         daemon.signal(Signal::SIGTERM);
         daemon.finish().expect_exit(0);
@@ -769,7 +764,7 @@ fn every_program_prints_its_completions() {
             "tokenize",
         ),
     ] {
-        let answer = Program::new(program).args(words.map(Into::into)).run();
+        let answer = Program::new(program).args(words).run();
         answer.expect_exit(0);
         assert!(
             answer.stdout().iter().any(|line| line.contains(known)),

@@ -104,7 +104,7 @@ fn expect_close(how: &str, found: &[f64], tolerance: f64) {
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn the_doctor_finds_nothing_missing() {
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
-    let finished = doctor.args(["doctor".into()]).run();
+    let finished = doctor.args(["doctor"]).run();
     finished
         .expect_exit(0)
         .expect_stdout("device 0             Emulated GPU, sm_90, 1.0 GiB")
@@ -112,7 +112,7 @@ fn the_doctor_finds_nothing_missing() {
         .expect_stdout("libnccl.so.2, 2.30.7")
         .expect_stdout("no problems found");
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
-    let doctor = doctor.args(["doctor".into()]).env("EMULATOR_NCCL", "22809");
+    let doctor = doctor.args(["doctor"]).env("EMULATOR_NCCL", "22809");
     doctor.run().expect_exit(0).expect_stdout("libnccl.so.2, 2.28.9");
 }
 

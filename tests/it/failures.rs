@@ -44,8 +44,8 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
             .node_of(2, endpoint, "order")
             .flag("--node-rank", rank)
             .flag("--max-restarts", "1")
-            .flag("--log-dir", logs.to_str().expect("unicode"))
-            .env("DIR", dir.path().to_str().expect("unicode"))
+            .flag("--log-dir", &logs)
+            .env("DIR", dir.path())
             .shell(SCRIPT)
     };
     let mut b = node(&port.endpoint, "1", &logs_b)
@@ -120,5 +120,5 @@ fn a_worker_that_changes_its_directory_keeps_its_error_file() {
     let names: Vec<_> = left.map(|entry| entry.file_name()).collect();
     assert_eq!(names, ["logs"], "the folder of error files is removed");
     // Files were asked for, but no place.
-    run(launch().env("TMPDIR", ".").words(&["-r", "3"]));
+    run(launch().env("TMPDIR", ".").words(["-r", "3"]));
 }

@@ -61,14 +61,12 @@ fn script_of(folder: &Path, packed: &Path, logs: &Path, sections: &str) -> Progr
     let path = OsString::from(folder.join("run.sh"));
     let folders = [packed, logs].map(|path| path.as_os_str().to_owned());
     let sections = sections.split_whitespace().map(OsString::from);
-    Program::new("env")
-        .env(MARK, packed.to_str().expect("UTF-8"))
-        .args(
-            [as_from_a_terminal, path]
-                .into_iter()
-                .chain(folders)
-                .chain(sections),
-        )
+    Program::new("env").env(MARK, &packed).args(
+        [as_from_a_terminal, path]
+            .into_iter()
+            .chain(folders)
+            .chain(sections),
+    )
 }
 
 /// A line a check, as the script ends with.
@@ -329,7 +327,7 @@ fn a_machine_without_a_sanitizer_is_told_so() {
     }
     let (packed, logs) = (packed(), temp_dir());
     script(packed.path(), logs.path(), "sanitizer")
-        .env("CUDA_HOME", packed.path().to_str().expect("UTF-8"))
+        .env("CUDA_HOME", packed.path())
         .run()
         .expect_exit(1);
     let results = results(logs.path());
@@ -346,7 +344,7 @@ fn a_pack_that_is_too_large_to_be_carried_is_refused_with_its_largest_files() {
     fs::write(packed.join("small"), "x").expect("writable");
     let archive = || {
         let path = repository("tests/gpu/archive.sh");
-        Program::new(path).args([packed.clone().into()]).run()
+        Program::new(path).args([&packed]).run()
     };
     archive()
         .expect_exit(0)
@@ -432,7 +430,9 @@ fn each_part_of_the_tests_is_a_check_of_its_own_and_the_logs_are_packed() {
         "ran: --test-threads 1 --skip collectives_run_beside_kernels\n"
     );
     let archive = logs.path().join("logs.tgz");
-    let listed = Program::new("tar").args(["-tzf".into(), archive.into()]).run();
+    let listed = Program::new("tar")
+        .args([OsString::from("-tzf"), archive.into()])
+        .run();
     listed.expect_exit(0).expect_stdout("./gpu_ops.log");
 }
 

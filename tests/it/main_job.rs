@@ -56,23 +56,6 @@ fn the_readmes_command_trains() {
 }
 
 #[test]
-fn it_runs_twice() {
-    let dir = temp_dir();
-    main_job()
-        .set("train.steps=2")
-        .dir(dir.path())
-        .run()
-        .expect_exit(0);
-    main_job()
-        .set("train.steps=2")
-        .dir(dir.path())
-        .run()
-        .expect_exit(0);
-    let runs = std::fs::read_dir(dir.path().join("runs/single-node")).expect("a folder of runs");
-    assert_eq!(runs.count(), 2, "each run has a folder of its own");
-}
-
-#[test]
 fn the_script_of_the_two_nodes_example_runs() {
     let dir = temp_dir();
     let port = ReservedPort::new();
@@ -85,8 +68,8 @@ fn the_script_of_the_two_nodes_example_runs() {
         &["--set", "train.steps=2", "--separate-daemon"],
     ] {
         let script = Program::new(&script)
-            .args(first.iter().map(Into::into))
-            .env("DDP_BIN", &binaries.display().to_string())
+            .args(first.iter())
+            .env("DDP_BIN", &binaries)
             .env("DDP_PORT", port.endpoint.rsplit(':').next().unwrap_or_default())
             .dir(dir.path());
         script.run().expect_exit(0);
@@ -102,7 +85,7 @@ fn the_script_of_the_elastic_example_runs() {
         .parent()
         .expect("a folder of binaries");
     let script = Program::new(repository("examples/elastic/run.sh"))
-        .env("DDP_BIN", &binaries.display().to_string())
+        .env("DDP_BIN", &binaries)
         .env("DDP_OUT", "out")
         .dir(dir.path());
     script
@@ -122,12 +105,7 @@ fn the_script_of_the_elastic_example_runs() {
 #[test]
 fn two_nodes_train_as_one() {
     let one_node = TinyJob::new();
-    launch()
-        .nproc(4)
-        .dir(one_node.dir())
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
+    one_node.launch().nproc(4).run().expect_exit(0);
     let expected = losses(&one_node.out());
     assert_eq!(expected.len(), 40);
 

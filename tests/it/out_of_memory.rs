@@ -57,7 +57,7 @@ impl SmallGroup {
     fn launch(&self, words: &[&str]) -> Program {
         let enter = format!("echo $$ > '{}/cgroup.procs' && exec \"$@\"", self.0.display());
         let shell = ["-c", &enter, "sh", env!("CARGO_BIN_EXE_ddp-run")];
-        Program::new("sh").args(shell.iter().chain(words).map(Into::into))
+        Program::new("sh").args(shell.iter().chain(words))
     }
 }
 

@@ -1,17 +1,18 @@
 //! The examples `three-d` and `llama`: a few steps of each, and, on demand, all that their READMEs say.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use crate::harness::{Finished, Launch, Program, launch, losses, metrics, repository, run_dir, temp_dir};
+use crate::harness::{Finished, Launch, ddp_train, launch, losses, metrics, repository, run_dir, temp_dir};
 
 fn example(name: &str, ranks: u32, dir: &Path) -> Launch {
     let path = repository("examples").join(name).join("train.yaml");
     launch().nproc(ranks).dir(dir).target(path)
 }
 
-fn train(words: &[&str], dir: &Path) -> Finished {
-    let program = Program::new(env!("CARGO_BIN_EXE_ddp-train"));
-    program.args(words.iter().map(Into::into)).dir(dir).run()
+fn train(words: impl IntoIterator<Item: AsRef<OsStr>>, dir: &Path) -> Finished {
+    let program = ddp_train();
+    program.args(words).dir(dir).run()
 }
 
 /// What the README of `three-d` sets for one rank.

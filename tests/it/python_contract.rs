@@ -30,7 +30,7 @@ fn an_unmodified_script_sees_the_contract() {
         .env("RANK", "77")
         .env("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json")
         .target(repository(SCRIPT))
-        .target_args(&["--lr", "3e-4", "--nnodes"])
+        .target_args(["--lr", "3e-4", "--nnodes"])
         .run();
     launched.expect_exit(0);
     let seen = contracts(&launched);
@@ -73,40 +73,6 @@ fn an_unmodified_script_sees_the_contract() {
 }
 
 #[test]
-fn values_that_the_user_set_are_kept() {
-    if python_is_missing() {
-        return;
-    }
-    let launched = launch()
-        .env("OMP_NUM_THREADS", "3")
-        .target(repository(SCRIPT))
-        .run();
-    launched.expect_exit(0);
-    assert_eq!(contracts(&launched)[0]["contract"]["OMP_NUM_THREADS"], "3");
-}
-
-#[test]
-fn output_arrives_line_by_line_and_in_log_files() {
-    if python_is_missing() {
-        return;
-    }
-    let dir = temp_dir();
-    let script = dir.path().join("talk.py");
-    let text = "import sys\nprint('to out')\nprint('to err', file=sys.stderr)\nprint('no newline', end='')\n";
-    std::fs::write(&script, text).expect("writable");
-    let logs = dir.path().join("logs");
-    let launched = launch()
-        .flag("--log-dir", &logs.display().to_string())
-        .target(script)
-        .run();
-    launched.expect_exit(0).expect_stderr("[0] to err");
-    assert_eq!(launched.stdout(), ["[0] to out", "[0] no newline"]);
-    let read = |name: &str| std::fs::read_to_string(logs.join("attempt_0/0").join(name)).expect("a log file");
-    assert_eq!(read("stdout.log"), "to out\nno newline");
-    assert_eq!(read("stderr.log"), "to err\n");
-}
-
-#[test]
 fn the_heartbeats_of_the_python_package_tell_a_script_that_hangs() {
     if python_is_missing() {
         return;
@@ -124,7 +90,7 @@ print('finished')
     std::fs::write(&script, text).expect("writable");
     let launched = launch()
         .nproc(2)
-        .env("PYTHONPATH", repository("python").to_str().expect("unicode"))
+        .env("PYTHONPATH", &repository("python"))
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .flag("--hang-timeout", "1")
         .flag("--max-restarts", "1")
@@ -202,7 +168,7 @@ fn a_missing_module_is_reported_with_the_interpreter_that_lacks_it() {
     );
     std::fs::write(dir.path().join("t.py"), "").expect("writable");
     launch()
-        .env("PYTHON_EXEC", python.to_str().expect("unicode"))
+        .env("PYTHON_EXEC", &python)
         .target(dir.path().join("t.py"))
         .run()
         .expect_exit(1)
@@ -217,9 +183,9 @@ fn a_folder_with_a_main_module_is_a_script() {
     std::fs::create_dir(&package).expect("writable");
     std::fs::write(package.join("__main__.py"), "").expect("writable");
     launch()
-        .env("PYTHON_EXEC", python.to_str().expect("unicode"))
+        .env("PYTHON_EXEC", &python)
         .target(&package)
-        .target_args(&["--", "--lr", "1"])
+        .target_args(["--", "--lr", "1"])
         .run()
         .expect_exit(0)
         .expect_stdout(&format!("[0] -u {} --lr 1", package.display()));

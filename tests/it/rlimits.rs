@@ -15,7 +15,7 @@ fn limited(ulimit: &str, words: &[&str]) -> Program {
 fn behind(ulimit: &str, program: &str, words: &[&str]) -> Program {
     let script = format!("ulimit {ulimit} && exec \"$0\" \"$@\"");
     let words = ["-c", &script, program].into_iter().chain(words.iter().copied());
-    Program::new("/bin/sh").args(words.map(Into::into))
+    Program::new("/bin/sh").args(words)
 }
 
 /// The number behind `before` in what a launcher says.
@@ -116,7 +116,7 @@ fn a_rendezvous_takes_more_nodes_than_its_soft_limit_has_files() {
         .map(|_| TcpStream::connect(&endpoint).expect("it listens"))
         .collect();
     launch()
-        .words(&["--nnodes", "1:2", "--rdzv-id", "j", "--rdzv-endpoint", &endpoint])
+        .words(["--nnodes", "1:2", "--rdzv-id", "j", "--rdzv-endpoint", &endpoint])
         .flag("--rdzv-conf", "last_call_timeout=0.1,connect_timeout=10")
         .target("true")
         .run()

@@ -4,8 +4,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Program, Running, Sentinel, TinyJob, descendants, environment_of, eventually, hangup_is_ignored, launch,
-    parameters, wait_for_step, worker,
+    Program, Running, Sentinel, TinyJob, descendants, hangup_is_ignored, launch, parameters, wait_for_step,
+    worker,
 };
 
 /// Says when it is ready, when it is asked to stop, and when it gets a hangup.
@@ -69,7 +69,7 @@ fn a_hangup_stays_ignored_under_nohup_whatever_is_asked_for() {
             "-c",
             WORKER,
         ];
-        let running = ready(Program::new("sh").args(words.map(Into::into)).start());
+        let running = ready(Program::new("sh").args(words).start());
         running.signal(Signal::SIGHUP);
         // A hangup that counted would have come first.
         running.signal(Signal::SIGTERM);
@@ -117,7 +117,7 @@ fn native_workers_save_when_every_process_of_the_job_is_signalled() {
         let yaml = yaml.replace("checkpoint_every: 5", "checkpoint_every: 0");
         yaml.replace("steps: 40", "steps: 1000000")
     });
-    let running = launch().nproc(2).dir(job.dir()).target("tiny.yaml").start();
+    let running = job.launch().nproc(2).start();
     let workers = ["0", "1"].map(|rank| worker(running.pid(), rank));
     let signal_workers = |signal| {
         for pid in workers {
@@ -142,21 +142,6 @@ fn native_workers_save_when_every_process_of_the_job_is_signalled() {
 }
 
 #[test]
-fn native_workers_that_ignore_signals_end_with_their_launcher() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
-    let running = launch().nproc(2).dir(job.dir()).target("tiny.yaml").start();
-    let workers = ["0", "1"].map(|rank| worker(running.pid(), rank));
-    wait_for_step(&job.out(), 2);
-    running.signal(Signal::SIGKILL);
-    running.finish().expect_killed_by(Signal::SIGKILL);
-    for pid in workers {
-        eventually("the workers to go with their launcher", || {
-            (!environment_of(pid).contains_key("DDP_JOB_MARKER")).then_some(())
-        });
-    }
-}
-
-#[test]
 fn native_workers_that_do_not_stop_are_killed_after_the_grace() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
     let launch = launch().nproc(2).flag("--shutdown-timeout", "0.3");
@@ -176,10 +161,7 @@ fn alone(job: &TinyJob, program: &str, words: &[&str], settings: &[&str]) -> Run
     let run = ["run", "tiny.yaml"];
     let settings = settings.iter().flat_map(|setting| ["--set", setting]);
     let words = words.iter().copied().chain(run).chain(settings);
-    Program::new(program)
-        .args(words.map(Into::into))
-        .dir(job.dir())
-        .start()
+    Program::new(program).args(words).dir(job.dir()).start()
 }
 
 #[test]

@@ -166,9 +166,7 @@ impl Job {
             .flag("--max-restarts", &self.max_restarts);
         let launch = match &self.training {
             Some(training) => launch.dir(training.dir()).target("tiny.yaml"),
-            None => launch
-                .env("GATE", self.gate.path.to_str().expect("unicode"))
-                .shell(&self.script()),
+            None => launch.env("GATE", &self.gate.path).shell(&self.script()),
         };
         let running = launch.start();
         self.launchers.push(running.pid());

@@ -9,7 +9,7 @@ use crate::harness::{TinyJob, launch};
 fn said(job: &TinyJob, device: &str, words: &[&str]) -> Value {
     let program = emulator().program(env!("CARGO_BIN_EXE_ddp-train")).dir(job.dir());
     let words = [words, &["--json", "--device", device]].concat();
-    let finished = program.args(words.iter().map(|&word| word.into())).run();
+    let finished = program.args(words).run();
     finished.expect_exit(0);
     serde_json::from_str(&finished.stdout().join("\n")).expect("JSON")
 }

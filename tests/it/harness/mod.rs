@@ -19,11 +19,11 @@ mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
 pub(crate) use emulator::Emulator;
-pub(crate) use launch::{Launch, launch, launch_from};
+pub(crate) use launch::{Launch, ROLE, launch, launch_from};
 pub(crate) use processes::{
     children, descendants, environment_of, groups_made_by, hangup_is_ignored, processes, worker,
 };
-pub(crate) use program::{Finished, Program, Running, token_file};
+pub(crate) use program::{Finished, Program, Running, ddp_rendezvous, ddp_train, token_file};
 pub(crate) use proxy::Proxy;
 pub(crate) use rendezvous::{Daemon, ReservedPort};
 pub(crate) use screen::Screen;
