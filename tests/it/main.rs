@@ -17,7 +17,6 @@ mod exit_codes;
 mod failures;
 mod fences;
 mod flags;
-mod gpu_script;
 mod hangs;
 mod harness;
 mod inference;
