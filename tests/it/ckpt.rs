@@ -53,27 +53,6 @@ fn a_checkpoint_is_inspected_and_verified() {
         .expect_stderr("hint: give a run's `out_dir`");
 }
 
-#[test]
-fn damage_is_named_with_its_file_and_tensor() {
-    let job = trained();
-    let part = job
-        .out()
-        .join("checkpoints/step_00000010/state-exp_avg_sq-1-of-2.safetensors");
-    let good = std::fs::read(&part).expect("a file of the checkpoint");
-    let mut bad = good.clone();
-    *bad.last_mut().expect("not empty") ^= 1;
-    std::fs::write(&part, &bad).expect("writable");
-    ckpt(job.dir(), "verify out".split(' '))
-        .expect_exit(1)
-        .expect_stderr("state-exp_avg_sq-1-of-2.safetensors`: the content of tensor `optimizer.exp_avg_sq.");
-    std::fs::write(&part, &good[..good.len() - 1]).expect("writable");
-    ckpt(job.dir(), "verify out".split(' '))
-        .expect_exit(1)
-        .expect_stderr("truncated or overwritten");
-    // The one before is not touched by it.
-    ckpt(job.dir(), "verify out --step 5".split(' ')).expect_exit(0);
-}
-
 /// Cuts the last bytes from a file of a checkpoint.
 fn cut(job: &TinyJob, step: &str) {
     let path = job.out().join("checkpoints").join(step);
@@ -297,24 +276,6 @@ fn a_manifest_that_contradicts_itself_is_not_whole() {
         std::fs::write(&path, &good).expect("writable");
     }
     assert!(!job.dir().join("new").exists());
-}
-
-#[test]
-fn a_checkpoint_is_exported_once() {
-    let job = trained();
-    ckpt(job.dir(), "export out --to model".split(' '))
-        .expect_exit(0)
-        .expect_stdout("the checkpoint of step 10 is written to `model`");
-    let text = std::fs::read_to_string(job.dir().join("model/config.json")).expect("a configuration");
-    let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!(
-        (&config["model_type"], &config["n_embd"]),
-        (&"gpt2".into(), &32.into())
-    );
-    assert!(job.dir().join("model/model.safetensors").exists());
-    ckpt(job.dir(), "export out -o model".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: `model` already exists");
 }
 
 /// Trains the tiny job as one rank in a shell that has first run `prepare`.

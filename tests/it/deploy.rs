@@ -595,91 +595,12 @@ fn alerts_and_dashboard_ask_for_metrics_that_exist() {
             "{file} asks for them, but this is served:\n{served}"
         );
     }
-    // What is wrong is found, by name and by label.
-    let wrong =
-        r#"ddp_restarts + ddp_restarts_total{reason=~"node_lost|sun",cause="a"} + ddp_nodes{state=\"away\"}"#;
-    assert_eq!(
-        unanswered(wrong, &samples, &later),
-        [
-            "ddp_restarts",
-            "ddp_restarts_total{reason=sun}",
-            "ddp_restarts_total{cause}"
-        ]
-    );
     serde_json::from_str::<Value>(
         &fs::read_to_string(repository("deploy/monitoring/dashboard.json")).expect("readable"),
     )
     .expect("JSON");
     daemon.signal(Signal::SIGTERM);
     daemon.finish().expect_exit(0);
-}
-
-/// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
-fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
-    let template = document.pointer("/spec/template");
-    let template = template.or_else(|| document.pointer("/spec/replicatedJobs/0/template/spec/template"))?;
-    let given = template.pointer("/metadata/labels").and_then(Value::as_object);
-    let mut labels: BTreeMap<_, _> = given
-        .into_iter()
-        .flatten()
-        .map(|(k, v)| (k.clone(), v.clone()))
-        .collect();
-    let added: &[&str] = match document["kind"].as_str() {
-        Some("Job") => &["job-name", "batch.kubernetes.io/job-name"],
-        Some("JobSet") => &["jobset.sigs.k8s.io/jobset-name"],
-        _ => &[],
-    };
-    for name in added {
-        labels.insert((*name).to_owned(), document["metadata"]["name"].clone());
-    }
-    Some(labels)
-}
-
-/// All selectors of pods below `value`, wherever they are.
-fn selectors(value: &Value, found: &mut Vec<Value>) {
-    match value {
-        Value::Object(fields) => {
-            for (name, field) in fields {
-                match name.as_str() {
-                    "selector" | "podSelector" => {
-                        found.push(field.get("matchLabels").unwrap_or(field).clone());
-                    }
-                    _ => selectors(field, found),
-                }
-            }
-        }
-        Value::Array(items) => items.iter().for_each(|item| selectors(item, found)),
-        _ => {}
-    }
-}
-
-#[test]
-fn every_selector_finds_pods() {
-    let documents = [
-        manifest("deploy/kubernetes/job.yaml"),
-        manifest("deploy/kubernetes/jobset.yaml"),
-        manifest("deploy/kubernetes/rendezvous.yaml"),
-    ]
-    .concat();
-    let pods: Vec<_> = documents.iter().filter_map(labels).collect();
-    let mut wanted = Vec::new();
-    for document in &documents {
-        selectors(document, &mut wanted);
-    }
-    assert!(
-        wanted.len() >= 9,
-        "two services, a stateful set, three policies from and to: {wanted:?}"
-    );
-    for selector in wanted {
-        let selector = selector.as_object().expect("labels");
-        assert!(!selector.is_empty(), "an empty selector takes all pods");
-        let fits = |labels: &BTreeMap<String, Value>| {
-            selector
-                .iter()
-                .all(|(name, value)| value.is_string() && labels.get(name) == Some(value))
-        };
-        assert!(pods.iter().any(fits), "{selector:?} finds none of {pods:?}");
-    }
 }
 
 /// The image's user is not root either.
@@ -728,21 +649,6 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
         daemon.signal(Signal::SIGTERM);
         daemon.finish().expect_exit(0);
     }
-}
-
-#[test]
-fn the_unit_lets_the_daemon_serve_large_jobs() {
-    // Measured for one job: most of it is of connections, so it grows with their number.
-    const BYTES_OF_10_000_NODES: u64 = 400 << 20;
-    let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
-    let limit = unit.lines().find_map(|line| line.strip_prefix("MemoryMax="));
-    let gib: u64 = limit
-        .and_then(|limit| limit.strip_suffix('G')?.parse().ok())
-        .expect("a limit in GiB");
-    assert!(
-        gib << 30 >= 4 * BYTES_OF_10_000_NODES,
-        "four jobs of 10,000 nodes"
-    );
 }
 
 #[test]

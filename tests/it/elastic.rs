@@ -124,6 +124,21 @@ fn growing_job(layout: &str) -> TinyJob {
     })
 }
 
+/// Two nodes of native training, of which the second joins when the first has made some steps, and the step at which
+/// the first stopped for it.
+fn joined(job: &TinyJob, start: impl Fn() -> Running) -> (Running, Running, u64) {
+    let mut first = start();
+    wait_for_step(&job.out(), 7);
+    // Held, so that it is not done before the other node is there.
+    let held = worker(first.pid(), "0");
+    send(held, Signal::SIGSTOP);
+    let second = start();
+    first.wait_for("joined; continuing with 2 nodes");
+    send(held, Signal::SIGCONT);
+    let left_at = stopped_after(&mut first);
+    (first, second, left_at)
+}
+
 /// A node of `ranks` ranks, which read the same samples, is joined by a second node, and loses it
 /// again.
 fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
@@ -136,16 +151,7 @@ fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
         let node = elastic(&daemon, "1:2").nproc(ranks).dir(job.dir());
         node.target("tiny.yaml").start()
     };
-    let mut first = start();
-    wait_for_step(&job.out(), 7);
-    // Held, so that it is not done before the other node is there.
-    let held = worker(first.pid(), "0");
-    send(held, Signal::SIGSTOP);
-    let second = start();
-    first.wait_for("joined; continuing with 2 nodes");
-    send(held, Signal::SIGCONT);
-    let left_at = first.wait_for("the checkpoint is saved");
-    let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
+    let (mut first, second, left_at) = joined(&job, start);
     first.wait_for(&format!(
         "continuing with 2 {noun}s instead of 1: 1 micro-batch per step on each, the global batch stays 4"
     ));
@@ -192,34 +198,18 @@ fn grows_and_shrinks(ranks: u32, noun: &str, layout: &str) {
 #[test]
 fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_with_it() {
     // Micro-batches of a step: four, which two ranks and four ranks can share, but not six.
-    let job = || {
-        TinyJob::with(|yaml| {
-            let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
-            let yaml = yaml.replace("micro_batch: 2", batch);
-            yaml.replace("steps: 40", "steps: 200")
-        })
-    };
-    let undisturbed = job();
+    let undisturbed = growing_job("");
     let alone = undisturbed.launch().nproc(2).run();
     alone.expect_exit(0);
 
-    let (daemon, job) = (Daemon::start(), job());
+    let (daemon, job) = (Daemon::start(), growing_job(""));
     let start = || {
         let node = elastic(&daemon, "1:3").nproc(2);
         node.dir(job.dir()).target("tiny.yaml").start()
     };
-    let mut first = start();
-    wait_for_step(&job.out(), 7);
-    // Held, so that it is not done before the other nodes are there.
-    let held = worker(first.pid(), "0");
-    send(held, Signal::SIGSTOP);
-    let second = start();
-    first.wait_for("joined; continuing with 2 nodes");
-    send(held, Signal::SIGCONT);
-    let left_at = first.wait_for("the checkpoint is saved");
-    let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
+    let (mut first, second, left_at) = joined(&job, start);
     first.wait_for("continuing with 4 ranks instead of 2");
-    first.wait_for(&format!("200, resumed after step {left_at}"));
+    first.wait_for(&format!("400, resumed after step {left_at}"));
 
     // One step beyond a checkpoint of all.
     wait_for_step(&job.out(), left_at + 6);
@@ -238,7 +228,7 @@ fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_wi
         send(pid, Signal::SIGCONT);
     }
     first.wait_for("was lost");
-    first.wait_for("200, resumed after");
+    first.wait_for("400, resumed after");
     first.finish().expect_exit(0);
     third.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);

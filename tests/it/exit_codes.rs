@@ -4,9 +4,6 @@ use nix::sys::signal::Signal;
 
 use crate::harness::{Daemon, ReservedPort, Running, TinyJob, launch, temp_dir};
 
-/// A worker that says it is there and then waits for ever.
-const WAITING: &str = "echo ready; exec sleep 1000";
-
 /// Rank 1 fails once rank 0 is ready, which says when it is asked to stop and goes on.
 const STUBBORN: &str = r#"[ "$RANK" = 1 ] && { until [ -e "$READY" ]; do sleep 0.02; done; exit 42; }
     trap "" INT; trap "echo asked" TERM; : >"$READY"; while :; do sleep 1000 & wait; done"#;
@@ -41,16 +38,6 @@ fn the_first_failure_is_named_and_victims_are_not_blamed() {
         .expect_exit(3)
         .expect_stderr("first failure: rank 0")
         .expect_stderr("cause of it all");
-}
-
-#[test]
-fn sigterm_ends_with_143_and_sigint_with_130() {
-    for (signal, code) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130)] {
-        let mut running = launch().nproc(2).shell(WAITING).start();
-        running.wait_for("[0] ready");
-        running.signal(signal);
-        running.finish().expect_exit(code);
-    }
 }
 
 #[test]
@@ -101,21 +88,6 @@ fn missing_nodes_give_75() {
 }
 
 #[test]
-fn nodes_that_disagree_give_76_on_both() {
-    let daemon = Daemon::start();
-    let node = || launch().node_of(2, &daemon.endpoint, "j");
-    let one = node().target("true").start();
-    let other = node().target("false").start();
-    for (node, own) in [(one, "true"), (other, "false")] {
-        node.finish()
-            .expect_exit(76)
-            .expect_stderr("nodes disagree on job `j`: `target` differs between ")
-            .expect_stderr(&format!("`target` on this node: `{own}`"));
-    }
-    daemon.stop().expect_exit(0);
-}
-
-#[test]
 fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
     let daemon = Daemon::start();
     let (job, other) = (
@@ -152,30 +124,6 @@ fn insist(running: &mut Running, signal: Signal) {
     running.signal(signal);
     running.wait_for("another signal kills them");
     running.insist(signal, "killing the workers");
-}
-
-#[test]
-fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
-    for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        let dir = temp_dir();
-        let ready = dir.path().join("ready");
-        let logs = dir.path().join("logs");
-        let mut running = launch()
-            .nproc(2)
-            .flag("--shutdown-timeout", "3600")
-            .flag("--log-dir", &logs)
-            .env("READY", &ready)
-            .shell(STUBBORN)
-            .start();
-        insist(&mut running, signal);
-        running
-            .finish()
-            .expect_exit(42)
-            .expect_stderr("first failure: rank 1")
-            .expect_stderr("rank 0: terminated by ddp-run (SIGKILL)");
-        let error = std::fs::read_to_string(logs.join("error.json")).expect("written");
-        assert!(error.contains(r#""exit_code": 42"#), "{error}");
-    }
 }
 
 #[test]

@@ -2,9 +2,7 @@
 
 use std::fs;
 
-use nix::sys::signal::Signal;
-
-use crate::harness::{launch, repository, temp_dir};
+use crate::harness::{Launch, launch, repository, temp_dir};
 
 /// Prints one line on each stream.
 const TALK: &str = "echo out of $RANK; echo err of $RANK >&2";
@@ -144,41 +142,6 @@ fn standard_input_reaches_rank_0() {
     finished
         .expect_stdout("[0] 0 read <hello>")
         .expect_stdout("[1] 1 read <>");
-}
-
-#[test]
-fn a_signal_on_the_forward_list_reaches_every_rank_and_stops_nothing() {
-    let script = r"trap 'echo got it; exit 0' USR1; echo ready; while :; do sleep 0.05; done";
-    let mut running = launch()
-        .nproc(2)
-        .flag("--forward-signals", "USR1")
-        .shell(script)
-        .start();
-    running.wait_for("[0] ready");
-    running.wait_for("[1] ready");
-    running.signal(Signal::SIGUSR1);
-    running
-        .finish()
-        .expect_exit(0)
-        .expect_stdout("[0] got it")
-        .expect_stdout("[1] got it");
-}
-
-#[test]
-fn exit_code_93_means_do_not_start_again() {
-    let finished = launch()
-        .nproc(2)
-        .flag("--max-restarts", "5")
-        .shell("exit 93")
-        .run();
-    finished
-        .expect_exit(93)
-        .expect_stderr("`sh` failed; a restart cannot help");
-    assert!(
-        !finished.stderr().contains("restarting "),
-        "{}",
-        finished.stderr()
-    );
 }
 
 #[test]
@@ -692,4 +655,21 @@ fn a_double_dash_right_after_the_target_is_not_an_argument() {
     assert_eq!(said(&[], &["--", "--b", "--"]), "[0] --b --");
     assert_eq!(said(&[], &["a", "--", "--b"]), "[0] a -- --b");
     assert_eq!(said(&["--"], &["--", "--b"]), "[0] -- --b");
+}
+
+#[test]
+fn a_worker_that_changes_its_directory_keeps_its_error_file() {
+    let script = r#"cd /; echo '{"message": "no data in /"}' > "$TORCHELASTIC_ERROR_FILE"; exit 3"#;
+    let dir = temp_dir();
+    let run = |launch: Launch| {
+        let finished = launch.dir(dir.path()).shell(script).run();
+        finished.expect_exit(3).expect_stderr("no data in /");
+    };
+    run(launch().flag("--log-dir", "logs"));
+    run(launch().env("TMPDIR", "."));
+    let left = fs::read_dir(dir.path()).expect("readable").flatten();
+    let names: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert_eq!(names, ["logs"], "the folder of error files is removed");
+    // Files were asked for, but no place.
+    run(launch().env("TMPDIR", ".").words(["-r", "3"]));
 }

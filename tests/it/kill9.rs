@@ -89,26 +89,6 @@ fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
     });
 }
 
-#[test]
-fn a_graceful_stop_ends_at_a_step_boundary() {
-    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
-    let running = train(&job);
-    wait_for_step(&job.out(), 7);
-    running.signal(Signal::SIGTERM);
-    running
-        .finish()
-        .expect_exit(143)
-        .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
-    let reached = metrics(&job.out()).len();
-    let resume = launch()
-        .nproc(2)
-        .dir(job.dir())
-        .set("run.resume=require")
-        .set(&format!("train.steps={}", reached + 3));
-    resume.target("tiny.yaml").run().expect_exit(0);
-    assert_eq!(metrics(&job.out()).len(), reached + 3);
-}
-
 /// Large enough that both of two ranks own parameters: they are dealt out by 16,384 elements, of each block apart.
 fn sharded(strategy: &str) -> TinyJob {
     TinyJob::with(|yaml| {

@@ -14,7 +14,6 @@ mod doctor;
 mod elastic;
 mod emulated_gpu;
 mod exit_codes;
-mod failures;
 mod fences;
 mod flags;
 mod hangs;

@@ -120,9 +120,5 @@ fn a_kill_where_memory_suffices_is_not_taken_for_a_lack_of_it() {
     finished
         .expect_exit(137)
         .expect_stderr("a `kill -9` by a person or program");
-    assert!(
-        !finished.stderr().contains("possibly out of memory"),
-        "{}",
-        finished.stderr()
-    );
+    finished.expect_no_stderr("possibly out of memory");
 }

@@ -104,16 +104,6 @@ fn figures(section: &str) -> Vec<(&str, Vec<u64>)> {
     figures.filter(is_figure).collect()
 }
 
-#[test]
-fn figures_are_found_in_sentences() {
-    let section = "half of it (`wire_bytes.grads` 1,835,008), `memory.params` is\n3 · 4,096 = 12,288. And `memory.grads`.\n- 1,000";
-    let expected = [
-        ("wire_bytes.grads", vec![1_835_008]),
-        ("memory.params", vec![12_288]),
-    ];
-    assert_eq!(figures(section), expected);
-}
-
 /// The losses of the steps of a command of the document, and its numbers of the last one.
 fn tried(command: &str, settings: &[&str], dir: &Path) -> (Vec<f64>, serde_json::Value) {
     let words: Vec<&str> = command.split_whitespace().collect();

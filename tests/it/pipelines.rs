@@ -43,9 +43,9 @@ fn two_stages_give_the_losses_of_one_rank() {
     }
 }
 
-/// What runs, and what is refused in words before anything starts; here on a model of three layers.
+/// On a model of three layers.
 #[test]
-fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_in_words() {
+fn fewer_micro_batches_than_ranks_and_uneven_layers_run() {
     let job = TinyJob::with(|yaml| {
         let yaml = yaml.replace("n_layer: 2", "n_layer: 3");
         yaml.replace("steps: 40", "steps: 2")
@@ -56,46 +56,10 @@ fn fewer_micro_batches_than_ranks_and_uneven_layers_run_and_the_rest_is_refused_
         let launch = settings.fold(launched(&job, ranks), |launch, setting| launch.set(setting));
         launch.target("tiny.yaml").run()
     };
-    let three = "parallel.pipeline.stages=3";
-    with(3, &[three, "train.grad_accumulation=2"]).expect_exit(0);
+    with(3, &["parallel.pipeline.stages=3", "train.grad_accumulation=2"]).expect_exit(0);
     with(2, &["parallel.pipeline.stages=2", "train.grad_accumulation=1"])
         .expect_exit(0)
         .expect_stdout("2 stages with 2 + 1 layers on 2 ranks");
-    let refusals: [(u32, &[&str], &str); 6] = [
-        (3, &["parallel.pipeline.stages=2"], "3 ranks"),
-        (
-            4,
-            &["parallel.pipeline.stages=4"],
-            "3 layers cannot be divided on 4 stages",
-        ),
-        (2, &["parallel.tensor=2", "model.n_head=1"], "`parallel.tensor`"),
-        (
-            3,
-            &[three, "parallel.pipeline.layers=[1, 1]"],
-            "2 numbers that add up to 2 layers",
-        ),
-        (
-            3,
-            &[three, "parallel.pipeline.schedule=interleaved"],
-            "3 layers cannot be divided on 6 stages",
-        ),
-        (
-            3,
-            &[
-                three,
-                "model.n_layer=6",
-                "parallel.pipeline.schedule=zbv",
-                "parallel.pipeline.chunks=3",
-                "train.grad_accumulation=5",
-            ],
-            "does not support 3 ranks, 3 chunks per rank and 5 micro-batches",
-        ),
-    ];
-    for (ranks, settings, words) in refusals {
-        let finished = with(ranks, settings);
-        finished.expect_exit(2).expect_stderr(words);
-        assert!(finished.stderr().contains("hint: "), "{}", finished.stderr());
-    }
 }
 
 /// Runs `ddp-train` in the directory of the configuration.

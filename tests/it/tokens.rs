@@ -277,22 +277,3 @@ fn a_number_that_is_no_token_ends_the_run_with_its_place() {
     // The line of the last step waits for its validation.
     assert_eq!(metrics(&job.out()).len(), 7);
 }
-
-#[test]
-fn tokenize_says_what_it_cannot_do() {
-    let dir = temp_dir();
-    std::fs::write(dir.path().join("a.txt"), "x").expect("writable");
-    tokenize(dir.path(), "--tokenizer llama -o out a.txt".split(' '))
-        .expect_exit(2)
-        .expect_stderr("expected `gpt2` or the path of a `tokenizer.json`");
-    tokenize(dir.path(), "--tokenizer gpt2 -o none/out a.txt".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: cannot create `none/.out.tokenizing`: No such file or directory");
-    tokenize(dir.path(), "--tokenizer gpt2 -o out gone.txt".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: `gone.txt` cannot be read: No such file or directory");
-    tokenize(dir.path(), "--tokenizer gpt2 -o out a.txt".split(' ')).expect_exit(0);
-    tokenize(dir.path(), "--tokenizer gpt2 -o out a.txt".split(' '))
-        .expect_exit(2)
-        .expect_stderr("error: `out` already exists");
-}

@@ -109,7 +109,7 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     }
     for _ in 0..2 {
         let refused = node().run();
-        assert!(!refused.stderr().contains("broke"), "{}", refused.stderr());
+        refused.expect_no_stderr("broke");
         refused
             .expect_exit(76)
             .expect_stderr(" is already running with all of its 2 nodes")

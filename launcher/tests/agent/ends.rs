@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{Join, Refused};
 
 use crate::daemon::{Daemon, Policy};
-use crate::harness::{Meeting, launch, launch_at};
+use crate::harness::{Meeting, launch};
 
 #[test]
 fn success_is_quiet() {
@@ -137,24 +137,6 @@ fn a_program_that_cannot_be_executed_costs_no_restart() {
 }
 
 #[test]
-fn a_file_that_cannot_be_executed_gives_126() {
-    let daemon = Daemon::start();
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let end = launch(&daemon).program(file.path(), &[]).run();
-    end.expect_code(126);
-    end.expect_stderr("cannot be executed");
-}
-
-#[test]
-fn an_unwritable_log_directory_is_named() {
-    let daemon = Daemon::start();
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let end = launch(&daemon).log_dir(&file.path().join("logs")).run();
-    end.expect_code(2);
-    end.expect_stderr("cannot write `");
-}
-
-#[test]
 fn a_refusal_has_the_code_of_its_reason() {
     let cases = [
         (Code::Disagree, 76),
@@ -179,17 +161,6 @@ fn a_refusal_has_the_code_of_its_reason() {
             "[ddp-run] error: nodes `a` and `b` run different programs\n"
         );
     }
-}
-
-#[test]
-fn a_daemon_that_cannot_be_reached_is_named() {
-    // Port 1 belongs to a service that no machine runs.
-    let endpoint = "127.0.0.1:1".to_owned();
-    let end = launch_at(endpoint.clone())
-        .connect_timeout(std::time::Duration::from_millis(200))
-        .run();
-    end.expect_code(69);
-    end.expect_stderr(&format!("cannot reach the rendezvous at `{endpoint}`"));
 }
 
 #[test]

@@ -110,16 +110,6 @@ fn a_console_that_nobody_reads_does_not_stop_the_job() {
     drop(reader);
 }
 
-#[test]
-fn the_words_of_the_error_file_are_in_the_report() {
-    let daemon = Daemon::start();
-    let script =
-        r#"echo '{"message": {"message": "ValueError: no data"}}' > "$TORCHELASTIC_ERROR_FILE"; exit 1"#;
-    let end = launch(&daemon).sh(script).run();
-    end.expect_code(1);
-    end.expect_stderr("message: ValueError: no data");
-}
-
 /// What a launcher has open, ignores and blocks is its own affair; what its caller set is passed on.
 #[test]
 fn workers_start_with_a_clean_slate() {

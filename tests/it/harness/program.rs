@@ -379,6 +379,13 @@ impl Finished {
     }
 
     #[track_caller]
+    pub(crate) fn expect_no_stderr(&self, pattern: &str) -> &Self {
+        let is_there = self.stderr.iter().any(|line| line.contains(pattern));
+        assert!(!is_there, "`{pattern}`; {}", self.transcript());
+        self
+    }
+
+    #[track_caller]
     pub(crate) fn expect_silence(&self) -> &Self {
         assert!(
             self.stdout.is_empty() && self.stderr.is_empty(),
