@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::harness::{Program, children, ddp_rendezvous, launch, repository, temp_dir};
+use crate::harness::{Program, binaries, children, ddp_rendezvous, launch, repository, temp_dir};
 
 /// Starts its program as a step of two nodes, which are both this machine, with the variables that Slurm sets for each
 /// task, and ends with the largest code, as `srun` does.
@@ -51,8 +51,7 @@ fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
         fs::write(bin.join(name), text).expect("writable");
         fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).expect("ours");
     }
-    let built = Path::new(env!("CARGO_BIN_EXE_ddp-run"));
-    let built = built.parent().expect("a folder of binaries").display();
+    let built = binaries().display();
     let path = std::env::var("PATH").unwrap_or_default();
     program
         .env("PATH", &format!("{}:{built}:{path}", bin.display()))

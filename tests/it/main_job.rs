@@ -1,8 +1,8 @@
 //! The command of the README, with few steps.
 
 use crate::harness::{
-    Daemon, Launch, Program, ReservedPort, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
-    repository, run_dir, temp_dir,
+    Daemon, Launch, Program, ReservedPort, TinyJob, binaries, expect_same_losses, launch, losses, metrics,
+    parameters, repository, run_dir, temp_dir,
 };
 
 fn main_job() -> Launch {
@@ -59,9 +59,6 @@ fn the_readmes_command_trains() {
 fn the_script_of_the_two_nodes_example_runs() {
     let dir = temp_dir();
     let port = ReservedPort::new();
-    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     let script = repository("examples/two-nodes/run.sh");
     for first in [
         &["--set", "train.steps=2"][..],
@@ -69,7 +66,7 @@ fn the_script_of_the_two_nodes_example_runs() {
     ] {
         let script = Program::new(&script)
             .args(first.iter())
-            .env("DDP_BIN", &binaries)
+            .env("DDP_BIN", binaries())
             .env("DDP_PORT", port.endpoint.rsplit(':').next().unwrap_or_default())
             .dir(dir.path());
         script.run().expect_exit(0);
@@ -81,11 +78,8 @@ fn the_script_of_the_two_nodes_example_runs() {
 #[test]
 fn the_script_of_the_elastic_example_runs() {
     let dir = temp_dir();
-    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     let script = Program::new(repository("examples/elastic/run.sh"))
-        .env("DDP_BIN", &binaries)
+        .env("DDP_BIN", binaries())
         .env("DDP_OUT", "out")
         .dir(dir.path());
     script
@@ -141,13 +135,7 @@ fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
 fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
     let with = |isa: &str| {
         let job = TinyJob::new();
-        let target = job.dir().join("tiny.yaml");
-        let run = launch()
-            .nproc(1)
-            .env("DDP_ISA", isa)
-            .dir(job.dir())
-            .target(target)
-            .run();
+        let run = job.launch().nproc(1).env("DDP_ISA", isa).run();
         (run, losses(&job.out()))
     };
     let refused = with("avx9").0;
@@ -155,12 +143,7 @@ fn an_instruction_set_can_be_named_and_one_that_is_missing_is_refused() {
         .expect_exit(2)
         .expect_stderr("DDP_ISA is `avx9`, but this machine has `baseline`");
     let job = TinyJob::new();
-    launch()
-        .nproc(1)
-        .dir(job.dir())
-        .target(job.dir().join("tiny.yaml"))
-        .run()
-        .expect_exit(0);
+    job.launch().nproc(1).run().expect_exit(0);
     let best = losses(&job.out());
     let (run, baseline) = with("baseline");
     run.expect_exit(0);

@@ -4,7 +4,8 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::harness::{
-    Finished, Launch, Program, TinyJob, ddp_train, launch, losses, metrics, parameters, repository, temp_dir,
+    Finished, Launch, Program, TinyJob, binaries, ddp_train, launch, losses, metrics, parameters, repository,
+    temp_dir,
 };
 
 /// Enough of a text for a few steps.
@@ -61,9 +62,6 @@ fn llm_c(tokens: &[u8]) -> Vec<u8> {
 #[test]
 fn the_script_of_the_gpt2_tokens_example_runs() {
     let dir = temp_dir();
-    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     // Little to validate on, in a list.
     let val = format!("data.val=[{}]", dir.path().join("val.safetensors").display());
     std::fs::write(
@@ -85,7 +83,7 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
             "--set",
             &val,
         ])
-        .env("DDP_BIN", &binaries)
+        .env("DDP_BIN", binaries())
         .dir(dir.path());
     script
         .run()
@@ -172,12 +170,9 @@ fn the_gpt2_124m_example_trains_on_shards_of_its_format() {
 #[ignore = "a minute of training: .ci/run examples"]
 fn what_the_readme_of_the_examples_says_of_gpt2_tokens_is_reached() {
     let dir = temp_dir();
-    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
-        .parent()
-        .expect("a folder of binaries");
     Program::new(repository("examples/gpt2-tokens/run.sh"))
         .args(["--set", "run.out_dir=out"])
-        .env("DDP_BIN", &binaries)
+        .env("DDP_BIN", binaries())
         .dir(dir.path())
         .run()
         .expect_exit(0);

@@ -37,6 +37,12 @@ pub(crate) fn repository(path: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
+/// The folder with the built programs.
+pub(crate) fn binaries() -> &'static std::path::Path {
+    let program = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"));
+    program.parent().expect("a folder of binaries")
+}
+
 /// An empty folder, removed with its owner.
 pub(crate) fn temp_dir() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
