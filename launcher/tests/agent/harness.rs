@@ -41,10 +41,10 @@ pub(crate) struct Launch {
     progress_bar: bool,
     log_dir: Option<PathBuf>,
     stdout_filter: Option<String>,
-    connect_timeout_ms: u64,
-    outage_timeout_ms: u64,
-    shutdown_timeout_ms: u64,
-    hang_timeout_ms: u64,
+    connect_timeout: Duration,
+    outage_timeout: Duration,
+    shutdown_timeout: Duration,
+    hang_timeout: Option<Duration>,
     signals_ranks_only: bool,
 }
 
@@ -65,10 +65,10 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         progress_bar: false,
         log_dir: None,
         stdout_filter: None,
-        connect_timeout_ms: 10_000,
-        outage_timeout_ms: 10_000,
-        shutdown_timeout_ms: 20_000,
-        hang_timeout_ms: 0,
+        connect_timeout: Duration::from_secs(10),
+        outage_timeout: Duration::from_secs(10),
+        shutdown_timeout: Duration::from_secs(20),
+        hang_timeout: None,
         signals_ranks_only: false,
     }
 }
@@ -144,17 +144,17 @@ impl Launch {
     }
 
     pub(crate) fn connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout_ms = timeout.as_millis() as u64;
+        self.connect_timeout = timeout;
         self
     }
 
     pub(crate) fn outage_timeout(mut self, timeout: Duration) -> Self {
-        self.outage_timeout_ms = timeout.as_millis() as u64;
+        self.outage_timeout = timeout;
         self
     }
 
     pub(crate) fn shutdown_timeout(mut self, timeout: Duration) -> Self {
-        self.shutdown_timeout_ms = timeout.as_millis() as u64;
+        self.shutdown_timeout = timeout;
         self
     }
 
@@ -165,7 +165,7 @@ impl Launch {
     }
 
     pub(crate) fn hang_timeout(mut self, timeout: Duration) -> Self {
-        self.hang_timeout_ms = timeout.as_millis() as u64;
+        self.hang_timeout = Some(timeout);
         self
     }
 
@@ -221,10 +221,10 @@ impl Launch {
             agreed: BTreeMap::new(),
             join_timeout: DEADLINE,
             last_call: None,
-            hang_timeout: (self.hang_timeout_ms > 0).then(|| Duration::from_millis(self.hang_timeout_ms)),
-            connect_timeout: Duration::from_millis(self.connect_timeout_ms),
-            outage_timeout: Duration::from_millis(self.outage_timeout_ms),
-            shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
+            hang_timeout: self.hang_timeout,
+            connect_timeout: self.connect_timeout,
+            outage_timeout: self.outage_timeout,
+            shutdown_timeout: self.shutdown_timeout,
             log_dir: self.log_dir,
             resume_hint: None,
             command: WorkerCommand {

@@ -79,12 +79,17 @@ pub(crate) fn wait_for_opening() {
 
 /// A heartbeat of a worker that trains.
 pub(crate) fn heartbeat(step: u64) -> ToAgent {
+    heartbeat_of(step, Phase::Training, None, None)
+}
+
+/// A heartbeat with more to tell; a worker that waits for a peer has been quiet since.
+fn heartbeat_of(step: u64, phase: Phase, progress: Option<Progress>, wait: Option<PeerWait>) -> ToAgent {
     ToAgent::Heartbeat {
         step,
-        phase: Phase::Training,
-        quiet_ms: 0,
-        progress: None,
-        waits: Vec::new(),
+        phase,
+        quiet_ms: wait.as_ref().map_or(0, |wait| wait.waited_ms),
+        progress,
+        waits: wait.into_iter().collect(),
         activity: String::new(),
         loss: None,
     }
@@ -297,15 +302,7 @@ pub(crate) fn reports_progress() {
         val_step: None,
         lr: Some(1e-3),
     };
-    session.say(&ToAgent::Heartbeat {
-        step: 3,
-        phase: Phase::Training,
-        quiet_ms: 0,
-        progress: Some(progress),
-        waits: Vec::new(),
-        activity: String::new(),
-        loss: None,
-    });
+    session.say(&heartbeat_of(3, Phase::Training, Some(progress), None));
     // Answered after the heartbeat was passed on.
     session.say(&put(1, "k", ""));
     session.receive();
@@ -509,15 +506,8 @@ pub(crate) fn ends_in_a_phase() {
     let mut session = Session::open();
     session.receive();
     let phase = std::env::var("PHASE").unwrap();
-    session.say(&ToAgent::Heartbeat {
-        step: 3,
-        phase: serde_json::from_value(phase.into()).unwrap(),
-        quiet_ms: 0,
-        progress: None,
-        waits: Vec::new(),
-        activity: String::new(),
-        loss: None,
-    });
+    let phase = serde_json::from_value(phase.into()).unwrap();
+    session.say(&heartbeat_of(3, phase, None, None));
 }
 
 #[test]
@@ -585,19 +575,12 @@ pub(crate) fn waits_for_a_peer() {
         .is_err()
     {
         let waited_ms = began.elapsed().as_millis() as u64;
-        session.say(&ToAgent::Heartbeat {
-            step: 3,
-            phase: Phase::Training,
-            quiet_ms: waited_ms,
-            progress: None,
-            waits: vec![PeerWait {
-                operation: "all-reduce #7 of `world`".into(),
-                waited_ms,
-                peers: "rank 9".into(),
-            }],
-            activity: String::new(),
-            loss: None,
-        });
+        let wait = PeerWait {
+            operation: "all-reduce #7 of `world`".into(),
+            waited_ms,
+            peers: "rank 9".into(),
+        };
+        session.say(&heartbeat_of(3, Phase::Training, None, Some(wait)));
     }
 }
 
