@@ -95,20 +95,16 @@ fn raw_output_is_the_bytes_of_one_rank() {
     let script = r#"printf "$RANK\\r\\377\\n 10%%\\r"; head -c 3000000 /dev/zero; printf "words" >&2"#;
     let expected = [b"0\r\xff\n 10%\r".as_slice(), &vec![0; 3_000_000]].concat();
     for flags in [
-        &["--nproc-per-node", "1", "--output", "raw", "--"][..],
-        &[
-            "--nproc-per-node",
-            "2",
-            "--output",
-            "raw",
-            "--local-ranks-filter",
-            "0",
-            "--",
-        ],
+        "--nproc-per-node 1 --output raw --",
+        "--nproc-per-node 2 --output raw --local-ranks-filter 0 --",
     ] {
         let path = dir.path().join("out");
         let file = fs::File::create(&path).expect("writable");
-        let finished = launch().words(flags).stdout_to(file).shell(script).run();
+        let finished = launch()
+            .words(flags.split(' '))
+            .stdout_to(file)
+            .shell(script)
+            .run();
         finished.expect_exit(0);
         assert_eq!(finished.stderr().trim_end(), "words");
         assert!(fs::read(&path).expect("written") == expected, "bytes differ");
@@ -404,14 +400,7 @@ fn a_dry_run_has_a_row_for_each_setting_that_is_given() {
     fs::write(&yaml, config).expect("writable");
     let finished = launch()
         .nproc(1)
-        .words([
-            "--dry-run",
-            "--redirects",
-            "0:1",
-            "--redirects=0:3",
-            "--hang-timeout",
-            "5",
-        ])
+        .words("--dry-run --redirects 0:1 --redirects=0:3 --hang-timeout 5".split(' '))
         .env("PET_HANG_TIMEOUT", "7")
         .env("PET_FORWARD_SIGNALS", "USR1,SIGUSR2")
         .target(yaml)

@@ -98,33 +98,6 @@ fn a_dry_run_says_what_becomes_of_the_run_in_the_folder_and_leaves_it_alone() {
 }
 
 #[test]
-fn of_jobs_that_want_a_folder_at_once_one_gets_it_and_the_others_are_told_so() {
-    let job = TinyJob::new();
-    let mut jobs: Vec<_> = (0..3).map(|_| long(&job).start()).collect();
-    // A job that is refused ends; the job that trains runs until it is asked to stop.
-    wait_for_step(&job.out(), 20);
-    let mut refused = 0;
-    while refused < 2 {
-        let ended = jobs
-            .iter_mut()
-            .position(|job| job.ended_within(std::time::Duration::from_millis(50)));
-        if let Some(index) = ended {
-            let finished = jobs.remove(index).finish();
-            let words = finished.stderr();
-            // The launcher's logs are in that folder too.
-            let is_told =
-                ["`out` is in use: job `", "another run writes there"].map(|why| words.contains(why));
-            assert!(is_told.contains(&true), "{}", finished.transcript());
-            refused += 1;
-        }
-    }
-    let winner = jobs.remove(0);
-    winner.signal(Signal::SIGTERM);
-    winner.finish().expect_exit(143);
-    assert!(job.out().join("summary.json").is_file());
-}
-
-#[test]
 fn resuming_a_run_that_is_done_says_so_and_leaves_its_summary() {
     let job = TinyJob::new();
     let train = |steps: &str| {

@@ -83,17 +83,8 @@ fn a_worker_that_needs_more_memory_than_there_is_is_named_for_it() {
     let logs = logs.path().to_str().expect("unicode");
     // `tail` keeps all of a line that never ends.
     let script = "if [ $RANK = 1 ]; then exec tail /dev/zero; else exec sleep 1000; fi";
-    let words = [
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        logs,
-        "--no-python",
-        "sh",
-        "-c",
-        script,
-    ];
-    let finished = group.launch(&words).run();
+    let launch = group.launch(&["--nproc-per-node", "2", "--log-dir", logs]);
+    let finished = launch.args(["--no-python", "sh", "-c", script]).run();
     finished
         .expect_exit(137)
         .expect_stderr("first failure: rank 1")

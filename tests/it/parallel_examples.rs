@@ -16,13 +16,7 @@ fn train(words: impl IntoIterator<Item: AsRef<OsStr>>, dir: &Path) -> Finished {
 }
 
 /// What the README of `three-d` sets for one rank.
-const ONE_RANK: [&str; 5] = [
-    "parallel.pipeline.stages=1",
-    "parallel.tensor=1",
-    "parallel.sequence=false",
-    "parallel.strategy=ddp",
-    "train.grad_accumulation=8",
-];
+const ONE_RANK: &str = "parallel.pipeline.stages=1 parallel.tensor=1 parallel.sequence=false parallel.strategy=ddp train.grad_accumulation=8";
 
 #[test]
 fn the_three_d_example_has_the_losses_of_one_rank() {
@@ -34,7 +28,7 @@ fn the_three_d_example_has_the_losses_of_one_rank() {
         .expect_stdout("1F1B: 2 stages with 2 + 2 layers on 2 ranks, 4 micro-batches")
         .expect_stdout("zero1: optimizer state sharded over 2 ranks");
     let alone = few(example("three-d", 1, dir.path()), "one");
-    let alone = ONE_RANK.iter().fold(alone, |launch, word| launch.set(word));
+    let alone = ONE_RANK.split(' ').fold(alone, Launch::set);
     alone.run().expect_exit(0);
     let (eight, one) = (dir.path().join("eight"), dir.path().join("one"));
     assert_eq!(losses(&one).len(), 4);

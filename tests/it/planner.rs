@@ -86,16 +86,8 @@ fn machines_and_data_need_not_be_here() {
     let yaml =
         format!("model: {model}\ndata: {{train: absent.txt}}\ntrain: {{precision: bf16, micro_batch: 1}}\n");
     std::fs::write(dir.path().join("train.yaml"), yaml).expect("a file");
-    let words = [
-        "train.yaml",
-        "--gpu",
-        "h100",
-        "--nnodes",
-        "128",
-        "--network",
-        "3200Gb/s",
-    ];
-    plan(dir.path(), &words)
+    let words = "train.yaml --gpu h100 --nnodes 128 --network 3200Gb/s";
+    plan(dir.path(), words.split(' '))
         .expect_exit(0)
         .expect_stdout("ranks           1024 = 128 nodes × 8")
         .expect_stdout("400 GB/s per node to other nodes")

@@ -94,15 +94,8 @@ fn the_soft_limit_is_raised_for_the_launcher_and_not_for_its_workers() {
 #[test]
 fn many_native_workers_do_with_a_small_soft_limit() {
     let job = TinyJob::new();
-    let words = [
-        "--nproc-per-node",
-        "12",
-        "--set",
-        "train.steps=1",
-        "--max-restarts",
-        "0",
-        "tiny.yaml",
-    ];
+    let words = "--nproc-per-node 12 --set train.steps=1 --max-restarts 0 tiny.yaml";
+    let words: Vec<_> = words.split(' ').collect();
     limited("-Sn 32", &words).dir(job.dir()).run().expect_exit(0);
 }
 

@@ -57,19 +57,9 @@ fn a_signal_that_was_not_asked_for_ends_the_launcher_as_any_program() {
 fn a_hangup_stays_ignored_under_nohup_whatever_is_asked_for() {
     for asked in ["TERM", "TERM,HUP"] {
         let line = r#"trap "" HUP; exec "$@""#;
-        let words = [
-            "-c",
-            line,
-            "sh",
-            env!("CARGO_BIN_EXE_ddp-run"),
-            "--nproc-per-node=2",
-            "--signals-to-handle",
-            asked,
-            "sh",
-            "-c",
-            WORKER,
-        ];
-        let running = ready(Program::new("sh").args(words).start());
+        let shell = Program::new("sh").args(["-c", line, "sh", env!("CARGO_BIN_EXE_ddp-run")]);
+        let flags = shell.args(["--nproc-per-node=2", "--signals-to-handle", asked]);
+        let running = ready(flags.args(["sh", "-c", WORKER]).start());
         running.signal(Signal::SIGHUP);
         // A hangup that counted would have come first.
         running.signal(Signal::SIGTERM);

@@ -75,14 +75,8 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
     )
     .expect_exit(0);
     let script = Program::new(repository("examples/gpt2-tokens/run.sh"))
-        .args([
-            "--set",
-            "train.steps=2",
-            "--set",
-            "run.out_dir=out",
-            "--set",
-            &val,
-        ])
+        .args("--set train.steps=2 --set run.out_dir=out --set".split(' '))
+        .args([val])
         .env("DDP_BIN", binaries())
         .dir(dir.path());
     script

@@ -22,17 +22,8 @@ fn generation_and_evaluation_are_those_of_the_processor() {
     let [there, here] = ["gpu", "cpu"].map(|device| {
         let evaluated = said(&job, device, &["eval", "out"]);
         // Longer than the model has positions.
-        let words = [
-            "generate",
-            "out",
-            "--prompt",
-            "0123",
-            "--temperature",
-            "0",
-            "--max-tokens",
-            "40",
-        ];
-        let made = said(&job, device, &words);
+        let words = "generate out --prompt 0123 --temperature 0 --max-tokens 40";
+        let made = said(&job, device, &words.split(' ').collect::<Vec<_>>());
         assert_eq!(made["tokens"], 40);
         let name = evaluated["device"].as_str().expect("a name").to_owned();
         (

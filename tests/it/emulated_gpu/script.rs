@@ -28,14 +28,7 @@ fn folders() -> (TempDir, TempDir) {
         &repository("tests/gpu/sharing.sh"),
         &packed.path().join("sharing.sh"),
     );
-    for name in [
-        "report.py",
-        "kill9.py",
-        "small.yaml",
-        "ranks.yaml",
-        "gpt2-124m.yaml",
-        "gpt2-350m.yaml",
-    ] {
+    for name in "report.py kill9.py small.yaml ranks.yaml gpt2-124m.yaml gpt2-350m.yaml".split(' ') {
         let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
         put(name, &shrunk(&text));
     }

@@ -140,6 +140,14 @@ impl Play {
         self.on(Event::Left).code()
     }
 
+    /// Exit code of its good-bye, if that is what it does first.
+    fn leaves_with(&self) -> Option<i32> {
+        match &self.last[0] {
+            Effect::Leave(leave) => leave.exit_code,
+            _ => None,
+        }
+    }
+
     fn code(&self) -> Option<u8> {
         self.finish().map(ExitReason::exit_code)
     }
@@ -695,14 +703,7 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
             ..Assignment::default()
         };
         play.receive(1, Word::Assignment(assignment));
-        let leaves = matches!(
-            play.last[0],
-            Effect::Leave(Leave {
-                exit_code: Some(70),
-                ..
-            })
-        );
-        assert!(leaves, "{said}: {:?}", play.last);
+        assert_eq!(play.leaves_with(), Some(70), "{said}: {:?}", play.last);
     }
 }
 

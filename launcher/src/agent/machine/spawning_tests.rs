@@ -128,15 +128,5 @@ fn a_generation_without_workers_is_no_success() {
     let mut play = Play::begin(false);
     play.assign(1, 2).spawn_ended(None);
     play.swept();
-    assert!(
-        matches!(
-            &play.last[0],
-            Effect::Leave(Leave {
-                exit_code: Some(70),
-                ..
-            })
-        ),
-        "{:?}",
-        play.last
-    );
+    assert_eq!(play.leaves_with(), Some(70), "{:?}", play.last);
 }
