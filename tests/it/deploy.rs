@@ -54,8 +54,8 @@ fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
     let built = binaries().display();
     let path = std::env::var("PATH").unwrap_or_default();
     program
-        .env("PATH", &format!("{}:{built}:{path}", bin.display()))
-        .env("ASKED", &bin.join("asked"))
+        .env("PATH", format!("{}:{built}:{path}", bin.display()))
+        .env("ASKED", bin.join("asked"))
         .env("SLURM_JOB_ID", job)
 }
 

@@ -68,7 +68,7 @@ fn a_trained_model_continues_its_text() {
 fn a_text_can_be_made_again_by_the_seed_that_is_shown() {
     let job = trained();
     let words = "generate out --prompt 0 --temperature 3";
-    let made = run(job.dir(), &words);
+    let made = run(job.dir(), words);
     made.expect_exit(0);
     let report = made.stderr();
     let seed = report.trim().rsplit(' ').next().expect("a seed");
@@ -101,7 +101,7 @@ fn evaluation_says_what_the_run_said() {
         .expect_stdout("tokens         800, in samples of 32");
     // The same text by its name, in other portions, and a part of it.
     let words = "eval out/checkpoints/step_00000150 --json --data text.txt";
-    let whole = json(&run(job.dir(), &words));
+    let whole = json(&run(job.dir(), words));
     assert_eq!(
         (&whole["tokens"], &whole["held_out"]),
         (&8160.into(), &false.into())
@@ -200,7 +200,7 @@ fn data_and_tokenizers_that_do_not_fit_are_refused_in_words() {
     // Tokens that the model does not know are met in a file, too.
     std::fs::write(job.dir().join("words.txt"), "Hello world ".repeat(50)).expect("writable");
     let made = "tokenize --tokenizer gpt2 -o words.safetensors words.txt";
-    run(job.dir(), &made).expect_exit(0);
+    run(job.dir(), made).expect_exit(0);
     refused(
         "eval out --tokenizer gpt2 --data words.safetensors",
         "error: token 50256 is outside of the model's vocabulary of 256",
@@ -231,7 +231,7 @@ fn validation_data_that_has_changed_is_refused() {
         .expect_exit(2)
         .expect_stderr("val.txt` has changed since the run validated on it: it has 200 tokens, hash ");
     let named = "eval out --data val.txt";
-    run(job.dir(), &named).expect_exit(0);
+    run(job.dir(), named).expect_exit(0);
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn trained_on_words() -> TinyJob {
     std::fs::write(job.dir().join("words.json"), words).expect("writable");
     std::fs::write(job.dir().join("words.txt"), "red green blue ".repeat(100)).expect("writable");
     let made = "tokenize --tokenizer words.json -o words.safetensors words.txt";
-    run(job.dir(), &made).expect_exit(0);
+    run(job.dir(), made).expect_exit(0);
     job.launch().nproc(1).run().expect_exit(0);
     job
 }
@@ -324,7 +324,7 @@ fn a_tokenizer_of_a_file_is_found_again() {
 /// A text without an end.
 fn endless(job: &TinyJob, stdout: std::io::PipeWriter) -> Running {
     let words = "generate out --prompt 012 --max-tokens 1000000000";
-    program(job.dir(), &words)
+    program(job.dir(), words)
         .stdout_to(std::os::fd::OwnedFd::from(stdout).into())
         .start()
 }
@@ -364,7 +364,7 @@ fn gpt2s_tokens_come_back_as_text() {
     let text = std::fs::read(repository("examples/data/python-reference.txt")).expect("readable");
     std::fs::write(job.dir().join("a.txt"), &text[..24 << 10]).expect("writable");
     let made = "tokenize --tokenizer gpt2 -o a.safetensors a.txt";
-    run(job.dir(), &made).expect_exit(0);
+    run(job.dir(), made).expect_exit(0);
     job.launch().nproc(1).run().expect_exit(0);
     let made = program(job.dir(), "generate out --json --max-tokens 30 --top-k 40");
     let shown = json(&made.args(["--prompt", "Hello world"]).run());

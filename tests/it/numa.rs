@@ -162,7 +162,7 @@ impl Pretended {
         ]
         .concat();
         let mut program = Program::new("unshare")
-            .args(words.into_iter())
+            .args(words)
             .env("SCRATCH", scratch.path())
             .env("LD_LIBRARY_PATH", self.folder.path())
             .env("NODE0", &list(0))

@@ -208,7 +208,7 @@ fn advancing(daemon: &Watched, done: &Path, logs: &Path) -> [Running; 2] {
             .role("advances")
             .node_of(2, &daemon.endpoint, "steps")
             .flag("--rdzv-conf", "is_host=false")
-            .flag("--log-dir", &logs.join(name))
+            .flag("--log-dir", logs.join(name))
             .nproc(2)
             .env(DONE, &done)
             .start()

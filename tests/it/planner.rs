@@ -103,7 +103,7 @@ fn machines_and_data_need_not_be_here() {
 #[test]
 fn the_launch_section_says_how_many_ranks() {
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nnodes: \"1:3\", nproc_per_node: 2}}\n"));
-    plan(job.dir(), "tiny.yaml".split(' '))
+    plan(job.dir(), ["tiny.yaml"])
         .expect_exit(0)
         .expect_stdout("6 = 3 nodes × 2");
     plan(job.dir(), "tiny.yaml --nnodes 1 --nproc-per-node 4".split(' '))
@@ -116,11 +116,11 @@ fn the_launch_section_says_how_many_ranks() {
     .expect_exit(2)
     .expect_stderr("1024 nodes × 1024 ranks are too many: a plan supports at most 131072 ranks");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_nod: 2}}\n"));
-    plan(job.dir(), "tiny.yaml".split(' '))
+    plan(job.dir(), ["tiny.yaml"])
         .expect_exit(2)
         .expect_stderr("`launch.nproc_per_nod`: unknown key, did you mean `nproc_per_node`?");
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 70000000}}\n"));
-    plan(job.dir(), "tiny.yaml".split(' ')).expect_exit(2);
+    plan(job.dir(), ["tiny.yaml"]).expect_exit(2);
 }
 
 /// Driver and libraries take their part of a GPU's memory, and of a CPU's none.
@@ -156,7 +156,7 @@ fn what_is_wrong_is_named() {
     plan(job.dir(), "tiny.yaml --network 400G".split(' '))
         .expect_exit(2)
         .expect_stderr("expected bytes or bits a second, for example `450GB/s` or `400Gb/s`");
-    plan(job.dir(), "absent.yaml".split(' '))
+    plan(job.dir(), ["absent.yaml"])
         .expect_exit(2)
         .expect_stderr("error: absent.yaml: no such file");
     let sets = [

@@ -190,7 +190,7 @@ impl Job {
         let nodes = if self.kind == Kind::Elastic { "1:2" } else { "2" };
         launch
             .flag("--nnodes", nodes)
-            .flag("--rdzv-endpoint", &wire.endpoint())
+            .flag("--rdzv-endpoint", wire.endpoint())
             .flag("--rdzv-id", "chaos")
             .flag(
                 "--rdzv-conf",
