@@ -238,33 +238,12 @@ fn a_llama_with_a_tied_head_is_exported_without_one() {
     };
     let exported = ExportedModel::new(&tied);
     exported.expect(&tied, &of_a_llama(8, None));
-    insta::assert_snapshot!(exported.config, @r#"
-    {
-      "architectures": [
-        "LlamaForCausalLM"
-      ],
-      "attention_bias": false,
-      "attention_dropout": 0.0,
-      "bos_token_id": null,
-      "eos_token_id": null,
-      "head_dim": 2,
-      "hidden_act": "silu",
-      "hidden_size": 8,
-      "intermediate_size": 12,
-      "max_position_embeddings": 16,
-      "mlp_bias": false,
-      "model_type": "llama",
-      "num_attention_heads": 4,
-      "num_hidden_layers": 1,
-      "num_key_value_heads": 4,
-      "rms_norm_eps": 1e-6,
-      "rope_scaling": null,
-      "rope_theta": 500000.0,
-      "tie_word_embeddings": true,
-      "torch_dtype": "float32",
-      "vocab_size": 300
-    }
-    "#);
+    let config: serde_json::Value = serde_json::from_str(&exported.config).unwrap();
+    assert_eq!(config["tie_word_embeddings"], true);
+    assert_eq!(
+        (&config["num_key_value_heads"], &config["rope_scaling"]),
+        (&4.into(), &serde_json::Value::Null)
+    );
 }
 
 /// Transformers takes a GPT-2's file without `transformer.` for one without a head.
