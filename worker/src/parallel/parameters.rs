@@ -15,9 +15,10 @@
 //! bias needs none of this: it travels with its block's unit and costs no operation of its own.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use ddp_proto::words::numbered;
+use parking_lot::Mutex;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
@@ -125,7 +126,7 @@ impl Parameters {
     /// Gathers what a block's pass reads, as far as it is not there, and begins to gather what the next pass reads. Later
     /// operations of the compute stream can read it.
     pub fn unshard(&self, block: usize, pass: Pass) -> Result<(), DeviceError> {
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         for &unit in self.plan.needed(block, pass) {
             if !self.gather(&mut gathered, unit) {
                 let name = &self.sharding.units()[unit].name;
@@ -148,7 +149,7 @@ impl Parameters {
 
     /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
     pub fn reshard(&self, block: usize, pass: Pass) {
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         for unit in self.plan.released(block, pass) {
             // It was waited for when the block was entered.
             gathered[unit] = None;
@@ -161,7 +162,7 @@ impl Parameters {
             return Ok(());
         }
         self.drain()?;
-        let mut gathered = self.gathered();
+        let mut gathered = self.gathered.lock();
         // The forward begins with what backward finishes last.
         for unit in (0..gathered.len()).rev().filter(|&unit| self.plan.persists[unit]) {
             // What is there is from before the update.
@@ -174,7 +175,7 @@ impl Parameters {
     /// Waits until nothing is in flight, and releases what does not stay gathered between two steps.
     pub fn drain(&self) -> Result<(), WorkError> {
         let mut works = Vec::new();
-        for (gathered, persists) in self.gathered().iter_mut().zip(&self.plan.persists) {
+        for (gathered, persists) in self.gathered.lock().iter_mut().zip(&self.plan.persists) {
             works.extend(gathered.as_mut().and_then(|gathered| gathered.work.take()));
             if !persists {
                 *gathered = None;
@@ -208,10 +209,6 @@ impl Parameters {
         let work = Some(self.tracker.launch(|| self.comm.all_gather(&target, launch)));
         gathered[unit] = Some(Gathered { slot, work });
         true
-    }
-
-    fn gathered(&self) -> MutexGuard<'_, Vec<Option<Gathered>>> {
-        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where each parameter and its owner are.
@@ -314,7 +311,7 @@ impl Parameters {
 impl Params for Parameters {
     fn get(&self, id: ParamId) -> Buffer {
         let (unit, range) = self.sharding.unit_range(id);
-        let gathered = self.gathered();
+        let gathered = self.gathered.lock();
         let there = gathered[unit].as_ref();
         let slot = there.expect("a block lists the parameters that it reads").slot;
         self.slots[slot].slice(range)

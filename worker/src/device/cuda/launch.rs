@@ -8,9 +8,10 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use parking_lot::Mutex;
 
 use super::calls::{self, written};
 use super::driver::{CudaContext, driver_error, driver_error_with};
@@ -176,10 +177,10 @@ impl DeviceKernels {
     fn function(&self, op: &str, launch: &KernelLaunch<'_>) -> Result<sys::CUfunction, DeviceError> {
         let key = (ptr::from_ref(launch.source) as usize, launch.defines.to_vec());
         let unit = CompileUnit::new(launch.source, launch.defines);
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = self.modules.lock();
         let module = modules.entry(key).or_default().clone();
         drop(modules);
-        let mut module = module.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut module = module.lock();
         let module = match &mut *module {
             Some(loaded) => loaded,
             empty => empty.insert(self.load(&unit)?),
