@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::collective::{Work, WorkError};
-use crate::device::{Device, Event, Stream};
+use crate::device::{Device, DeviceError, Event, Stream};
 use crate::timeline::{Interval, Kind, Lane, Span, Timeline};
 
 /// Time that communication took.
@@ -60,7 +60,7 @@ const LAUNCHES: &str = "launches communication";
 const SHORTEST: Duration = Duration::from_micros(5);
 
 /// Issues operations, waits for them, and keeps account of their times and failures.
-pub(super) struct CommTracker {
+pub struct CommTracker {
     device: Arc<dyn Device>,
     timeline: Timeline,
     account: Mutex<Account>,
@@ -132,7 +132,7 @@ impl CommTracker {
         })
     }
 
-    /// Why an operation failed, if one is known to have.
+    /// The first failure of an operation, if one is known.
     pub(super) fn check(&self) -> Result<(), WorkError> {
         let now = Instant::now();
         let mut guard = self.account.lock();
@@ -162,8 +162,14 @@ impl CommTracker {
         account.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// As [`CommTracker::check`].
-    pub(super) fn failure(&self) -> Option<WorkError> {
+    /// [`CommTracker::check`] for an operation of the device that needs what was communicated.
+    pub(super) fn check_input(&self) -> Result<(), DeviceError> {
+        let checked = self.check();
+        checked.map_err(|error| DeviceError::Upstream(error.to_string()))
+    }
+
+    /// Why an operation failed, if one is known to have.
+    pub fn failure(&self) -> Option<WorkError> {
         self.check().err()
     }
 
@@ -175,16 +181,15 @@ impl CommTracker {
         self.account.lock().times
     }
 
-    /// The same, and begins a new account.
-    pub(super) fn take_times(&self) -> CommTimes {
+    /// The time that the host saw communication take since the last call.
+    pub fn take_times(&self) -> CommTimes {
         let times = self.times();
         self.account.lock().times = CommTimes::default();
         times
     }
 
-    /// The account of what was launched since the last call, into which [`CommTracker::check`] writes whatever of it has
-    /// ended.
-    pub(super) fn take_device_times(&self) -> DeviceTimes {
+    /// The times that the device measures of what was launched since the last call. They are added when operations end.
+    pub fn take_device_times(&self) -> DeviceTimes {
         std::mem::take(&mut self.account.lock().device_times)
     }
 

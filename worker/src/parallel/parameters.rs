@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
-use super::{ArenaRanges, ArenaShare, CommTimes, DeviceTimes, ReduceError, ReplicaSet, Sharding};
+use super::{ArenaRanges, ArenaShare, ReduceError, ReplicaSet, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::{Model, ParamId, Params, Pass};
@@ -143,8 +143,7 @@ impl Parameters {
                     .wait_in_stream(self.stream, work.event(), self.comm.deadline());
             }
         }
-        let checked = self.tracker.check();
-        checked.map_err(|e| DeviceError::Upstream(e.to_string()))
+        self.tracker.check_input()
     }
 
     /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
@@ -245,20 +244,9 @@ impl Parameters {
         matches!(self.own, ArenaShare::Shard(_))
     }
 
-    /// Time that parameters took since the last call, as far as the host saw it.
-    pub fn take_times(&self) -> CommTimes {
-        self.tracker.take_times()
-    }
-
-    /// The times that the device measures of what was launched since the last call, complete when all of it has run and
-    /// [`Parameters::failure`] was asked after that.
-    pub fn take_device_times(&self) -> DeviceTimes {
-        self.tracker.take_device_times()
-    }
-
-    /// Why parameters could not be gathered, if they could not.
-    pub fn failure(&self) -> Option<WorkError> {
-        self.tracker.failure()
+    /// Times and failure of the gathers.
+    pub fn tracker(&self) -> &CommTracker {
+        &self.tracker
     }
 
     /// Overwrites `params`, which may be masters, on all ranks with those of rank 0.
