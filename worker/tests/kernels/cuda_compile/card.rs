@@ -1,9 +1,8 @@
 //! What a card refuses of a launch, whatever the kernel does: limits of the CUDA C++ Programming Guide's table of compute
 //! capabilities.
 
-use ddp_worker::device::cuda::{Arch, Grid};
+use ddp_worker::device::cuda::{Arch, Grid, KernelSource};
 use ddp_worker::ops::cuda::{Arg, Call};
-use ddp_worker::ops::units;
 
 use super::cubin::Resources;
 
@@ -147,10 +146,12 @@ fn of_registers(registers: u32) -> Resources {
     }
 }
 
+static NONE: KernelSource = KernelSource::with_headers("none.cu", "", &[]);
+
 /// What is said of a launch on a card with little shared memory.
 fn refusals(kernel: &Resources, grid: Grid, args: Vec<Arg>) -> Vec<String> {
     let call = Call {
-        source: units()[0].source,
+        source: &NONE,
         kernel: "none",
         defines: Vec::new(),
         grid,
