@@ -5,7 +5,7 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{Define, DevicePtr, Grid, KernelLaunch, KernelSource, LaunchContext};
+use crate::device::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// The files that kernels include.
@@ -36,12 +36,10 @@ pub struct Plan {
 /// One kernel's launch.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// The file that it is in.
-    pub source: &'static KernelSource,
+    /// The file that it is in, and what that is compiled with.
+    pub unit: CompileUnit,
     /// Its name there.
     pub kernel: &'static str,
-    /// What the file is compiled with.
-    pub defines: Vec<Define>,
     /// Blocks and threads.
     pub grid: Grid,
     /// In the order of its parameters.
@@ -103,14 +101,7 @@ impl Plan {
                     }
                 });
             }
-            cx.run(&KernelLaunch {
-                source: call.source,
-                kernel: call.kernel,
-                defines: &call.defines,
-                grid: call.grid,
-                args: &args,
-                table,
-            })?;
+            cx.run(&call.unit, call.kernel, call.grid, &args, table)?;
         }
         Ok(())
     }
@@ -126,9 +117,8 @@ impl Call {
         grid: Grid,
     ) -> Self {
         Self {
-            source,
+            unit: CompileUnit::new(source, defines),
             kernel,
-            defines,
             grid,
             args: Vec::new(),
         }

@@ -1,7 +1,7 @@
 //! What a card refuses of a launch, whatever the kernel does: limits of the CUDA C++ Programming Guide's table of compute
 //! capabilities.
 
-use ddp_worker::device::cuda::{Arch, Grid, KernelSource};
+use ddp_worker::device::cuda::{Arch, CompileUnit, Grid, KernelSource};
 use ddp_worker::ops::cuda::{Arg, Call};
 
 use super::cubin::Resources;
@@ -151,9 +151,8 @@ static NONE: KernelSource = KernelSource::with_headers("none.cu", "", &[]);
 /// What is said of a launch on a card with little shared memory.
 fn refusals(kernel: &Resources, grid: Grid, args: Vec<Arg>) -> Vec<String> {
     let call = Call {
-        source: &NONE,
+        unit: CompileUnit::new(&NONE, Vec::new()),
         kernel: "none",
-        defines: Vec::new(),
         grid,
         args,
     };

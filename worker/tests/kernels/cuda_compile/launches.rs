@@ -29,6 +29,7 @@ const ALL_THREADS: u32 = 1024;
 /// How many bytes it is depends a little on the compiler: so many with NVRTC 12.9 and 13.2.
 fn local_bytes(call: &Call) -> u32 {
     let has_mask = call
+        .unit
         .defines
         .iter()
         .any(|define| define.to_string() == "DROPOUT=1");
@@ -54,7 +55,7 @@ fn seen(paper: &Paper, cards: &[Card]) -> Option<Vec<Seen>> {
     let launches = paper.launches();
     let units: BTreeMap<String, CompileUnit> = launches
         .iter()
-        .map(|launch| CompileUnit::new(launch.call.source, &launch.call.defines))
+        .map(|launch| launch.call.unit.clone())
         .map(|unit| (unit.to_string(), unit))
         .collect();
     let units: Vec<CompileUnit> = units.into_values().collect();
@@ -71,7 +72,7 @@ fn seen(paper: &Paper, cards: &[Card]) -> Option<Vec<Seen>> {
             )
             .collect();
         for launch in &launches {
-            let unit = CompileUnit::new(launch.call.source, &launch.call.defines).to_string();
+            let unit = launch.call.unit.to_string();
             let kernel = known[&unit].get(launch.call.kernel);
             let kernel = kernel.unwrap_or_else(|| panic!("`{unit}` has no kernel `{}`", launch.call.kernel));
             assert!(
@@ -96,7 +97,7 @@ impl Seen {
     /// Which launch on which card, for errors.
     fn which(&self) -> String {
         let call = &self.launch.call;
-        let unit = CompileUnit::new(call.source, &call.defines);
+        let unit = &call.unit;
         format!(
             "{}, {}: `{}` of {unit}, {:?}",
             self.card.arch, self.launch.of, call.kernel, call.grid
@@ -136,7 +137,7 @@ fn every_launch_is_within_the_limits_of_every_card() {
     let asked: BTreeSet<&str> = paper
         .launches()
         .iter()
-        .map(|launch| launch.call.source.file)
+        .map(|launch| launch.call.unit.source.file)
         .collect();
     let all = files();
     let all: BTreeSet<&str> = all.iter().map(String::as_str).collect();
@@ -225,17 +226,17 @@ fn unit_of(text: &str, launched: &[Launch]) -> CompileUnit {
     });
     let defines: Vec<Define> = defines.collect();
     let of_file = launched.iter().map(|launch| &launch.call);
-    let of_file: Vec<&Call> = of_file.filter(|call| call.source.file == file).collect();
+    let of_file: Vec<&Call> = of_file.filter(|call| call.unit.source.file == file).collect();
     let is_known = |define: &Define| {
         let name = define.to_string().split('=').next().map(str::to_owned);
-        let mut known = of_file.iter().flat_map(|call| &call.defines);
+        let mut known = of_file.iter().flat_map(|call| &call.unit.defines);
         known.any(|known| known.to_string().split('=').next() == name.as_deref())
     };
     assert!(
         defines.iter().all(is_known),
         "`{text}` has a name that no launch has"
     );
-    CompileUnit::new(of_file[0].source, &defines)
+    CompileUnit::new(of_file[0].unit.source, defines)
 }
 
 #[test]

@@ -42,7 +42,7 @@ static BAD: KernelSource = KernelSource::with_headers(
 fn good(factor: i64) -> CompileUnit {
     CompileUnit::new(
         &GOOD,
-        &[Define::word("REAL", "float"), Define::number("FACTOR", factor)],
+        vec![Define::word("REAL", "float"), Define::number("FACTOR", factor)],
     )
 }
 
@@ -64,7 +64,7 @@ fn a_unit_becomes_machine_code() {
 fn an_error_shows_the_file_and_its_line() {
     let Some(nvrtc) = nvrtc() else { return };
     let error = nvrtc
-        .compile(&CompileUnit::new(&BAD, &[]), Arch::SM_80)
+        .compile(&CompileUnit::new(&BAD, Vec::new()), Arch::SM_80)
         .unwrap_err();
     assert!(matches!(error, DeviceError::Compile { .. }), "{error}");
     let text = error.to_string();
