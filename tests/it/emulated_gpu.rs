@@ -489,7 +489,7 @@ fn a_call_of_nccl_that_fails_is_named_and_so_is_a_library_that_is_too_old() {
         ),
         (
             ("EMULATOR_NCCL", "21701"),
-            "is NCCL 2.17.1, but at least 2.18.0 is required",
+            "is NCCL 2.17.1, but at least 2.18 is required",
         ),
     ] {
         let job = job();

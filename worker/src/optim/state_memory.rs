@@ -11,7 +11,9 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::device::{
     Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, FileMemory, HostMemory, HostPass,
@@ -239,7 +241,7 @@ impl HostState {
         let arena = self.host.alloc(spec)?;
         // The system gives the pages now, not in the middle of the first step.
         arena.whole().host_bytes_mut()?.fill(0);
-        self.state().push(arena.clone());
+        self.state.lock().push(arena.clone());
         Ok(arena)
     }
 
@@ -274,11 +276,7 @@ impl HostState {
 
     /// True if this was allocated here.
     pub(super) fn holds(&self, buffer: &Buffer) -> bool {
-        self.state().iter().any(|arena| arena.same(buffer.arena()))
-    }
-
-    fn state(&self) -> MutexGuard<'_, Vec<Arena>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().iter().any(|arena| arena.same(buffer.arena()))
     }
 
     /// A conversion between state and memory of the device.

@@ -14,7 +14,7 @@ use crate::model::{
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::parallel::pipeline::{Action, ActionKind, PipelinePlan};
-use crate::parallel::{CommTimes, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
+use crate::parallel::{CommTimes, CommTracker, DeviceTimes, EdgeQueues, Parameters, TensorGroup};
 use crate::pretrained::PretrainedWeights;
 use crate::train::TrainError;
 use crate::train::world::World;
@@ -240,29 +240,27 @@ impl Replica {
 
     /// Why parameters could not be gathered, or a message or an exchange of the tensor group failed.
     pub(crate) fn failure(&self) -> Option<WorkError> {
-        let of_tensor = || self.tensor.as_ref().and_then(TensorGroup::failure);
-        let of_edges = || self.row.edges.failure();
-        self.parameters.failure().or_else(of_edges).or_else(of_tensor)
+        self.trackers().find_map(CommTracker::failure)
+    }
+
+    fn trackers(&self) -> impl Iterator<Item = &CommTracker> {
+        let of_all = [self.parameters.tracker(), self.row.edges.tracker()];
+        of_all
+            .into_iter()
+            .chain(self.tensor.as_ref().map(TensorGroup::tracker))
     }
 
     /// Time that parameters and messages of the pipeline took since the last call, as far as the host saw it.
     pub(crate) fn take_times(&self) -> CommTimes {
-        let mut times = self.parameters.take_times();
-        times += self.row.edges.take_times();
-        if let Some(tensor) = &self.tensor {
-            times += tensor.take_times();
-        }
+        let mut times = CommTimes::default();
+        self.trackers().for_each(|tracker| times += tracker.take_times());
         times
     }
 
     /// The times that the device measures of what was launched since the last call.
     pub(crate) fn take_device_times(&self) -> [DeviceTimes; 3] {
-        let tensor = self.tensor.as_ref().map(TensorGroup::take_device_times);
-        [
-            self.parameters.take_device_times(),
-            self.row.edges.take_device_times(),
-            tensor.unwrap_or_default(),
-        ]
+        let mut times = self.trackers().map(CommTracker::take_device_times);
+        [(); 3].map(|()| times.next().unwrap_or_default())
     }
 }
 

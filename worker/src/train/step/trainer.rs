@@ -234,7 +234,7 @@ impl<'a> Trainer<'a> {
         let accounted = parts.sent();
         parameters.updated()?;
         // The first step has not begun.
-        let _ = parameters.take_times();
+        let _ = parameters.tracker().take_times();
         Ok(Self {
             skips: Skips::new(train.on_nonfinite, train.max_skips),
             finished: Instant::now(),
@@ -429,7 +429,8 @@ impl<'a> Trainer<'a> {
         self.parts.replica.parameters.drain()?;
         // As what it sent, the time of the update before belongs to the next step. All of it has ended.
         let parameters = &self.parts.replica.parameters;
-        self.carried += parameters.take_times().comm + parameters.take_device_times().times().comm;
+        self.carried +=
+            parameters.tracker().take_times().comm + parameters.tracker().take_device_times().times().comm;
         let before = self.parts.sent();
         let timeline = self.parts.world.comm.timeline().clone();
         timeline.pause();
@@ -524,7 +525,8 @@ impl<'a> Trainer<'a> {
             .end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [parts.step_table.fetch(), device.fetch(stream, &parts.clip.norm())];
         parameters.updated()?;
-        let waited = times.account(parameters.take_times()) + times.share.saturating_sub(shared_before);
+        let waited =
+            times.account(parameters.tracker().take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
         parts
             .world

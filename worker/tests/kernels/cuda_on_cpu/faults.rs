@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ddp_worker::device::cuda::{Grid, KernelSource};
+use ddp_worker::device::cuda::{CompileUnit, Grid, KernelSource};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
@@ -80,9 +80,8 @@ fn run(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Result<Vec<f32>
         *x = i as f32;
     }
     let call = Call {
-        source: &SOURCE,
+        unit: CompileUnit::new(&SOURCE, Vec::new()),
         kernel,
-        defines: Vec::new(),
         grid: Grid::linear(1, 64).with_shared(64 * size_of::<f32>()),
         args: vec![arg(buffer.clone())],
     };
