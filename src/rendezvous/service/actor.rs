@@ -111,7 +111,9 @@ impl Actor {
                 }
             }
             let wake = self.state.next_wake().map(|wake| self.born + wake);
-            if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
+            // While no message is read, no lease ends: a late tick renews them.
+            let reads = !self.ledger.is_behind();
+            if reads && wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
                 self.apply(Event::Tick);
                 continue;
@@ -121,11 +123,11 @@ impl Actor {
             tokio::select! {
                 biased;
                 written = self.ledger.written() => written?.into_iter().for_each(|turn| self.carry_out_turn(turn)),
-                request = self.inbox.recv(), if !self.ledger.is_behind() => match request {
+                request = self.inbox.recv(), if reads => match request {
                     Some(request) => self.handle(request),
                     None => return Ok(()),
                 },
-                () = sleep_until(wake) => self.apply(Event::Tick),
+                () = sleep_until(wake), if reads => self.apply(Event::Tick),
             }
         }
     }

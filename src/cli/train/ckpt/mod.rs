@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use ddp_proto::exit;
+use ddp_proto::{exit, printable};
 use ddp_worker::checkpoint::{CheckpointError, Disk, Reader, export, ignore_file_size_signal};
 
 use crate::cli::answer::{self, print_error};
@@ -64,7 +64,8 @@ impl Which {
 pub(super) fn run(command: &Command) -> ExitCode {
     ignore_file_size_signal();
     match execute(command) {
-        Ok(text) => answer::give(text),
+        // The manifest may come from anywhere.
+        Ok(text) => answer::give(printable::text(&text).as_bytes()),
         Err(mut problems) => {
             // One hint is enough.
             let hints = problems.iter_mut().filter_map(|problem| match problem {
