@@ -2,8 +2,8 @@
 
 use super::loaded::{InferenceError, LoadedModel};
 use crate::data::{Tokens, fill_eval_batch};
-use crate::device::{ArenaSpec, DType, DeviceError};
-use crate::model::{Activation, NoHooks, Passes};
+use crate::device::{ArenaSpec, DType};
+use crate::model::{Activation, NoHooks, Passes, sum_of_losses};
 
 /// What a text costs a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -64,7 +64,7 @@ impl LoadedModel {
             self.device
                 .upload(self.stream, &targets_there, bytemuck::cast_slice(&targets));
             let losses = passes.evaluate(0..model.blocks.len(), &inp, &mut NoHooks)?;
-            total += self.sum_of(&losses)?;
+            total += sum_of_losses(self.device.as_ref(), self.stream, &losses)?;
         }
         if !total.is_finite() {
             return Err(InferenceError::not_finite("losses"));
@@ -75,14 +75,5 @@ impl LoadedModel {
             tokens: positions,
             bytes_per_token: tokens.bytes_per_token(),
         })
-    }
-
-    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
-    fn sum_of(&self, losses: &Activation) -> Result<f64, DeviceError> {
-        let bytes = self.device.download(self.stream, losses.buffer())?;
-        let losses = bytes.chunks_exact(size_of::<f32>());
-        Ok(losses
-            .map(|loss| f64::from(bytemuck::pod_read_unaligned::<f32>(loss)))
-            .sum())
     }
 }

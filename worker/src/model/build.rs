@@ -247,8 +247,7 @@ impl<'a> Parts<'a> {
         };
         let whole = [shape[dim]];
         let stretches = if stretches.is_empty() { &whole } else { stretches };
-        let cut = Cut::new((shape, dim), stretches, self.part.tensor);
-        Some(cut.expect("the sizes were checked before"))
+        Some(Cut::new((shape, dim), stretches, self.part.tensor))
     }
 
     /// A parameter of an earlier block, used once more. Where that block is on another rank, this one holds a copy.

@@ -66,17 +66,17 @@ impl Settings {
             tied: self.get(Published::TIED)?,
             ..here.clone()
         };
-        for size in published.sizes {
-            let default = match size.default {
-                Some((times, key)) => self.get(key)?.map(|number: usize| number.saturating_mul(times)),
+        for (key, size, default) in published.sizes {
+            let default = match default {
+                Some((times, key)) => self.get(key)?.map(|number: usize| number.saturating_mul(*times)),
                 None => None,
             };
-            if let Some(number) = self.get(size.published)?.or(default) {
+            if let Some(number) = self.get(key)?.or(default) {
                 if !SIZES.contains(&number) {
-                    let what = format!("`{}` is {number}", size.published);
+                    let what = format!("`{key}` is {number}");
                     return Err(PretrainedError::json(&self.path, what));
                 }
-                (size.set)(&mut there, number);
+                size.set(&mut there, number);
             }
         }
         for (key, here) in published.fixed {

@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use crate::data::{Tokens, eval_blocks, fill_eval_batch};
-use crate::device::DeviceError;
 use crate::mesh::DATA;
-use crate::model::{Activation, GradSink, Hooks, NoHooks};
+use crate::model::{GradSink, Hooks, NoHooks, sum_of_losses};
 use crate::parallel::pipeline::Action;
 use crate::session::Session;
 use crate::train::TrainError;
@@ -119,18 +118,10 @@ impl RowCaller for EvaluationRow<'_> {
     fn after(&mut self, replica: &Replica, enqueued: EnqueuedAction) -> Result<(), TrainError> {
         if let Some(losses) = enqueued.losses.filter(|_| replica.counts_losses()) {
             let blocks = self.blocks(enqueued.action);
-            self.total += sum_of(&replica.world, &losses)?;
+            let World { device, stream, .. } = &replica.world;
+            self.total += sum_of_losses(device.as_ref(), *stream, &losses)?;
             self.positions += (blocks.end - blocks.start) as usize * self.evaluation.block_size;
         }
         Ok(())
     }
-}
-
-/// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
-fn sum_of(world: &World, losses: &Activation) -> Result<f64, DeviceError> {
-    let bytes = world.device.download(world.stream, losses.buffer())?;
-    let losses = bytes
-        .chunks_exact(size_of::<f32>())
-        .map(bytemuck::pod_read_unaligned::<f32>);
-    Ok(losses.map(f64::from).sum())
 }
