@@ -11,7 +11,8 @@
 //! Pure functions of sizes. What a rank holds and sends is no formula: [`crate::train::Estimate`] lays the run's own types
 //! out on a device that does nothing.
 
-use crate::config::{Model, Precision, Recompute};
+use crate::config::{Model, Precision, Recompute, TrainConfig};
+use crate::mesh::{DATA, MeshShape};
 use crate::model::Decoder;
 
 /// Floating-point operations of one token of training that no implementation can leave out; a multiply-add is two.
@@ -73,6 +74,16 @@ pub struct GlobalBatch {
 }
 
 impl GlobalBatch {
+    /// The batch of a step of a configuration on a mesh.
+    pub fn of(config: &TrainConfig, mesh: &MeshShape) -> Self {
+        Self {
+            ranks: mesh.size(&DATA) as u64,
+            accumulation: config.train.grad_accumulation as u64,
+            micro_batch: config.train.micro_batch as u64,
+            block_size: config.model.block_size as u64,
+        }
+    }
+
     /// Samples of one step, over all ranks.
     pub const fn samples(&self) -> u64 {
         self.ranks * self.accumulation * self.micro_batch

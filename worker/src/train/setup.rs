@@ -101,7 +101,10 @@ pub(super) fn open(
         Start::Resume { step } => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
-    let (ranks, given) = (spec.strategy.data_ranks(), config.train.grad_accumulation);
+    let (ranks, given) = (
+        spec.strategy.mesh.size(&DATA) as u64,
+        config.train.grad_accumulation,
+    );
     let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config, ranks, &before)?,

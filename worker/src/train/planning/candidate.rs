@@ -211,7 +211,6 @@ impl<'a> PlannedMesh<'a> {
         let held = self.in_memory(&estimate);
         let chunks = |rank| placement.stages_of(rank);
         let layers = |rank| chunks(rank).map(|stage| self.plan.layers()[stage].len()).sum();
-        let batch = global_batch(config, mesh);
         Ok(Candidate {
             strategy: config.parallel.strategy,
             cluster: *cluster,
@@ -225,7 +224,7 @@ impl<'a> PlannedMesh<'a> {
             bubble: times.bubble,
             communication: StepTimes::communication((cluster, mesh), sent.by_axis),
             step: times.step(config, (cluster, mesh), &sent),
-            batch,
+            batch: GlobalBatch::of(config, mesh),
             estimate,
             stages,
             sent,
@@ -306,15 +305,5 @@ fn env(cluster: &Cluster) -> WorkerEnv {
         local_world_size: cluster.ranks_a_node as u32,
         node_count: cluster.nodes as u32,
         ..WorkerEnv::single()
-    }
-}
-
-/// Samples of a step of a configuration on a mesh.
-fn global_batch(config: &TrainConfig, mesh: &MeshShape) -> GlobalBatch {
-    GlobalBatch {
-        ranks: mesh.size(&DATA) as u64,
-        accumulation: config.train.grad_accumulation as u64,
-        micro_batch: config.train.micro_batch as u64,
-        block_size: config.model.block_size as u64,
     }
 }

@@ -14,4 +14,5 @@ mod trainer;
 
 pub(super) use evaluation::Evaluation;
 pub(super) use step_record::StepRecord;
-pub(super) use trainer::{Outcome, Trainer, TrainerParts};
+pub use trainer::RunSummary;
+pub(super) use trainer::{Trainer, TrainerParts};

@@ -6,6 +6,7 @@
 //! enqueued.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
@@ -16,7 +17,7 @@ use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
-use crate::mesh::{Axis, DATA};
+use crate::mesh::Axis;
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
@@ -73,12 +74,7 @@ impl TrainerParts<'_> {
 
     /// The global batch of a step that is not short.
     pub(crate) fn global_batch(&self) -> GlobalBatch {
-        GlobalBatch {
-            ranks: self.world.mesh.size(&DATA) as u64,
-            accumulation: self.config.train.grad_accumulation as u64,
-            micro_batch: self.config.train.micro_batch as u64,
-            block_size: self.config.model.block_size as u64,
-        }
+        GlobalBatch::of(self.config, &self.spec.strategy.mesh)
     }
 
     /// Bytes sent so far.
@@ -211,17 +207,19 @@ pub(crate) struct Trainer<'a> {
     progress: Option<Progress>,
 }
 
-/// How the loop ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Outcome {
+/// The result of a run, as one rank knows it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RunSummary {
     /// Steps finished since the run began.
-    pub(crate) steps: u64,
-    /// Training loss of the last step of this life.
-    pub(crate) loss: Option<f64>,
-    /// Validation loss at the end.
-    pub(crate) val_loss: Option<f64>,
+    pub steps: u64,
+    /// Training loss of the last step of this life, mean over all ranks. `None` if no step was left.
+    pub loss: Option<f64>,
+    /// Validation loss at the end. `None` if the run was stopped before.
+    pub val_loss: Option<f64>,
     /// Why the run was asked to stop early.
-    pub(crate) stopped: Option<String>,
+    pub stopped: Option<String>,
+    /// The run's directory.
+    pub out_dir: PathBuf,
 }
 
 /// Called with each finished step; returns what the agent's progress bar shows.
@@ -256,7 +254,7 @@ impl<'a> Trainer<'a> {
         &mut self,
         reducer: &mut Reducer,
         on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
+        outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         let (train, first_step) = (&self.parts.config.train, self.parts.first_step);
         outcome.steps = first_step;
@@ -320,7 +318,7 @@ impl<'a> Trainer<'a> {
         (kept, due): (usize, Due),
         reducer: &mut Reducer,
         on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
+        outcome: &mut RunSummary,
     ) -> Result<(), TrainError> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
