@@ -395,7 +395,7 @@ fn what_is_printed_repeats_a_layout() {
         assert_eq!(start, format!("ddp-run --nproc-per-node {ranks} layout.yaml"));
         let path = folder.path().join("layout.yaml");
         std::fs::write(&path, config.strip_prefix("echo '").unwrap()).unwrap();
-        let loaded = config::load(&path, &[]).unwrap();
+        let loaded = config::load_located(&path, &[]).unwrap().config;
         let mut expected = Job::with(|c| layout.apply(c)).config;
         expected.run.out_dir = None;
         expected.data.train = loaded.data.train.clone();
