@@ -1,8 +1,9 @@
 //! The costs of a configuration on machines that need not exist: all strategies side by side, which one to take, and
 //! settings with which `zero3` fits if no strategy does.
 
-use super::candidate::{Candidate, Machines, under};
+use super::candidate::{Candidate, under};
 use super::search::settings;
+use super::step_times::Machines;
 use crate::config::{OptimizerOffload, Recompute, Strategy, TrainConfig};
 use crate::mesh::DATA;
 use crate::model::ModelPart;
