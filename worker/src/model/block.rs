@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Activation, ActivationPool, Exchange, ExchangeKind, ParamGroup, ParamId, ParamSpec, TensorOps};
+use crate::config::Recompute;
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::{Cast, Op, VocabularyPart};
 use crate::timeline::{Kind, Timeline};
@@ -61,14 +62,9 @@ pub trait Block: Send + Sync {
         false
     }
 
-    /// The same block, whose backward recomputes what takes much memory and little arithmetic; none if there is nothing
-    /// of the kind.
-    fn selective(&self) -> Option<Arc<dyn Block>> {
-        None
-    }
-
-    /// The same block, which also keeps outputs of norms and GELUs for its backward; none if it has none.
-    fn keeping(&self) -> Option<Arc<dyn Block>> {
+    /// The same block, whose backward recomputes nothing, or what takes much memory and little arithmetic
+    /// ([`Recompute::Selective`]). `None` if that makes no difference.
+    fn recomputing(&self, _what: Recompute) -> Option<Arc<dyn Block>> {
         None
     }
 
