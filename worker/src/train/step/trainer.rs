@@ -18,6 +18,7 @@ use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
 use crate::mesh::Axis;
+use crate::metrics::{Memory, MetricsLine};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
 use crate::parallel::pipeline::{Action, ActionKind};
@@ -324,13 +325,13 @@ impl<'a> Trainer<'a> {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
             if due.validation && queue.is_empty() {
-                record.val_loss = Some(self.validate(record.step)?);
-                outcome.val_loss = record.val_loss;
+                record.line.val_loss = Some(self.validate(record.line.step)?);
+                outcome.val_loss = record.line.val_loss;
             }
-            outcome.steps = record.step;
-            outcome.loss = Some(record.loss);
+            outcome.steps = record.line.step;
+            outcome.loss = Some(record.line.loss);
             self.progress = on_step(&record, &self.parts);
-            self.beat(record.step, Phase::Training);
+            self.beat(record.line.step, Phase::Training);
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.parts.stop_cause());
             }
@@ -403,17 +404,38 @@ impl<'a> Trainer<'a> {
             }
             _ => {}
         }
+        let stalled = self.parts.checkpoints.take_stalled();
+        let (loader, env) = (&self.parts.loader, self.parts.session.env());
+        let block_size = self.parts.config.model.block_size as u64;
+        let tokens = samples * block_size;
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
         Ok(StepRecord {
-            step: step + 1,
-            samples,
-            loss: result.rows.mean_loss(),
-            val_loss: None,
-            lr,
-            grad_norm: result.norm,
-            skipped: self.skips.total(),
-            times,
-            stalled: self.parts.checkpoints.take_stalled(),
-            sent,
+            line: MetricsLine {
+                step: step + 1,
+                epoch: loader.epoch_before(step + 1),
+                loss: result.rows.mean_loss(),
+                val_loss: None,
+                lr: f64::from(lr),
+                grad_norm: f64::from(result.norm),
+                skipped: self.skips.total(),
+                tokens: loader.consumed_before(step + 1) * block_size,
+                tokens_per_s: tokens as f64 / times.step.as_secs_f64().max(1e-9),
+                step_ms: ms(times.step),
+                data_ms: ms(times.data),
+                forward_ms: ms(times.forward),
+                backward_ms: ms(times.backward),
+                comm_ms: ms(times.comm),
+                comm_exposed_ms: ms(times.exposed),
+                share_ms: ms(times.share),
+                optimizer_ms: ms(times.optimizer),
+                checkpoint_ms: ms(stalled),
+                wire_bytes: sent,
+                world_size: env.world_size.get(),
+                generation: env.generation.get(),
+                memory: Memory::default(),
+            },
+            tokens,
+            time: times.step,
             stop: result.rows.stop(),
         })
     }
