@@ -25,9 +25,7 @@ pub use data_file::DataError;
 pub(crate) use data_file::open_regular;
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use loader::{
-    BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks, fill_eval_batch,
-};
+pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, eval_blocks, fill_eval_batch};
 pub use token_file::TokenFacts;
 pub use vocabulary::Vocabulary;
 pub(crate) use vocabulary::read_tokenizer;

@@ -41,8 +41,20 @@ impl TokenFile {
         }
         let refused = |problem: String, hint: &str| Err(DataError::file(path, problem, Some(hint)));
         let wanted = &vocabulary.name;
-        let layout = match (Layout::recognise(&file)?, vocabulary.is_bytes()) {
-            (None, true) => Layout::of_text(&file),
+        let recognised = match llm_c_layout(&file)? {
+            Some(layout) => Some(layout),
+            None => named_layout(&file)?,
+        };
+        let layout = match (recognised, vocabulary.is_bytes()) {
+            (None, true) => Layout {
+                start: 0,
+                dtype: Dtype::U8,
+                tokens: file.len(),
+                facts: TokenFacts {
+                    text_bytes: Some(file.len() as u64),
+                    ..TokenFacts::default()
+                },
+            },
             (Some(Layout { facts, .. }), true) => {
                 let made_with = facts.tokenizer.map_or_else(
                     || "set `data.tokenizer` to the one that it was made with".into(),
@@ -193,29 +205,6 @@ struct Layout {
     dtype: Dtype,
     tokens: usize,
     facts: TokenFacts,
-}
-
-impl Layout {
-    /// The layout of a text: every byte is a token.
-    fn of_text(file: &DataFile) -> Self {
-        Self {
-            start: 0,
-            dtype: Dtype::U8,
-            tokens: file.len(),
-            facts: TokenFacts {
-                text_bytes: Some(file.len() as u64),
-                ..TokenFacts::default()
-            },
-        }
-    }
-
-    /// The layout of a token file, if it is of a known kind.
-    fn recognise(file: &DataFile) -> Result<Option<Self>, DataError> {
-        match llm_c_layout(file)? {
-            Some(layout) => Ok(Some(layout)),
-            None => named_layout(file),
-        }
-    }
 }
 
 /// The header of the file at `path` has contents that are not known.

@@ -131,7 +131,7 @@ impl TrainerParts<'_> {
     /// the only place that scales a gradient, and reductions are plain sums.
     fn begin_passes(&mut self, step: u64) -> u64 {
         let passes = self.loader.passes(step);
-        let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
+        let positions = self.loader.sample_count(step) * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
         passes
     }
@@ -551,7 +551,7 @@ impl<'a> Trainer<'a> {
             .end_span(whole, Kind::Step, || format!("step {}", step + 1));
         Ok(EnqueuedStep {
             step,
-            samples: parts.loader.samples(step).count,
+            samples: parts.loader.sample_count(step),
             lr,
             times,
             device_times,
