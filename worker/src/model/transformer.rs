@@ -242,7 +242,7 @@ impl Block for Embedding {
                 positions,
                 channels,
             };
-            ctx.contribute(grads, ([wpe], &[&dout]), |[slot]| of(slot))?;
+            ctx.contribute(grads, (wpe, &[&dout]), of)?;
         }
         let (token_rows, dout_rows) = (tokens.buffer().clone(), dout.buffer().clone());
         let part = ctx.vocabulary(self.held);
@@ -253,7 +253,7 @@ impl Block for Embedding {
             dwte: slot.buffer,
             accumulate: slot.accumulate,
         };
-        ctx.contribute(grads, ([self.wte], &[&tokens, &dout]), |[slot]| of(slot))?;
+        ctx.contribute(grads, (self.wte, &[&tokens, &dout]), of)?;
         Ok(None)
     }
 }

@@ -288,7 +288,7 @@ fn activation_pool(
     };
     let spec = ArenaSpec::on_node("activations", DType::U8, bytes);
     let arena = tensor.communicator().alloc_shared(&device, &spec)?;
-    Ok(ActivationPool::in_arena(device, arena))
+    Ok(ActivationPool::over(device, Some(arena)))
 }
 
 /// Accompanies every pass: gathers and releases parameters, and ends the pass soon after the generation is over.
