@@ -236,25 +236,11 @@ impl Loader {
             "step {step} is before the first, {}",
             self.origin.0
         );
-        let count = self.sample_count(step);
         let expected = self.shape.micro_batch as usize * self.block_size;
         assert_eq!((inputs.len(), targets.len()), (expected, expected));
-        let rows = inputs
-            .chunks_mut(self.block_size)
-            .zip(targets.chunks_mut(self.block_size));
-        let mut filled = 0;
-        for (i, (inputs, targets)) in rows.enumerate() {
-            let place = self.shape.sample(0, m, i as u64);
-            if place < count {
-                let (_, block) = self.sampler.block(self.first_sample(step, m) + i as u64);
-                self.tokens.read_block(block, inputs, targets)?;
-                filled += 1;
-            } else {
-                inputs.fill(0);
-                targets.fill(IGNORED);
-            }
-        }
-        Ok(filled)
+        let own = self.first_sample(step, m)..self.samples(step).end;
+        let blocks = own.map(|sample| self.sampler.block(sample).1);
+        fill_batch(&self.tokens, blocks, self.block_size, (inputs, targets))
     }
 }
 
@@ -266,24 +252,26 @@ pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
     cut(rank)..cut(rank + 1)
 }
 
-/// Fills a micro-batch `(rows, block_size)` with validation blocks, one a row. Rows that are left have only targets that are
-/// [`IGNORED`].
-pub fn fill_eval_batch(
+/// Fills a micro-batch `(rows, block_size)` with blocks, one a row, and returns the number of rows that have one. The
+/// other rows have only targets that are [`IGNORED`].
+pub fn fill_batch(
     tokens: &Tokens,
-    mut blocks: Range<u64>,
+    mut blocks: impl Iterator<Item = u64>,
     block_size: usize,
     (inputs, targets): (&mut [i32], &mut [i32]),
-) -> Result<(), DataError> {
+) -> Result<usize, DataError> {
+    let mut filled = 0;
     let rows = inputs.chunks_mut(block_size).zip(targets.chunks_mut(block_size));
     for (inputs, targets) in rows {
         if let Some(block) = blocks.next() {
             tokens.read_block(block, inputs, targets)?;
+            filled += 1;
         } else {
             inputs.fill(0);
             targets.fill(IGNORED);
         }
     }
-    Ok(())
+    Ok(filled)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 //! | `data_file.rs` | a file that is read as its bytes are asked for; [`DataError`]: what can be wrong with the data |
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
-//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_eval_batch`] |
+//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation, and [`fill_batch`] |
 //! | `entropy.rs` | [`Entropies`]: what models that only count reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
@@ -25,7 +25,7 @@ pub use data_file::DataError;
 pub(crate) use data_file::open_regular;
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, eval_blocks, fill_eval_batch};
+pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, eval_blocks, fill_batch};
 pub use token_file::TokenFacts;
 pub use vocabulary::Vocabulary;
 pub(crate) use vocabulary::read_tokenizer;

@@ -1,7 +1,7 @@
 //! The mean loss of a text, block by block as in training's validation: the same text gives the same number.
 
 use super::loaded::{InferenceError, LoadedModel};
-use crate::data::{Tokens, fill_eval_batch};
+use crate::data::{Tokens, fill_batch};
 use crate::device::{ArenaSpec, DType};
 use crate::model::{Activation, NoHooks, Passes, sum_of_losses};
 
@@ -56,7 +56,7 @@ impl LoadedModel {
         for first in (0..blocks).step_by(rows) {
             let batch = first..blocks.min(first + rows as u64);
             let read = (batch.end - first) as usize * block_size;
-            fill_eval_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
+            fill_batch(tokens, batch, block_size, (&mut inputs, &mut targets))?;
             self.check_known(&inputs[..read])?;
             self.check_known(&targets[..read])?;
             self.device

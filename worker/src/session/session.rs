@@ -67,11 +67,6 @@ impl Session {
         }
     }
 
-    /// A world of one, without an agent.
-    pub fn single() -> Self {
-        Self::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()))
-    }
-
     /// A place without an agent, with the given store: for programs and tests whose ranks are threads. If the ranks are
     /// on several nodes, it needs [`Session::with_data_key`].
     pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {

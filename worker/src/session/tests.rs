@@ -12,7 +12,7 @@ use ddp_proto::ids::{Generation, GlobalRank};
 
 use self::agent::{FakeAgent, times};
 use super::link::Times;
-use super::{Cancel, Session, SessionError, StoreError, Waiting, Wanted};
+use super::{Cancel, MemoryStore, Session, SessionError, StoreError, Waiting, Wanted};
 
 /// Far longer than anything here takes, so that only a real hang meets it.
 const PATIENCE: Duration = Duration::from_mins(10);
@@ -439,7 +439,8 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
 
 #[test]
 fn a_program_without_an_agent_waits_for_no_verdict() {
-    assert_eq!(Session::single().verdict(), None);
+    let single = Session::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()));
+    assert_eq!(single.verdict(), None);
 }
 
 #[test]

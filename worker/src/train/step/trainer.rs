@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
-use super::evaluation::Evaluation;
+use super::evaluation::mean_loss;
 use super::nonfinite::{Decision, Inspection, Skips};
 use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
-use crate::data::Loader;
+use crate::data::{Loader, Tokens};
 use crate::mesh::Axis;
 use crate::metrics::{Memory, MetricsLine};
 use crate::model::{GradSink, Hooks, ModelPart, NoHooks, SampleKey};
@@ -51,7 +51,8 @@ pub(crate) struct TrainerParts<'a> {
     pub(crate) rank_table: RankTable,
     pub(crate) step_table: StepTable,
     pub(crate) loader: Loader,
-    pub(crate) evaluation: Evaluation,
+    /// The held-out text.
+    pub(crate) validation: Tokens,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) window: ProfilingWindow,
     /// Steps that were finished when this life of the run began.
@@ -169,10 +170,6 @@ impl TrainerParts<'_> {
         inspection.run()
     }
 
-    fn close_window(&mut self, done: u64) -> Result<(), TrainError> {
-        (self.window).close(&self.world, &self.rank_table, self.session, done)
-    }
-
     /// Compares the parameters of ranks that must hold the same.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
         match self.replica.parameters.difference(done)? {
@@ -183,8 +180,14 @@ impl TrainerParts<'_> {
 
     /// Loss of the held-out text.
     fn validate(&mut self) -> Result<f64, TrainError> {
-        self.evaluation
-            .mean_loss(self.session, &self.world, &mut self.replica, &self.rank_table)
+        let text = (&self.validation, self.config.model.block_size);
+        mean_loss(
+            text,
+            self.session,
+            &self.world,
+            &mut self.replica,
+            &self.rank_table,
+        )
     }
 
     fn stop_cause(&self) -> String {
@@ -277,7 +280,9 @@ impl<'a> Trainer<'a> {
             self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
             let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.parts.window.is_open() {
-                self.between_steps(|parts| parts.close_window(step + 1))?;
+                self.between_steps(|parts| {
+                    (parts.window).close(&parts.world, &parts.rank_table, parts.session, step + 1)
+                })?;
             }
             if due.verification {
                 self.between_steps(|parts| parts.verify(step + 1))?;
