@@ -30,19 +30,6 @@ pub struct RunDir {
     hold: Option<Hold>,
 }
 
-/// Where the run begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Start {
-    /// At step 0.
-    Fresh,
-    /// From the checkpoint after this many steps.
-    Resume {
-        /// Steps finished.
-        step: u64,
-    },
-}
-
 /// What a job that begins does with the run in its folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FoundRun {
@@ -76,13 +63,9 @@ pub struct Request<'a> {
     pub deadline: Instant,
 }
 
-/// The message of rank 0 to the others.
-#[derive(serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Decision {
-    Ready { start: Start, nonce: String },
-    Failed(String),
-}
+/// The message of rank 0 to the others: the step of the checkpoint to continue from, and the name of a file that they
+/// must see; or why rank 0 could not prepare the directory.
+type Decision = Result<(Option<u64>, String), String>;
 
 impl RunDir {
     /// `run.out_dir`, relative to the current folder, or `runs/<name>/<run id>`. Touches nothing.
@@ -128,8 +111,9 @@ impl RunDir {
     }
 
     /// Opens the folder on every rank: rank 0 prepares it and decides where the run begins; the others check
-    /// that they see the same folder. All ranks return the same decision, or an error.
-    pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Start), RunFilesError> {
+    /// that they see the same folder. All ranks return the step of the same checkpoint to continue from, `None` if the run
+    /// begins at step 0, or an error.
+    pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Option<u64>), RunFilesError> {
         let mut dir = Self {
             path: Self::resolve(request.run, request.run_id),
             hold: None,
@@ -173,17 +157,15 @@ impl RunDir {
         self.path.join("startup.txt")
     }
 
-    fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
+    fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Option<u64>, RunFilesError> {
         let nonce = format!("{:016x}", rand::random::<u64>());
         let mark = self.nonce_path(&nonce);
         let prepared = self.prepare(request).and_then(|start| {
             fs::write(&mark, &nonce).map_err(|e| RunFilesError::io("write to", &self.path, &e))?;
             Ok(start)
         });
-        let decision = match &prepared {
-            Ok(start) => Decision::Ready { start: *start, nonce },
-            Err(error) => Decision::Failed(error.to_string()),
-        };
+        let step = prepared.as_ref().copied().map_err(ToString::to_string);
+        let decision: Decision = step.map(|step| (step, nonce));
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
         let put = store.put(DECISION_KEY, &bytes, request.deadline);
         let agreed = prepared.and_then(|start| {
@@ -206,11 +188,11 @@ impl RunDir {
         Ok(())
     }
 
-    fn follow(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
+    fn follow(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Option<u64>, RunFilesError> {
         let bytes = store.wait_for(DECISION_KEY, request.deadline)?;
-        let (start, nonce) = match serde_json::from_slice(&bytes) {
-            Ok(Decision::Ready { start, nonce }) => (start, nonce),
-            Ok(Decision::Failed(words)) => return Err(RunFilesError::RankZero(words)),
+        let (start, nonce) = match serde_json::from_slice::<Decision>(&bytes) {
+            Ok(Ok(decision)) => decision,
+            Ok(Err(words)) => return Err(RunFilesError::RankZero(words)),
             Err(e) => {
                 return Err(RunFilesError::RankZero(format!(
                     "its decision cannot be read: {e}"
@@ -252,7 +234,7 @@ impl RunDir {
     }
 
     /// Creates the folder, or decides what becomes of the run that it holds, and keeps it if there is a token.
-    fn prepare(&mut self, request: Request<'_>) -> Result<Start, RunFilesError> {
+    fn prepare(&mut self, request: Request<'_>) -> Result<Option<u64>, RunFilesError> {
         // Before anything is written: what is refused leaves nothing behind.
         if !self.path.exists() {
             self.require_checkpoint(request.run)?;
@@ -296,7 +278,7 @@ impl RunDir {
         }
     }
 
-    fn prepare_held(&self, request: Request<'_>, hold: &mut Hold) -> Result<Start, RunFilesError> {
+    fn prepare_held(&self, request: Request<'_>, hold: &mut Hold) -> Result<Option<u64>, RunFilesError> {
         let holder = Holder::here(request.run_id);
         let continued = match request.token {
             Some(token) if request.restarted => hold.is_of(token)?,
@@ -310,10 +292,7 @@ impl RunDir {
             hold.announce(request.token, &holder)?;
         }
         checkpoint::delete_unfinished(&self.path)?;
-        Ok(match self.checkpoint()? {
-            Some(step) => Start::Resume { step },
-            None => Start::Fresh,
-        })
+        self.checkpoint()
     }
 
     /// True if the last life of the job called `run_id` was asked to stop, and saved its state: started again, it means

@@ -200,11 +200,8 @@ impl Input {
                 "only GPT-2's tokenizer is known to give the same tokens for a split text: use shorter texts, or a `.jsonl` with one document per line"
             }
         };
-        TokenizeError::Input {
-            path: self.path.clone(),
-            line: self.line,
-            problem: format!("{MAX_PIECE_BYTES} bytes without a place to split them\n  hint: {hint}"),
-        }
+        let problem = format!("{MAX_PIECE_BYTES} bytes without a place to split them\n  hint: {hint}");
+        TokenizeError::input(&self.path, self.line, &problem)
     }
 }
 

@@ -286,7 +286,7 @@ fn activation_pool(
     };
     let spec = ArenaSpec::on_node("activations", DType::U8, bytes);
     let arena = tensor.communicator().alloc_shared(&device, &spec)?;
-    Ok(ActivationPool::in_arena(device, arena))
+    Ok(ActivationPool::over(device, Some(arena)))
 }
 
 /// Accompanies every pass: gathers and releases parameters, and ends the pass soon after the generation is over.
@@ -359,8 +359,8 @@ impl TokenFeed {
     /// Releases what a row that ended with an error has left behind.
     fn reset(&mut self) {
         for buffers in [&mut self.tokens, &mut self.targets] {
-            for (_, index) in std::mem::take(&mut buffers.taken) {
-                buffers.give_back(&self.world, index);
+            while let Some((&micro_batch, _)) = buffers.taken.first_key_value() {
+                buffers.release(&self.world, micro_batch);
             }
         }
     }
@@ -368,11 +368,10 @@ impl TokenFeed {
 
 /// Memory for tokens, or for targets, of several micro-batches.
 struct TokenBuffers {
-    buffers: Vec<TokenBuffer>,
-    /// Indices of free buffers, the one that was released first in front.
-    free: VecDeque<usize>,
+    /// Free buffers, the one that was released first in front.
+    free: VecDeque<TokenBuffer>,
     /// By micro-batch.
-    taken: BTreeMap<usize, usize>,
+    taken: BTreeMap<usize, Buffer>,
 }
 
 /// Memory for one micro-batch.
@@ -392,32 +391,29 @@ impl TokenBuffers {
             })
         };
         Ok(Self {
-            buffers: (0..count).map(buffer).collect::<Result<_, DeviceError>>()?,
-            free: (0..count).collect(),
+            free: (0..count).map(buffer).collect::<Result<_, DeviceError>>()?,
             taken: BTreeMap::new(),
         })
     }
 
     fn fill(&mut self, (world, stream): (&World, Stream), micro_batch: usize, numbers: &[i32]) -> Buffer {
-        let index = self.free.pop_front();
-        let index = index.expect("there are as many buffers as micro-batches in flight");
-        self.taken.insert(micro_batch, index);
-        let TokenBuffer { buffer, read } = &self.buffers[index];
-        world.device.wait_event(stream, read, world.deadline());
-        world.device.upload(stream, buffer, bytemuck::cast_slice(numbers));
-        buffer.clone()
+        let free = self.free.pop_front();
+        let TokenBuffer { buffer, read } =
+            free.expect("there are as many buffers as micro-batches in flight");
+        world.device.wait_event(stream, &read, world.deadline());
+        world
+            .device
+            .upload(stream, &buffer, bytemuck::cast_slice(numbers));
+        self.taken.insert(micro_batch, buffer.clone());
+        buffer
     }
 
     /// Frees the buffer of a micro-batch. All that reads it must be in the stream that computes.
     fn release(&mut self, world: &World, micro_batch: usize) {
-        if let Some(index) = self.taken.remove(&micro_batch) {
-            self.give_back(world, index);
+        if let Some(buffer) = self.taken.remove(&micro_batch) {
+            let read = world.device.record(world.stream);
+            self.free.push_back(TokenBuffer { buffer, read });
         }
-    }
-
-    fn give_back(&mut self, world: &World, index: usize) {
-        self.buffers[index].read = world.device.record(world.stream);
-        self.free.push_back(index);
     }
 }
 

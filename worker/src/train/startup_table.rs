@@ -295,7 +295,7 @@ fn strategy(trainer: &TrainerParts<'_>) -> String {
         Strategy::Zero3 => "zero3: optimizer state, gradients and parameters",
     };
     let ranks = counted(strategy.shard_ranks(), "rank");
-    let copies = match strategy.copies() {
+    let copies = match strategy.mesh.size(&[Axis::Replicate]) {
         1 => String::new(),
         copies => format!(", {copies} replicas"),
     };

@@ -1,10 +1,11 @@
 //! Saves and deletions that are stopped after each of their steps, by a loss of power or by an error.
 
-use super::super::{Keep, delete_unfinished, retain};
+use super::super::{delete_unfinished, retain};
 use super::journal::{Journal, make};
 use super::*;
+use crate::config::CheckpointKeep;
 
-const KEEP: Keep = Keep { last: 1, every: None };
+const KEEP: CheckpointKeep = CheckpointKeep { last: 1, every: None };
 
 /// A state of the run. In another life the same step has other numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use safetensors::SafeTensors;
 
-use super::super::{Disk, Keep, export, retain};
+use super::super::{Disk, export, retain};
 use super::*;
-use crate::config::{self, ModelKind};
+use crate::config::{self, CheckpointKeep, ModelKind};
 use crate::model;
 use crate::optim;
 
@@ -339,7 +339,7 @@ fn what_is_not_kept_goes_and_what_is_not_ours_stays() {
         root.join("step_00000007/manifest.json"),
     )
     .unwrap();
-    let keep = Keep {
+    let keep = CheckpointKeep {
         last: 2,
         every: Some(20),
     };
@@ -359,7 +359,7 @@ fn what_is_not_kept_goes_and_what_is_not_ours_stays() {
         ]
     );
     assert_eq!(
-        retain(&Disk, folder.path(), Keep { last: 1, every: None }, &[]).unwrap(),
+        retain(&Disk, folder.path(), CheckpointKeep { last: 1, every: None }, &[]).unwrap(),
         [10, 20, 40]
     );
     assert_eq!(check_latest(folder.path()), 50);

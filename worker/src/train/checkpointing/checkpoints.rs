@@ -16,10 +16,8 @@ use ddp_proto::words::{counted, numbered};
 
 use super::owned_state::{RankState, copy, load, written};
 use super::save_thread::{Leader, SaveTask, SaveThread, Stage, unreadable};
-use crate::checkpoint::{
-    CheckpointError, Extent, Keep, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name,
-};
-use crate::config::{OptimizerOffload, Tokenizer, TrainConfig};
+use crate::checkpoint::{CheckpointError, Extent, Reader, Rng, State, Storage, TOKENIZER_FILE, step_name};
+use crate::config::{CheckpointKeep, OptimizerOffload, Tokenizer, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::train::TrainError;
@@ -45,7 +43,7 @@ pub(crate) struct Checkpoints {
     /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
     identity: State,
     storage: Arc<dyn Storage>,
-    keep: Option<Keep>,
+    keep: Option<CheckpointKeep>,
     every: u64,
     /// A save fails if the file system does not answer a request within this time.
     timeout: Duration,
@@ -127,10 +125,7 @@ impl Checkpoints {
             generation,
             identity,
             storage,
-            keep: config.train.checkpoint_keep.map(|keep| Keep {
-                last: keep.last,
-                every: keep.every,
-            }),
+            keep: config.train.checkpoint_keep,
             every: config.train.checkpoint_every,
             timeout: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
             stream: world.device.stream(),

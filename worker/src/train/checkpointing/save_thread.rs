@@ -11,9 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::owned_state::OwnTensors;
-use crate::checkpoint::{
-    CheckpointError, DiskStep, Keep, PartWriter, State, Storage, Writer, file_stem, retain,
-};
+use crate::checkpoint::{CheckpointError, DiskStep, PartWriter, State, Storage, Writer, file_stem, retain};
+use crate::config::CheckpointKeep;
 use crate::device::{Buffer, DeviceError, Stream};
 use crate::optim::{StateMemory, evict};
 use crate::session::Cancel;
@@ -45,7 +44,7 @@ pub(super) struct SaveTask {
 /// What rank 0 needs to commit.
 pub(super) struct Leader {
     pub(super) state: State,
-    pub(super) keep: Option<Keep>,
+    pub(super) keep: Option<CheckpointKeep>,
     /// Steps whose checkpoints are always kept.
     pub(super) needed: Vec<u64>,
 }
