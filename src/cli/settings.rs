@@ -42,7 +42,7 @@ macro_rules! settings {
         pub struct Settings {
             $($(#[$meta])* #[arg(long, value_parser = $parse)] pub $name: Option<$type>,)*
 
-            /// The words by which settings were given.
+            /// Text of each setting, as typed.
             #[arg(skip)]
             pub(in crate::cli) words: BTreeMap<&'static str, String>,
         }

@@ -28,7 +28,7 @@ pub struct Config {
     pub only_job: Option<String>,
     /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
     pub host: Option<String>,
-    /// What is known of those who call.
+    /// Whether callers are authenticated.
     pub callers: Callers,
     /// Connections at a time, if the descriptors suffice.
     pub max_connections: usize,
@@ -195,7 +195,7 @@ impl Config {
 
     /// Pause before restart number `restart` (from 1) since the last progress, for a `dice` in 0..1.
     ///
-    /// None before the first: most failures do not come again, and every rank would wait for nothing. After that
+    /// No pause before the first restart: most failures do not repeat, and every rank would wait for nothing. After that
     /// between half and all of `base * 2^(restart - 2)`, never above the cap.
     pub fn backoff(&self, restart: u32, dice: f64) -> Duration {
         let Some(doublings) = restart.checked_sub(2).map(|further| further.min(31)) else {

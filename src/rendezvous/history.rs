@@ -91,7 +91,7 @@ impl History {
 #[derive(Debug)]
 struct Losses {
     points: Vec<(u64, f64)>,
-    /// Of so many that come, one is kept.
+    /// Keeps one of every `every` losses.
     every: u64,
     /// Those that came since the last one was kept.
     since: u64,

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 
-/// Longest row that is believed of an earlier daemon.
+/// Upper bound for counters that come from an earlier daemon.
 const MAX_ROW: u32 = 1 << 16;
 
 /// Generations in a row that may end for nothing because rank 0's port was taken.

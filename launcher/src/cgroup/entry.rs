@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid};
 
-/// Of `clone3`.
+/// Flag of `clone3`.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// A way into a group, valid as long as the descriptor.

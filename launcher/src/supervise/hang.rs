@@ -145,7 +145,7 @@ fn thread(id: u32, task: &Path) -> Option<String> {
         _ => String::new(),
     };
     let mut words = format!("thread {id} ({}): {}{place}{call}", read("comm"), state.trim());
-    // For root only.
+    // Only root can read the kernel stack.
     for frame in read("stack").lines() {
         let _ = write!(words, "\n  kernel: {}", frame.trim_start_matches("[<0>] "));
     }

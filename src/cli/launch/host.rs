@@ -1,10 +1,10 @@
 //! Which node hosts the rendezvous daemon.
 //!
-//! One node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the one that `is_host` names, else
-//! node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a client too if the endpoint is
-//! an address that it lacks. Where the port is taken already,
-//! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
-//! job's `ddp-run`, which ends with that job, is a stranger too.
+//! A single node hosts its own on an abstract Unix socket, which no other user can use. Of several nodes, the host is the
+//! one that `is_host` names, else node rank 0, else the node to which the endpoint's address belongs. Node rank 0 is a
+//! client too if it lacks the endpoint's address. Where the port is taken already, a health check tells a daemon, whose
+//! client this node then becomes, from another program. A daemon inside another job's `ddp-run` ends with that job, and
+//! counts as another program.
 //!
 //! On a TCP port, both sides prove that they have the token of the job. The host makes it if it is missing.
 
@@ -39,7 +39,7 @@ pub(in crate::cli) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Name of the service whose health tells our daemon from another gRPC server.
 const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
 
-/// What nodes of several prove to each other.
+/// How the nodes of a job authenticate each other.
 #[derive(Clone, Debug)]
 pub enum Protection {
     /// Nothing: `--insecure`.
@@ -297,7 +297,7 @@ pub(super) fn is_own_address(address: IpAddr) -> bool {
     std::net::UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// Whom one of our daemons serves.
+/// Which jobs a daemon serves.
 enum Owner {
     /// This job too.
     Anybody,

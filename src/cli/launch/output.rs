@@ -77,7 +77,7 @@ pub fn log_dir(
 /// A directory for log files that were asked for without a place.
 #[derive(Clone, Copy, Debug)]
 pub struct NewLogs<'a> {
-    /// Is part of its name.
+    /// Job name, a part of the directory's name.
     pub job: &'a str,
     /// It is only named, and not made.
     pub dry_run: bool,

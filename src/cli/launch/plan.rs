@@ -179,7 +179,7 @@ fn agent_store(target: &Target, settings: &Settings, get_env: &impl Fn(&str) -> 
 /// A job, as all of its nodes must describe it.
 struct Job {
     id: String,
-    /// After it the files of the run are named.
+    /// Names the run's directory.
     run_id: String,
     agreed: BTreeMap<String, AgreedValue>,
     max_restarts: u32,

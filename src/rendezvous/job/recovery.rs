@@ -75,7 +75,7 @@ struct Claim {
 }
 
 impl Recovery {
-    /// Of which nothing is known yet.
+    /// A recovery that knows no node yet.
     fn of(generation: u64, began: Duration, wait: Duration) -> Self {
         Self {
             generation,

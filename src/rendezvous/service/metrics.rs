@@ -289,7 +289,7 @@ fn kv_name(error: &KvError) -> Option<&'static str> {
     }
 }
 
-/// Of this process, without the one that looks.
+/// Open descriptors of this process, without the one that reads the list.
 fn open_descriptors() -> Option<i64> {
     let entries = fs::read_dir("/proc/self/fd").ok()?;
     Some(entries.count() as i64 - 1)

@@ -25,7 +25,7 @@ use crate::ops::{Cast, HostUpdate, Op, Update, cast_bytes};
 /// the next piece arrive while it is in the processor's caches.
 pub const PIECE: usize = 1 << 20;
 
-/// What to do where the file cannot be.
+/// Hint if the file cannot be created.
 const HINT: &str =
     "`train.offload.dir` must be a directory with room for the optimizer state of all ranks of the node";
 

@@ -157,7 +157,7 @@ fn finish(
         prepared.run_dir.path(),
     ));
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
-        // Whoever has started this one hears it from its launcher.
+        // Under a launcher, the launcher prints this.
         let run = &trainer.config.run;
         say(&format!(
             "resume with {}",

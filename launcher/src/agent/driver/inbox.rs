@@ -90,7 +90,7 @@ impl Inbox {
         (inbox, spawn_sender, control_sender)
     }
 
-    /// The next of whatever comes. Cancel safe.
+    /// Waits for the next event. Cancel safe.
     pub(super) async fn next(&mut self) -> LoopEvent {
         let alarm = self.alarm;
         let ring = sleep_until(alarm.unwrap_or_else(Instant::now));
@@ -124,7 +124,7 @@ impl Inbox {
             .collect()
     }
 
-    /// Does what takes time beside the loop; its result comes back as an event.
+    /// Runs slow work in a task; its result comes back as an event.
     pub(super) fn expect(&self, work: impl Future<Output = LoopEvent> + Send + 'static) {
         let results = self.results_sender.clone();
         tokio::spawn(async move {

@@ -336,7 +336,7 @@ impl Machine {
         self.members.spawn_ended();
         let mut effects = match failure {
             Some(error) => self.end(ExitReason::CannotStart(error)),
-            // No worker was ever started: all of none have ended, but nothing has succeeded.
+            // No worker was ever started, so none has succeeded.
             None if self.is_running() && self.members.is_empty() => {
                 let error = format!("no worker of generation {} was started", self.generation());
                 self.end(ExitReason::internal(error))
@@ -656,7 +656,7 @@ fn first_rank(assignment: &Assignment, workers: u32) -> Result<u32, String> {
     if u16::try_from(assignment.master_port).is_err() {
         return Err(format!("{} is not a port", assignment.master_port));
     }
-    // As many as a number holds are too many.
+    // `u32::MAX` ranks are refused.
     let ranks = u64::from(assignment.world_size);
     let end = u64::from(node.first_rank) + u64::from(workers);
     if end > ranks || ranks == u64::from(u32::MAX) {

@@ -29,7 +29,7 @@ pub(super) struct Context<'a> {
     pub(super) device: &'a Planned,
     /// Share of its rate that training reaches.
     pub(super) mfu: f64,
-    /// Nobody has said how many ranks a node has.
+    /// Ranks per node are not given.
     pub(super) has_default_ranks: bool,
     /// The layout search found nothing better than data parallelism alone.
     pub(super) is_best: bool,

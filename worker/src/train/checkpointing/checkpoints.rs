@@ -29,6 +29,8 @@ use crate::train::world::World;
 const ROUND: Duration = Duration::from_millis(250);
 /// Longest wait for the clean-up of a save when training has failed: the process is about to end.
 const ABANDON_BOUND: Duration = Duration::from_secs(2);
+/// Longest time that a request of a save's clean-up may take while training waits for it: the ranks wait for each other.
+const CLEAN_UP_BOUND: Duration = Duration::from_secs(10);
 /// Longer waits are reported.
 const LONG_WAIT: Duration = Duration::from_secs(1);
 /// The last save of a run is retried once, because no later save makes up for it.
@@ -323,7 +325,8 @@ impl Checkpoints {
 
     /// Waits for the thread of the save before, as long as the file system answers it. True if it touches nothing any more.
     fn has_ended(&mut self) -> bool {
-        self.before.take_if(|before| before.end(self.timeout));
+        let timeout = CLEAN_UP_BOUND.min(self.timeout);
+        self.before.take_if(|before| before.end(timeout));
         self.before.is_none()
     }
 
@@ -337,7 +340,7 @@ impl Checkpoints {
         }
     }
 
-    /// Copies, and starts the thread. Fails only as a save does.
+    /// Copies, and starts the thread. Errors are reported like those of a save.
     fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
         let task = self.task(here, at, snapshot);
         self.pending = Some(SaveThread::start(&self.out_dir, at.step, task));

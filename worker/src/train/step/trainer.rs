@@ -445,7 +445,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
+    /// Work between two steps, when nothing is in flight. Its traffic and waits count for no step, and
     /// not in the timeline.
     fn between_steps<T>(
         &mut self,
