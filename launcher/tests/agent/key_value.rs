@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ddp_proto::control::{KvRefusal, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, ToAgent, ToWorker, WorkerAssignment};
 
 use crate::daemon::{Daemon, Policy};
 use crate::harness::launch;
@@ -16,7 +16,7 @@ fn role_key_value() {
     }
     let mut session = Session::open();
     let assignment = session.receive();
-    let ToWorker::Assignment { env, node_addr, .. } = assignment else {
+    let ToWorker::Assignment(WorkerAssignment { env, node_addr, .. }) = assignment else {
         panic!("{assignment:?}");
     };
     assert_eq!(env["RANK"], session.env.rank.to_string());
