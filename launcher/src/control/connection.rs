@@ -8,7 +8,7 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use ddp_proto::control::{
-    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker,
+    KvRefusal, MAX_ACTIVITY_BYTES, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker, WorkerAssignment,
 };
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::printable;
@@ -413,13 +413,13 @@ async fn await_context(
         .get(local_rank.0 as usize)
         .filter(|_| known(context))
         .ok_or_else(stranger)?;
-    let assignment = encode(&ToWorker::Assignment {
+    let assignment = encode(&ToWorker::Assignment(WorkerAssignment {
         protocol: PROTOCOL,
         generation: theirs,
         env: contract.clone(),
         node_addr: context.node_addr.clone(),
         data_key: context.data_key.clone(),
-    });
+    }));
     Ok((context.store.clone(), assignment))
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ddp_proto::control::{KvRefusal, ToWorker};
+use ddp_proto::control::{KvRefusal, ToWorker, WorkerAssignment};
 
 use crate::daemon::{Daemon, Policy};
 use crate::harness::launch;
@@ -22,7 +22,7 @@ fn answer(call: u64, value: Option<&str>) -> ToWorker {
 pub(crate) fn key_value() {
     let mut session = Session::open();
     let assignment = session.receive();
-    let ToWorker::Assignment { env, node_addr, .. } = assignment else {
+    let ToWorker::Assignment(WorkerAssignment { env, node_addr, .. }) = assignment else {
         panic!("{assignment:?}");
     };
     assert_eq!(env["RANK"], session.env.rank.to_string());

@@ -94,10 +94,12 @@ fn read(path: &Path) -> Result<String, ConfigError> {
 /// Most steps of a timeline: a person does not compare more side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// Keys that have an effect only where other keys have certain values: the key, the other keys and values as a message
+/// A key that has an effect only where other keys have certain values: the key, the other keys and values as a message
 /// names them, and whether a configuration has those.
+type Condition = (&'static str, &'static str, fn(&TrainConfig) -> bool);
+
 #[rustfmt::skip]
-const CONDITIONS: &[(&str, &str, fn(&TrainConfig) -> bool)] = &[
+const CONDITIONS: &[Condition] = &[
     ("model.n_kv_head", "`model.kind: llama`", is_llama),
     ("model.norm_eps", "`model.kind: llama`", is_llama),
     ("model.rope_theta", "`model.kind: llama`", is_llama),

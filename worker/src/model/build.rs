@@ -40,7 +40,17 @@ pub fn build_part(config: &config::Model, vocab: usize, part: &ModelPart) -> Res
     let decoder = Decoder::of(config);
     let (names, channels) = (decoder.names, decoder.channels);
     let ends = [0, block_count(config) - 1].map(|block| part.holds(block));
-    let mut parts = Parts::new(part, ends[0] != ends[1]);
+    let mut parts = Parts {
+        part,
+        ends_apart: ends[0] != ends[1],
+        all: Vec::new(),
+        params: Vec::new(),
+        groups: Vec::new(),
+        blocks: Vec::new(),
+        numbers: Vec::new(),
+        count: 0,
+        is_held: false,
+    };
 
     let table = [vocab, channels];
     parts.block(|parts| {
@@ -118,21 +128,7 @@ struct Parts<'a> {
 /// Stands for a parameter that this rank does not hold. The block that uses it is dropped.
 const ABSENT: ParamId = ParamId(usize::MAX);
 
-impl<'a> Parts<'a> {
-    fn new(part: &'a ModelPart, ends_apart: bool) -> Self {
-        Self {
-            part,
-            ends_apart,
-            all: Vec::new(),
-            params: Vec::new(),
-            groups: Vec::new(),
-            blocks: Vec::new(),
-            numbers: Vec::new(),
-            count: 0,
-            is_held: false,
-        }
-    }
-
+impl Parts<'_> {
     fn block(&mut self, make: impl FnOnce(&mut Self) -> Arc<dyn Block>) {
         self.is_held = self.part.holds(self.count);
         let block = make(self);

@@ -324,18 +324,14 @@ impl Published {
 }
 
 fn scaling_json(scaling: RopeScaling) -> Value {
-    let RopeScaling {
-        factor,
-        low_freq_factor,
-        high_freq_factor,
-        original_positions,
-    } = scaling;
-    let factors = [factor, low_freq_factor, high_freq_factor].map(Value::from);
-    let values = factors.into_iter().chain([original_positions.into()]);
-    let keys = Published::SCALING_KEYS.map(str::to_owned);
-    let mut json: Map<String, Value> = keys.into_iter().zip(values).collect();
-    json.insert("rope_type".into(), "llama3".into());
-    json.into()
+    let [factor, low, high, positions] = Published::SCALING_KEYS;
+    json!({
+        "rope_type": "llama3",
+        factor: scaling.factor,
+        low: scaling.low_freq_factor,
+        high: scaling.high_freq_factor,
+        positions: scaling.original_positions,
+    })
 }
 
 /// The shortest number that is this one in 32 bits.

@@ -90,7 +90,7 @@ impl Session {
 
     fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
         let (link, assigned) = Link::connect(address, &initial, times)?;
-        let mut env = WorkerEnv::parse(|name| assigned.vars.get(name).cloned())
+        let mut env = WorkerEnv::parse(|name| assigned.env.get(name).cloned())
             .map_err(|e| SessionError::Refused(format!("the agent's assignment cannot be used: {e}")))?;
         env.generation = assigned.generation;
         env.control = Some(address.to_owned());

@@ -121,11 +121,9 @@ impl<'a> InputReader<'a> {
 
 impl Input {
     fn open(path: PathBuf) -> Result<Self, TokenizeError> {
-        let is_lines = path.extension().is_some_and(|ending| ending == LINES_EXTENSION);
-        let kind = if is_lines {
-            InputKind::Lines
-        } else {
-            InputKind::Text
+        let kind = match path.extension() {
+            Some(ending) if ending == LINES_EXTENSION => InputKind::Lines,
+            _ => InputKind::Text,
         };
         Ok(Self {
             file: open_regular(&path)?,
